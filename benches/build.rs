@@ -1,10 +1,11 @@
-//! Tells the program what it was built with: instruction counts are compared between equal builds
-//! only.
+//! Records the compilers and flags of this build in `FREESTONE_BUILD`. Instruction counts are
+//! compared only between equal builds.
 
 use std::env;
 use std::process::Command;
 
-/// What changes the code of a release build and does not show in the flags of the compiler.
+/// Environment variables that change the code of a release build and do not show in the compiler
+/// flags.
 const OVERRIDES: [&str; 3] =
     ["CARGO_PROFILE_RELEASE_LTO", "CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "CARGO_PROFILE_RELEASE_OPT_LEVEL"];
 
@@ -12,7 +13,7 @@ fn main() {
     let of = |name: &str| env::var(name).unwrap_or_default();
     let mut build = vec![
         first_line(&env::var("RUSTC").unwrap_or_else(|_| "rustc".into())),
-        // The C codecs are built with it.
+        // The C codecs are built with this compiler.
         first_line(&env::var("CC").unwrap_or_else(|_| "cc".into())),
         of("CARGO_CFG_TARGET_ARCH"),
         of("PROFILE"),
@@ -31,7 +32,7 @@ fn main() {
     println!("cargo:rustc-env=FREESTONE_BUILD={}", build.join(", "));
 }
 
-/// What a compiler says of itself.
+/// Returns the first line of `compiler --version`.
 fn first_line(compiler: &str) -> String {
     let output = Command::new(compiler).arg("--version").output();
     let text = output.map(|output| output.stdout).unwrap_or_default();

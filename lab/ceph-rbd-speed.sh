@@ -1,8 +1,8 @@
 #!/bin/bash
-# ceph-rbd-speed.sh DIR - what the way to RBD of the Ceph that ceph.sh runs in DIR costs: fio by librbd itself, through qemu-nbd, through a
-# device `nbd` of the program FREESTONE over that, and through its device `rbd` (freestone-rbd), in turn, ROUNDS (9) times SECONDS_EACH (3).
-# Prints requests a second and medians of ratios, and how much CPU a request takes of all programs on the way, without Ceph's. It decides
-# nothing and is in no lane: the machine has to be idle.
+# ceph-rbd-speed.sh DIR - compares access paths to RBD of the Ceph that ceph.sh runs in DIR: fio with librbd, through qemu-nbd, through a
+# device `nbd` of the program FREESTONE over qemu-nbd, and through its device `rbd` (freestone-rbd), in turn, ROUNDS (9) times for
+# SECONDS_EACH (3). Prints requests per second, medians of ratios, and CPU time per request of all programs except Ceph's. Has no pass
+# criterion and is in no lane. The machine must be idle.
 set -eu
 cd "$(dirname "$0")/.."
 dir=$1/rbd-speed server=''
@@ -33,7 +33,7 @@ run() { # side rw bytes depth: requests a second, and CPU microseconds of each
   sed -n '/^{/,$p' "$dir/fio" | jq -r --arg ticks $((after - before)) '.jobs[0] as $job | ($job.read, $job.write | select(.total_ios > 0)) as $way |
     [$way.iops, ((($job.usr_cpu + $job.sys_cpu) / 100 * $job.job_runtime * 1000 + ($ticks | tonumber) * 10000) / $way.total_ios)] | @tsv'; }
 median() { sort -g | awk '{at[NR] = $1} END {print at[int((NR + 1) / 2)]}'; }
-# All of it is there before it is read.
+# Writes the whole image before it is read.
 fio --name=x --ioengine=rbd --pool=rbd --rbdname=speed --clientname=admin --rw=write --bs=1M --iodepth=8 --size=1G >"$dir/fio" 2>&1 ||
   wrong "fio: $(tail -n 3 "$dir/fio")"
 for load in "randread 4k 1" "randread 4k 32" "randwrite 4k 32" "randread 128k 8" "write 128k 8"; do

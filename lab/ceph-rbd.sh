@@ -1,8 +1,8 @@
 #!/bin/bash
-# ceph-rbd.sh DIR - disks in RBD of the Ceph that ceph.sh runs in DIR, as devices of the program FREESTONE, by librbd (kind rbd) and through
-# qemu-nbd (kind nbd): the base of a fork, the origin of a snapshot, and one that is written while the OSD is killed; by librbd also holes, a
-# snapshot of RBD, sizes, pages of a RAM disk, and what is not there; and the commands that docs/rbd.md and docs/nbd-client.md show. The
-# environment is that of ceph.sh.
+# ceph-rbd.sh DIR - tests RBD images of the Ceph that ceph.sh runs in DIR as devices of the program FREESTONE, through librbd (kind rbd) and
+# through qemu-nbd (kind nbd): as the base of a fork, as the origin of a snapshot, and written while the OSD is killed. Through librbd also:
+# holes, snapshots of RBD, sizes, pages of a RAM disk, and missing images. Also runs the commands in docs/rbd.md and docs/nbd-client.md.
+# ceph.sh prints the other variables.
 set -eu
 cd "$(dirname "$0")/.."
 ceph=$1 dir=$1/rbd server='' exporter='' seconds=60
@@ -74,18 +74,18 @@ as_disks() { # way
   sleep 3
   ! acked $((before + 2)) || wrong "writes do not need the OSD"
   lab/ceph.sh again osd "$ceph"
-  soon 60 acked $((before + 20)) || wrong "it is not written again: $(cat "$dir/said")"
+  soon 60 acked $((before + 20)) || wrong "writes do not recover: $(cat "$dir/said")"
   touch "$dir/enough"
   wait $writer || wrong "a write fails: $(cat "$dir/said")"
   [ "$1" != qemu-nbd ] || [ "$("$FREESTONE" get d reconnects)" = 0 ] || wrong "qemu-nbd was lost"
   timeout $seconds rbd export --no-progress rbd/vm - >"$dir/read"
   reads=()
   while read -r n; do reads+=(-c "read -q -P $((n % 255 + 1)) $((n * 64))k 64k"); done <"$dir/acked"
-  qemu-io -r -f raw "${reads[@]}" "$dir/read" >"$dir/said" 2>&1 || wrong "what was flushed is lost: $(cat "$dir/said")"
-  [ ! -s "$dir/said" ] || wrong "what was flushed is lost: $(head "$dir/said")"
-  say "  $(wc -l <"$dir/acked") writes, flushed and there"
+  qemu-io -r -f raw "${reads[@]}" "$dir/read" >"$dir/said" 2>&1 || wrong "flushed data is lost: $(cat "$dir/said")"
+  [ ! -s "$dir/said" ] || wrong "flushed data is lost: $(head "$dir/said")"
+  say "  $(wc -l <"$dir/acked") flushed writes are present"
   end_all
-  # As it was.
+  # Restores the content of the image.
   timeout $seconds qemu-img convert -n -f raw -O raw "$dir/golden" "rbd:rbd/vm:conf=$CEPH_CONF"
 }
 
@@ -108,16 +108,16 @@ timeout $seconds rbd export --no-progress rbd/vm@monday - | cmp - "$dir/golden" 
 is_large() { [ "$("$FREESTONE" get d size)" = "$1" ]; }
 is_large $((64 << 20)) || wrong "the size is $("$FREESTONE" get d size)"
 timeout $seconds rbd resize --no-progress rbd/vm --size 96M
-soon 20 is_large $((96 << 20)) || wrong "the size stays $("$FREESTONE" get d size)"
+soon 20 is_large $((96 << 20)) || wrong "the size is still $("$FREESTONE" get d size)"
 qemu-io -f raw -c 'write -q -P 3 95M 1M' -c flush "$(uri d)"
 is_large $((96 << 20)) && [ "$("$FREESTONE" get m size)" = $((64 << 20)) ] || wrong "a snapshot grows"
-# What is open cannot be removed, nor can what is protected.
+# Open images and protected snapshots cannot be removed.
 ! timeout $seconds rbd snap rm --no-progress rbd/vm@monday >"$dir/said" 2>&1 || wrong "a protected snapshot is removed"
 end_all
 timeout $seconds rbd snap unprotect rbd/vm@monday
 timeout $seconds rbd snap rm --no-progress rbd/vm@monday
 serve "rbd,image=rbd/vm,conf=$CEPH_CONF"
-! timeout $seconds rbd rm --no-progress rbd/vm >"$dir/said" 2>&1 || wrong "an image is removed that is open"
+! timeout $seconds rbd rm --no-progress rbd/vm >"$dir/said" 2>&1 || wrong "an open image is removed"
 end_all
 
 say "RBD by librbd, holes, discards and zeroes"
@@ -138,7 +138,7 @@ say "RBD by librbd, the pages of a RAM disk, and the copies of a snapshot"
 serve "rbd,image=rbd/holes,conf=$CEPH_CONF" "big=ram,disksize=64M,mem_limit=4M,backing_dev=device:d"
 nbdcopy "$dir/golden" "$(uri big)"
 same big "$dir/golden"
-[ "$("$FREESTONE" get big bd_stat | awk '{print $1}')" -gt 1000 ] || wrong "nothing is spilled: $("$FREESTONE" get big bd_stat)"
+[ "$("$FREESTONE" get big bd_stat | awk '{print $1}')" -gt 1000 ] || wrong "no pages were written to the backing device: $("$FREESTONE" get big bd_stat)"
 end_all
 cp "$dir/golden" "$dir/file"
 timeout $seconds rbd create rbd/copies --size 64M
@@ -150,9 +150,9 @@ same o "$dir/forked"
 same s "$dir/golden"
 end_all
 
-say "RBD by librbd, what is not there, and a user who may only read"
-refused() { # words sentence
-  "$FREESTONE" serve "d=$1" --nbd "unix:$dir/none" --control "$dir/none.ctl" >"$dir/said" 2>&1 && wrong "it is served: $1"
+say "RBD by librbd, missing images and pools, and a read-only user"
+refused() { # device, expected message
+  "$FREESTONE" serve "d=$1" --nbd "unix:$dir/none" --control "$dir/none.ctl" >"$dir/said" 2>&1 && wrong "the server accepts $1"
   grep -qF -- "$2" "$dir/said" || wrong "$1: $(cat "$dir/said")"; }
 refused "rbd,image=rbd/none,conf=$CEPH_CONF" 'rbd/none: there is no such image'
 refused "rbd,image=none/vm,conf=$CEPH_CONF" 'pool none: there is no such pool'
@@ -172,37 +172,37 @@ serve "rbd,image=rbd/vm,conf=$CEPH_CONF,timeout=5s"
 qemu-io -f raw -c 'write -q -P 6 0 64k' -c flush "$(uri d)"
 lab/ceph.sh kill osd "$ceph"
 began=$(now)
-! timeout 60 qemu-io -f raw -c 'read 32M 4k' "$(uri d)" >"$dir/said" 2>&1 || wrong "it is read without an OSD"
+! timeout 60 qemu-io -f raw -c 'read 32M 4k' "$(uri d)" >"$dir/said" 2>&1 || wrong "a read without an OSD succeeds"
 took=$(($(now) - began))
 [ $took -ge 4000 ] && [ $took -lt 30000 ] || wrong "a read fails after $took ms"
-# librbd's cache would answer a write before the OSD does, forget that it failed, and flush nothing then. nbdcopy does not flush.
+# librbd's cache would complete a write before the OSD does, lose the error, and then flush nothing. nbdcopy does not flush.
 head -c 64k /dev/urandom >"$dir/unwritten"
-! timeout 60 nbdcopy "$dir/unwritten" "$(uri d)" >"$dir/said" 2>&1 || wrong "it is written without an OSD"
+! timeout 60 nbdcopy "$dir/unwritten" "$(uri d)" >"$dir/said" 2>&1 || wrong "a write without an OSD succeeds"
 "$FREESTONE" get d last_error | grep -q 'the cluster did not answer in time' || wrong "last_error: $("$FREESTONE" get d last_error)"
-# The end does not wait for it either.
+# The end of the server does not wait for the OSD either.
 began=$(now)
 end_all
 [ $(($(now) - began)) -lt 30000 ] || wrong "the end takes $(($(now) - began)) ms"
 lab/ceph.sh again osd "$ceph"
 serve "rbd,image=rbd/vm,conf=$CEPH_CONF"
-qemu-io -r -f raw -c 'read -q -P 6 0 64k' "$(uri d)" >"$dir/said" 2>&1 && [ ! -s "$dir/said" ] || wrong "what was flushed is lost: $(cat "$dir/said")"
+qemu-io -r -f raw -c 'read -q -P 6 0 64k' "$(uri d)" >"$dir/said" 2>&1 && [ ! -s "$dir/said" ] || wrong "flushed data is lost: $(cat "$dir/said")"
 end_all
 for name in golden vm holes copies; do timeout $seconds rbd rm --no-progress rbd/$name; done
 
-shown() { # page: the commands of its section Ceph, by one bash, which print what is shown there
+shown() { # page: runs the commands in its section Ceph and compares the output
   say "$1, its commands"
   mkdir "$dir/shown" "$dir/shown/bin"
   ln -s "$FREESTONE" "$dir/shown/bin/freestone"
   head -c 16M "$FREESTONE" >"$dir/shown/t.tar"
   lines=$(awk '/^#/ {inside = ($0 == "## Ceph")} inside && sub(/^    /, "")' "$1" |
     sed "s:/tmp/freestone-0/:$dir/shown/freestone/:g; s:/tmp/try/:$dir/shown/:g; s:/etc/ceph/ceph.conf:$CEPH_CONF:g")
-  [ -n "$lines" ] || wrong "$1 shows nothing"
+  [ -n "$lines" ] || wrong "$1 has no commands"
   number=0
   while IFS= read -r line; do
     case $line in
       '$ '*)
         number=$((number + 1)) line=${line#'$ '}
-        # The server before has ended.
+        # The previous server has ended.
         [ "${line#freestone serve}" = "$line" ] || echo 'ended'
         printf '{ :\n%s\n} >out.%s 2>&1 || wrong "status $?: $(cat out.%s)"\n' "$line" $number $number
         [ "${line#freestone serve}" = "$line" ] || echo 'server=$!';;
@@ -216,8 +216,8 @@ shown() { # page: the commands of its section Ceph, by one bash, which print wha
     export PATH=$dir/shown/bin:$PATH XDG_RUNTIME_DIR=$dir/shown FREESTONE_CACHE=$dir/shown/cache
     source ./session
     ended
-    # Else the images would be watched for a while yet.
-    for pid in $(jobs -p); do kill "$pid"; wait "$pid" || wrong "it ends with $?"; done
+    # Otherwise the images would keep their watchers for a while.
+    for pid in $(jobs -p); do kill "$pid"; wait "$pid" || wrong "the server ends with $?"; done
   )
   rm -rf "$dir/shown"; }
 shown docs/rbd.md

@@ -1,13 +1,13 @@
-# ceph-use.sh - what ceph-images.sh and ceph-rbd.sh have in common: servers of the program FREESTONE, whose files lie in $dir.
+# ceph-use.sh - sourced by ceph-images.sh, ceph-rbd.sh and ceph-rbd-speed.sh: runs servers of the program FREESTONE with files in $dir.
 say() { echo "     $1"; }
 wrong() { echo "$(basename "$0" .sh): $1" >&2; tail -n 15 "$dir"/*/log >&2 2>/dev/null || true; exit 1; }
 now() { echo $(($(date +%s%N) / 1000000)); }
 soon() { # seconds command...
   until=$(($(now) + $1 * 1000)); shift
   while ! "$@" >/dev/null 2>&1; do [ "$(now)" -lt $until ] || return 1; sleep 0.05; done; }
-# Nobody is left behind.
+# Leaves no processes behind.
 trap '[ -z "$server" ] || kill -9 "$server" 2>/dev/null || true; for pid in $(jobs -p); do kill -9 "$pid" 2>/dev/null || true; done' EXIT
-# One with an empty cache and no other devices; the verbs that follow ask it.
+# Starts a server with an empty cache, the device d and the given devices. Later verbs use this server.
 serve() { # words of the device d, devices...
   d=$1; shift
   at=$(mktemp -d "$dir/sXXXX")

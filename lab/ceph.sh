@@ -1,8 +1,8 @@
 #!/bin/bash
-# ceph.sh start|stop|env DIR, ceph.sh kill|again osd|rgw DIR - a Ceph of one node in DIR, an absolute and short path on a file system with
-# direct I/O: one mon, one mgr, one OSD on a sparse file, one S3 gateway, all on loopback. No systemd, no module, no loop device.
-# `start` makes it, or starts again what is in DIR, and prints the environment for its clients, as `env` does: a bucket BUCKET is there, and
-# an RBD pool `rbd`. `kill` ends a daemon with SIGKILL, `again` starts it. Missing packages of Debian are installed by root.
+# ceph.sh start|stop|env DIR, ceph.sh kill|again osd|rgw DIR - runs a Ceph of one node in DIR, an absolute, short path on a file system with
+# direct I/O: one mon, one mgr, one OSD on a sparse file, one S3 gateway, all on loopback. Needs no systemd, module or loop device.
+# `start` creates the cluster, or restarts the one in DIR, and prints the environment for clients, as `env` does. The cluster has a bucket
+# BUCKET and an RBD pool `rbd`. `kill` ends a daemon with SIGKILL, `again` restarts it. As root, installs missing Debian packages.
 set -eu
 usage() { sed -n '2,5s/^# //p' "$0" >&2; exit 2; }
 verb=${1:-} which=
@@ -11,7 +11,7 @@ case $verb in
   kill|again) [ $# -eq 3 ] || usage; which=$2 D=$3; case $which in osd|rgw) ;; *) usage;; esac;;
   *) usage;;
 esac
-# Sockets lie in DIR/run, and their paths have at most 107 bytes.
+# Sockets are in DIR/run, and the path of a socket has at most 107 bytes.
 case $D in /*) [ ${#D} -le 70 ] || { echo "ceph: $D is too long" >&2; exit 2; };; *) usage;; esac
 export CEPH_CONF=$D/ceph.conf
 key=AKFREESTONE secret=freestone-lab-secret bucket=disks
@@ -37,10 +37,10 @@ rgw_answers() { [ "$(curl -s -o "$D/said" -w '%{http_code}' "$(endpoint)/")" = 2
 signed() { # method path
   curl -s --aws-sigv4 aws:amz:us-east-1:s3 -u "$key:$secret" -H 'x-amz-content-sha256: UNSIGNED-PAYLOAD' -o "$D/said" -w '%{http_code}' \
     -X "$1" "$(endpoint)/$2"; }
-tell() {
+print_env() {
   for word in "CEPH_CONF=$CEPH_CONF" "AWS_ENDPOINT_URL=$(endpoint)" "AWS_ACCESS_KEY_ID=$key" "AWS_SECRET_ACCESS_KEY=$secret" \
     "BUCKET=$bucket"; do echo "export $word"; done; }
-port() { # One that nobody listens at.
+port() { # Prints an unused port.
   while :; do
     port=$((20000 + RANDOM % 10000))
     (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || { echo "$port"; return; }; done; }
@@ -48,7 +48,7 @@ port() { # One that nobody listens at.
 install_missing() {
   for pair in ceph-mon=ceph-mon ceph-mgr=ceph-mgr ceph-osd=ceph-osd radosgw=radosgw ceph=ceph-common curl=curl; do
     command -v "${pair%=*}" >/dev/null || packages="${packages:-} ${pair#*=}"; done
-  # With it qemu's programs know RBD.
+  # RBD driver of qemu's programs.
   ls /usr/lib/*/qemu/block-rbd.so >/dev/null 2>&1 || packages="${packages:-} qemu-block-extra"
   [ -n "${packages:-}" ] || return 0
   [ "$(id -u)" = 0 ] || wrong "install$packages"
@@ -77,11 +77,11 @@ osd pool default pg autoscale mode = off
 mon allow pool size one = true
 mon warn on pool no redundancy = false
 auth allow insecure global id reclaim = false
-# Of a file system that others fill, too.
+# The file system is shared with other users.
 mon data avail warn = 1
 mon data avail crit = 0
 mgr initial modules =
-# A lone OSD has nobody who reports its death.
+# No other OSD reports the failure of a single one.
 osd beacon report interval = 3
 mon osd report timeout = 12
 osd memory target = 939524096
@@ -91,7 +91,7 @@ bluestore block size = 6442450944
 log file =
 admin socket =
 [client.rgw.a]
-# Without nodelay a small answer takes 40 ms.
+# Without nodelay a small response takes 40 ms.
 rgw frontends = beast endpoint=127.0.0.1:$(port) tcp_nodelay=1
 rgw thread pool size = 64
 ms mon client mode = crc secure
@@ -108,7 +108,7 @@ END
   id=$(cat /proc/sys/kernel/random/uuid) osd_key=$(ceph-authtool --gen-print-key)
   ceph-authtool "$D/keyring.osd.0" --create-keyring -n osd.0 --add-key "$osd_key"
   echo "{\"cephx_secret\":\"$osd_key\"}" | ceph osd new "$id" -i -
-  # It complains of what it is about to make.
+  # Its messages about missing files are harmless: it is about to create them.
   ceph-osd --mkfs -i 0 -c "$CEPH_CONF" --osd-uuid "$id"
   go_osd; soon 60 osd_is_up || wrong "no OSD"
   ceph osd pool create rbd 8; rbd pool init rbd
@@ -128,7 +128,7 @@ stop() {
     rm -f "$D/run/$name.pid"; done; }
 
 case $verb in
-  env) tell;;
+  env) print_env;;
   stop) [ ! -e "$D/run" ] || stop;;
   start)
     install_missing
@@ -136,18 +136,18 @@ case $verb in
       go_mon; go_mgr; go_osd; go_rgw
       soon 60 osd_is_up || wrong "no OSD"
     else
-      [ ! -e "$CEPH_CONF" ] || wrong "$D has one that was never finished: stop it and remove it"
-      # Nobody else has to hold what a start that fails leaves behind.
+      [ ! -e "$CEPH_CONF" ] || wrong "$D has an incomplete cluster: stop and remove it"
+      # A failed start stops its daemons itself.
       exec 3>&2
       trap '[ -e "$D/made" ] || { cat "$D/make.log" >&3; stop; }' EXIT
       mkdir -p "$D"; make >"$D/make.log" 2>&1
     fi
     soon 60 rgw_answers || wrong "no gateway"
-    tell;;
+    print_env;;
   kill)
     lives "$which" || wrong "$which does not run"
-    kill -9 "$pid"; soon 10 gone "$which" || wrong "$which lives on"
-    # The mon would find out by itself only after its timeout, and `again` would find it up.
+    kill -9 "$pid"; soon 10 gone "$which" || wrong "$which survived SIGKILL"
+    # The mon would detect the failure only after its timeout; until then `again` would see the OSD as up.
     [ "$which" != osd ] || timeout 20 ceph osd down 0 >/dev/null 2>&1;;
   again)
     "go_$which"

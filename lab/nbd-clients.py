@@ -1,5 +1,5 @@
-# nbd-clients.py - libnbd's Python against a server of Freestone's (see run-nbd.sh): every way to negotiate, each command and flag, lengths
-# of 64 bits, several contexts. Arguments: the server's socket and the directory with what it serves. Its first mistake ends it.
+# nbd-clients.py SOCKET DIR - tests a Freestone server with libnbd's Python binding (see run-nbd.sh): every kind of negotiation, every
+# command and flag, 64-bit lengths, several contexts. DIR has the files that the server serves. Ends at the first failure.
 import errno, random, sys
 import nbd
 
@@ -9,14 +9,14 @@ VAST = 8 * TIB  # the disk r
 BOTH = ["base:allocation", "freestone:changed"]
 
 
-def opened(export, extended, structured, contexts=()):
+def connect(export, extended, structured, contexts=()):
     h = nbd.NBD()
     h.set_request_extended_headers(extended)
     h.set_request_structured_replies(structured)
     for context in contexts:
         h.add_meta_context(context)
     h.connect_uri("nbd+unix:///%s?socket=%s" % (export, SOCKET))
-    chunks = extended and structured  # libnbd asks for extended headers only where both are wanted
+    chunks = extended and structured  # libnbd requests extended headers only together with structured replies
     assert h.get_extended_headers_negotiated() == chunks
     assert h.get_structured_replies_negotiated() == structured
     return h
@@ -32,19 +32,19 @@ def fails(what, number, call, *args, **kwargs):
 
 
 def status(call, *args):
-    told = {}
+    found = {}
 
     def rows(context, offset, extents, error):
         assert error.value == 0
-        told[context] = [(e[0], e[1]) if isinstance(e, tuple) else e for e in extents]
+        found[context] = [(e[0], e[1]) if isinstance(e, tuple) else e for e in extents]
 
     call(*args, rows)
-    return told
+    return found
 
 
 def commands(extended, structured):
     with_contexts = ["base:allocation"] if structured else []
-    h = opened("r", extended, structured, with_contexts)
+    h = connect("r", extended, structured, with_contexts)
     wide = extended and structured
     assert h.can_df() == structured and h.can_block_status_payload() == wide
     assert all([h.can_trim(), h.can_zero(), h.can_fast_zero(), h.can_fua(), h.can_flush(), h.can_cache()])
@@ -73,7 +73,7 @@ def commands(extended, structured):
     h.zero(1 << 20, 0, nbd.CMD_FLAG_NO_HOLE)
     h.zero(1 << 20, 0, nbd.CMD_FLAG_FAST_ZERO | nbd.CMD_FLAG_FUA)
     h.flush()
-    # Beyond the end, and flags that do not go together: the server's answers, not libnbd's.
+    # Invalid ranges and flags. Strict mode is off, so that the server and not libnbd refuses them.
     h.set_strict_mode(0)
     fails("a read beyond the end", errno.EINVAL, h.pread, 512, VAST)
     fails("zeroes beyond the end", errno.ENOSPC, h.zero, 512, VAST)
@@ -82,7 +82,7 @@ def commands(extended, structured):
     fails("a read of nothing", errno.EINVAL, h.pread, 0, 0)
     h.set_strict_mode(nbd.STRICT_MASK)
 
-    # All of the disk in one request, where its length has room for it.
+    # The whole disk in one request, or as much as a 32-bit length allows.
     before = h.stats_chunks_sent()
     if wide:
         h.pwrite(b"y" * 4096, 5 * TIB)
@@ -90,11 +90,11 @@ def commands(extended, structured):
             call(VAST, 0)
         h.cache(VAST, 0)
         assert h.stats_chunks_sent() - before == 4
-        told = status(h.block_status_64, VAST, 0)
-        assert told == {"base:allocation": [(VAST, 3)]}, told
+        found = status(h.block_status_64, VAST, 0)
+        assert found == {"base:allocation": [(VAST, 3)]}, found
         h.pwrite(b"z" * 4096, 6 * TIB)
-        told = status(h.block_status_64, VAST - 4096, 4096)
-        assert told == {"base:allocation": [(6 * TIB - 4096, 3), (4096, 0), (2 * TIB - 4096, 3)]}, told
+        found = status(h.block_status_64, VAST - 4096, 4096)
+        assert found == {"base:allocation": [(6 * TIB - 4096, 3), (4096, 0), (2 * TIB - 4096, 3)]}, found
         h.zero(VAST - 1000, 999)
         assert h.pread(4096, 6 * TIB) == bytes(4096)
     else:
@@ -102,10 +102,10 @@ def commands(extended, structured):
         most = 4 * GIB - 512
         h.zero(most, 0)
         if structured:
-            told = status(h.block_status_64, most, 0)
-            assert told == {"base:allocation": [(most, 3)]}, told
+            found = status(h.block_status_64, most, 0)
+            assert found == {"base:allocation": [(most, 3)]}, found
 
-    # Many at once, with one that takes long among them.
+    # Many requests in flight, one of which takes long.
     cookies = [h.aio_zero(VAST if wide else 4 * GIB - 512, 0)]
     buffers = [nbd.Buffer(64 << 10) for _ in range(32)]
     cookies += [h.aio_pread(buffer, 7 * TIB + n * (64 << 10)) for n, buffer in enumerate(buffers)]
@@ -118,15 +118,15 @@ def commands(extended, structured):
 
 
 def contexts():
-    f = opened("f", True, True, BOTH)
-    # A fork of 6 TiB, of which 1 MiB was in the base at 1 TiB and 4 KiB was written at 0.
+    f = connect("f", True, True, BOTH)
+    # A fork of 6 TiB with 1 MiB of the base at 1 TiB and 4 KiB written at 0.
     f.pwrite(b"w" * 4096, 0)
     size = f.get_size()
-    told = status(f.block_status_64, size, 0)
+    found = status(f.block_status_64, size, 0)
     allocation = [(4096, 0), (TIB - 4096, 3), (1 << 20, 0), (size - TIB - (1 << 20), 3)]
     changed = [(4096, 1), (size - 4096, 0)]
-    assert told == dict(zip(BOTH, [allocation, changed])), told
-    assert status(f.block_status_filter, size, 0, BOTH) == told
+    assert found == dict(zip(BOTH, [allocation, changed])), found
+    assert status(f.block_status_filter, size, 0, BOTH) == found
     for name, rows in zip(BOTH, [allocation, changed]):
         assert status(f.block_status_filter, size, 0, [name]) == {name: rows}
         if f.can_block_status_payload():
@@ -136,13 +136,13 @@ def contexts():
             assert only == {name: rows}, only
     f.shutdown()
 
-    # Without extended headers the same in steps of 32 bits.
-    f = opened("f", False, True, BOTH)
-    told = status(f.block_status_64, 2 * GIB, 0)
-    assert told == dict(zip(BOTH, [[(4096, 0), (2 * GIB - 4096, 3)], [(4096, 1), (2 * GIB - 4096, 0)]])), told
+    # The same without extended headers, with 32-bit lengths.
+    f = connect("f", False, True, BOTH)
+    found = status(f.block_status_64, 2 * GIB, 0)
+    assert found == dict(zip(BOTH, [[(4096, 0), (2 * GIB - 4096, 3)], [(4096, 1), (2 * GIB - 4096, 0)]])), found
     fails("no payload is offered", errno.ENOTSUP, f.block_status_filter, 4096, 0, BOTH, lambda *_: 0)
     f.shutdown()
-    print("ok   two contexts, and each by itself")
+    print("ok   two contexts, together and separately")
 
 
 def options():

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Takes the pictures of docs/pictures: the page of `serve --http` in Chromium, and `freestone top` in a
-terminal, of a server that has something to do.
+"""Takes the pictures in docs/pictures: the page of `serve --http` in Chromium, and `freestone top` in a
+terminal, of a server under load.
 
     lab/page-pictures.py [--program PATH] [--seconds N] [--out DIR] [--files DIR]
 
 Needs the Debian packages chromium, pngquant and python3-pyte. With --files the page's files come from
-that directory instead of the program: to see a change at once.
+that directory and not from the program, to see a change without a build.
 """
 
 import argparse
@@ -36,7 +36,7 @@ COLUMNS, LINES = 100, 20
 
 
 class Nbd:
-    """A client as the oldest ones are: one request at a time."""
+    """A minimal client with one request at a time (option NBD_OPT_EXPORT_NAME)."""
 
     def __init__(self, path, name):
         self.socket = socket.socket(socket.AF_UNIX)
@@ -56,25 +56,25 @@ class Nbd:
             got += piece
         return got
 
-    def ask(self, command, offset, length, data=b""):
+    def request(self, command, offset, length, data=b""):
         self.socket.sendall(struct.pack(">IHHQQI", 0x25609513, 0, command, 1, offset, length) + data)
         _, error, _ = struct.unpack(">IIQ", self.exactly(16))
         if error:
-            raise OSError(error, "an error of the device")
+            raise OSError(error, "the device returned an error")
         return self.exactly(length) if command == 0 else b""
 
     def read(self, offset, length):
-        return self.ask(0, offset, length)
+        return self.request(0, offset, length)
 
     def write(self, offset, data):
-        self.ask(1, offset, len(data), data)
+        self.request(1, offset, len(data), data)
 
     def discard(self, offset, length):
-        self.ask(4, offset, length)
+        self.request(4, offset, length)
 
 
 class Chromium:
-    """A browser that is driven over a pipe."""
+    """A browser that is controlled through a pipe."""
 
     def __init__(self, profile):
         line = 'exec "$0" "$@" 3<&0 4>&1 0</dev/null 1>/dev/null 2>&1'
@@ -100,15 +100,15 @@ class Chromium:
                     raise EOFError("chromium has ended")
                 self.rest += piece
             text, self.rest = self.rest.split(b"\0", 1)
-            told = json.loads(text)
-            if told.get("id") == self.number:
-                if "error" in told:
-                    raise RuntimeError(f"{method}: {told['error']}")
-                return told["result"]
+            response = json.loads(text)
+            if response.get("id") == self.number:
+                if "error" in response:
+                    raise RuntimeError(f"{method}: {response['error']}")
+                return response["result"]
 
     def eval(self, expression):
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        return told["result"].get("value")
+        response = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        return response["result"].get("value")
 
     def picture(self, file, width, height, url=None, dark=False):
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
@@ -138,7 +138,7 @@ def page_bytes(random_, kind):
 
 
 def prepare(run, nbd, dir_):
-    """What was done before somebody looks."""
+    """Fills the devices before the pictures are taken."""
     random_ = random.Random(7)
     scratch = Nbd(nbd, "scratch")
     for start, pages, kind in [(0, 9000, "text"), (60 * MIB, 2500, "noise"), (100 * MIB, 3000, "pattern"), (160 * MIB, 14000, "text"),
@@ -177,13 +177,13 @@ def load(nbd, name, seed, stop, pause, writes):
                 client.read(offset, 4096 << random_.choice([0, 0, 0, 2]))
         except (OSError, EOFError):
             return
-        # Some have quiet times.
+        # Slower phases.
         slow = 1 + 4 * (int((time.monotonic() - began) / (9 + seed % 7)) % 3 == 0)
         time.sleep(pause * slow * random_.random())
 
 
 def files_from(directory, server):
-    """The page's files from a directory, and the rest from the server."""
+    """Serves the page's files from a directory and forwards API requests to the server."""
     kinds = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -214,7 +214,7 @@ def files_from(directory, server):
 # ---- top ----------------------------------------------------------------------------------------
 
 def top(program, control, seconds):
-    """The screen of `top` after a while."""
+    """Returns the screen of `top` after some seconds."""
     screen = pyte.Screen(COLUMNS, LINES)
     stream = pyte.ByteStream(screen)
     child, terminal = pty.fork()
@@ -268,11 +268,11 @@ def main():
     root = pathlib.Path(__file__).resolve().parent.parent
     parser = argparse.ArgumentParser()
     parser.add_argument("--program", default=root / "target/release/freestone", type=pathlib.Path)
-    parser.add_argument("--seconds", default=150, type=int, help="how long it works before it is looked at")
+    parser.add_argument("--seconds", default=150, type=int, help="duration of the load before the pictures are taken")
     parser.add_argument("--out", default=root / "docs/pictures", type=pathlib.Path)
     parser.add_argument("--files", type=pathlib.Path)
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         dir_ = pathlib.Path(name)
         nbd, control = dir_ / "nbd", dir_ / "control"
@@ -285,11 +285,11 @@ def main():
                    f"scratch=ram,disksize=512M,mem_limit=192M,backing_dev={dir_}/spill,backing_size=256M",
                    "zns=null,size=1G,zoned=1,zone_size=16M,memory_backed=1,zone_max_open=8",
                    "postgres=ram,disksize=128M,comp_algorithm=zstd,mem_limit=16M"]
-        server = subprocess.Popen([asked.program, "serve", *devices, "--nbd", f"unix:{nbd}", "--control", control, "--http", "0"],
+        server = subprocess.Popen([args.program, "serve", *devices, "--nbd", f"unix:{nbd}", "--control", control, "--http", "0"],
                                   stdout=subprocess.PIPE, text=True)
         url = next(line.split()[1] for line in server.stdout if line.startswith("page: "))
         def run(*words):
-            subprocess.run([asked.program, *words, "--control", control], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run([args.program, *words, "--control", control], check=True, stdout=subprocess.DEVNULL)
         stop = threading.Event()
         browser = None
         try:
@@ -302,15 +302,15 @@ def main():
                 threading.Thread(target=load, args=(nbd, device, seed, stop, pause, writes), daemon=True).start()
             browser = Chromium(dir_ / "profile")
             browser.call("Emulation.setDeviceMetricsOverride", width=1440, height=900, deviceScaleFactor=1, mobile=False)
-            browser.call("Page.navigate", url=files_from(asked.files, url) if asked.files else url)
-            time.sleep(asked.seconds)
-            browser.picture(asked.out / "page.png", 1440, 860)
-            browser.picture(asked.out / "page-device.png", 1600, 1160, "#device=scratch")
-            browser.picture(asked.out / "page-dark.png", 1440, 1000, "#device=zns", dark=True)
-            if asked.files:
+            browser.call("Page.navigate", url=files_from(args.files, url) if args.files else url)
+            time.sleep(args.seconds)
+            browser.picture(args.out / "page.png", 1440, 860)
+            browser.picture(args.out / "page-device.png", 1600, 1160, "#device=scratch")
+            browser.picture(args.out / "page-dark.png", 1440, 1000, "#device=zns", dark=True)
+            if args.files:
                 for width in (360, 800):
-                    browser.picture(asked.out / f"narrow-{width}.png", width, 1900, "#device=scratch")
-            draw_top(top(asked.program, control, 7), asked.out / "top.svg")
+                    browser.picture(args.out / f"narrow-{width}.png", width, 1900, "#device=scratch")
+            draw_top(top(args.program, control, 7), args.out / "top.svg")
         finally:
             stop.set()
             if browser:

@@ -1,9 +1,9 @@
 #!/bin/bash
-# record-boot.sh [TRACE [IMAGE]] - what the boot of a Debian guest reads from its disk, for a benchmark that replays it. From nothing: a disk
-# of Debian 13 is made from the machine's own mirror (systemd, ssh, cron, nginx, compilers: 2 GiB of ext4, IMAGE if it is to be kept; one that
-# is there is used as it is), a machine boots from it over NBD until it has reached multi-user.target and asks for a login, then
-# powers itself off; nbdkit logs each request, and the reads until then are written to TRACE (benches/data/boot.trace if not given), whose
-# first lines say what they are. Root's, with mmdebstrap, nbdkit and 4 GiB of space for temporary files; takes 5 to 10 minutes.
+# record-boot.sh [TRACE [IMAGE]] - records the reads of a Debian guest's boot, for a benchmark that replays them. Makes a disk of Debian 13
+# from the machine's own mirror (systemd, ssh, cron, nginx, compilers; 2 GiB of ext4), or uses IMAGE if it exists; a new disk is kept as IMAGE
+# if given. A guest boots from the disk over NBD, reaches multi-user.target and a login prompt, and powers off. nbdkit logs each request; the
+# reads up to the prompt are written to TRACE (default: benches/data/boot.trace), whose first lines describe them. Needs root, mmdebstrap,
+# nbdkit, 4 GiB for temporary files and 5 to 10 minutes.
 set -eu
 cd "$(dirname "$0")/.."
 trace=$(realpath -m "${1:-benches/data/boot.trace}")
@@ -12,7 +12,7 @@ seconds=${SECONDS_AT_MOST:-900}
 wrong() { echo "record-boot: $1" >&2; exit 1; }
 say() { echo "record-boot: $1" >&2; }
 for tool in mmdebstrap nbdkit mke2fs python3; do command -v $tool >/dev/null || wrong "there is no $tool (apt-get install mmdebstrap nbdkit e2fsprogs python3)"; done
-[ "$(id -u)" = 0 ] || wrong "the files of a guest are root's: run this as root"
+[ "$(id -u)" = 0 ] || wrong "the files of a guest belong to root: run this as root"
 mkdir -p "$(dirname "$trace")" || wrong "no directory for $trace"
 
 dir=$(mktemp -d); root=$dir/tree lab= nbdkit= qemu=
@@ -22,11 +22,11 @@ end() {
 trap end EXIT
 trap 'exit 1' HUP INT TERM
 
-# A kernel of Debian 13's with its modules, and a newer QEMU.
+# A kernel of Debian 13 with its modules, and a newer QEMU.
 lab=$(lab/kernel-lab.sh -n -k 6.12t -m virtio_blk /dev/null) || wrong "no kernel and no QEMU"
 release=$(basename "$(realpath "$lab/modules")")
 
-# The disk.
+# Make the disk.
 image=${kept:-$dir/disk.img}
 if [ ! -e "$image" ]; then
   say "making Debian 13 (minutes)"
@@ -49,19 +49,19 @@ if [ ! -e "$image" ]; then
   printf '127.0.0.1 localhost\n127.0.1.1 guest\n' >"$root/etc/hosts"
   echo "/dev/vda / ext4 errors=remount-ro 0 1" >"$root/etc/fstab"
   printf 'auto lo\niface lo inet loopback\n\nallow-hotplug eth0\niface eth0 inet dhcp\n' >"$root/etc/network/interfaces"
-  # It is not its first boot.
+  # With a machine ID, systemd does not treat this as the first boot.
   echo 0123456789abcdef0123456789abcdef >"$root/etc/machine-id"
   chroot "$root" /usr/sbin/ldconfig
   chroot "$root" /usr/bin/journalctl --update-catalog
   chroot "$root" /usr/bin/systemd-hwdb update
   for part in etc var; do touch -r "$root/usr" "$root/$part/.updated"; done
-  # Slow, without KVM.
+  # Boots are slow without KVM.
   mkdir -p "$root/etc/systemd/system.conf.d" "$root/etc/systemd/system/multi-user.target.wants"
   printf '[Manager]\nDefaultTimeoutStartSec=600\nDefaultDeviceTimeoutSec=600\n' >"$root/etc/systemd/system.conf.d/lab.conf"
-  # `read` is the shell's own; the prompt is there long before that ends.
+  # `read -t` waits without reading a program from the disk. The login prompt appears long before it ends.
   cat >"$root/etc/systemd/system/booted.service" <<'END'
 [Unit]
-Description=Says that it has booted, and powers off
+Description=Reports the end of the boot and powers off
 After=multi-user.target getty.target
 
 [Service]
@@ -80,10 +80,10 @@ END
   [ "$new" = "$image" ] || mv "$new" "$image"
   rm -rf "$root"
 fi
-debian=$(debugfs -R 'cat /etc/debian_version' "$image" 2>/dev/null) || wrong "$image is no disk of Debian's"
+debian=$(debugfs -R 'cat /etc/debian_version' "$image" 2>/dev/null) || wrong "$image is not a disk with Debian"
 used=$(dumpe2fs -h "$image" 2>/dev/null | awk '/^Block count:/{n=$3} /^Free blocks:/{f=$3} /^Block size:/{b=$3} END{printf "%d", (n-f)*b/1000000}')
 
-# The lab's initial files, but with a start that goes on to the disk.
+# The lab's initramfs with an init that switches to the disk.
 mkdir "$dir/early"
 cat >"$dir/early/init" <<'END'
 #!/bin/busybox sh
@@ -98,7 +98,7 @@ END
 chmod +x "$dir/early/init"
 (cat "$lab/initrd.img"; cd "$dir/early"; echo init | cpio -o -H newc --quiet) >"$dir/initrd.img"
 
-# The boot. What the guest writes goes to a temporary file, above which each request is logged.
+# Boot. The filter cow redirects the guest's writes to a temporary file, and the filter log records each request.
 say "booting Debian $debian with $release (minutes)"
 nbdkit --foreground --unix "$dir/nbd" --filter=log --filter=cow file "$image" logfile="$dir/requests" >"$dir/nbdkit.log" 2>&1 & nbdkit=$!
 until [ -S "$dir/nbd" ]; do kill -0 $nbdkit 2>/dev/null || { cat "$dir/nbdkit.log" >&2; wrong "nbdkit does not start"; }; sleep 0.1; done

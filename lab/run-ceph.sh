@@ -1,8 +1,8 @@
 #!/bin/bash
-# run-ceph.sh [calls|images|rbd|speed]... - a real Ceph of one node (see ceph.sh): stores of objects with all calls, conditions under a race, the OSD
-# and the gateway killed under writes and reads; images of the program in it (see ceph-images.sh), and its disks in RBD (see ceph-rbd.sh).
-# With words, only these parts. It needs no root where Debian's packages are there. CEPH_LAB and FREESTONE name the programs; without these,
-# they are built. CEPH_DIR, /var/tmp unless said, has some GB to spare.
+# run-ceph.sh [calls|images|rbd|speed]... - runs tests on a real Ceph of one node (see ceph.sh): all calls of object stores, racing
+# conditional writes, and the OSD and the gateway killed under writes and reads (calls); images (see ceph-images.sh); and disks in RBD (see
+# ceph-rbd.sh). Runs all parts but `speed` by default. Needs root only to install missing packages. CEPH_LAB and FREESTONE name the programs;
+# by default they are built. CEPH_DIR (default: /var/tmp) needs a few GB of space.
 set -eu
 cd "$(dirname "$0")/.."
 parts=" ${*:-calls images rbd} "
@@ -13,12 +13,12 @@ if [ -z "${CEPH_LAB:-}" ]; then
   cargo build --quiet --package freestone-objects --example ceph_lab
   CEPH_LAB=${CARGO_TARGET_DIR:-target}/debug/examples/ceph_lab
 fi
-if [ -z "${FREESTONE:-}" ]; then cargo build --quiet --package freestone-cli; fi
+if [ -z "${FREESTONE:-}" ]; then cargo build --quiet --package freestone-cli --features full; fi
 FREESTONE=$(realpath "${FREESTONE:-${CARGO_TARGET_DIR:-target}/debug/freestone}")
 export FREESTONE
-# Only what ceph.sh says counts.
+# Removes AWS settings of the caller; ceph.sh prints the ones to use.
 for name in ${!AWS_@}; do unset "$name"; done
-# What fails in the words of a command is not noticed.
+# A separate assignment, because a failure in the arguments of eval would be ignored.
 said=$(lab/ceph.sh start "$dir")
 eval "$said"
 
@@ -36,7 +36,7 @@ calls() {
   "$CEPH_LAB" race 40
   killed osd 5 30
   killed rgw 3 15
-  echo "     all is stopped and started again"
+  echo "     stop and restart of the cluster"
   lab/ceph.sh stop "$dir"
   lab/ceph.sh start "$dir" >/dev/null
   "$CEPH_LAB" race 10

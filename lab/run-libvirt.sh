@@ -1,7 +1,7 @@
 #!/bin/bash
-# run-libvirt.sh - a machine of libvirt's with a Freestone fork as its disk (vhost-user), on a stock kernel: it is started three times,
-# writes to its root file system, and after `freestone rewind` it finds the base again. libvirtd is started here, as a user's own
-# (qemu:///session), with all that it keeps in a temporary directory. FREESTONE names the program; without it, it is built.
+# run-libvirt.sh - runs a libvirt machine with a stock kernel and a Freestone fork as its disk (vhost-user). The machine starts three times
+# and writes to its root file system; after `freestone rewind` it must find the base again. Starts its own libvirtd (qemu:///session) with
+# all files in a temporary directory. FREESTONE names the program; by default it is built.
 set -eu
 cd "$(dirname "$0")/.."
 export LAB=${LAB:-${XDG_CACHE_HOME:-$HOME/.cache}/kernel-lab}
@@ -15,7 +15,7 @@ case ${1:-} in
   over)
     for part in bin/qemu-system-x86_64 share/qemu share/seabios lib/x86_64-linux-gnu/qemu; do
       mount --bind "$LAB/cache/qemu10/usr/$part" "/usr/$part"; done
-    # A libvirtd of root's is the system's, one of nobody's is a user's; the files are still ours.
+    # As root, libvirtd would be the system's instance. As nobody it is a user's, and can still access our files.
     exec unshare --user --map-user=65534 "lab/${0##*/}" user "$2";;
 esac
 lab=$2
@@ -29,11 +29,11 @@ soon() { # seconds command...
   while ! "$@" >/dev/null 2>&1; do [ $tenths -gt 0 ] || return 1; tenths=$((tenths - 1)); sleep 0.1; done; }
 FREESTONE=$(realpath "$FREESTONE")
 
-# The disk: a root file system that tells whether it was booted before.
+# The disk: a root file system that prints whether it was booted before.
 truncate -s 64M "$dir/base.img"
 mkdir -p "$dir/tree/bin" "$dir/tree/proc"
 cp /bin/busybox "$dir/tree/bin/busybox"
-printf '#!/bin/busybox sh\n[ -e /was-here ] && echo "found what the last boot wrote" || echo "the base"\ntouch /was-here\n' >"$dir/tree/bin/start"
+printf '#!/bin/busybox sh\n[ -e /was-here ] && echo "data of the last boot" || echo "the base"\ntouch /was-here\n' >"$dir/tree/bin/start"
 chmod +x "$dir/tree/bin/start"
 mke2fs -q -t ext4 -d "$dir/tree" "$dir/base.img"
 export FREESTONE_CONTROL=$dir/control
@@ -43,13 +43,13 @@ export FREESTONE_CONTROL=$dir/control
 "$FREESTONE" fork base vm-7 >/dev/null
 "$FREESTONE" publish vm-7 --vhost-user "unix:$dir/vm-7.sock" >/dev/null
 
-# libvirt, alone.
+# A private libvirtd.
 export HOME=$dir XDG_RUNTIME_DIR=$dir/run XDG_CONFIG_HOME=$dir/config XDG_CACHE_HOME=$dir/cache XDG_DATA_HOME=$dir/data
 export LIBVIRT_DEFAULT_URI=qemu:///session
 mkdir -p "$dir/run" "$dir/config/libvirt"
 echo 'stdio_handler = "file"' >"$dir/config/libvirt/qemu.conf"
 libvirtd >"$dir/log.libvirtd" 2>&1 & pids="$! $pids"
-soon 30 virsh version || wrong "libvirtd does not answer"
+soon 30 virsh version || wrong "libvirtd does not respond"
 
 cat >"$dir/vm-7.xml" <<END
 <domain type='qemu'>
@@ -79,13 +79,13 @@ cat >"$dir/vm-7.xml" <<END
   </devices>
 </domain>
 END
-virsh --quiet define "$dir/vm-7.xml" --validate || wrong "it does not take the domain"
+virsh --quiet define "$dir/vm-7.xml" --validate || wrong "libvirt rejects the domain"
 is_off() { [ "$(virsh --quiet domstate vm-7)" = "shut off" ]; }
-for wanted in "the base" "found what the last boot wrote" "the base"; do
-  virsh --quiet start vm-7 || wrong "it does not start the domain"
-  soon 120 is_off || wrong "the domain does not end"
+for wanted in "the base" "data of the last boot" "the base"; do
+  virsh --quiet start vm-7 || wrong "libvirt cannot start the domain"
+  soon 120 is_off || wrong "the domain does not shut down"
   said=$(sed '/^LAB-EXIT:0$/d; /^$/d' "$dir/said")
-  [ "$said" = "$wanted" ] || wrong "wanted '$wanted', the guest said '$said'"
+  [ "$said" = "$wanted" ] || wrong "expected '$wanted', the guest printed '$said'"
   case $wanted in found*) "$FREESTONE" rewind vm-7;; esac
 done
 echo "libvirt $(virsh version | sed -n 's/^Using library: libvirt //p'): a root file system on a fork is rewound between boots"

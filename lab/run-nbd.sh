@@ -1,10 +1,10 @@
 #!/bin/bash
-# run-nbd.sh - clients of the NBD server that the machine does not have itself:
-#   clients  libnbd 1.22 and QEMU 10 of Debian 13, unpacked beside the system's: each way to negotiate, each flag, requests of 8 TiB,
+# run-nbd.sh [clients|kernel]... - tests the NBD server with clients that the machine does not have:
+#   clients  libnbd 1.22 and QEMU 10 of Debian 13, unpacked beside the system's: every kind of negotiation, every flag, requests of 8 TiB,
 #            several contexts (see nbd-clients.py), maps and copies of nbdinfo, nbdcopy, qemu-img and qemu-io
 #   kernel   the driver of stock kernels (6.12 and 7): file systems, fio, trims, and disks that are disconnected, unpublished, or whose
-#            server is killed, under a load (see nbd-kernel.sh)
-# FREESTONE names the program; without it, it is built. With names, only those run.
+#            server is killed, under load (see nbd-kernel.sh)
+# Runs both parts by default. FREESTONE names the program; by default it is built.
 set -eu
 cd "$(dirname "$0")/.."
 only=" ${*:-clients kernel} "
@@ -31,7 +31,7 @@ if wants clients; then
     PYTHONHOME=$tree/usr PYTHONPATH=$tree/usr/lib/python3/dist-packages timeout 300 \
       "$loader" --library-path "$libraries" "$tree/usr/bin/$program" "$@"; }
   said() { # what-is-wanted what-was-said
-    [ "$1" = "$2" ] || wrong "wanted '$1', it said '$2'"; }
+    [ "$1" = "$2" ] || wrong "expected '$1', found '$2'"; }
 
   truncate -s 6T "$dir/base"
   head -c 1M /dev/zero | tr '\0' b | dd of="$dir/base" bs=1M seek=1M conv=notrunc status=none
@@ -52,7 +52,7 @@ if wants clients; then
   said "4096 1" "$(awk '$3 == 1 { print $1, $3 }' "$dir/changed")"
   echo "ok   nbdinfo"
 
-  # Of 6 TiB with a megabyte in them; what is there goes over, by each of them.
+  # Disks of 6 TiB that contain one megabyte; every tool copies only the data.
   run nbdcopy "$(at base)" "$(at copy)" || wrong "nbdcopy"
   run qemu-img compare -U -f raw -F raw "$(at base)" "$(at copy)" | grep -q identical || wrong "qemu-img compare after nbdcopy"
   "$FREESTONE" reset copy --force >/dev/null
@@ -61,17 +61,17 @@ if wants clients; then
   run qemu-img map --output=json -f raw "$(at base)" >"$dir/map" || wrong "qemu-img map"
   said 3 "$(wc -l <"$dir/map")"
   x="driver=raw,file.driver=nbd,file.export=f,file.server.type=unix,file.server.path=$dir/nbd,file.x-dirty-bitmap=freestone:changed"
-  # QEMU takes any context for one of dirty blocks, and tells where its lowest bit is set and where it is not.
+  # QEMU treats any context as dirty blocks, and reports ranges by the lowest bit of the flags.
   run qemu-img map --output=json --image-opts "$x" >"$dir/map" || wrong "qemu-img map of freestone:changed"
   said 2 "$(wc -l <"$dir/map")"
   echo "ok   copies and maps of 6 TiB"
 
-  # Trims and zeroes of half of the disk in one request each.
+  # Each trim or zero request covers half of the disk.
   run qemu-io -f raw -c "write -P 5 4T 64k" -c "read -P 5 4T 64k" -c "write -z -u -n 3T 2T" -c "read -P 0 4T 64k" \
     -c "write -P 6 7T 1M" -c "discard 6T 1G" -c "write -z 7T 64k" -c "read -P 0 7T 64k" \
     -c "write -z 7T 1M" -c "read -P 0 7T 1M" -c flush "$(at r)" >"$dir/io" || wrong "qemu-io: $(cat "$dir/io")"
   ! grep -i 'failed\|error\|invalid' "$dir/io" || wrong "qemu-io"
-  # Zeroes that keep their room are no faster than data.
+  # Zeroes that must stay allocated are not faster than data.
   run qemu-io -f raw -c "write -z -n 7T 64k" "$(at r)" 2>&1 | grep -q 'not supported' || wrong "qemu-io -z -n"
   echo "ok   qemu-io"
   kill $server; wait $server || wrong "the server ended with $?"; server=

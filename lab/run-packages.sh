@@ -1,15 +1,15 @@
 #!/bin/bash
-# run-packages.sh [PART...] - the Debian packages, as cargo xtask package makes them, which it does first:
+# run-packages.sh [PART...] - builds the Debian packages with cargo xtask package and tests them:
 #   lintian    reports no error and no warning for the packages of the other parts
-#   root       in a clean root (minbase): installed, a server as its own user, a client, installed anew under the server, removed,
-#              purged; nothing is left
-#   arm64      the program of that package in an emulator (qemu-user): devices of several kinds, codecs, TLS, verbs, the end
-#   container  the image of packaging/Containerfile on a base of the clean root's packages: its server, not root's and without a
-#              capability, by TLS; its state over a restart; the end; nothing is left
-# All parts if none is said. DEBS names a directory with the packages, and then none is made. Root's.
+#   root       in a clean root (minbase): install, run a server as its own user, access it with a client, reinstall under the running
+#              server, remove and purge; no files are left
+#   arm64      run the program for arm64 in an emulator (qemu-user): devices of several kinds, codecs, TLS, verbs, shutdown
+#   container  the image of packaging/Containerfile on a base of the clean root's packages: an unprivileged server without capabilities,
+#              TLS, a state that survives a restart, shutdown; no containers or volumes are left
+# Runs all parts by default. DEBS names a directory with packages to test in place of a build. Needs root.
 set -eu
 cd "$(dirname "$0")/.."
-[ "$(id -u)" = 0 ] || { echo "run-packages: a clean root is root's to make: run this as root" >&2; exit 1; }
+[ "$(id -u)" = 0 ] || { echo "run-packages: only root can make a clean root: run this as root" >&2; exit 1; }
 debs=${DEBS:-${CARGO_TARGET_DIR:-target}/package}
 [ $# -gt 0 ] || set -- lintian root arm64 container
 if [ -z "${DEBS:-}" ]; then
@@ -26,9 +26,9 @@ trap end EXIT
 trap 'exit 1' HUP INT TERM
 wrong() { echo "run-packages: $*" >&2; exit 1; }
 ok() { echo "ok   $*"; }
-one() { set -- "$debs"/$1; [ $# = 1 ] && [ -e "$1" ] || wrong "there is not one package here: $*"; echo "$1"; }
+one() { set -- "$debs"/$1; [ $# = 1 ] && [ -e "$1" ] || wrong "not exactly one package: $*"; echo "$1"; }
 
-# A clean root of Debian's release of this machine, from where that has its own packages: as a directory or a tar.
+# Makes a clean root of this machine's Debian release from this machine's package sources, as a directory or a tar.
 clean_root() { # FORMAT TARGET
   . /etc/os-release
   signed=; keys=/usr/share/keyrings/debian-archive-keyring.gpg; [ ! -e $keys ] || signed="[signed-by=$keys]"
@@ -41,13 +41,13 @@ clean_root() { # FORMAT TARGET
     >"$dir/log" 2>&1 </dev/null || { tail -n 20 "$dir/log" >&2; wrong "mmdebstrap failed"; }
 }
 
-# A command in a root, with what a system has there, in place of this process.
+# Executes a command in a root with /proc and a minimal environment, in place of this process.
 enter() { root=$1; shift
   exec unshare --mount sh -c 'mount -t proc proc "$1/proc" && root=$1 && shift && exec chroot "$root" "$@"' sh "$root" \
     env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin DEBIAN_FRONTEND=noninteractive LC_ALL=C HOME=/root "$@" </dev/null; }
 inside() { (enter "$@"); }
 
-# A server that was started answers, and keeps what a client of this machine writes.
+# Checks that the server at a socket accepts a client of this machine, which reads back what it wrote.
 serves() {
   for _ in $(seq 150); do [ ! -S "$1" ] || break; sleep 0.2; done
   [ -S "$1" ] || { cat "$dir/said" >&2; wrong "there is no socket at $1"; }
@@ -55,11 +55,11 @@ serves() {
   timeout 60 qemu-io -f raw -c 'read -P 7 0 1M' "nbd+unix:///?socket=$1" | grep -q '^read 1048576/1048576' || wrong "no read"
 }
 
-# All files of a root, what they are and hold; without what apt and dpkg note down for themselves.
+# Lists all files of a root with their attributes and checksums, except apt's and dpkg's own records.
 listed() { (cd "$1" && find . -xdev \( -path ./proc -o -path ./run -o -path ./tmp -o -path ./var/log -o -path ./var/cache/apt -o -path ./var/lib/apt \
     -o -path ./var/cache/debconf -o -path ./var/cache/ldconfig \) -prune -o ! -type d -printf '%p %y %m %U %G %l ' \
     \( -type f -exec sh -c 'sha256sum <"$1"' sh {} \; -o -printf '\n' \) -o -type d -printf '%p %y %m %U %G\n') |
-  # Copies of what was there before each change, and the order of what dpkg knows.
+  # Omits backup copies and dpkg's status files, whose order changes.
   grep -v -e '^\./etc/\(passwd\|group\|shadow\|gshadow\|subuid\|subgid\)- ' -e '^\./var/lib/dpkg/\(status\|status-old\|lock\|lock-frontend\|triggers/Lock\) ' | sort; }
 
 lintian_says_nothing() {
@@ -74,12 +74,12 @@ installed_and_gone() {
   listed "$root" >"$dir/before"
   cp "$deb" "$root/tmp/freestone.deb"
   inside "$root" apt-get install -qq -y --no-install-recommends /tmp/freestone.deb >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "apt-get failed"; }
-  inside "$root" dpkg --verify freestone | grep . && wrong "files are otherwise than in the package"
+  inside "$root" dpkg --verify freestone | grep . && wrong "installed files differ from the package"
   version=$(inside "$root" freestone --version)
   [[ $version =~ ^freestone\ [0-9.]+\ \([0-9a-f]{12}(-dirty)?\)$ ]] || wrong "--version says: $version"
   ok "$version is installed, $(stat -c %s "$root/usr/bin/freestone") bytes"
 
-  # What systemd would do for freestone-server.service.
+  # Do what systemd does for freestone-server.service.
   for place in run var/lib var/cache; do inside "$root" install -d -o freestone -g freestone -m 750 "/$place/freestone-server"; done
   mkdir -p "$root/etc/systemd/system/multi-user.target.wants"
   ln -s /usr/lib/systemd/system/freestone-server.service "$root/etc/systemd/system/multi-user.target.wants/"
@@ -92,56 +92,56 @@ installed_and_gone() {
   serves "$socket"
   [ "$(stat -c %u "$socket")" = "$(awk -F: '$1 == "freestone" { print $3 }' "$root/etc/passwd")" ] && [ "$(stat -c %a "$socket")" = 660 ] ||
     wrong "the socket is $(stat -c '%u %a' "$socket")"
-  grep -q "^Uid:[[:space:]]*$(stat -c %u "$socket")[[:space:]]" "/proc/$server/status" || wrong "the server is not its user's: $(grep ^Uid "/proc/$server/status")"
+  grep -q "^Uid:[[:space:]]*$(stat -c %u "$socket")[[:space:]]" "/proc/$server/status" || wrong "the server runs as another user: $(grep ^Uid "/proc/$server/status")"
   ok "a server of user freestone keeps what a client writes"
   inside "$root" apt-get install -qq -y --reinstall --no-install-recommends /tmp/freestone.deb >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "apt-get failed"; }
   qemu-io -f raw -c 'read -P 7 0 1M' "nbd+unix:///?socket=$socket" | grep -q '^read 1048576/1048576' || wrong "an update ended the server"
-  ok "installed anew under a running server, which goes on"
+  ok "a reinstallation does not affect the running server"
   inside "$root" freestone shutdown --control $control >/dev/null
   wait "$server" || wrong "the server ended with $?"
   server=
 
   inside "$root" apt-get remove -qq -y freestone >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "apt-get failed"; }
   [ ! -e "$root/usr/bin/freestone" ] && [ -e "$root/etc/freestone-server.toml" ] && [ -d "$root/var/lib/freestone-server" ] ||
-    wrong "removed: the program has to go, configuration and data to stay"
+    wrong "apt-get remove must remove the program and keep configuration and data"
   inside "$root" apt-get purge -qq -y freestone >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "apt-get failed"; }
-  # The directory of systemd's, which is not here, and made above.
+  # A directory of systemd, which is not installed here; it was made above.
   rmdir "$root/etc/systemd/system/multi-user.target.wants" 2>/dev/null || true
   listed "$root" >"$dir/after"
-  diff "$dir/before" "$dir/after" >&2 || wrong "this is left"
+  diff "$dir/before" "$dir/after" >&2 || wrong "files differ after the purge"
   ok "removed and purged: of $(wc -l <"$dir/before") files and directories each is as before, and none is new"
 }
 
-# An authority, and a certificate of a server of this machine, as docs/nbd.md makes them: $1/{ca,server}-{cert,key}.pem.
+# Makes a certificate authority and a server certificate for this machine, as in docs/nbd.md: $1/{ca,server}-{cert,key}.pem.
 certificates() {
   mkdir -p "$1"
   new="openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
   { $new -days 2 -subj /CN=authority -keyout "$1/ca-key.pem" -out "$1/ca-cert.pem" &&
     $new -days 1 -CA "$1/ca-cert.pem" -CAkey "$1/ca-key.pem" -subj /CN=disks -addext subjectAltName=DNS:localhost,IP:127.0.0.1 \
       -addext basicConstraints=critical,CA:FALSE -addext extendedKeyUsage=serverAuth -keyout "$1/server-key.pem" -out "$1/server-cert.pem"
-  } 2>"$dir/log" || { cat "$dir/log" >&2; wrong "openssl makes no certificates"; }
+  } 2>"$dir/log" || { cat "$dir/log" >&2; wrong "openssl failed"; }
 }
 
-# What is written to an export is read back, the same.
+# Writes a file to an export, reads it back and compares.
 keeps() { # URI FILE
   timeout 120 nbdcopy "$2" "$1" || wrong "no write to $1"
   rm -f "$dir/back"; timeout 120 nbdcopy "$1" "$dir/back" || wrong "no read of $1"
-  cmp -n "$(stat -c %s "$2")" "$2" "$dir/back" || wrong "$1 does not keep what is written"
+  cmp -n "$(stat -c %s "$2")" "$2" "$dir/back" || wrong "$1 returns other data than was written"
 }
 
-# A process ends within seconds.
+# Waits until a process has ended, for SECONDS at most.
 ended() { # PID SECONDS
   for _ in $(seq $(($2 * 10))); do [ -d "/proc/$1" ] || return 0; sleep 0.1; done
-  wrong "process $1 is still there after $2 s"; }
+  wrong "process $1 still runs after $2 s"; }
 
-# Text that packs, and bytes that do not.
+# Makes a file of compressible text and incompressible bytes.
 some_data() { { seq 200000; head -c 2M /dev/urandom; } >"$dir/data"; truncate -s %4096 "$dir/data"; }
 
 runs_on_arm64() {
   deb=$(one "freestone_*_arm64.deb") root=$dir/arm64 said=$dir/said
   [ "$(dpkg-deb --field "$deb" Architecture)" = arm64 ] || wrong "the package is for $(dpkg-deb --field "$deb" Architecture)"
   dpkg-deb --field "$deb" Description | grep -q experimental || wrong "the package is not called experimental"
-  apt-get install --simulate --no-install-recommends "$(realpath "$deb")" >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "what it depends on is not there"; }
+  apt-get install --simulate --no-install-recommends "$(realpath "$deb")" >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "dependencies are not available"; }
   dpkg-deb --extract "$deb" "$root"
   readelf --file-header "$root/usr/bin/freestone" | grep -q 'Machine: *AArch64' || wrong "the program is not for arm64"
   freestone() { timeout 60 qemu-aarch64-static "$root/usr/bin/freestone" "$@" --control "$dir/control.sock"; }
@@ -152,27 +152,27 @@ runs_on_arm64() {
     --tls on --tls-cert "$dir/tls/server-cert.pem" --tls-key "$dir/tls/server-key.pem" >"$said" 2>&1 &
   server=$!
   freestone wait --timeout 30s || { cat "$said" >&2; wrong "the server does not get ready"; }
-  version=$(freestone list --json | grep -c '"name"') # Each device, as a server in an emulator tells it.
-  [ "$version" -ge 7 ] || wrong "list tells of $version devices"
-  # Through to the disk, for which a call is not in each emulator.
-  timeout 60 qemu-io -f raw -c 'write -f -P 7 0 64k' -c 'read -P 7 0 64k' "nbd+unix:///image?socket=$dir/nbd.sock" >"$dir/log" || wrong "no write through"
+  version=$(freestone list --json | grep -c '"name"') # Number of devices that the server in the emulator lists.
+  [ "$version" -ge 7 ] || wrong "list shows $version devices"
+  # FUA needs a system call that not every emulator supports.
+  timeout 60 qemu-io -f raw -c 'write -f -P 7 0 64k' -c 'read -P 7 0 64k' "nbd+unix:///image?socket=$dir/nbd.sock" >"$dir/log" || wrong "a write with FUA fails"
   for name in lz4 zstd lzo image; do keeps "nbd+unix:///$name?socket=$dir/nbd.sock" "$dir/data"; done
-  cmp -n "$(stat -c %s "$dir/data")" "$dir/data" "$dir/image" || wrong "the image does not have what was written"
-  timeout 60 nbdcopy "nbd+unix:///job?socket=$dir/nbd.sock" "$dir/back" && cmp "$dir/data" "$dir/back" || wrong "the fork does not read as its base"
+  cmp -n "$(stat -c %s "$dir/data")" "$dir/data" "$dir/image" || wrong "the image does not contain the written data"
+  timeout 60 nbdcopy "nbd+unix:///job?socket=$dir/nbd.sock" "$dir/back" && cmp "$dir/data" "$dir/back" || wrong "the fork differs from its base"
   port=$(freestone list --json | grep -o '127.0.0.1:[0-9]*' | head -n 1)
   keeps "nbds://localhost:${port#*:}/lz4?tls-certificates=$dir/tls" "$dir/data"
   freestone stat zstd >"$dir/log" || wrong "no statistics"
   freestone push golden "file://$dir/images:golden" >"$dir/log" 2>&1 || { cat "$dir/log" >&2; wrong "no push"; }
   freestone create again="image,url=file://$dir/images:golden,cache=$dir/cache" >"$dir/log" || wrong "no image"
   freestone publish again --nbd "unix:$dir/nbd.sock" >"$dir/log" || wrong "no export"
-  timeout 60 nbdcopy "nbd+unix:///again?socket=$dir/nbd.sock" "$dir/back" && cmp "$dir/data" "$dir/back" || wrong "the image does not read as what was pushed"
+  timeout 60 nbdcopy "nbd+unix:///again?socket=$dir/nbd.sock" "$dir/back" && cmp "$dir/data" "$dir/back" || wrong "the image differs from the pushed data"
   kill -TERM "$server"; wait "$server" || wrong "the server ended with $?"
   server=
   [ ! -e "$dir/nbd.sock" ] && [ ! -e "$dir/control.sock" ] || wrong "sockets are left"
   ok "arm64, in an emulator: RAM disks of three codecs, a file, a fork, an image in a store and TLS keep what clients write; ended by SIGTERM"
 }
 
-# Without a systemd podman warns that nobody looks after the health; its errors are printed all the same.
+# Without systemd podman warns that health checks do not run. Its errors are still printed.
 pod() { podman --log-level fatal --root "$dir/store" --runroot "$dir/run" --storage-driver vfs --cgroup-manager cgroupfs --runtime runc "$@"; }
 
 runs_in_a_container() {
@@ -180,7 +180,7 @@ runs_in_a_container() {
   mkdir "$dir/store" "$dir/etc"
   clean_root tar "$dir/base.tar"
   said=$dir/log
-  pod import "$dir/base.tar" localhost/base >"$said" 2>&1 || { cat "$said" >&2; wrong "podman takes no base"; }
+  pod import "$dir/base.tar" localhost/base >"$said" 2>&1 || { cat "$said" >&2; wrong "podman cannot import the base"; }
   rm "$dir/base.tar"
   pod build --isolation chroot --network host --format docker --build-arg BASE=localhost/base --tag localhost/freestone \
     --file packaging/Containerfile "$debs" >"$said" 2>&1 || { tail -n 30 "$said" >&2; wrong "the image is not built"; }
@@ -188,7 +188,7 @@ runs_in_a_container() {
   printf 'nbd = "tcp:0.0.0.0:0"\nstate = "/var/lib/freestone/state"\ntls = "require"\ntls_cert = "/etc/tls/server-cert.pem"\n' >"$dir/server.toml"
   printf 'tls_key = "/etc/tls/server-key.pem"\n\n[[device]]\nname = "ram0"\nkind = "ram"\ndisksize = "64M"\n' >>"$dir/server.toml"
   chmod 755 "$dir"; chmod 644 "$dir/server.toml"; chown -R 10809:10809 "$dir/etc"
-  # As little as a server may have. The limits are those that a machine that is a container itself can give.
+  # The minimal rights of a server. A machine that is itself a container can set only these limits.
   pod run --detach --name disks --network host --read-only --cap-drop all --security-opt no-new-privileges \
     --ulimit nofile=4096:4096 --ulimit nproc=4096:4096 --volume "$dir/server.toml:/etc/freestone-server.toml:ro" --volume "$dir/etc:/etc/tls:ro" \
     localhost/freestone >"$said" 2>&1 || { cat "$said" >&2; wrong "the container does not start"; }
@@ -196,11 +196,11 @@ runs_in_a_container() {
   pid=$(pod inspect --format '{{.State.Pid}}' disks)
   grep -q '^Uid:[[:space:]]*10809[[:space:]]' "/proc/$pid/status" && grep -q '^CapEff:[[:space:]]*0*$' "/proc/$pid/status" ||
     wrong "the server has rights: $(grep -e ^Uid -e ^CapEff "/proc/$pid/status" | tr '\n\t' '  ')"
-  pod healthcheck run disks >"$said" || { cat "$said" >&2; wrong "it is not healthy"; }
+  pod healthcheck run disks >"$said" || { cat "$said" >&2; wrong "the container is not healthy"; }
   port=$(pod exec disks freestone list --json | grep -o '0.0.0.0:[0-9]*' | head -n 1)
   keeps "nbds://localhost:${port#*:}/ram0?tls-certificates=$dir/etc" "$dir/data"
-  timeout 20 nbdinfo "nbd://localhost:${port#*:}/ram0" >"$said" 2>&1 && wrong "a client in clear is served"
-  pod exec disks freestone create more=null,size=1G >"$said" || wrong "no device is made"
+  timeout 20 nbdinfo "nbd://localhost:${port#*:}/ram0" >"$said" 2>&1 && wrong "a client without TLS is accepted"
+  pod exec disks freestone create more=null,size=1G >"$said" || wrong "no device is created"
   pod stop --time 60 disks >/dev/null || wrong "no stop"
   ended "$pid" 5
   [ "$(pod inspect --format '{{.State.ExitCode}}' disks)" = 0 ] || { pod logs disks >&2; wrong "the server ended with $(pod inspect --format '{{.State.ExitCode}}' disks)"; }
@@ -218,6 +218,6 @@ runs_in_a_container() {
 for part; do
   case $part in
     lintian) lintian_says_nothing ;; root) installed_and_gone ;; arm64) runs_on_arm64 ;; container) runs_in_a_container ;;
-    *) wrong "there is no part $part" ;;
+    *) wrong "unknown part: $part" ;;
   esac
 done

@@ -1,6 +1,6 @@
 #!/bin/bash
-# run-snapshots.sh [part..] - the kernel's dm-snapshot and Freestone's snapshots, on the same devices in a stock kernel: what one
-# wrote or began the other loads and finishes. COW_LAB names the program that drives ours; without it, it is built. See snapshots.sh.
+# run-snapshots.sh [part..] - tests the kernel's dm-snapshot and Freestone's snapshots on the same devices in a stock kernel: each loads and
+# finishes what the other wrote or began. COW_LAB names the program that drives Freestone; by default it is built. See snapshots.sh.
 set -eu
 cd "$(dirname "$0")/.."
 disks=$(mktemp -d); trap 'rm -rf "$disks"' EXIT

@@ -1,7 +1,6 @@
 #!/bin/bash
-# run-torture.sh [kernel [seed..]] - the torture of the program in a stock kernel (7 without an argument), where devices are block
-# devices, too: their clients are judged beside those of NBD and of virtual machines. FREESTONE and TORTURE name the programs; without
-# them, they are built.
+# run-torture.sh [kernel [seed..]] - runs the torture of the program in a stock kernel (default: 7), where devices are also block devices,
+# whose clients are checked like those of NBD and of virtual machines. FREESTONE and TORTURE name the programs; by default they are built.
 set -eu
 cd "$(dirname "$0")/.."
 dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT

@@ -1,7 +1,7 @@
 #!/bin/bash
-# run-ublk-zbd.sh [ours|kernel] [test..] - fio's own tests of zoned block devices (t/zbd of its source, which
-# `cargo xtask test --only packages` fetches) on a block device of the program, in a stock kernel 7; or on the kernel's null_blk. With
-# numbers, these tests only. FREESTONE names the program; without it, it is built.
+# run-ublk-zbd.sh [ours|kernel] [test..] - runs fio's tests of zoned block devices (t/zbd of its source, which
+# `cargo xtask test --only packages` fetches) in a stock kernel 7 on a block device of the program, or on the kernel's null_blk. Runs all
+# tests or those with the given numbers. FREESTONE names the program; by default it is built.
 set -eu
 cd "$(dirname "$0")/.."
 whose=ours; case ${1:-} in ours|kernel) whose=$1; shift;; esac

@@ -1,7 +1,7 @@
 #!/bin/bash
-# run-ublk-zones.sh [drive|files|kernel..]... - zoned block devices of the program by the ublk driver of stock kernels (6.12 and 7
-# without one): reports, operations, limits and verifying clients (drive), and file systems (files); see ublk-zones.sh. FREESTONE
-# names the program; without it, it is built.
+# run-ublk-zones.sh [drive|files|kernel..]... - tests zoned block devices of the program with the ublk driver of stock kernels (default: 6.12
+# and 7): reports, operations, limits and verifying clients (drive), and file systems (files); see ublk-zones.sh. FREESTONE names the
+# program; by default it is built.
 set -eu
 cd "$(dirname "$0")/.."
 parts= kernels=
@@ -11,7 +11,7 @@ lab/zonefs_super.py "$dir/zonefs"
 [ -n "${FREESTONE:-}" ] || cargo build --quiet --package freestone-cli
 strip -o "$dir/freestone" "${FREESTONE:-${CARGO_TARGET_DIR:-target}/debug/freestone}"
 for kernel in ${kernels:-6.12 7}; do
-  # Before Linux 7 they are modules that file systems ask for by themselves.
+  # Modules that file systems need before Linux 7.
   modules="ublk_drv f2fs btrfs zonefs"; [ "$kernel" = 7 ] || modules="$modules crc32_generic crc32c_generic"
   for part in ${parts:-drive files}; do
     echo "== $kernel, $part"

@@ -1,9 +1,8 @@
 #!/bin/bash
-# run-ublk.sh [PART] [KERNEL..] - block devices by the ublk driver of stock kernels (6.12 and 7 without an argument). The parts, all
-# without an argument: a RAM disk used in all ways (device, see ublk.sh), those of the program (program, see ublk-program.sh), file
-# systems on them (use, see ublk-use.sh), a hundred of them (many, see ublk-many.sh), those of a user without privileges (user, see
-# ublk-user.sh), and where memory is short (memory, see ublk-memory.sh). UBLK_SERVE and FREESTONE name the programs that serve them;
-# without them, they are built.
+# run-ublk.sh [PART] [KERNEL..] - tests block devices with the ublk driver of stock kernels (default: 6.12 and 7). Parts (default: all):
+# every operation on a RAM disk (device, see ublk.sh), block devices of the program (program, see ublk-program.sh), file systems (use, see
+# ublk-use.sh), a hundred block devices (many, see ublk-many.sh), an unprivileged user (user, see ublk-user.sh), and low memory (memory,
+# see ublk-memory.sh). UBLK_SERVE and FREESTONE name the programs; by default they are built.
 set -eu
 cd "$(dirname "$0")/.."
 parts="device program use many user memory"
@@ -18,7 +17,7 @@ case $parts in *program*|*use*|*many*|*memory*)
   strip -o "$dir/freestone" "${FREESTONE:-$built/freestone}"; esac
 [ $# -gt 0 ] || set -- 6.12 7
 for kernel in "$@"; do
-  # Before Linux 7 there are modules that file systems ask for by themselves.
+  # Modules that file systems need before Linux 7.
   modules="ublk_drv ext4"; [ "$kernel" = 7 ] || modules="$modules crc32c_generic crc32_generic"
   for part in $parts; do
     echo "== $kernel, $part"

@@ -1,11 +1,11 @@
 #!/bin/bash
-# run-vhost-user.sh - Freestone's disks in a virtual machine, through QEMU's own vhost-user-blk and a stock kernel's virtio_blk:
-#   boot     a root file system on a fork: it is written, and after `freestone rewind` the next boot finds the base
-#   use      ext4 on two disks with two queues each, filled while one of them grows; read back, checked, trimmed
-#   killed   the server of a file is killed with -9 under a write load and started again: nothing is lost, nothing hangs
-#   cut      the connection is cut under a write load, again and again, and the disk grows: nothing is lost, nothing hangs
-#   files    ext4, xfs, btrfs and f2fs are filled and checked, and fio verifies with 4 jobs over 2 queues
-# FREESTONE names the program; without it, it is built. With names, only those run.
+# run-vhost-user.sh [PART...] - tests disks in a virtual machine, with QEMU's vhost-user-blk and a stock kernel's virtio_blk:
+#   boot     a root file system on a fork: the guest writes to it, and after `freestone rewind` the next boot finds the base
+#   use      ext4 on two disks with two queues each: filled while one of them grows, read back, checked, trimmed
+#   killed   the server is killed with SIGKILL under a write load and restarted: no data is lost, nothing hangs
+#   cut      the connection is cut repeatedly under a write load, and the disk grows: no data is lost, nothing hangs
+#   files    ext4, xfs, btrfs and f2fs are filled and checked, and fio verifies with 4 jobs on 2 queues
+# Runs all parts by default. FREESTONE names the program; by default it is built.
 set -eu
 cd "$(dirname "$0")/.."
 only=" ${*:-boot use killed cut files} "
@@ -26,7 +26,7 @@ serve() { # devices...
   "$FREESTONE" wait
 }
 stop() { kill "$server"; wait "$server" || { echo "the server ended with $?" >&2; cat "$dir/log" >&2; exit 1; }; server=; }
-# The guest's memory is shared; each argument is the socket of a disk.
+# Starts a guest with shared memory and one disk per socket.
 modules=virtio_blk flavour=cloud tools=
 guest() { # seconds script-arguments -- sockets...
   seconds=$1; shift
@@ -48,15 +48,15 @@ if wants boot; then
   truncate -s 64M "$dir/base.img"
   mkdir -p "$dir/tree/bin" "$dir/tree/proc"
   cp /bin/busybox "$dir/tree/bin/busybox"
-  printf '#!/bin/busybox sh\n[ -e /was-here ] && echo "found what the last boot wrote" || echo "the base"\ntouch /was-here\n' >"$dir/tree/bin/start"
+  printf '#!/bin/busybox sh\n[ -e /was-here ] && echo "data of the last boot" || echo "the base"\ntouch /was-here\n' >"$dir/tree/bin/start"
   chmod +x "$dir/tree/bin/start"
   mke2fs -q -t ext4 -d "$dir/tree" "$dir/base.img"
   serve "base=file,path=$dir/base.img,readonly=yes,publish=no"
   "$FREESTONE" fork base job >/dev/null
   "$FREESTONE" publish job --vhost-user "unix:$dir/job" >/dev/null
-  for wanted in "the base" "found what the last boot wrote" "the base"; do
+  for wanted in "the base" "data of the last boot" "the base"; do
     said=$(guest 120 boot -- "$dir/job")
-    [ "$said" = "$wanted" ] || { echo "boot: wanted '$wanted', the guest said '$said'" >&2; exit 1; }
+    [ "$said" = "$wanted" ] || { echo "boot: expected '$wanted', the guest printed '$said'" >&2; exit 1; }
     case $wanted in found*) "$FREESTONE" rewind job;; esac
   done
   stop
@@ -67,7 +67,7 @@ if wants use; then
   serve a=ram,disksize=256M b=ram,disksize=256M,comp_algorithm=zstd
   for name in a b; do "$FREESTONE" publish $name --vhost-user "unix:$dir/$name" >/dev/null; done
   guest 300 use -- "$dir/a" "$dir/b" >"$dir/guest" & guest=$!
-  # It grows when the guest has written for a while.
+  # The disk grows after the guest has written for a while.
   until [ "$("$FREESTONE" stat a --json 2>/dev/null | grep -o '"orig_data_size": *[0-9]*' | grep -o '[0-9]*$')" -gt 33554432 ]; do
     sleep 0.2; kill -0 $guest 2>/dev/null || break; done
   "$FREESTONE" set a disksize=512M >/dev/null

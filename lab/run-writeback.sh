@@ -1,7 +1,7 @@
 #!/bin/bash
-# run-writeback.sh [kernel|first] - the kernel's zram writeback and Freestone's, side by side, in a stock kernel: what each answers
-# to the same sequences, number by number. `kernel`: only the kernel's answers are shown. `first`: only the first sequence, the one of
-# zram's own test. FREESTONE names the program; without it, it is built. See writeback.sh.
+# run-writeback.sh [kernel|first] - compares writeback of the kernel's zram and of Freestone in a stock kernel: results and statistics of the
+# same sequences, number by number. `kernel` shows the kernel's results only; `first` runs only the first sequence, that of zram's own
+# test. FREESTONE names the program; by default it is built. See writeback.sh.
 set -eu
 cd "$(dirname "$0")/.."
 disks=$(mktemp -d); trap 'rm -rf "$disks"' EXIT

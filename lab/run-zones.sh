@@ -1,8 +1,7 @@
 #!/bin/bash
-# run-zones.sh [seed] - the kernel's null_blk and Freestone's zones, the same random operations on both: the kernel's in a stock kernel,
-# ours on this machine. Every answer is compared; what differs on purpose is in the list of crates/freestone/examples/zone_lab. The seed
-# is printed, and the same one gives the same script. ZONE_LAB names the program that does it; without it, it is built. KEEP=DIR
-# keeps script and answers.
+# run-zones.sh [seed] - compares the results of the same random operations on the kernel's null_blk in a stock kernel and on Freestone's
+# zones on this machine. crates/freestone/examples/zone_lab lists the intended differences. The seed, which is printed, determines the
+# operations. ZONE_LAB names the program for Freestone's part; by default it is built. KEEP=DIR keeps the script and all results.
 set -eu
 cd "$(dirname "$0")/.."
 seed=${1:-1}

@@ -1,19 +1,19 @@
 #!/bin/sh
 # snapshots.sh [exchange|full|merge|mark|crash|refuse].. - runs in the kernel lab (see run-snapshots.sh): snapshots of the kernel's dm-snapshot
-# and of Freestone, on the same devices in turn. What one wrote the other must load with the same content and the same words of
-# status; what both are told to do must be answered the same; what one begins to merge the other must finish. A line per check.
+# and of Freestone, on the same devices in turn. Each must load the other's exceptions with the same content and status line, return the
+# same results, and finish the other's merges. Prints a line per check.
 #
-# Where they differ on purpose; each is checked below as a difference:
-#   smaller chunks    The kernel takes a chunk of one sector and up; Freestone 4 KiB and up, for that is the unit in which it reads
-#                     and writes metadata, and no sensible device has larger blocks.
-#   valid flag        The kernel takes any number but 0 for "valid"; Freestone refuses what is neither 0 nor 1: nobody writes that.
-#   entries           The kernel believes every entry of the list. Freestone refuses entries that preserve what the origin does not
-#                     have, that lead beyond the COW device or into its metadata, two for one chunk, two that share a place, and a
-#                     list with a hole within a sector: with such a store the snapshot's content is wrong, and writes destroy more.
-#   last place        The last place of an area has no use where the device ends before the next area: the kernel hands it out, and
-#                     the snapshot is invalid when that area cannot be written. Freestone hands it out to nobody: with PO a write to
-#                     the snapshot overflows there, and nothing is lost.
-#   errno             A write to a snapshot that has no room left is EIO in the kernel and ENOSPC in Freestone ("failed" below).
+# Intended differences, each of which is checked:
+#   smaller chunks    The kernel accepts chunks from one sector on, Freestone from 4 KiB on, because Freestone reads and writes
+#                     metadata in units of 4 KiB.
+#   valid flag        The kernel treats any number but 0 as "valid"; Freestone refuses numbers other than 0 and 1.
+#   entries           The kernel trusts every exception. Freestone refuses exceptions for chunks beyond the origin, exceptions that point
+#                     beyond the COW device or into its metadata, two for the same chunk, two at the same place, and a list with a gap
+#                     within a sector: the content of such a snapshot is wrong, and writes would destroy more.
+#   last place        If the device ends before the next area, the last place of an area is unusable. The kernel allocates it, and
+#                     the snapshot becomes invalid when the next area cannot be written. Freestone does not allocate it: with PO a
+#                     write to the snapshot overflows there, and no data is lost.
+#   errno             A write to a full snapshot fails with EIO in the kernel and with ENOSPC in Freestone ("failed" below).
 set -u
 export LC_ALL=C DM_DISABLE_UDEV=1
 DISK=/dev/vda MAP=/dev/mapper
@@ -27,7 +27,7 @@ CHECKS=0 FAILED=0
 failed() { CHECKS=$((CHECKS+1)) FAILED=$((FAILED+1)); printf 'FAIL %s\n' "$1"; }
 passed() { CHECKS=$((CHECKS+1)); printf 'ok   %s\n' "$1"; }
 same() { # WHAT WANTED FOUND
-  [ "$2" = "$3" ] && passed "$1: $(echo "$3" | cut -c1-60 | head -n 1)" || { failed "$1"; printf '     wanted: %s\n     found:  %s\n' "$2" "$3"; }; }
+  [ "$2" = "$3" ] && passed "$1: $(echo "$3" | cut -c1-60 | head -n 1)" || { failed "$1"; printf '     expected: %s\n     found:    %s\n' "$2" "$3"; }; }
 same_file() { # WHAT WANTED FOUND
   cmp $2 $3 >difference 2>&1 && passed "$1: $(stat -c %s $3) bytes" || failed "$1: $(cat difference)"; }
 same_lines() { # WHAT WANTED FOUND
@@ -44,22 +44,22 @@ dump() { rm -f $2; dd bs=1M iflag=direct status=none if=$MAP/$1 of=$2 count=${3:
 noise() { # FILE SECTOR COUNT SKIP [FLAG]
   dd if=noise of=$1 bs=$(($3*512)) count=1 skip=$4 seek=$(($2*512)) iflag=fullblock,skip_bytes oflag=seek_bytes${5:-} conv=notrunc status=none 2>>dd.log; }
 blank() { dd if=/dev/zero of=$MAP/$1 bs=4096 count=1 oflag=direct status=none; }
-# What of the COW device is not its header may be anything: all that is left from before stays there.
+# The COW device is not cleared except for its header: old data must not matter.
 slices() { # [COW-SECTORS]
   slice o $ORIGIN_AT $SECTORS; slice c1 $COW_AT ${1:-32768}; slice c2 $SECOND_AT 32768; }
-fresh() { # [COW-SECTORS]: a new origin, an empty store or two, and what origin and snapshots must show
+fresh() { # [COW-SECTORS]: a new origin, empty stores, and files with the expected content of origin and snapshots
   slices ${1:-}; load base o; blank c1; blank c2
   for name in origin snap1 snap2; do cp base must.$name; done; }
 keep() { dump o o.image; dump c1 c1.image 8; }
-again() { slices; load o.image o; load c1.image c1; }     # as it was kept
+again() { slices; load o.image o; load c1.image c1; }     # restores the devices that keep() saved
 
 images() { slice oi $IMAGE_AT $SECTORS; slice ci $COW_IMAGE_AT 32768; }
 take() { # FIRST COUNT IMAGE
   dd if=$DISK of=$MAP/$3 bs=1M skip=$(($1*512)) count=$(($2*512)) iflag=direct,skip_bytes,count_bytes oflag=direct conv=fsync status=none; }
 delayed() { dmsetup create slow --table "0 $2 delay $MAP/$1 0 0 $MAP/$1 0 60"; }  # DEVICE SECTORS: its writes take 60 ms longer
 
-# ---- a session: opens origin and snapshots, does what a file says line by line, closes ------------------------------------
-# SNAPS has a word for each snapshot: COW:KIND:CHUNK. The lines are those of the program cow_lab.
+# ---- a session: opens origin and snapshots, runs a file line by line, closes -----------------------------------------------
+# SNAPS has a word for each snapshot: COW:KIND:CHUNK. The lines are commands of the program cow_lab.
 
 freestone_run() { # FILE
   words=; for snap in $SNAPS; do words="$words $MAP/$(echo $snap | tr ':' ' ')"; done
@@ -96,7 +96,7 @@ kernel_do() {
     merge) # the first snapshot, while others stay: as lvconvert does it
       dmsetup suspend org && dmsetup remove snap1 && dmsetup reload org --table "$(merging o)" && dmsetup resume org || return
       merged_out org; echo Finished;;
-    *) echo "'$*' is not understood";;
+    *) echo "unknown command: '$*'";;
   esac; }
 kernel_run() { # FILE
   if kernel_open; then
@@ -104,7 +104,7 @@ kernel_run() { # FILE
   else cat said >&2; echo refused; fi
   kernel_close; }
 
-# ---- what origin and snapshots must show afterwards -------------------------------------------------------------------------
+# ---- expected content of origin and snapshots -------------------------------------------------------------------------------
 
 expect() { # TRANSCRIPT: writes that were done
   while read -r verb name sector count skip answer; do
@@ -115,17 +115,17 @@ expect() { # TRANSCRIPT: writes that were done
 
 K=0
 put() { K=$((K+1)); echo "write $1 $2 $3 $((K*7919*512%12582912))"; }
-# Whole chunks and parts of them, in both, before and after each other; C sectors a chunk.
+# Writes whole chunks and parts of chunks to origin and snapshot, in both orders. C is the size of a chunk in sectors.
 mixed() {
   put origin 0 $C; put origin $((C*3+1)) 3; put origin $((C*5-2)) $((C+4)); echo status snap1
   put snap1 $((C*10)) $C; put snap1 $((C*11+2)) 1; put snap1 $((C*20-1)) $((C*2+2)); echo status snap1
   put snap1 $((C*3+2)) 2; put origin $((C*10)) $C; put origin $((C*11)) $C; put snap1 0 $C; put origin 0 $((C*2))
   put origin $((SECTORS-1)) 1; put snap1 $((SECTORS-2)) 1; put origin $((C*30)) $((C*12)); echo status snap1; }
-# The other side goes on.
+# Writes of the other implementation, which continues.
 more() {
   put snap1 $((C*32+1)) $((C-1)); put origin $((C*60+3)) $((C+1)); put snap1 $((C*61)) $C; put snap1 $((C*70)) $((C*3)); put origin 0 $C
   put origin $((C*71-1)) 2; echo status snap1; }
-# COUNT exceptions, of both kinds; from chunk FIRST on.
+# COUNT exceptions by writes to origin and snapshot, starting at chunk FIRST.
 many() { # FIRST COUNT
   at=$1 left=$2 name=snap1
   while [ $left -gt 0 ]; do
@@ -138,7 +138,7 @@ show() { # SINGLE-CHUNKS: looks at everything, changes nothing
   for name in $NAMES; do echo status $name; echo read $name got.$name; done | grep -v 'status origin'
   for chunk in $1; do echo read snap1 got.$chunk $((chunk*C)) $C; done; }
 
-# ---- 1, 2: what one wrote, the other loads ------------------------------------------------------------------------------------
+# ---- 1, 2: each loads the other's exceptions ----------------------------------------------------------------------------------
 
 looks() { # WHAT WHO STATUSES: WHO loads, and shows what must be
   show '0 3 11 30' >look; rm -f got.*
@@ -182,7 +182,7 @@ exchanges() {
 
 # ---- 4: no room ----------------------------------------------------------------------------------------------------------------
 
-# A COW device of 12 chunks: header, area, 10 copies.
+# A COW device of 12 chunks: header, area, 10 copied chunks.
 fills_origin() { for at in 0 1 2 3 4 5 6 7 8 9 10 11; do put origin $((at*C)) $C; echo status snap1; done; put snap1 0 8; }
 fills_snap() { for at in 0 1 2 3 4 5 6 7 8 9; do put snap1 $((at*C)) $C; done; echo status snap1; put snap1 $((C*12)) $C; }
 over_snap() { fills_snap; echo status snap1; echo read snap1 got.snap1; put snap1 0 $C; put snap1 $((C*13)) 1; echo status snap1; }
@@ -199,15 +199,15 @@ room() { # NAME KIND COW-CHUNKS LINES FINAL-STATUS RELOADED-STATUS
     for loads in $other $who; do
       rm -f got.*; ${loads}_run look >looked
       same "$1: $who filled, $loads loads" "$6" "$(head -n 1 looked | cut -d ' ' -f 3-)"
-      if [ "$6" = Invalid ]; then same "$1: $loads shows nothing of it" 'read snap1 got.snap1: failed' "$(sed -n 2p looked)"
+      if [ "$6" = Invalid ]; then same "$1: $loads cannot read it" 'read snap1 got.snap1: failed' "$(sed -n 2p looked)"
       else same_file "$1: $loads shows it" must.snap1 got.snap1; fi
       same_file "$1: the origin from $loads" must.origin got.origin
     done
   done
   same_lines "$1: both answer the same" first.kernel first.freestone; }
 
-# An area that is full, where the device ends, has no next area that could say so. The kernel hands out the last place and then
-# fails to write that area, which invalidates the snapshot; Freestone does not hand it out.
+# A full area at the end of the device has no next area to end the list. The kernel allocates the last place and then fails to write the
+# next area, which invalidates the snapshot; Freestone does not allocate it.
 last_place() { # KIND KERNEL FREESTONE RELOADED-KERNEL RELOADED-FREESTONE
   C=8 SNAPS=c1:$1:8 K=0; many 0 255 >lines; echo read snap1 got.snap1 >>lines; put snap1 $((300*C)) $C >>lines; echo status snap1 >>lines
   for who in kernel freestone; do
@@ -262,14 +262,14 @@ freestone_finishes() { # WHAT WANTED ORIGIN COW
 merges_begun_here() {
   for writes in 1 2 5 17 60; do
     again; printf 'die %s\nmerge snap1\n' $writes >lines
-    freestone_run lines >crash 2>&1; same "a crash here at write $writes of a merge, $((C/2))K" "134 die $writes: ok" "$? $(head -n 1 crash)"
+    freestone_run lines >crash 2>&1; same "a crash of Freestone at write $writes of a merge, $((C/2))K" "134 die $writes: ok" "$? $(head -n 1 crash)"
     kernel_finishes "a crash here at write $writes, $((C/2))K" merged
   done
   again; echo merge-some snap1 >lines
-  freestone_run lines >crash 2>&1; same "a merge stopped here, $((C/2))K" 'merge-some snap1: Stopped, some is merged' "$(cat crash)"
+  freestone_run lines >crash 2>&1; same "a merge stopped in Freestone, $((C/2))K" 'merge-some snap1: Stopped, some is merged' "$(cat crash)"
   kernel_finishes "a merge stopped here, $((C/2))K" merged; }
 
-# The kernel is so fast that its origin is slowed down: its merge can then be met in the middle.
+# Slows the kernel's origin down, so that its merge can be interrupted in the middle.
 in_the_middle() { # SHARE: until this many percent are merged
   start=$(allocated merge)
   tries=0; until [ $(($(allocated merge)*100)) -le $((start*(100-$1))) ] || [ $tries = 2000 ]; do tries=$((tries+1)); sleep 0.02; done
@@ -282,11 +282,11 @@ merges_begun_there() {
   freestone_finishes "a merge of the kernel, stopped, $((C/2))K" merged o c1
   for share in 1 10; do
     what="a merge of the kernel, crashed after $share %, $((C/2))K"; again; cp merged must.snap1; delayed o $SECTORS; kernel_merge slow
-    # A write to the target is a write to what will be the origin; done to what is merged already, and to what is not yet.
+    # A write to the merge target is a write to the future origin; one to a merged chunk, one to a chunk that is not merged yet.
     noise $MAP/merge $((SECTORS-9)) 8 512 ,direct; noise must.snap1 $((SECTORS-9)) 8 512
     in_the_middle $share "$what"
     noise $MAP/merge $((C*40+1)) 3 1024 ,direct; noise must.snap1 $((C*40+1)) 3 1024
-    # From here on nothing reaches the COW device: both are copied as a crash would leave them.
+    # From here on no write reaches the COW device: both devices are copied in the state that a crash would leave.
     dmsetup suspend --noflush --nolockfs c1
     take $ORIGIN_AT $SECTORS oi; take $COW_AT 32768 ci
     dmsetup resume c1
@@ -295,7 +295,7 @@ merges_begun_there() {
     freestone_finishes "$what, what went on" must.snap1 o c1
   done; }
 
-# Another snapshot keeps what it shows while the first is merged.
+# Another snapshot keeps its content while the first is merged.
 beside() {
   C=8 K=0; { scattered; put snap2 77 5; put origin 40 90; echo merge snap1; echo status snap2; } >lines
   for who in kernel freestone; do
@@ -316,48 +316,48 @@ merges() {
   begin_merges 32 freestone; merges_begun_here; merges_begun_there
 }
 
-# ---- marks: Freestone writes bytes 16 to 47 of the header before it merges; the kernel must not care ----------------------------
+# ---- marks: Freestone writes bytes 16 to 47 of the header before it merges; the kernel must ignore them -------------------------
 
 mark_of() { dd if=$MAP/$1 bs=8 skip=2 count=1 status=none | tr -d '\0'; }
 kernel_snapshot_loads() { # WHAT WANTED-STATUS: a marked store under the kernel's snapshot target
   echo status snap1 >look; kernel_run look >looked; same "$1: the kernel loads it as a snapshot" "status snap1: $2" "$(cat looked)"
-  same "$1: the mark after that" FsMerge1 "$(mark_of c1)"; }
+  same "$1: mark after the kernel" FsMerge1 "$(mark_of c1)"; }
 
-# Begun here, goes on there, is taken up here: what was written to the origin meanwhile is in it.
+# A merge that begins in Freestone, continues in the kernel and ends in Freestone contains writes to the origin in between.
 marks_go_on() {
-  what='begun here, gone on with by the kernel'
+  what='a merge begun in Freestone, continued by the kernel'
   again; echo merge-some snap1 >lines; freestone_run lines >first
-  same "$what: some is merged here" 'merge-some snap1: Stopped, some is merged' "$(cat first)"
-  same "$what: the mark" FsMerge1 "$(mark_of c1)"
+  same "$what: partly merged by Freestone" 'merge-some snap1: Stopped, some is merged' "$(cat first)"
+  same "$what: mark" FsMerge1 "$(mark_of c1)"
   cp merged must.snap1; delayed o $SECTORS; kernel_merge slow; in_the_middle 3 "$what"
   dmsetup suspend merge; dmsetup remove merge; dmsetup remove slow
-  same "$what: the mark after that" FsMerge1 "$(mark_of c1)"
+  same "$what: mark after the kernel" FsMerge1 "$(mark_of c1)"
   printf '%s\n' 'read origin got.origin' "write origin $((C*40+1)) 3 1024" 'read snap1 got.snap1' 'merge snap1' >lines
   rm -f got.*; SNAPS=c1:P:$C; freestone_run lines >looked
   same_file "$what: Freestone shows the origin through the snapshot before" must.snap1 got.origin
   noise must.snap1 $((C*40+1)) 3 1024; same_file "$what: and what is written to it" must.snap1 got.snap1
   same "$what: Freestone finishes" 'merge snap1: Finished' "$(tail -n 1 looked)"
   dump o got; same_file "$what: the origin is the snapshot" must.snap1 got
-  same "$what: no mark at the end" '' "$(mark_of c1)"; }
+  same "$what: mark at the end" '' "$(mark_of c1)"; }
 
 marks() {
   begin_merges 8 kernel; marks_go_on
-  what='a merge stopped here, finished by the kernel'
+  what='a merge stopped in Freestone, finished by the kernel'
   again; echo merge-some snap1 >lines; freestone_run lines >first; kernel_finishes "$what" merged
-  same "$what: the mark stays" FsMerge1 "$(mark_of c1)"
+  same "$what: mark after the kernel" FsMerge1 "$(mark_of c1)"
   echo status snap1 >look; freestone_run look >looked
-  same "$what: Freestone finds it whole" "status snap1: $((C*2))/32768 $((C*2))" "$(cat looked)"
-  same "$what: and takes the mark away" '' "$(mark_of c1)"
-  # A mark and nothing else: the second write of a merge is its first copy, and does not come.
-  what='a crash here at the first copy'; C=8 SNAPS=c1:P:8 K=0; fresh $((12*C)); put snap1 $((C*5)) $C >lines
+  same "$what: status in Freestone" "status snap1: $((C*2))/32768 $((C*2))" "$(cat looked)"
+  same "$what: mark after Freestone" '' "$(mark_of c1)"
+  # Only the mark is written: the second write of a merge is its first copy, which fails.
+  what='a crash of Freestone at the first copy'; C=8 SNAPS=c1:P:8 K=0; fresh $((12*C)); put snap1 $((C*5)) $C >lines
   printf 'die 2\nmerge snap1\n' >>lines; freestone_run lines >first 2>&1
   kernel_snapshot_loads "$what" "$((3*C))/$((12*C)) $((2*C))"
   { for at in 0 1 2 3 4 6 7 8 9 10 11 12; do put origin $((at*C)) $C; done; echo status snap1; } >lines
   kernel_run lines >looked; same "$what: the kernel invalidates it" 'status snap1: Invalid' "$(tail -n 1 looked)"
-  same "$what: the kernel zeroes the mark with that" '' "$(mark_of c1)"
+  same "$what: mark after the kernel" '' "$(mark_of c1)"
 }
 
-# ---- crashes while the origin is written: the snapshot shows what it was, whatever was done of the write ------------------------
+# ---- crashes during writes to the origin: the snapshot keeps the old content, however far the write got -------------------------
 
 overwrites() { for at in 0 100 200 300 400 500; do put origin $((at*C)) $((C*100)); put origin $((at*C+1)) 3; done; }
 shows_base() { # WHAT WHO: origin and snapshot as they were left
@@ -369,7 +369,7 @@ crashes() {
   for number in 1 2 60 101 102 103 104 160 206 260 261 262 263 310 400 500; do
     SNAPS=c1:P:8; fresh; { echo die $number; cat writes; } >lines
     freestone_run lines >crash 2>&1
-    same "a crash here at write $number" "134 die $number: ok" "$? $(head -n 1 crash)"
+    same "a crash of Freestone at write $number" "134 die $number: ok" "$? $(head -n 1 crash)"
     shows_base "a crash here at write $number" kernel
   done
   for time in 0.1 0.2 0.3 0.4 0.6 0.8; do
@@ -380,12 +380,12 @@ crashes() {
       failed "a crash of the kernel after $time s: all is written"
     take $COW_AT 32768 ci; take $ORIGIN_AT $SECTORS oi
     dmsetup resume slow; wait; kernel_close; dmsetup remove slow
-    # What a crash left is loaded from the images.
+    # Loads the images that the crash left.
     dump oi oi.image; dump ci ci.image 8; load oi.image o; load ci.image c1
     SNAPS=c1:P:8; shows_base "a crash of the kernel after $time s" freestone
   done; }
 
-# ---- 5: what is refused ------------------------------------------------------------------------------------------------------------
+# ---- 5: refused COW devices --------------------------------------------------------------------------------------------------------
 
 byte() { printf "$2" | dd of=c1.image bs=1 seek=$1 conv=notrunc status=none; }
 try() { # NAME SNAPS KERNEL FREESTONE: what each says, the first word of it
@@ -397,7 +397,7 @@ try() { # NAME SNAPS KERNEL FREESTONE: what each says, the first word of it
   done
   case "$3 $4" in 'refused refused'|'Invalid Invalid'|'loads loads') note=;; *) note=' (a difference)';; esac
   same "$1: the kernel, Freestone$note" "$3, $4" "${kernel%% *}, ${freestone%% *}"
-  [ "$3 $4" != 'loads loads' ] || same "$1: both in the same words" "$kernel" "$freestone"; }
+  [ "$3 $4" != 'loads loads' ] || same "$1: status of both" "$kernel" "$freestone"; }
 spoiled() { # NAME KERNEL FREESTONE OFFSET BYTES [OFFSET BYTES]
   name=$1 kernel_says=$2 freestone_says=$3; shift 3; cp good c1.image
   while [ $# -gt 0 ]; do byte $1 $2; shift 2; done
@@ -429,27 +429,27 @@ refusals() {
   spoiled 'two entries share a place' loads refused $((AREA+16+8)) '\2'
   spoiled 'a hole in the list' loads refused $((AREA+16)) '\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0'
   cp good c1.image
-  try 'table: another chunk than the header' c1:P:32 loads loads
-  try 'table: chunk 0 takes the header' c1:P:0 loads loads
-  try 'table: the chunk is no power of two' c1:P:12 refused refused
-  try 'table: the chunk is 2 GiB' c1:P:4194304 refused refused
-  try 'table: the chunk is 2 KiB' c1:P:4 loads refused
+  try 'table: chunk size differs from the header' c1:P:32 loads loads
+  try 'table: chunk size 0 stands for that of the header' c1:P:0 loads loads
+  try 'table: chunk size not a power of two' c1:P:12 refused refused
+  try 'table: chunk size 2 GiB' c1:P:4194304 refused refused
+  try 'table: chunk size 2 KiB' c1:P:4 loads refused
   try 'table: letters in lower case' c1:po:8 loads loads
-  try 'table: no such letter' c1:X:8 refused refused
+  try 'table: unknown letter' c1:X:8 refused refused
   try 'table: letters after P' c1:PX:8 refused refused
   try 'table: transient, without metadata' c1:N:8 loads loads
   try 'table: the origin is its own COW device' o:P:8 refused refused
   byte 0 '\0\0\0\0'
-  try 'a new store with the chunk that nobody gave' c1:P:0 loads loads
+  try 'a new store without a chunk size' c1:P:0 loads loads
   endless; }
 
-# All areas are full, and the device ends: nobody can tell where the list ends.
+# All areas are full at the end of the device, so the list has no end mark.
 endless() {
   C=8 SNAPS=c1:P:8 K=0; many 0 256 >lines; fresh; freestone_run lines >first; dump c1 c1.image 2
   truncate -s $((258*4096)) c1.image; slices $((258*8))
-  try 'a list that does not end' c1:P:8 refused refused; }
+  try 'a list without an end' c1:P:8 refused refused; }
 
-# ---- all of it -----------------------------------------------------------------------------------------------------------------------
+# ---- all parts -----------------------------------------------------------------------------------------------------------------------
 
 modprobe dm_snapshot; modprobe dm_delay
 dd if=/dev/urandom of=noise bs=1M count=16 status=none
@@ -457,7 +457,7 @@ dd if=/dev/urandom of=base bs=512 count=$SECTORS status=none
 [ $# != 0 ] || set -- exchange full merge mark crash refuse
 for part in "$@"; do
   read -r up _ </proc/uptime; printf '\n# %s (after %s s, kernel %s)\n' $part $up $(uname -r)
-  case $part in exchange) exchanges;; full) rooms;; merge) merges;; mark) marks;; crash) crashes;; refuse) refusals;; *) failed "$part is no part";; esac
+  case $part in exchange) exchanges;; full) rooms;; merge) merges;; mark) marks;; crash) crashes;; refuse) refusals;; *) failed "unknown part: $part";; esac
 done
 read -r up _ </proc/uptime
 printf '\n==== the kernel and Freestone: %s checks, %s failed, after %s s\n' $CHECKS $FAILED $up

@@ -1,6 +1,6 @@
 #!/bin/sh
-# ublk-memory.sh - runs in the kernel lab (see run-ublk.sh), in a guest of little memory: file systems on block devices of the program
-# are filled by buffered writes of a multiple of it, and the server needs memory to take them. Its first mistake ends it.
+# ublk-memory.sh - runs in the kernel lab (see run-ublk.sh) in a guest with little memory: fills file systems on block devices of the
+# program with buffered writes of several times its size, while the server also needs memory. Ends at the first failure.
 set -eu
 export LC_ALL=C XDG_RUNTIME_DIR=/run
 modprobe ublk_drv; modprobe crc32c_generic 2>/dev/null || true; modprobe ext4 2>/dev/null || true
@@ -16,7 +16,7 @@ all_flush() {
 
 mkfs.ext4 -q -F /dev/vda; mount -t ext4 /dev/vda back
 truncate -s 512M back/f.img
-# What hangs for so long does so for ever.
+# A task that hangs this long would hang forever.
 echo 60 >/proc/sys/kernel/hung_task_timeout_secs
 freestone serve r=ram,disksize=512M,mem_limit=16M,backing_dev=back/spill,backing_size=512M f=file,path=back/f.img --ublk >out 2>err & server=$!
 freestone wait --timeout 2m || wrong "no server"
@@ -37,8 +37,8 @@ sync r f
 grep MemTotal /proc/meminfo
 echo "     $MIB MiB each; reclaimed $(($(counted pgsteal) - stolen)) pages, allocations that had to reclaim:" \
   "$(($(counted allocstall) - stalls)), of $(($(counted pgscan_direct) - scanned)) pages"
-[ $(($(counted pgsteal) - stolen)) -gt 20000 ] || wrong "memory was never short"
-[ $(($(counted allocstall) - stalls)) -gt 0 ] || wrong "nobody had to reclaim"
+[ $(($(counted pgsteal) - stolen)) -gt 20000 ] || wrong "memory was never low"
+[ $(($(counted allocstall) - stalls)) -gt 0 ] || wrong "no task had to reclaim memory"
 echo "ok   two file systems are filled, and all threads are I/O flushers: $(ls /proc/$server/task | wc -l)"
 
 echo 3 >/proc/sys/vm/drop_caches
@@ -46,10 +46,10 @@ for name in r f; do
   for n in $(seq $((MIB / 4))); do
     cmp noise $name/large$n || wrong "$name/large$n"
     [ "$(cat $name/small$n/7)" = "$n 7" ] || wrong "$name/small$n"; done; done
-[ "$(freestone stat r --json | grep -o '"used_bytes": *[0-9]*' | grep -o '[0-9]*$')" -gt 200000000 ] || wrong "it has not spilled"
+[ "$(freestone stat r --json | grep -o '"used_bytes": *[0-9]*' | grep -o '[0-9]*$')" -gt 200000000 ] || wrong "no pages were written to the backing device"
 for name in r f; do umount $name; e2fsck -fn "$(disk_of $name)" >said 2>&1 || wrong "e2fsck: $(cat said)"; done
-echo "ok   their content is there, also what was spilled"
-kill -TERM $server; wait $server || wrong "it ends with $?"
+echo "ok   all content is correct, including pages on the backing device"
+kill -TERM $server; wait $server || wrong "the server ends with $?"
 umount back
 dmesg | grep -i 'hung task\|blocked for more\|BUG:\|WARNING:\|Out of memory' && wrong "the kernel's log" || true
-echo "ok   nobody was stuck or killed"
+echo "ok   no task hung or was killed"

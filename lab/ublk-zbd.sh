@@ -1,6 +1,6 @@
 #!/bin/sh
-# ublk-zbd.sh ours|kernel [test..] - runs in the kernel lab (see run-ublk-zbd.sh): fio's own tests of zoned block devices (t/zbd of its
-# source) on the program's device, or with the same zones on the kernel's null_blk. A line for each test; 1: one has failed.
+# ublk-zbd.sh ours|kernel [test..] - runs in the kernel lab (see run-ublk-zbd.sh): fio's tests of zoned block devices (t/zbd of its source)
+# on the program's device, or with the same zones on the kernel's null_blk. Prints a line per test. Status 1 if a test failed.
 set -eu
 export LC_ALL=C XDG_RUNTIME_DIR=/run
 whose=$1; shift; tests=; for number in "$@"; do tests="$tests -t $number"; done
@@ -17,7 +17,7 @@ case $whose in
     for line in size=$SIZE memory_backed=1 blocksize=4096 zoned=1 zone_size=$ZONE zone_capacity=$CAPACITY zone_nr_conv=$CONVENTIONAL \
       zone_max_open=$OPEN power=1; do echo ${line#*=} >$drive/${line%%=*}; done;;
 esac
-# Test 54 ends in an assertion of fio 3.33 itself (zbd_replay_write_order), also on the kernel's null_blk.
+# Test 54 fails an assertion of fio 3.33 (zbd_replay_write_order), also on the kernel's null_blk.
 KNOWN=54
 cd /fio/t/zbd; bash ./test-zbd-support -r -u -o $OPEN $tests $disk | cat
 found=

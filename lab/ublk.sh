@@ -1,6 +1,6 @@
 #!/bin/sh
-# ublk.sh - runs in the kernel lab (see run-ublk.sh): a RAM disk of Freestone's at /dev/ublkbN, used as a disk is: files, discards,
-# growth, removal under load, a server that is killed, a device that never answers. A line per check.
+# ublk.sh - runs in the kernel lab (see run-ublk.sh): a Freestone RAM disk at /dev/ublkbN: files, discards, growth, removal under
+# load, a killed server, a device that never completes requests. Prints a line per check.
 set -u
 export LC_ALL=C
 DIR=/tmp/lab; mkdir -p $DIR; cd $DIR
@@ -11,11 +11,11 @@ CHECKS=0 FAILED=0 MIB=128
 failed() { CHECKS=$((CHECKS+1)) FAILED=$((FAILED+1)); printf 'FAIL %s\n' "$1"; }
 passed() { CHECKS=$((CHECKS+1)); printf 'ok   %s\n' "$1"; }
 same() { # WHAT WANTED FOUND
-  [ "$2" = "$3" ] && passed "$1: $3" || failed "$1: wanted $2, found $3"; }
+  [ "$2" = "$3" ] && passed "$1: $3" || failed "$1: expected $2, found $3"; }
 works() { # WHAT COMMAND..
   what=$1; shift; "$@" >said 2>&1 && passed "$what" || { failed "$what"; sed 's/^/     /' said | tail -n 5; }; }
 fails() { # WHAT COMMAND..
-  what=$1; shift; "$@" >said 2>&1 && failed "$what: it succeeds" || passed "$what: $(tail -n 1 said | cut -c1-80)"; }
+  what=$1; shift; "$@" >said 2>&1 && failed "$what: succeeds" || passed "$what: $(tail -n 1 said | cut -c1-80)"; }
 soon() { # SECONDS COMMAND..: until it succeeds
   tenths=$(($1*10)); shift
   while ! "$@" 2>/dev/null; do [ $tenths -gt 0 ] || return 1; tenths=$((tenths-1)); sleep 0.1; done; }
@@ -36,36 +36,36 @@ begin() { # [MIB [QUEUES]]: DISK and SERVER
 end() { # [SAID]
   kill -TERM $SERVER; soon 60 ended $SERVER || failed "the server ends"
   wait $SERVER 2>/dev/null
-  same "it says at its end" "${1:-ended}" "$(tail -n 1 out)"
-  [ "${1:-}" = "let go" ] || same "and warns of nothing" "" "$(cat err)"
-  soon 5 absent $DISK && absent $CHAR && passed "its nodes are gone" || failed "nodes stay: $(ls /dev/ublk*)"; }
+  same "the last line of the server" "${1:-ended}" "$(tail -n 1 out)"
+  [ "${1:-}" = "let go" ] || same "warnings of the server" "" "$(cat err)"
+  soon 5 absent $DISK && absent $CHAR && passed "its nodes are removed" || failed "nodes are left: $(ls /dev/ublk*)"; }
 
-# ---- what a disk does ----------------------------------------------------------------------------------------------------
+# ---- operations of a disk ------------------------------------------------------------------------------------------------
 
 whole() {
   begin || return
   same "size in sectors" $((MIB*2048)) $(blockdev --getsz $DISK)
-  same "sectors of" 512 $(blockdev --getss $DISK)
-  same "blocks of" 4096 $(blockdev --getpbsz $DISK)
-  same "it does not turn" 0 $(cat /sys/block/${DISK#/dev/}/queue/rotational)
-  same "it has no cache" "write through" "$(cat /sys/block/${DISK#/dev/}/queue/write_cache)"
-  same "discards in units of" 4096 $(cat /sys/block/${DISK#/dev/}/queue/discard_granularity)
+  same "logical block size" 512 $(blockdev --getss $DISK)
+  same "physical block size" 4096 $(blockdev --getpbsz $DISK)
+  same "rotational" 0 $(cat /sys/block/${DISK#/dev/}/queue/rotational)
+  same "write cache" "write through" "$(cat /sys/block/${DISK#/dev/}/queue/write_cache)"
+  same "discard granularity" 4096 $(cat /sys/block/${DISK#/dev/}/queue/discard_granularity)
   dd if=/dev/urandom of=noise bs=1M count=32 status=none
   works "write, direct, 1 MiB" dd if=noise of=$DISK bs=1M oflag=direct status=none
-  works "the same is read" cmp -n 33554432 noise $DISK
+  works "reads return the same" cmp -n 33554432 noise $DISK
   works "write, direct, odd pieces" dd if=noise of=$DISK bs=3584 seek=11 count=2000 oflag=direct status=none
   dd if=$DISK of=back bs=3584 skip=11 count=2000 iflag=direct status=none
-  works "the same is read again" cmp -n 7168000 noise back
+  works "reads of odd pieces return the same" cmp -n 7168000 noise back
   works "write, through the cache" dd if=noise of=$DISK bs=4k count=4096 conv=fsync status=none
   works "discard" blkdiscard -o 8388608 -l 8388608 $DISK
   dd if=$DISK of=back bs=1M skip=8 count=8 iflag=direct status=none
-  works "what was discarded is zeroes" cmp -n 8388608 back /dev/zero
+  works "discarded blocks read as zeroes" cmp -n 8388608 back /dev/zero
   works "zeroes" blkdiscard -z -o 1048576 -l 1048576 $DISK
   dd if=$DISK of=back bs=1M skip=1 count=1 iflag=direct status=none
-  works "they are" cmp -n 1048576 back /dev/zero
+  works "zeroed blocks read as zeroes" cmp -n 1048576 back /dev/zero
   dd if=$DISK of=back bs=1M count=1 iflag=direct status=none
-  works "what lies before them is not" cmp -n 1048576 noise back
-  fails "nothing beyond the end" dd if=noise of=$DISK bs=4k seek=$((MIB*256)) count=1 oflag=direct status=none
+  works "blocks before them are unchanged" cmp -n 1048576 noise back
+  fails "a write beyond the end" dd if=noise of=$DISK bs=4k seek=$((MIB*256)) count=1 oflag=direct status=none
   end; }
 
 files() {
@@ -74,9 +74,9 @@ files() {
   mkdir -p mnt; works "mount" mount -t ext4 -o discard $DISK mnt
   for n in 1 2 3 4; do dd if=/dev/urandom of=mnt/$n bs=1M count=16 status=none; done
   (cd mnt && md5sum 1 2 3 4) >sums; sync; echo 3 >/proc/sys/vm/drop_caches
-  (cd mnt && md5sum 1 2 3 4) >sums.back; [ -s sums ] || failed "no sums"; works "files come back" cmp sums sums.back
+  (cd mnt && md5sum 1 2 3 4) >sums.back; [ -s sums ] || failed "no sums"; works "files have the same content" cmp sums sums.back
   dd if=/dev/zero of=mnt/full bs=1M status=none 2>/dev/null; sync
-  (cd mnt && md5sum 1 2 3 4) >sums.back; works "also where it is full" cmp sums sums.back
+  (cd mnt && md5sum 1 2 3 4) >sums.back; works "files have the same content on a full disk" cmp sums sums.back
   rm mnt/full mnt/1; works "umount" umount mnt
   works "fsck" e2fsck -f -n $DISK
   works "mount again" mount -t ext4 $DISK mnt
@@ -106,11 +106,11 @@ calls() { # system calls of a queue, at depth 32
   [ -e $event/trigger ] || { echo "     this kernel cannot count system calls"; return; }
   begin $MIB 1 || return
   dd if=/dev/urandom of=$DISK bs=1M oflag=direct status=none 2>/dev/null
-  # One by one, the queue takes what is there when it looks; how much depends on who is faster.
+  # With single requests, a queue takes those that have arrived; their number depends on timing.
   counted
   [ $ENTERED -gt 0 ] && [ $ENTERED -lt $REQUESTS ] && passed "fewer calls than requests" || failed "a call for each request"
   counted --iodepth_batch_submit=8 --iodepth_batch_complete_min=1 --iodepth_batch_complete_max=16
-  # Eight come at once: with a call for each eight, and some on the way, a slow queue is as good as it can be.
+  # Eight requests arrive at a time: a call per eight requests plus a few is the best that a slow queue can reach.
   [ $ENTERED -gt 0 ] && [ $((ENTERED*7)) -le $REQUESTS ] && passed "at most one call for seven requests" \
     || failed "more than one call for seven requests"
   end; }
@@ -118,9 +118,9 @@ calls() { # system calls of a queue, at depth 32
 growth() {
   begin 64 || return
   kill -USR1 $SERVER; sleep 1
-  if grep -q grown out; then same "it has grown" $((128*2048)) $(blockdev --getsz $DISK)
-    works "behind the old end" dd if=/dev/urandom of=$DISK bs=1M seek=100 count=8 oflag=direct status=none
-  else same "it says why it has not" "the kernel's ublk driver cannot change a size: Linux 6.16 or later is needed" "$(tail -n 1 out)"; fi
+  if grep -q grown out; then same "size after growth" $((128*2048)) $(blockdev --getsz $DISK)
+    works "write beyond the old end" dd if=/dev/urandom of=$DISK bs=1M seek=100 count=8 oflag=direct status=none
+  else same "the reason why growth is not possible" "the kernel's ublk driver cannot change a size: Linux 6.16 or later is needed" "$(tail -n 1 out)"; fi
   end; }
 
 # ---- ends ----------------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ under_load() { # the server ends while clients are at work
   fio --name=l --filename=$DISK --rw=randrw --bs=4k --direct=1 --ioengine=io_uring --iodepth=32 --time_based --runtime=60 >said 2>&1 & CLIENT=$!
   sleep 3; end
   soon 20 ended $CLIENT && passed "the client ends" || failed "the client hangs"
-  works "nobody is stuck" soon 10 no_stuck; stuck; }
+  works "no task hangs" soon 10 no_stuck; stuck; }
 
 mounted() { # the same under a file system
   begin || return
@@ -139,7 +139,7 @@ mounted() { # the same under a file system
   sleep 2; end
   soon 20 ended $CLIENT && passed "the client ends" || failed "the client hangs"
   works "umount" umount mnt
-  works "nobody is stuck" soon 10 no_stuck; stuck; }
+  works "no task hangs" soon 10 no_stuck; stuck; }
 
 killed() { # kill -9 under a file system
   begin || return
@@ -147,16 +147,16 @@ killed() { # kill -9 under a file system
   (while dd if=/dev/zero of=mnt/load bs=64k count=256 conv=fsync status=none 2>/dev/null; do :; done) & CLIENT=$!
   sleep 2; kill -KILL $SERVER; wait $SERVER 2>/dev/null
   soon 30 ended $CLIENT && passed "the client ends" || failed "the client hangs"
-  soon 30 absent $DISK && passed "the block device is gone" || failed "the block device stays"
+  soon 30 absent $DISK && passed "the block device is removed" || failed "the block device is left"
   works "umount" umount mnt
   id=${DISK#/dev/ublkb}
-  soon 20 eval "serve clean >cleaned 2>&1; grep -qx $id cleaned" && passed "what was left is removed" || failed "$(cat cleaned)"
-  soon 5 absent $CHAR && passed "nothing of it stays" || failed "$CHAR stays"
-  same "and nothing is left to remove" "" "$(serve clean)"
-  works "nobody is stuck" soon 10 no_stuck; stuck
+  soon 20 eval "serve clean >cleaned 2>&1; grep -qx $id cleaned" && passed "serve clean removes the device" || failed "$(cat cleaned)"
+  soon 5 absent $CHAR && passed "the character device is removed" || failed "$CHAR is left"
+  same "devices left to remove" "" "$(serve clean)"
+  works "no task hangs" soon 10 no_stuck; stuck
   begin && end; }
 
-silent() { # a device that never answers again
+silent() { # a device that completes no more requests
   GRACE=1; export GRACE
   begin || return
   kill -USR2 $SERVER; sleep 0.5
@@ -164,21 +164,21 @@ silent() { # a device that never answers again
   dd if=/dev/zero of=$DISK bs=4k count=64 conv=fsync status=none 2>/dev/null & OTHER=$!
   sleep 1; end "let go"
   soon 20 ended $CLIENT && soon 20 ended $OTHER && passed "the clients end" || failed "the clients hang"
-  works "nobody is stuck" soon 10 no_stuck; stuck
+  works "no task hangs" soon 10 no_stuck; stuck
   unset GRACE; }
 
-memory() { # buffers of an idle queue have none
+memory() { # an idle queue frees the memory of its buffers
   begin $MIB 1 || return
   rss() { awk '/^RssAnon/ {print $2}' /proc/$SERVER/status; }
   has_little() { [ $(($(rss)-before)) -lt 512 ]; }
   before=$(rss)
   fio --name=m --filename=$DISK --rw=read --bs=512k --direct=1 --ioengine=io_uring --iodepth=64 --size=${MIB}m >said 2>&1
-  used=$(rss); works "an idle queue has no buffers" soon 20 has_little
+  used=$(rss); works "an idle queue frees its buffers" soon 20 has_little
   echo "     memory of the server: before $before KiB, after reads of 64 times 512 KiB $used KiB, then $(rss) KiB"
   end; }
 
 modprobe ublk_drv; modprobe crc32c_generic 2>/dev/null; modprobe ext4 2>/dev/null
-[ -e /dev/ublk-control ] || { failed "the driver is there"; exit 1; }
+[ -e /dev/ublk-control ] || { failed "the ublk driver is missing"; exit 1; }
 for part in ${*:-whole files random calls growth memory under_load mounted killed silent}; do echo "-- $part"; $part; done
 dmesg 2>/dev/null | grep -i 'hung task\|blocked for more\|BUG:\|WARNING:\|general protection' >bad && { failed "the kernel's log"; head -n 20 bad; }
 echo "$CHECKS checks, $FAILED failed"

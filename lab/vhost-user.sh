@@ -1,5 +1,5 @@
 #!/bin/sh
-# vhost-user.sh - runs in the kernel lab (see run-vhost-user.sh): what a guest does with its disks.
+# vhost-user.sh - runs in the kernel lab (see run-vhost-user.sh): the guest's part of each test.
 set -eu
 fill() { # directory files: each of its own content, with sums
   for n in $(seq "$2"); do
@@ -25,20 +25,20 @@ case $1 in
     resize2fs /dev/vda 2>/dev/null >/dev/null
     for d in vda vdb; do
       umount /tmp/$d; e2fsck -fn /dev/$d >/dev/null 2>&1 || { echo "use: e2fsck $d"; exit 1; }
-      mount -t ext4 /dev/$d /tmp/$d; (cd /tmp/$d && md5sum -c --status /tmp/sums-$d) || { echo "use: $d has other content"; exit 1; }
+      mount -t ext4 /dev/$d /tmp/$d; (cd /tmp/$d && md5sum -c --status /tmp/sums-$d) || { echo "use: $d has different content"; exit 1; }
       umount /tmp/$d; blkdiscard /dev/$d
       dd if=/dev/$d bs=1M count=64 status=none | cmp -s -n 67108864 - /dev/zero || { echo "use: $d is not empty after a discard"; exit 1; }
     done
     echo "use: ext4 on two disks of two queues, filled, grown, checked, discarded";;
   killed|cut)
-    # Each block says its round; what was written with direct I/O and answered is there.
+    # Each block contains the number of its round. Completed direct writes must be present.
     before=$(blockdev --getsz /dev/vda)
     mkdir -p /tmp/vda; mke2fs -q -t ext4 /dev/vda; mount -t ext4 /dev/vda /tmp/vda
     for round in 1 2 3 4 5 6; do
       yes "round $round" | head -c 8388608 >/tmp/wanted
       dd if=/tmp/wanted of=/tmp/vda/file bs=4k oflag=direct conv=notrunc status=none
       fill /tmp/vda 4
-      dd if=/tmp/vda/file bs=4k iflag=direct status=none | cmp -s - /tmp/wanted || { echo "$1: round $round has other content"; exit 1; }
+      dd if=/tmp/vda/file bs=4k iflag=direct status=none | cmp -s - /tmp/wanted || { echo "$1: round $round has different content"; exit 1; }
       (cd /tmp/vda && md5sum -c --status /tmp/sums-vda) || { echo "$1: round $round: sums"; exit 1; }
     done
     umount /tmp/vda; e2fsck -fn /dev/vda >/dev/null 2>&1 || { echo "$1: e2fsck"; exit 1; }

@@ -1,7 +1,7 @@
 #!/bin/sh
-# writeback.sh - runs in the kernel lab (see run-writeback.sh): does the same to the kernel's zram and to Freestone's, writes down
-# what each answers, and compares line by line. Both use the plain layout (compressed_writeback=0), lz4, and the same disks below.
-# What differs on purpose is not asked here: docs/zram.md has it.
+# writeback.sh - runs in the kernel lab (see run-writeback.sh): runs the same operations on the kernel's zram and on Freestone's, records the
+# results and compares line by line. Both use the plain layout (compressed_writeback=0), lz4, and equal backing devices. Intended
+# differences, which docs/zram.md lists, are not tested here.
 set -u
 BIG=/dev/vda SMALL=/dev/vdb     # 64 MiB, and 1 MiB: 256 blocks
 PAGE=4096
@@ -27,7 +27,7 @@ kernel_end() { kernel_set reset 1 >/dev/null; }
 freestone_prepare() {
   DEV=/dev/nbd0; modprobe nbd nbds_max=1
   freestone serve null=null,size=4K --nbd unix:$DIR/nbd --control $DIR/control >serve.log 2>&1 &
-  # The program says in words why something failed; its errno is seen on the way from the server.
+  # The program prints the reason of a failure as text; the errno is in the response of the server.
   : >traffic; socat -v UNIX-LISTEN:overheard,fork UNIX-CONNECT:control 2>>traffic &
   until [ -S control ] && [ -S nbd ] && [ -S overheard ]; do sleep 0.1; done; }
 ask() { verb=$1; shift; freestone $verb --control overheard "$@"; }
@@ -47,7 +47,7 @@ freestone_writeback() { say_ask writeback r -- "$1"; }
 freestone_reset() { say_ask reset r --force; }
 freestone_end() { detach; }
 
-# ---- steps: each prints what was asked and what came -----------------------------------------------------------------
+# ---- steps: each prints its operation and the result -----------------------------------------------------------------
 
 named() {
   case $1 in
@@ -78,7 +78,7 @@ check() { # FIRST COUNT: reads, and compares with what was written
   at=$(($1*PAGE)) length=$(($2*PAGE)); : >back
   move if=$DEV ,direct '' of=back $at 0 $length 2>err && r=same || r=$(named "$(sed 's/.*: //; q' err)")
   move if=shadow '' '' of=wanted $at 0 $length; truncate -s $length back wanted
-  cmp -s back wanted || r="$r but other content"; say "check $*" "$r"; }
+  cmp -s back wanted || r="$r but wrong content"; say "check $*" "$r"; }
 zeroed() { move if=/dev/zero '' '' of=shadow 0 $(($1*PAGE)) $(($2*PAGE)); }
 discard() { blkdiscard -f -o $(($1*PAGE)) -l $(($2*PAGE)) $DEV 2>/dev/null; zeroed $1 $2; say "discard $*" done; }
 zero() { blkdiscard -f -z -o $(($1*PAGE)) -l $(($2*PAGE)) $DEV 2>/dev/null; zeroed $1 $2; say "zero $*" done; }
@@ -166,7 +166,7 @@ sequences() {
   both end
 }
 
-# Page n of each of these is like no other.
+# Every page of these kinds is unique.
 dd if=/dev/urandom of=noise bs=1M count=16 status=none
 seq 1000000 1300000 >text
 yes 12 | tr -d '\n' | head -c 1048576 >pattern
@@ -178,6 +178,6 @@ if [ "$PART" = kernel ]; then WHO=kernel; sequences; exit; fi
 for WHO in kernel freestone; do sequences >$WHO.txt 2>&1; done
 echo "==== the kernel $(uname -r)"; cat kernel.txt; echo
 if diff -U 8 kernel.txt freestone.txt >difference; then
-  echo "==== Freestone answers the same: $(grep -vc '^$\|^#' kernel.txt) lines"; exit 0
+  echo "==== Freestone returns the same results: $(grep -vc '^$\|^#' kernel.txt) lines"; exit 0
 fi
-echo "==== Freestone answers otherwise (-kernel +Freestone)"; cat difference; echo "==== the server says"; tail -n 50 serve.log; exit 1
+echo "==== Freestone returns different results (-kernel +Freestone)"; cat difference; echo "==== log of the server"; tail -n 50 serve.log; exit 1

@@ -1,19 +1,19 @@
-/* zone_guest.c - runs in the kernel lab (see run-zones.sh): does on the kernel's null_blk what a script of crates/freestone/examples/
- * zone_lab.rs says, and writes what it answered, one line or more for each line of the script. Offsets and lengths are bytes.
+/* zone_guest.c - runs in the kernel lab (see run-zones.sh): runs a script of crates/freestone/examples/zone_lab.rs on the kernel's
+ * null_blk and prints the results, one or more lines for each line of the script. Offsets and lengths are in bytes.
  *
- *   device KEY=VALUE..        the last device goes, a new one is made with these attributes of configfs and switched on; then its limits
- *                             as sysfs shows them. `append=1` and `bad=1` are no attributes: the one puts an NVMe target
- *                             before the device, the other is for who writes scripts.
+ *   device KEY=VALUE..        removes the last device, makes a new one with these configfs attributes and powers it on; prints its limits
+ *                             from sysfs. `append=1` and `bad=1` are not attributes: `append` puts an NVMe target in front of the
+ *                             device, `bad` is only for the generator of scripts.
  *   write OFFSET LEN SEED [fua]    read OFFSET LEN    flush    discard OFFSET LEN    zeroes OFFSET LEN
- *   append OFFSET LEN SEED    to the zone that begins there; answers where the data went, from the zone's start on. No call of the
- *                             kernel appends to a block device, but an NVMe target does: nvmet over `loop`, on the same machine.
- *   open|close|finish|reset OFFSET LEN    the zones of that range
- *   report OFFSET COUNT       a line for each zone: start, length, write pointer, capacity, type, condition
+ *   append OFFSET LEN SEED    to the zone that begins there; prints the position of the data, relative to the start of the zone. Linux
+ *                             has no system call for appends, so they go through a local NVMe target (nvmet over `loop`).
+ *   open|close|finish|reset OFFSET LEN    the zones in that range
+ *   report OFFSET COUNT       prints a line for each zone: start, length, write pointer, capacity, type, condition
  *   zone_readonly OFFSET      zone_offline OFFSET     badblocks CHANGE
- *   ranges                    the bad blocks: a line for each run, first sector and number of sectors
- *   power                     off and on again
+ *   ranges                    prints the bad blocks: a line for each run, with its first sector and number of sectors
+ *   power                     turns the device off and on
  *
- * A device that has gone wrong ends the program with status 1: then the lab is broken, and nothing is compared.
+ * The program ends with status 1 if the device cannot be set up or controlled: results are then not compared.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -35,7 +35,7 @@
 #define SECTOR_BYTES 512
 #define MAX_REQUEST_BYTES (1 << 20)
 #define MAX_ROWS 256
-#define UNTOUCHED 0x5A /* in the buffer before a read: what a driver leaves as it is shows */
+#define UNTOUCHED 0x5A /* fills the buffer before a read, so that bytes that the driver does not write are detected */
 #define NULLB "/sys/kernel/config/nullb/lab"
 #define NVMET "/sys/kernel/config/nvmet"
 #define DISK "/dev/lab"
@@ -51,7 +51,7 @@ static _Noreturn void broken(const char *what) {
 	exit(1);
 }
 
-/* 0 or the errno. */
+/* Returns 0 or the errno. */
 static int put(const char *path, const char *text) {
 	int file = open(path, O_WRONLY), error = 0;
 	if (file < 0)
@@ -101,7 +101,7 @@ static uint64_t sum(uint64_t len) {
 	return sum;
 }
 
-/* ---- an NVMe target before the device ------------------------------------------------------------------------------------ */
+/* ---- an NVMe target in front of the device ------------------------------------------------------------------------------- */
 
 static void target_on(void) {
 	mkdir(NVMET "/subsystems/lab", 0755);
@@ -235,8 +235,8 @@ static int report(uint64_t offset, unsigned count, int show) {
 	return 0;
 }
 
-/* The block layer knows a zone's write pointer too. After a write that failed it does not trust its knowledge, and fails every
- * write to the zone, until it is told by a report. */
+/* The block layer caches the write pointers of zones. After a failed write it fails every write to the zone until a report updates
+ * the cached pointer. */
 static void recover(uint64_t offset) {
 	if (zoned)
 		report(offset, 1, 0);
@@ -275,7 +275,7 @@ static void append(uint64_t offset, uint64_t len, uint64_t seed) {
 	};
 	fill(len, seed);
 	int status = ioctl(controller, NVME_IOCTL_IO64_CMD, &command);
-	/* NVMe has a status for each error; which one nvmet chooses says nothing of null_blk. */
+	/* nvmet translates errors to NVMe status codes, which do not identify null_blk's error. */
 	if (status == 0)
 		printf("ok %" PRIu64 "\n", (uint64_t)command.result * block - offset);
 	else
@@ -366,7 +366,7 @@ int main(void) {
 		text[strcspn(text, "\n")] = 0;
 		printf("> %s\n", text);
 		if (*text && *text != '#' && !line(text)) {
-			fprintf(stderr, "zone_guest: line %u is not understood, or not now: %s\n", number, text);
+			fprintf(stderr, "zone_guest: line %u is invalid, or invalid in this state: %s\n", number, text);
 			return 1;
 		}
 	}

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-# zonefs_super.py FILE - writes a super block of zonefs, as it lies in the first zone: Debian 12 has no mkzonefs. Every zone is a file
-# that root may write.
+# zonefs_super.py FILE - writes the super block of zonefs, which is in the first zone, because Debian 12 has no mkzonefs. Every zone is a
+# file that root may write.
 import struct
 import sys
 import uuid

@@ -1,6 +1,6 @@
 #!/bin/sh
-# zones.sh - runs in the kernel lab (see run-zones.sh): what the kernel's null_blk answers to /script goes to the disk, with its length
-# first. The modules' messages go to the log.
+# zones.sh - runs in the kernel lab (see run-zones.sh): runs /script on the kernel's null_blk and writes the results to the disk, with their
+# length first. Messages of modules go to the log.
 set -eu
 for module in configfs null_blk nvmet nvme_loop; do
   case $module in null_blk) modprobe null_blk nr_devices=0;; *) modprobe $module;; esac; done

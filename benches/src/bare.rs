@@ -1,5 +1,5 @@
-//! The yardstick: the bare codec over a contiguous store of the same objects. No locks, no pool, no
-//! accounting.
+//! Reference for the codec benchmarks: the bare codec over a contiguous store of the same objects,
+//! without locks, pool or accounting.
 
 use anyhow::{Context, Result, ensure};
 use freestone::PAGE_BYTES;
@@ -7,14 +7,14 @@ use freestone::codec::{Algorithm, Page, Params, Scratch, Streams};
 
 use crate::data::whole_pages;
 
-/// Every page of a data set as the codec makes it, one behind the other.
+/// Compressed pages of a data set, stored one after the other.
 #[derive(Clone)]
 pub struct Store {
     entries: Vec<Entry>,
     objects: Vec<u8>,
 }
 
-/// What a page became.
+/// Location and kind of a page's object.
 #[derive(Clone, Copy)]
 struct Entry {
     at: u64,
@@ -23,13 +23,13 @@ struct Entry {
 
 #[derive(Clone, Copy)]
 enum Kind {
-    /// It repeats a pattern, which is `at`.
+    /// Same-filled page: `at` holds the pattern.
     Same,
     Huge,
     Compressed(u16),
 }
 
-/// How many pages became what.
+/// Number of pages by kind.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Census {
     pub same: u64,
@@ -39,12 +39,12 @@ pub struct Census {
     pub bytes: u64,
 }
 
-/// The bare codec. Which code compresses is fixed when it is built, so that no loop pays for the
-/// choice.
+/// The bare codec. A type parameter selects the code, so no loop pays for a dynamic choice.
 pub trait Codec {
-    /// Compresses into `scratch`: the object's size, `None` where the page is not worth it.
+    /// Compresses into `scratch` and returns the object's size, or None if the page is
+    /// incompressible.
     fn compress(&mut self, page: &Page, scratch: &mut Scratch) -> Option<usize>;
-    /// True where the object was a whole page.
+    /// Decompresses an object. Returns false unless it yields a whole page.
     fn decompress(&self, object: &[u8], page: &mut Page) -> bool;
 }
 
@@ -68,7 +68,7 @@ impl Codec for Ours {
     }
 }
 
-/// liblz4's plain functions, as a check that ours is no slow yardstick.
+/// liblz4's plain functions, to check that the library's codec is not a slow reference.
 pub struct Plain {
     out: Box<Page>,
 }
@@ -119,7 +119,7 @@ impl Store {
         Ok((store, census))
     }
 
-    /// Puts the content of a page into `into`.
+    /// Reads a page into `into`.
     #[inline]
     pub fn read(&self, codec: &impl Codec, page: u32, into: &mut Page) {
         let Entry { at, kind } = self.entries[page as usize];
@@ -133,8 +133,8 @@ impl Store {
         }
     }
 
-    /// Does what the codec does for a page that is written: find a pattern, or compress, or copy it
-    /// whole.
+    /// Does the codec's work for a page write: finds a pattern, compresses, or copies the whole
+    /// page.
     #[inline]
     pub fn write(
         &self,
@@ -153,8 +153,8 @@ impl Store {
         }
     }
 
-    /// As [`write`](Self::write), and puts the object in `slot`'s place, as much of it as fits:
-    /// what no store can do without.
+    /// Like [`write`](Self::write), and also copies the object over the old object of `slot`, cut
+    /// to its size. Every store has to do at least this.
     #[inline]
     pub fn write_to_place(&mut self, codec: &mut Ours, slot: u32, page: &Page) {
         let Entry { at, kind } = self.entries[slot as usize];
@@ -169,7 +169,7 @@ impl Store {
         self.objects[at as usize..][..len].copy_from_slice(&object[..len]);
     }
 
-    /// Fails where a page does not come back as it was.
+    /// Fails if a page does not read back unchanged.
     pub fn verify(&self, codec: &impl Codec, pages: &[u8]) -> Result<()> {
         let mut back = [0; PAGE_BYTES];
         for (number, page) in whole_pages(pages).enumerate() {
@@ -180,19 +180,19 @@ impl Store {
     }
 }
 
-/// The 64-bit pattern that a page repeats, if it does.
+/// Returns the 64-bit pattern that the page repeats, if any.
 pub fn same_filled(page: &Page) -> Option<u64> {
     let (first, _) = page.split_first_chunk::<8>()?;
     (page[..PAGE_BYTES - 8] == page[8..]).then_some(u64::from_ne_bytes(*first))
 }
 
-/// The version of liblz4 that is linked.
+/// Returns the version of the linked liblz4.
 pub fn lz4_version() -> String {
     let number = plain::version();
     format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
 }
 
-/// Fails where objects of one side cannot be read by the other.
+/// Fails if liblz4's plain functions cannot compress and decompress the first pages.
 pub fn check_plain(pages: &[u8]) -> Result<()> {
     let mut back = [0; PAGE_BYTES];
     let mut out = [0; PAGE_BYTES];

@@ -1,4 +1,5 @@
-//! A RAM disk against the bare codec: what slots, pool and accounting cost.
+//! `codec` benchmark: a RAM disk against the bare codec. Shows the cost of slots, pool and
+//! accounting.
 
 use std::hint::black_box;
 
@@ -16,23 +17,23 @@ use crate::measure::{Times, alternate};
 use crate::options::{Options, Set};
 use crate::setup::Setup;
 
-/// Data where `--size` does not say.
+/// Default data size, in bytes.
 const BYTES: u64 = 512 << 20;
 
-/// Runs it on every data set.
+/// Runs the benchmark on every data set.
 pub fn run(options: &Options) -> Result<Vec<Report>> {
     let cpus = machine::allowed_cpus()?;
     machine::pin_to(cpus[cpus.len() - 1])?;
     let reports = options
         .sets(&[Set::Fio, Set::Real])
         .into_iter()
-        .map(|set| one(&Setup::new(set, BYTES, options)?, options))
+        .map(|set| run_set(&Setup::new(set, BYTES, options)?, options))
         .collect();
     machine::pin_to_any(&cpus)?;
     reports
 }
 
-fn one(setup: &Setup, options: &Options) -> Result<Report> {
+fn run_set(setup: &Setup, options: &Options) -> Result<Report> {
     let Setup { ram, store, pages, .. } = setup;
     let (slots, contents) = setup.orders();
     let slices = options.slices();
@@ -77,13 +78,13 @@ fn one(setup: &Setup, options: &Options) -> Result<Report> {
     Ok(Report::new("codec", setup.data.description.clone(), setup.data.bytes(), "lz4")
         .note(setup.census_note())
         .note(
-            "Ratios are speeds: over 1 is faster than the bare codec. Bare: freestone::codec over a \
-             contiguous store of the same objects, in the same order; liblz4: its plain functions \
-             there.",
+            "Ratios are speeds: above 1 is faster than the bare codec. Bare: freestone::codec over a \
+             contiguous store of the same objects, in the same order. liblz4: its plain functions on the same \
+             store.",
         )
         .note(
-            "A rewrite puts the content of a random page into a random slot; no order repeats. One \
-             thread, pinned to one CPU. The CPU rows leave out what other programs took.",
+            "A rewrite writes the content of a random page to a random slot; no order repeats. One thread, \
+             pinned to one CPU. The CPU rows exclude the time of other programs.",
         )
         .rows(rows)
         .print())
@@ -113,7 +114,7 @@ fn compare(what: &str, times: &mut [Times], target: Target) -> Vec<Row> {
     rows.into_iter().chain(storing).collect()
 }
 
-/// The engine's side of a read.
+/// Reads pages through the RAM disk.
 pub fn engine_reads(ram: &Ram, slots: impl Iterator<Item = u32>) {
     let mut into: Page = [0; PAGE_BYTES];
     for slot in slots {
@@ -123,7 +124,7 @@ pub fn engine_reads(ram: &Ram, slots: impl Iterator<Item = u32>) {
     }
 }
 
-/// The engine's side of a rewrite.
+/// Rewrites pages through the RAM disk.
 pub fn engine_writes(ram: &Ram, pages: &[u8], slots_and_contents: impl Iterator<Item = (u32, u32)>) {
     for (slot, content) in slots_and_contents {
         let page = black_box(page_at(pages, content));
@@ -132,7 +133,7 @@ pub fn engine_writes(ram: &Ram, pages: &[u8], slots_and_contents: impl Iterator<
     }
 }
 
-/// The yardstick of a read.
+/// Reads pages with the bare codec.
 pub fn bare_reads(store: &Store, codec: &impl Codec, slots: impl Iterator<Item = u32>) {
     let mut into: Page = [0; PAGE_BYTES];
     for slot in slots {
@@ -141,7 +142,7 @@ pub fn bare_reads(store: &Store, codec: &impl Codec, slots: impl Iterator<Item =
     }
 }
 
-/// The yardstick of a rewrite.
+/// Compresses pages with the bare codec, as a rewrite does.
 pub fn bare_writes(store: &Store, codec: &mut impl Codec, pages: &[u8], contents: impl Iterator<Item = u32>) {
     let mut scratch = Scratch::new();
     let mut copy: Page = [0; PAGE_BYTES];

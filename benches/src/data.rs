@@ -1,4 +1,4 @@
-//! The data sets: where the pages come from.
+//! Data sets: the source of pages for all benchmarks.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -13,17 +13,18 @@ use freestone::device::IoBuf;
 
 use crate::options::{Options, Set};
 
-/// Seeds everything that is random here.
+/// Seed of all random numbers.
 const SEED: u64 = 0x5EED_0FF4_EE57;
 
-/// Directories of the `real` data set, and the parts of a hundred that each contributes: programs,
-/// headers, documents and data, libraries and sources. What one lacks the next ones make up.
+/// Directories of the `real` data set, and the percentage that each contributes: programs, headers,
+/// documents and data, libraries and sources. If a directory has too little data, the next ones
+/// contribute more.
 const REAL: [(&str, u64); 4] = [("/usr/bin", 12), ("/usr/include", 8), ("/usr/share", 25), ("/usr/lib", 55)];
 const COPY_BYTES: usize = 1 << 20;
 
-/// Pages by number.
+/// A data set: pages by number.
 pub struct Data {
-    /// For people: what it is and where it came from.
+    /// Description for people: content and origin.
     pub description: String,
     /// Number of pages.
     pub pages: u64,
@@ -36,7 +37,7 @@ enum Source {
 }
 
 impl Data {
-    /// At most `bytes` of the data set `set`.
+    /// Opens at most `bytes` bytes of the data set `set`.
     pub fn open(set: Set, bytes: u64, options: &Options) -> Result<Self> {
         match (set, &options.data) {
             (Set::Fio, _) => Ok(Self {
@@ -75,7 +76,7 @@ impl Data {
         Ok(())
     }
 
-    /// All pages in memory, touched.
+    /// Loads all pages into memory and touches them.
     pub fn load(&self) -> Result<IoBuf> {
         let mut all = IoBuf::zeroed(self.pages as usize * PAGE_BYTES)?;
         for (index, piece) in all.chunks_mut(COPY_BYTES).enumerate() {
@@ -84,7 +85,7 @@ impl Data {
         Ok(all)
     }
 
-    /// Writes all pages to a file, from its beginning on.
+    /// Writes all pages to an existing file, from its start.
     pub fn save(&self, path: &Path) -> Result<()> {
         let context = || format!("{}", path.display());
         let mut file = File::options().write(true).open(path).with_context(context)?;
@@ -104,8 +105,8 @@ impl Data {
     }
 }
 
-/// One page as fio 3.33 fills it with the options above: the first 40 % (1638 bytes) random words,
-/// the rest zeroes. fio's generator is another one, its random part is as incompressible.
+/// Fills a page as fio 3.33 does with the options above: the first 40 % (1638 bytes) are random
+/// words, the rest zeroes. The generator differs from fio's; its output is as incompressible.
 pub fn fio_page(number: u64, page: &mut [u8]) {
     let (noise, rest) = page.split_at_mut(PAGE_BYTES * 40 / 100);
     let mut random = Random::new(number);
@@ -115,18 +116,18 @@ pub fn fio_page(number: u64, page: &mut [u8]) {
     rest.fill(0);
 }
 
-/// The pages of a buffer.
+/// Returns the pages of a buffer.
 pub fn whole_pages(pages: &[u8]) -> impl ExactSizeIterator<Item = &Page> {
     pages.as_chunks().0.iter()
 }
 
-/// One page of a buffer.
+/// Returns a page of a buffer.
 #[inline]
 pub fn page_at(pages: &[u8], number: u32) -> &Page {
     &pages.as_chunks().0[number as usize]
 }
 
-/// The cached file of the `real` data set; made where it is absent.
+/// Returns the cached file of the `real` data set; creates it if it does not exist.
 fn real_file(dir: &Path, bytes: u64) -> Result<PathBuf> {
     let path = dir.join(format!("real-{}M.tar", bytes >> 20));
     if path.exists() {
@@ -139,7 +140,7 @@ fn real_file(dir: &Path, bytes: u64) -> Result<PathBuf> {
     let mut left = bytes;
     let mut shares = 100;
     for (from, share) in REAL {
-        // What is left, by the shares that are left.
+        // Divide the remaining bytes by the remaining shares.
         let want = left / shares * share;
         shares -= share;
         left -= copy_tar(from, if shares == 0 { left } else { want }, &mut file)?;
@@ -158,7 +159,7 @@ fn copy_tar(dir: &str, limit: u64, into: &mut File) -> Result<u64> {
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
-        .context("tar could not be started")?;
+        .context("cannot start tar")?;
     let Some(output) = tar.stdout.take() else { bail!("tar has no output") };
     let mut output = output.take(limit);
     let mut buffer = vec![0; COPY_BYTES];
@@ -171,22 +172,22 @@ fn copy_tar(dir: &str, limit: u64, into: &mut File) -> Result<u64> {
         into.write_all(&buffer[..n])?;
         copied += n as u64;
     }
-    // It may want to go on; its status says nothing then.
+    // tar may have more output; its exit status does not matter then.
     drop(output);
     tar.wait()?;
     Ok(copied)
 }
 
-/// A small generator (`SplitMix64`) with a stream for each number.
+/// Random number generator (`SplitMix64`) with a stream for each number.
 pub struct Random(u64);
 
 impl Random {
-    /// The stream `number`.
+    /// Creates the generator of stream `number`.
     pub fn new(number: u64) -> Self {
         Self(SEED ^ number.wrapping_mul(0xD134_2543_DE82_EF95))
     }
 
-    /// 64 random bits.
+    /// Returns 64 random bits.
     pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
@@ -195,7 +196,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// All numbers below `count`, shuffled.
+    /// Returns all numbers below `count`, shuffled.
     pub fn permutation(&mut self, count: u64) -> Vec<u32> {
         let mut all: Vec<u32> = (0..count as u32).collect();
         for end in (1..all.len()).rev() {
@@ -205,9 +206,8 @@ impl Random {
     }
 }
 
-/// An endless random choice of the numbers of a range, the same for everybody who asks. It never
-/// repeats an order: where places are freed in the order in which they were taken, a pool has it
-/// too easy.
+/// Endless random sequence of numbers from a range, reproducible from its seed. The sequence never
+/// repeats an order: a pool has it too easy if objects are freed in the order of allocation.
 #[derive(Clone, Copy)]
 pub struct Order {
     seed: u64,
@@ -216,12 +216,12 @@ pub struct Order {
 }
 
 impl Order {
-    /// Of the numbers `first..first + count`.
+    /// Creates a sequence of the numbers `first..first + count`.
     pub fn new(seed: u64, first: u32, count: u32) -> Self {
         Self { seed: Random::new(seed).next_u64(), first, count }
     }
 
-    /// The choices `from..from + count`.
+    /// Returns the elements `from..from + count` of the sequence.
     pub fn choices(self, from: u64, count: u64) -> impl Iterator<Item = u32> {
         (from..from + count).map(move |at| {
             let random =
@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fio_pages_are_two_fifths_noise() {
+    fn fio_page_is_two_fifths_noise() {
         let mut page = [1; PAGE_BYTES];
         fio_page(7, &mut page);
         let zeroes = page.iter().rev().take_while(|byte| **byte == 0).count();
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_stay_in_their_range_and_reach_all_of_it() {
+    fn order_is_reproducible_and_covers_its_range() {
         let order = Order::new(1, 100, 50);
         let mut all: Vec<u32> = order.choices(1000, 2000).collect();
         assert!(all.iter().copied().eq(order.choices(1000, 2000)));
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_permutation_has_every_number_once() {
+    fn permutation_has_every_number_once() {
         let mut all = Random::new(3).permutation(1000);
         assert!(all.windows(2).any(|pair| pair[0] > pair[1]));
         all.sort_unstable();

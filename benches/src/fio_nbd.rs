@@ -1,4 +1,4 @@
-//! fio as the client of an NBD server: the same one for every server that is measured.
+//! fio as an NBD client, with the same options for every measured server.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -11,50 +11,50 @@ use crate::tool;
 
 /// Requests in flight on each connection.
 pub const DEPTH: u32 = 32;
-/// Of what is written, so many parts of a hundred compress away.
+/// Compressible part of fio's write buffers, in percent.
 pub const COMPRESSIBLE_PERCENT: u32 = 60;
 
-/// What fio does.
+/// Request type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     Read,
     Write,
 }
 
-/// When it has done enough.
+/// Condition that ends a run.
 #[derive(Debug, Clone, Copy)]
 pub enum Amount {
-    /// So many requests, of all connections together.
+    /// Number of requests, of all connections together.
     Requests(u64),
-    /// So many requests, each to another place; for one connection.
+    /// Number of requests, each to a different block. Needs a single connection.
     Distinct(u64),
     Time(Duration),
 }
 
-/// One run: random requests.
+/// Options of one run of random requests.
 #[derive(Debug, Clone, Copy)]
 pub struct Load {
     pub direction: Direction,
     pub block_bytes: u32,
     pub connections: u32,
     pub amount: Amount,
-    /// Each run has others; each connection too.
+    /// Round number, part of the random seeds.
     pub round: u32,
 }
 
-/// What fio did.
+/// Result of one run.
 #[derive(Debug, PartialEq)]
-pub struct Done {
+pub struct RunResult {
     pub per_second: f64,
     pub requests: u64,
 }
 
-/// Runs it against the default export of the server at `socket`.
-pub fn run(socket: &Path, load: &Load) -> Result<Done> {
+/// Runs fio against the default export of the server at `socket`.
+pub fn run(socket: &Path, load: &Load) -> Result<RunResult> {
     parse(&tool::run(&mut command(socket, load), "fio")?, load.direction)
 }
 
-/// The command line; for one connection, it says all.
+/// Returns the command of a run.
 pub fn command(socket: &Path, load: &Load) -> Command {
     let mut command = Command::new("fio");
     let direction = match load.direction {
@@ -83,19 +83,19 @@ pub fn command(socket: &Path, load: &Load) -> Command {
         }
     };
     for connection in 0..load.connections {
-        // Each its own pages, the same for every server.
+        // Each connection accesses its own random pages, the same ones for every server.
         command.arg(format!("--name=connection{connection}"));
         command.arg(format!("--randseed={}", load.round * load.connections + connection + 1));
     }
     command
 }
 
-/// fio puts notes before its JSON.
-fn parse(output: &str, direction: Direction) -> Result<Done> {
+/// Parses fio's output: messages, then JSON.
+fn parse(output: &str, direction: Direction) -> Result<RunResult> {
     let json = output.find('{').map_or("", |at| &output[at..]);
     let value: Value = serde_json::from_str(json).context("fio's JSON")?;
     let job = &value["jobs"][0];
-    ensure!(job["error"].as_i64() == Some(0), "fio met an error: {}", job["error"]);
+    ensure!(job["error"].as_i64() == Some(0), "fio reported error {}", job["error"]);
     let side = match direction {
         Direction::Read => &job["read"],
         Direction::Write => &job["write"],
@@ -103,7 +103,7 @@ fn parse(output: &str, direction: Direction) -> Result<Done> {
     let per_second = side["iops"].as_f64().context("fio gave no iops")?;
     let requests = side["total_ios"].as_u64().context("fio gave no total_ios")?;
     ensure!(per_second > 0.0 && requests > 0, "fio did nothing");
-    Ok(Done { per_second, requests })
+    Ok(RunResult { per_second, requests })
 }
 
 #[cfg(test)]
@@ -111,14 +111,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fio_s_numbers_are_found_and_its_errors_too() {
+    fn output_is_parsed_and_errors_reported() {
         let text = |error, iops| {
             format!(
                 "fio: connected to NBD server\n{{\"jobs\": [{{\"error\": {error}, \"write\": {{\"iops\": {iops}, \"total_ios\": 9}}, \
                  \"read\": {{\"iops\": 0.5, \"total_ios\": 3}}}}]}}"
             )
         };
-        let done = |per_second, requests| Done { per_second, requests };
+        let done = |per_second, requests| RunResult { per_second, requests };
         assert_eq!(parse(&text(0, 2.5), Direction::Write).unwrap(), done(2.5, 9));
         assert_eq!(parse(&text(0, 2.5), Direction::Read).unwrap(), done(0.5, 3));
         assert!(parse(&text(5, 2.5), Direction::Write).is_err());
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_share_a_count_and_have_their_own_seeds() {
+    fn connections_share_count_and_have_own_seeds() {
         let load = Load {
             direction: Direction::Write,
             block_bytes: 4096,

@@ -1,5 +1,5 @@
-//! A loop of one kind of request, for callgrind to count. It uses no more of the library than its
-//! first version had, so that it can be built with any of them.
+//! Loop of one kind of request, whose instructions callgrind counts. The loop uses only the part of
+//! the library's API that the first version had, so that it can be built with any version.
 
 use std::hint::black_box;
 
@@ -16,38 +16,38 @@ const PAGES: u32 = 4096;
 /// Bytes of the disk.
 pub const DISK_BYTES: u64 = PAGES as u64 * PAGE_BYTES as u64;
 
-/// What is counted.
+/// Arguments of the loop.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Loop {
-    /// The request.
+    /// Request type
     #[arg(value_enum)]
-    pub request: What,
-    /// What pages hold.
+    pub request: RequestKind,
+    /// Content of the pages
     #[arg(value_enum)]
     pub content: Content,
-    /// How many requests.
+    /// Number of requests
     pub count: u64,
 }
 
-/// Requests of 4 KiB to random pages.
+/// Type of the 4 KiB requests to random pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum What {
+pub enum RequestKind {
     Read,
-    /// Every write replaces a page by another one of the same kind.
+    /// Write that replaces a page by another one of the same kind.
     Write,
 }
 
-/// What pages hold.
+/// Content of the pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Content {
-    /// fio's 60 % compressible pages, the cheapest for a codec.
+    /// fio's 60 % compressible pages, which cost a codec least.
     Compressible,
-    /// One 32-bit pattern, another one in every page.
+    /// A 32-bit pattern, a different one in every page.
     Same,
 }
 
-/// Fills a disk of [`DISK_BYTES`] and runs the loop. Two counts with one setup: the difference is
-/// the requests' own.
+/// Fills a disk of [`DISK_BYTES`] and runs the loop. The difference of two runs with different
+/// counts excludes the setup.
 pub fn run(ram: &Ram, Loop { request, content, count }: Loop) -> Result<()> {
     let mut pages = IoBuf::zeroed(DISK_BYTES as usize)?;
     for (number, page) in (0_u32..).zip(pages.chunks_exact_mut(PAGE_BYTES)) {
@@ -60,13 +60,13 @@ pub fn run(ram: &Ram, Loop { request, content, count }: Loop) -> Result<()> {
     let (slots, contents) = (Order::new(3, 0, PAGES), Order::new(4, 0, PAGES));
     let offset = |slot: u32| u64::from(slot) * PAGE_BYTES as u64;
     match request {
-        What::Read => {
+        RequestKind::Read => {
             let mut into = [0; PAGE_BYTES];
             for slot in slots.choices(0, count) {
                 ram.read_at(offset(slot), black_box(&mut into))?;
             }
         }
-        What::Write => {
+        RequestKind::Write => {
             for (slot, content) in slots.choices(0, count).zip(contents.choices(0, count)) {
                 let page = &pages[content as usize * PAGE_BYTES..][..PAGE_BYTES];
                 ram.write_at(offset(slot), black_box(page), Flags::empty())?;

@@ -1,11 +1,9 @@
-//! Freestone's own benchmarks. Each prints a table with the target beside what was measured, and
-//! writes JSON.
+//! Freestone's benchmarks. Each prints a table with targets and measured values, and writes JSON.
 //!
-//! Numbers are medians of ratios between slices of two loops that take turns in one run: what else
-//! happens on the machine meets both sides alike. Run with `cargo run --release -p
-//! freestone-benches -- all`.
+//! Numbers are medians of ratios between slices of two loops that take turns in one run, so other load on
+//! the machine affects both sides alike. Run with `cargo run --release -p freestone-benches -- all`.
 //!
-//! The modules that are public are what the sources' experiments, in `research/`, measure with.
+//! Public modules are used by the experiments in `research/`.
 
 mod bare;
 mod callgrind;
@@ -25,9 +23,9 @@ mod memory;
 mod nbd_client;
 pub mod options;
 mod ours;
-mod place;
 mod process;
 mod restarts;
+mod run_dir;
 mod served;
 pub mod setup;
 mod threads;
@@ -46,11 +44,11 @@ use freestone_report::{Document, Report};
 
 use crate::options::Options;
 
-/// Freestone's own benchmarks.
+/// Freestone's benchmarks.
 #[derive(Parser)]
 #[command(
     version,
-    after_help = "The sources' experiments are another program: cargo xtask bench reproduce --help"
+    after_help = "The experiments of the sources are a separate program: cargo xtask bench reproduce --help"
 )]
 struct Cli {
     #[command(subcommand)]
@@ -61,60 +59,59 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Bench {
-    /// Random 4 KiB reads and rewrites of a RAM disk against the bare codec on the same pages, one
+    /// Random 4 KiB reads and rewrites of a RAM disk against the bare codec on the same pages, with one
     /// thread.
     Codec,
-    /// The library against the kernel's zram, one synchronous loop each (needs root and an unused
+    /// The library against the kernel's zram, with one synchronous loop each (needs root and an unused
     /// zram device).
     Zram,
-    /// Threads on distinct slots against as many copies of the bare codec loop.
+    /// Threads on distinct slots against the same number of copies of the bare codec loop.
     Threads,
-    /// Memory: overhead after a fill, after rewrites, after compaction; what discarding returns;
+    /// Memory: overhead after a fill, after rewrites and after compaction; memory released by discards;
     /// PSS.
     Memory,
     /// Codec, threads, zram and memory in turn.
     All,
-    /// Spilling a whole disk, reads of spilled pages, what memory serves of a zipfian load,
-    /// recompression. Needs fio and a disk that takes direct I/O.
+    /// Writeback of a whole disk, reads of written-back pages, hit rate of a zipfian load, recompression.
+    /// Needs fio and a disk that supports direct I/O.
     Writeback(writeback::Args),
-    /// Snapshots and forks: against one lock, what a fork costs, over NBD beside qemu-nbd and
-    /// nbdkit, 64 busy forks and a quiet one, a thousand forks. Needs fio with its nbd engine,
-    /// qemu-utils and nbdkit.
+    /// Snapshots and forks: against one lock, cost of a fork, over NBD beside qemu-nbd and nbdkit, 64
+    /// busy forks and a quiet one, a thousand forks. Needs fio with its nbd engine, qemu-utils and
+    /// nbdkit.
     Forks(forks::Args),
-    /// The engine and the server against their peers: the kernel's zram, nbdkit, qemu-nbd. Needs
-    /// fio with its nbd engine and nbdcopy; Debian 13's peers are unpacked at the first use.
+    /// The engine and the server against their peers: the kernel's zram, nbdkit, qemu-nbd. Needs fio with
+    /// its nbd engine and nbdcopy; Debian 13's peers are unpacked at the first use.
     Compare(compare::Args),
-    /// Test drives: what the contract itself costs, memory backing beside memcpy, a lock a zone
-    /// beside one a device.
+    /// Test devices: cost of the device contract alone, memory backing beside memcpy, a lock per zone
+    /// beside one per device.
     Zones(zones::Args),
-    /// What lasts over restarts: the cost of a state, starts with many forks, how fast kept content
-    /// is there again, what increments and saves cost.
+    /// Persistence over restarts: cost of state updates, starts with many forks, time to restore kept
+    /// content, cost of increments and saves.
     Restarts(restarts::Args),
-    /// Clients of one server: what a connect costs it, what others notice of many connects and of clients
-    /// that do not read.
+    /// Clients of one server: cost of a connect, and the effect of many connects and of clients that do
+    /// not read on others.
     Clients(clients::Args),
-    /// What another process does while `clients` measures.
+    /// Background load while `clients` measures.
     #[command(hide = true)]
     ClientsLoop(clients::Loop),
-    /// Images in object storage: what their pages cost once they are cached, a boot and a fleet's start
-    /// from a store over a line, pushes.
+    /// Images in object storage: cost of cached pages, a boot and the start of a fleet from a store over
+    /// a network link, pushes.
     Images(images::Args),
-    /// Instructions of a read and of a write, and against another build of this program. Needs
-    /// valgrind.
+    /// Instructions of a read and of a write, also against another build of this program. Needs valgrind.
     Instructions(callgrind::Args),
     /// The loop that `instructions` counts.
     #[command(hide = true)]
     InstructionsLoop {
         #[command(flatten)]
         what: instructions::Loop,
-        /// The disk has a backing device, which nothing is written to.
+        /// Add a backing device, which is never written
         #[arg(long)]
         backed: bool,
-        /// The disk is a fork, which has every page itself.
+        /// Use a fork that holds every page itself
         #[arg(long, conflicts_with = "backed")]
         fork: bool,
     },
-    /// Instructions of the hot paths against the committed baseline; fails where one rose. Needs
+    /// Instructions of the hot paths against the committed baseline; fails if a count rose. Needs
     /// valgrind.
     Gate(gate::Args),
     /// The loop that `gate` counts.
@@ -129,7 +126,7 @@ enum Bench {
 }
 
 impl Bench {
-    /// What there is to report; nothing where another program looks on.
+    /// Runs the benchmark. Returns None for hidden commands, which another process measures.
     fn run(&self, options: &Options) -> Result<Option<Vec<Report>>> {
         let reports = match self {
             Self::Codec => codec::run(options)?,
@@ -182,7 +179,7 @@ impl Bench {
     }
 }
 
-/// A run that begins now, which is told.
+/// Starts a run, and prints machine and command.
 pub fn begin() -> Document {
     let document = Document::begin(env!("CARGO_PKG_VERSION"), bare::lz4_version());
     println!("{}", document.machine);
@@ -190,7 +187,7 @@ pub fn begin() -> Document {
     document
 }
 
-/// The program.
+/// Entry point of the program.
 pub fn main() -> Result<()> {
     let matches = Cli::command().get_matches();
     let cli = Cli::from_arg_matches(&matches)?;

@@ -1,20 +1,20 @@
-//! Where a thread runs, and what this process takes.
+//! CPU affinity of threads, and memory of this process.
 
 use anyhow::{Context, Result};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// CPUs that this process may use, as it was started.
+/// Returns the CPUs that the calling thread may use.
 pub fn allowed_cpus() -> Result<Vec<usize>> {
     let set = sched_getaffinity(None)?;
     Ok((0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect())
 }
 
-/// Keeps the calling thread on one CPU.
+/// Pins the calling thread to a CPU.
 pub fn pin_to(cpu: usize) -> Result<()> {
     pin_to_any(&[cpu])
 }
 
-/// Keeps the calling thread on some CPUs.
+/// Restricts the calling thread to some CPUs.
 pub fn pin_to_any(cpus: &[usize]) -> Result<()> {
     let mut set = CpuSet::new();
     for &cpu in cpus {
@@ -23,7 +23,7 @@ pub fn pin_to_any(cpus: &[usize]) -> Result<()> {
     sched_setaffinity(None, &set).with_context(|| format!("pinning to CPUs {cpus:?}"))
 }
 
-/// This process's proportional set size in bytes.
+/// Returns the proportional set size of this process in bytes.
 pub fn pss_bytes() -> Result<u64> {
     let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").context("/proc/self/smaps_rollup")?;
     let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).context("no Pss in smaps_rollup")?;

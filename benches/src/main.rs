@@ -1,4 +1,4 @@
-//! The program of the benchmarks; all of it is in the library.
+//! Entry point; the program is in the library.
 
 fn main() -> anyhow::Result<()> {
     freestone_benches::main()

@@ -1,33 +1,33 @@
-//! Loops that take turns, and what their times come to.
+//! Measurement of loops that take turns.
 
 use std::time::{Duration, Instant};
 
 use freestone_report::Summary;
 use rustix::time::{ClockId, clock_gettime};
 
-/// How often and how long.
+/// Number and length of slices.
 #[derive(Debug, Clone, Copy)]
 pub struct Slices {
     /// Slices of each side.
     pub pairs: u32,
-    /// About how long a slice lasts.
+    /// Approximate length of a slice.
     pub slice: Duration,
 }
 
-/// One side of a comparison: runs the operations `from..from + count` of a fixed sequence.
+/// A side of a comparison: runs the operations `from..from + count` of a fixed sequence.
 pub type Side<'a> = &'a mut dyn FnMut(u64, u64);
 
-/// Nanoseconds an operation, by slice.
+/// Nanoseconds per operation, by slice.
 #[derive(Debug, Clone, Default)]
 pub struct Times {
-    /// By the clock on the wall.
+    /// Wall-clock time.
     pub wall: Vec<f64>,
-    /// By the thread's own clock: leaves out what other programs took.
+    /// CPU time of the thread, which excludes other programs.
     pub cpu: Vec<f64>,
 }
 
 impl Times {
-    /// Median nanoseconds an operation on the wall clock.
+    /// Returns the median wall-clock nanoseconds per operation.
     pub fn median(&self) -> f64 {
         median(&self.wall)
     }
@@ -41,19 +41,19 @@ impl Times {
     }
 }
 
-/// CPU time of the calling thread.
+/// Returns the CPU time of the calling thread.
 pub fn thread_clock() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Of at least one number.
+/// Returns the median of at least one number.
 pub fn median(of: &[f64]) -> f64 {
     Summary::of(of.iter().copied()).median
 }
 
-/// Runs the sides in turn, in each round the same operations, every other round in the opposite
-/// order. The sides have been warmed up by the caller.
+/// Runs the sides in turn. All sides run the same operations in a round; every other round uses the
+/// opposite order. The caller has warmed up the sides.
 pub fn alternate(slices: Slices, sides: &mut [Side<'_>]) -> Vec<Times> {
     let ops = calibrate(slices.slice, sides);
     let mut times = vec![Times::default(); sides.len()];
@@ -70,7 +70,7 @@ pub fn alternate(slices: Slices, sides: &mut [Side<'_>]) -> Vec<Times> {
     times
 }
 
-/// How many operations of the slowest side fill a slice.
+/// Returns the number of operations with which the slowest side fills a slice.
 fn calibrate(slice: Duration, sides: &mut [Side<'_>]) -> u64 {
     let mut fewest = u64::MAX;
     for side in sides {
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_sides_run_the_same_operations() {
+    fn sides_run_the_same_operations() {
         let slices = Slices { pairs: 4, slice: Duration::from_micros(200) };
         let (mut a, mut b) = (Vec::new(), Vec::new());
         let work = |list: &mut Vec<(u64, u64)>, from, count| {

@@ -1,5 +1,5 @@
-//! What a filled disk takes beside its compressed bytes, what it gives back, and whether its own
-//! numbers are true.
+//! `memory` benchmark: overhead of a filled disk over its compressed bytes, memory released by
+//! discards, and accuracy of the disk's own statistics.
 
 use std::time::Instant;
 
@@ -16,20 +16,19 @@ use crate::options::{Options, Set};
 use crate::setup::new_ram;
 use crate::zram_device::ZramDevice;
 
-/// Data where `--size` does not say.
+/// Default data size, in bytes.
 const BYTES: u64 = 2560 << 20;
-/// How often every page is rewritten.
+/// Number of times that every page is rewritten.
 const ROUNDS: usize = 3;
-/// Below this much data, constant costs (streams, first arrays) decide, and targets say nothing.
+/// Minimum data size for targets. With less data, constant costs (streams, first arrays) dominate.
 const JUDGED_BYTES: u64 = 1 << 30;
 
-/// Runs it on every data set.
+/// Runs the benchmark on every data set.
 pub fn run(options: &Options) -> Result<Vec<Report>> {
-    options.sets(&[Set::Real]).into_iter().map(|set| one(set, options)).collect()
+    options.sets(&[Set::Real]).into_iter().map(|set| run_set(set, options)).collect()
 }
 
-/// The order of the rewrites. In each round every slot is written once, and every page's content is
-/// used once.
+/// Order of the rewrites. Each round writes every slot once and uses every page's content once.
 struct Orders {
     slots: [Vec<u32>; ROUNDS],
     contents: Vec<u32>,
@@ -41,16 +40,16 @@ impl Orders {
         Self { slots, contents: Random::new(2).permutation(pages) }
     }
 
-    /// Slot and content of each rewrite of a round.
+    /// Returns slot and content of each rewrite of a round.
     fn round(&self, round: usize) -> impl Iterator<Item = (u64, u64)> {
         let contents = self.contents.iter().cycle().skip(self.contents.len() * round / ROUNDS);
         self.slots[round].iter().zip(contents).map(|(&slot, &content)| (u64::from(slot), u64::from(content)))
     }
 }
 
-/// What the disk says of itself at one moment, and what the kernel says of the process.
+/// The disk's own statistics at one moment, and the memory of the process by the kernel.
 #[derive(Clone, Copy)]
-struct Moment {
+struct MemoryStat {
     compressed: u64,
     pool: u64,
     leaves: u64,
@@ -59,7 +58,7 @@ struct Moment {
     pss: u64,
 }
 
-impl Moment {
+impl MemoryStat {
     fn of(ram: &Ram, pss_before: u64) -> Result<Self> {
         let (stat, memory) = (ram.mm_stat(), ram.memory());
         Ok(Self {
@@ -72,44 +71,46 @@ impl Moment {
         })
     }
 
-    /// What the targets count.
-    fn counted(&self) -> u64 {
+    /// Returns the bytes to which the targets apply.
+    fn judged_bytes(&self) -> u64 {
         self.pool + self.leaves + self.backrefs
     }
 
     fn rows(&self, when: &str, target: f64, judged: bool) -> Vec<Row> {
         let judge = |row: Row, target| if judged { row.target(target) } else { row };
         let over = |part: u64| part as f64 / self.compressed as f64;
-        let overhead = Row::ratio(format!("overhead {when}"), Summary::one(over(self.counted())))
+        let overhead = Row::ratio(format!("overhead {when}"), Summary::one(over(self.judged_bytes())))
             .part("pool", over(self.pool))
             .part("leaves", over(self.leaves))
             .part("backrefs", over(self.backrefs))
             .part("(rest)", over(self.rest));
-        let agree = self.pss as f64 / (self.counted() + self.rest) as f64;
+        let agree = self.pss as f64 / (self.judged_bytes() + self.rest) as f64;
         let pss = Row::ratio(format!("PSS / own numbers {when}"), Summary::one(agree))
             .part("PSS MiB", mib(self.pss))
-            .part("own MiB", mib(self.counted() + self.rest));
+            .part("own MiB", mib(self.judged_bytes() + self.rest));
         vec![judge(overhead, Target::AtMost(target)), judge(pss, Target::Within(0.95, 1.05))]
     }
 }
 
-fn one(set: Set, options: &Options) -> Result<Report> {
+fn run_set(set: Set, options: &Options) -> Result<Report> {
     let data = Data::open(set, options.bytes(BYTES), options)?;
     let orders = Orders::new(data.pages);
     let judged = data.bytes() >= JUDGED_BYTES;
     let mut notes = vec![
-        "Overhead: (pool + leaves + back-references) over compressed bytes. PSS: of this process, less what it was before the \
-         disk was made; own numbers: pool, leaves, back-references, descriptors, streams. One thread."
+        "Overhead: (pool + leaves + back-references) over compressed bytes. PSS: of this process, minus its \
+         value before the disk was created. Own numbers: pool, leaves, back-references, descriptors, streams. \
+         One thread."
             .into(),
-        "Rewritten: every slot three times, each time in another random order and with another page's content.".into(),
+        "Rewritten: every slot three times, each time in a different random order and with another page's \
+         content.".into(),
     ];
     if !judged {
-        notes.push("Less than 1 GiB: constant costs weigh too much, targets are not judged.".into());
+        notes.push("Less than 1 GiB: constant costs dominate, so targets are not judged.".into());
     }
     let mut rows = ours(&data, &orders, judged)?;
     match kernel(&data, &orders, options) {
         Ok(more) => rows.extend(more),
-        Err(error) => notes.push(format!("The kernel's side is left out: {error:#}")),
+        Err(error) => notes.push(format!("The kernel's side is omitted: {error:#}")),
     }
     Ok(Report { notes, rows, ..Report::new("memory", data.description.clone(), data.bytes(), "lz4") }.print())
 }
@@ -128,7 +129,7 @@ fn ours(data: &Data, orders: &Orders, judged: bool) -> Result<Vec<Row>> {
         ram.write_at(number * PAGE_BYTES as u64, &page, Flags::empty())?;
     }
     rows.push(Row::new("time of the fill", Unit::Seconds, seconds(start)));
-    let filled = Moment::of(&ram, base)?;
+    let filled = MemoryStat::of(&ram, base)?;
     rows.push(
         Row::one("compressed bytes", Unit::Mib, mib(filled.compressed))
             .part("same pages", ram.mm_stat().same_pages as f64)
@@ -144,22 +145,22 @@ fn ours(data: &Data, orders: &Orders, judged: bool) -> Result<Vec<Row>> {
         }
     }
     rows.push(Row::new("time of three rewrites", Unit::Seconds, seconds(start)));
-    rows.extend(Moment::of(&ram, base)?.rows("rewritten", 1.06, judged));
+    rows.extend(MemoryStat::of(&ram, base)?.rows("rewritten", 1.06, judged));
     check(&ram, data, orders)?;
 
     let start = Instant::now();
     let pages = ram.compact();
     rows.push(Row::new("time of compact", Unit::Seconds, seconds(start)).part("pages", pages as f64));
-    let compacted = Moment::of(&ram, base)?;
+    let compacted = MemoryStat::of(&ram, base)?;
     rows.extend(compacted.rows("compacted", 1.02, judged));
     check(&ram, data, orders)?;
 
     let start = Instant::now();
     ram.discard(0, data.bytes())?;
     rows.push(Row::new("time of discarding all", Unit::Seconds, seconds(start)));
-    let empty = Moment::of(&ram, base)?;
+    let empty = MemoryStat::of(&ram, base)?;
     let returned = |before: u64, after: u64| Summary::one(1.0 - after as f64 / before as f64);
-    let share = returned(compacted.counted(), empty.counted());
+    let share = returned(compacted.judged_bytes(), empty.judged_bytes());
     let row = Row::ratio("returned by discarding all", share)
         .part("pool MiB left", mib(empty.pool))
         .part("leaves", mib(empty.leaves))
@@ -171,7 +172,7 @@ fn ours(data: &Data, orders: &Orders, judged: bool) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Every page holds what the last round put there.
+/// Fails unless every page holds what the last round wrote.
 fn check(ram: &Ram, data: &Data, orders: &Orders) -> Result<()> {
     let mut page = [0; PAGE_BYTES];
     let mut back = [0; PAGE_BYTES];
@@ -183,7 +184,7 @@ fn check(ram: &Ram, data: &Data, orders: &Orders) -> Result<()> {
     Ok(())
 }
 
-/// The same on the kernel's side.
+/// Runs the same steps on the kernel's zram.
 fn kernel(data: &Data, orders: &Orders, options: &Options) -> Result<Vec<Row>> {
     let device = ZramDevice::claim(&options.zram, "lz4", data.bytes())?;
     let mut page = IoBuf::zeroed(PAGE_BYTES)?;

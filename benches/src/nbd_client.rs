@@ -1,4 +1,4 @@
-//! A client that sends one request at a time and waits for its reply: fixed newstyle NBD with
+//! NBD client that sends requests one at a time and waits for each reply: fixed newstyle handshake,
 //! simple replies.
 
 use std::io::{Read, Write};
@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 
-/// A server that valgrind counts is some fifty times slower than else.
+/// Time limit for a reply. A server under valgrind is about fifty times slower.
 const REPLY_WAIT_MAX: Duration = Duration::from_secs(60);
-/// What the server says first.
+/// First bytes from the server.
 const GREETING: [u8; 16] = *b"NBDMAGICIHAVEOPT";
-/// Of the server, and of the client: fixed newstyle, no padding.
+/// Handshake flags of server and client: fixed newstyle, no padding.
 const HANDSHAKE_FLAGS: u16 = 3;
 const OPTION_EXPORT_NAME: u32 = 1;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
@@ -28,19 +28,19 @@ pub struct Client {
 }
 
 impl Client {
-    /// To the default export.
+    /// Connects to the default export.
     pub fn connect(socket: &Path) -> Result<Self> {
         Self::connect_to(socket, "")
     }
 
-    /// To the export of that name.
+    /// Connects to the export `name`.
     pub fn connect_to(socket: &Path, name: &str) -> Result<Self> {
         let mut stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(REPLY_WAIT_MAX))?;
         stream.set_write_timeout(Some(REPLY_WAIT_MAX))?;
         let mut hello = [0; 18];
         stream.read_exact(&mut hello)?;
-        ensure!(hello[..16] == GREETING, "no NBD server: {hello:?}");
+        ensure!(hello[..16] == GREETING, "not an NBD server: {hello:?}");
         let flags = u16::from_be_bytes([hello[16], hello[17]]);
         ensure!(flags & HANDSHAKE_FLAGS == HANDSHAKE_FLAGS, "handshake flags {flags:#x}");
         let mut option = u32::from(HANDSHAKE_FLAGS).to_be_bytes().to_vec();
@@ -49,7 +49,7 @@ impl Client {
         option.extend((name.len() as u32).to_be_bytes());
         option.extend(name.as_bytes());
         stream.write_all(&option)?;
-        // Size and flags of the export.
+        // Skip size and flags of the export.
         stream.read_exact(&mut [0; 10])?;
         Ok(Self { stream, cookie: 0 })
     }
@@ -60,13 +60,13 @@ impl Client {
         Ok(self.stream.read_exact(into)?)
     }
 
-    /// Asks for a read, and does not wait for it.
-    pub fn ask(&mut self, offset: u64, len: usize) -> Result<()> {
+    /// Sends a read without waiting for its reply.
+    pub fn send_read(&mut self, offset: u64, len: usize) -> Result<()> {
         self.send(CMD_READ, offset, len, &[])
     }
 
-    /// Takes so many bytes of what the server sends, and does not look at them.
-    pub fn take(&mut self, len: usize) -> Result<()> {
+    /// Receives `len` bytes and drops them.
+    pub fn receive_and_drop(&mut self, len: usize) -> Result<()> {
         Ok(self.stream.read_exact(&mut vec![0; len])?)
     }
 
@@ -75,14 +75,14 @@ impl Client {
         self.reply()
     }
 
-    /// Says goodbye, and waits until the server has heard it.
+    /// Disconnects, and waits until the server closes the connection.
     pub fn end(mut self) -> Result<()> {
         self.send(CMD_DISC, 0, 0, &[])?;
-        ensure!(self.stream.read(&mut [0; 1])? == 0, "the server went on after the end");
+        ensure!(self.stream.read(&mut [0; 1])? == 0, "the server sent data after the disconnect");
         Ok(())
     }
 
-    /// In one piece, so that the server always finds whole requests.
+    /// Sends a request with a single write, so that the server always finds whole requests.
     fn send(&mut self, command: u16, offset: u64, len: usize, data: &[u8]) -> Result<()> {
         self.cookie += 1;
         let mut bytes = Vec::with_capacity(28 + data.len());

@@ -1,4 +1,4 @@
-//! What a benchmark can be told.
+//! Options that all benchmarks share.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -10,23 +10,22 @@ use freestone::quantity::{self, Wrong};
 
 use crate::measure::Slices;
 
-/// Options of every benchmark.
+/// Options that all benchmarks share.
 #[derive(Args)]
 pub struct Options {
     /// Data sets, separated by commas [default: fio,real, memory: real]
     #[arg(long, global = true, value_enum, value_delimiter = ',')]
     pub set: Vec<Set>,
-    /// A file that stands for the `real` data set, instead of the one made from this machine's
-    /// files.
+    /// File used as the `real` data set, instead of the one made from this machine's files
     #[arg(long, global = true)]
     pub data: Option<PathBuf>,
-    /// Where the `real` data set is kept between runs.
+    /// Directory in which the `real` data set is kept between runs
     #[arg(long, global = true, default_value = "target/bench-data")]
     pub data_dir: PathBuf,
     /// Bytes of data, such as 512M [default: 512M, memory: 2560M; with --quick 32M]
     #[arg(long, global = true)]
     pub size: Option<Size>,
-    /// A smoke run of a few seconds: the numbers mean nothing.
+    /// Smoke run of a few seconds, whose numbers mean nothing
     #[arg(long, global = true)]
     pub quick: bool,
     /// Pairs of slices for each row [default: 31; with --quick 3]
@@ -35,13 +34,13 @@ pub struct Options {
     /// Length of a slice in milliseconds [default: 120; with --quick 10]
     #[arg(long, global = true)]
     pub slice_ms: Option<u32>,
-    /// Where the JSON goes [default: benches/out/NAME.json]
+    /// Output file for the JSON [default: benches/out/NAME.json]
     #[arg(long, global = true)]
     pub json: Option<PathBuf>,
-    /// Where there is no usable zram device, leave that side out instead of failing.
+    /// Omit the kernel's side if there is no usable zram device, instead of failing
     #[arg(long, global = true)]
     pub if_present: bool,
-    /// The kernel's device to compare with. It must be unused; it is reset afterwards.
+    /// zram device to compare with; must be unused, and is reset afterwards
     #[arg(long, global = true, default_value = "zram0")]
     pub zram: String,
 }
@@ -55,12 +54,12 @@ pub enum Set {
     Real,
 }
 
-/// Units of sizes. In T none is small enough.
+/// Units of sizes. T is omitted, as every size in T is above the limit.
 const UNITS: [(&str, u64); 3] = {
     let [_, g, m, k] = quantity::SIZES;
     [g, m, k]
 };
-/// Largest `--size`.
+/// Largest `--size`, in GiB.
 const SIZE_GIB_MAX: u64 = 1024;
 const PAIRS_MAX: u32 = 10_000;
 const SLICE_MS_MAX: u32 = 10_000;
@@ -76,13 +75,13 @@ impl FromStr for Size {
         match quantity::parse(text, &UNITS) {
             Ok(bytes) if (1 << 20..=SIZE_GIB_MAX << 30).contains(&bytes) => Ok(Self(bytes)),
             Ok(_) | Err(Wrong::Long | Wrong::Overflow) => bail!("a size is between 1M and {SIZE_GIB_MAX}G"),
-            Err(_) => bail!("a size is a whole number followed by K, M or G, such as 512M"),
+            Err(_) => bail!("a size must be a whole number followed by K, M or G, such as 512M"),
         }
     }
 }
 
 impl Options {
-    /// What clap does not check.
+    /// Checks what clap does not check.
     pub fn check(&self) -> Result<()> {
         ensure!(self.pairs.is_none_or(|n| (1..=PAIRS_MAX).contains(&n)), "--pairs takes 1 to {PAIRS_MAX}");
         ensure!(
@@ -94,17 +93,17 @@ impl Options {
         Ok(())
     }
 
-    /// The data sets to run on.
+    /// Returns the data sets to run on.
     pub fn sets(&self, usual: &[Set]) -> Vec<Set> {
         if self.set.is_empty() { usual.to_vec() } else { self.set.clone() }
     }
 
-    /// Bytes of data, whole pages.
+    /// Returns the bytes of data, rounded down to whole pages.
     pub fn bytes(&self, usual: u64) -> u64 {
         self.size.map_or(if self.quick { 32 << 20 } else { usual }, |size| size.0) & !0xFFF
     }
 
-    /// How long and how often to measure.
+    /// Returns number and length of slices.
     pub fn slices(&self) -> Slices {
         let (pairs, millis) = if self.quick { (3, 10) } else { (31, 120) };
         Slices {
@@ -113,12 +112,12 @@ impl Options {
         }
     }
 
-    /// How often to repeat what takes long.
+    /// Returns the number of repetitions of a long measurement.
     pub fn rounds(&self, usual: u32, quick: u32) -> u32 {
         self.pairs.unwrap_or(if self.quick { quick } else { usual })
     }
 
-    /// Where the JSON of the benchmark `name` goes.
+    /// Returns the output file for the JSON of benchmark `name`.
     pub fn json_file(&self, name: &str) -> PathBuf {
         self.json.clone().unwrap_or_else(|| PathBuf::from(format!("benches/out/{name}.json")))
     }

@@ -1,4 +1,4 @@
-//! What this process spends: CPU time, bytes written to disks, the busiest thread.
+//! Resource usage of this process: CPU time, bytes written to disks, the busiest thread.
 #![expect(unsafe_code)]
 // UNSAFETY: rustix has no getrusage, so the C function is called.
 
@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use rustix::param::clock_ticks_per_second;
 
-/// CPU time of all threads of this process, those that ended included. The kernel's threads that
-/// work for an `io_uring` of the process are among them.
+/// CPU time of all threads of this process, including ended ones and kernel threads that work for
+/// an `io_uring` of the process.
 #[derive(Debug, Clone, Copy)]
 pub struct Cpu {
     pub user: Duration,
@@ -19,12 +19,12 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// Until now.
+    /// Returns the CPU time of this process so far.
     pub fn now() -> Result<Self> {
         Self::of(libc::RUSAGE_SELF)
     }
 
-    /// Of the children that have ended until now.
+    /// Returns the CPU time of all children that have ended.
     pub fn of_ended_children() -> Result<Self> {
         Self::of(libc::RUSAGE_CHILDREN)
     }
@@ -55,42 +55,42 @@ impl Sub for Cpu {
     }
 }
 
-/// The state at one moment, to compare a later one with.
+/// Resource usage at one moment, to compare with a later one.
 pub struct Watch {
-    begun: Instant,
+    started: Instant,
     cpu: Cpu,
     threads: HashMap<u32, Thread>,
     disk_bytes: u64,
 }
 
-/// One thread by its statistics.
+/// Statistics of a thread.
 struct Thread {
     name: String,
     cpu: Duration,
 }
 
-/// What was spent between two moments.
+/// Resource usage between two moments.
 #[derive(Debug, Clone)]
 pub struct Spent {
     pub wall: Duration,
     pub cpu: Cpu,
-    /// CPU time of the thread that had most, as a part of `wall`. Its unit is one tick of the
-    /// kernel, mostly 10 ms.
+    /// CPU time of the busiest thread, relative to `wall`. The resolution is one tick of the
+    /// kernel, usually 10 ms.
     pub busiest: f64,
     pub busiest_name: String,
-    /// Bytes that the process had written to disks (`write_bytes` of /proc/self/io).
+    /// Bytes that the process wrote to disks (`write_bytes` of /proc/self/io).
     pub disk_bytes: u64,
 }
 
 impl Watch {
-    /// From now on.
+    /// Starts the measurement.
     pub fn start() -> Result<Self> {
-        Ok(Self { disk_bytes: disk_bytes()?, threads: threads()?, cpu: Cpu::now()?, begun: Instant::now() })
+        Ok(Self { disk_bytes: disk_bytes()?, threads: threads()?, cpu: Cpu::now()?, started: Instant::now() })
     }
 
-    /// Until now.
+    /// Ends the measurement and returns the usage since its start.
     pub fn stop(self) -> Result<Spent> {
-        let wall = self.begun.elapsed();
+        let wall = self.started.elapsed();
         let cpu = Cpu::now()? - self.cpu;
         let mut busiest = (Duration::ZERO, String::new());
         for (id, thread) in threads()? {
@@ -110,12 +110,12 @@ impl Watch {
     }
 }
 
-/// Every thread of this process by its id.
+/// Returns all threads of this process by thread id.
 fn threads() -> Result<HashMap<u32, Thread>> {
     let mut all = HashMap::new();
     for entry in std::fs::read_dir("/proc/self/task").context("/proc/self/task")? {
         let entry = entry?;
-        // One may end between the listing and the look at it.
+        // The thread may have ended since the listing.
         let Ok(stat) = std::fs::read_to_string(entry.path().join("stat")) else { continue };
         let id = entry.file_name().to_string_lossy().parse().context("/proc/self/task")?;
         all.insert(id, thread(&stat).context("/proc/self/task/*/stat")?);
@@ -123,8 +123,8 @@ fn threads() -> Result<HashMap<u32, Thread>> {
     Ok(all)
 }
 
-/// Reads `id (name) state ...`: the name may hold anything, user and system ticks are the 12th and
-/// 13th word behind it.
+/// Parses `id (name) state ...`. The name may contain any character; user and system ticks are the
+/// 12th and 13th word after it.
 fn thread(stat: &str) -> Option<Thread> {
     let (front, back) = stat.rsplit_once(')')?;
     let mut words = back.split_ascii_whitespace().skip(11);
@@ -133,7 +133,8 @@ fn thread(stat: &str) -> Option<Thread> {
     Some(Thread { name: front.split_once('(')?.1.to_owned(), cpu })
 }
 
-/// CPU time of all threads of another process until now, in ticks of the kernel, mostly 10 ms.
+/// Returns the CPU time of all threads of another process so far. The resolution is one tick of the
+/// kernel, usually 10 ms.
 pub fn cpu_of(pid: u32) -> Result<Duration> {
     let path = format!("/proc/{pid}/stat");
     let stat = std::fs::read_to_string(&path).with_context(|| path.clone())?;
@@ -152,7 +153,7 @@ mod tests {
     use crate::measure::thread_clock;
 
     #[test]
-    fn a_threads_line_is_read_behind_its_name() {
+    fn thread_stat_with_parenthesis_in_name_is_parsed() {
         let line =
             "77 (a b) c) S 1 77 77 0 -1 4194304 9 0 0 0 250 50 0 0 20 0 1 0 100 1 1 18446744073709551615";
         let thread = thread(line).unwrap();
@@ -162,11 +163,11 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_thread_is_seen() {
+    fn busy_thread_is_found() {
         let watch = Watch::start().unwrap();
-        // By the thread's own clock: the machine may be busy with other things.
-        let begun = thread_clock();
-        while thread_clock().saturating_sub(begun) < Duration::from_millis(100) {
+        // Use the thread's clock, because the machine may be busy.
+        let started = thread_clock();
+        while thread_clock().saturating_sub(started) < Duration::from_millis(100) {
             std::hint::black_box(0);
         }
         let spent = watch.stop().unwrap();

@@ -1,4 +1,5 @@
-//! A server that is measured: a process that ends with this one, its CPU time and its memory.
+//! Server process under measurement: it ends with this process, and its CPU time and memory can be
+//! read.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -14,114 +15,115 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::{process, tool};
 
-/// A server that does not listen by then never will.
+/// Time limit for a server to listen.
 const START_MAX: Duration = Duration::from_secs(20);
-/// Of what a server complained of, so much is told.
-const COMPLAINT_BYTES_MAX: usize = 400;
-/// What `statfs` calls a file system in memory; a memfd lies in one.
+/// Maximum bytes of a server's stderr in an error.
+const STDERR_BYTES_MAX: usize = 400;
+/// `f_type` of tmpfs, which memfds belong to.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
-/// `st_blocks` counts these.
+/// Unit of `st_blocks`, in bytes.
 const BLOCK_BYTES: u64 = 512;
 
-/// How long is waited, and how long between two looks.
+/// Time limit of a wait, and the interval of its checks.
 #[derive(Debug, Clone, Copy)]
-pub struct Patience {
-    pub most: Duration,
+pub struct WaitLimits {
+    pub timeout: Duration,
     pub pause: Duration,
 }
 
-const START: Patience = Patience { most: START_MAX, pause: Duration::from_millis(5) };
+const START: WaitLimits = WaitLimits { timeout: START_MAX, pause: Duration::from_millis(5) };
 
-/// A running server. Dropping it kills it; so does the end of this process, however it comes.
+/// A running server. The process is killed on drop, and by the kernel when this process ends in any
+/// way.
 pub struct Server {
     child: Child,
-    /// What it writes to stderr.
-    complaints: File,
+    /// File that receives the server's stderr.
+    stderr: File,
 }
 
-/// What a server occupies.
+/// Memory and disk space of a server.
 #[derive(Debug, Clone, Copy)]
 pub struct Memory {
-    /// Memory: the process's proportional set, and its files in memory where they hold more than it
-    /// maps of them.
+    /// Memory: the proportional set size of the process, and its files in tmpfs as far as they hold
+    /// more than the process maps of them.
     pub bytes: u64,
-    /// Blocks of other files that it has open for writing, removed ones too.
+    /// Blocks of other files that the process has open for writing, including deleted ones.
     pub disk_bytes: u64,
 }
 
 impl Server {
-    /// Starts a program and returns when it greets at `socket`. An error tells what the program
-    /// complained of.
+    /// Starts a program and waits until an NBD server greets at `socket`. The error contains the
+    /// program's stderr.
     pub fn start(command: &Command, socket: &Path) -> Result<Self> {
-        Self::start_until(command, &|| greet(socket).is_ok())
+        Self::start_until(command, &|| probe(socket).is_ok())
     }
 
-    /// The same, and returns when it is ready.
+    /// Starts a program and waits until `ready` returns true.
     pub fn start_until(command: &Command, ready: &dyn Fn() -> bool) -> Result<Self> {
         let mut server = Self::spawn(command)?;
         server.wait_for(START, &mut || ready().then_some(()))?;
         Ok(server)
     }
 
-    /// Starts a program, and does not wait for it.
+    /// Starts a program without waiting for it.
     pub fn spawn(command: &Command) -> Result<Self> {
-        let mut wrapped = tool::ends_with_us(command);
-        let complaints = tempfile::tempfile()?;
-        wrapped.stdin(Stdio::null()).stdout(Stdio::null()).stderr(complaints.try_clone()?);
-        Ok(Self { child: wrapped.spawn().context(tool::NO_SETPRIV)?, complaints })
+        let mut wrapped = tool::die_with_parent(command);
+        let stderr = tempfile::tempfile()?;
+        wrapped.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr.try_clone()?);
+        Ok(Self { child: wrapped.spawn().context(tool::NO_SETPRIV)?, stderr })
     }
 
-    /// Looks for something until it is found. An error tells what the program complained of.
-    pub fn wait_for<T>(&mut self, patience: Patience, look: &mut dyn FnMut() -> Option<T>) -> Result<T> {
-        let begun = Instant::now();
+    /// Calls `look` until it returns a value. The error contains the program's stderr.
+    pub fn wait_for<T>(&mut self, limits: WaitLimits, look: &mut dyn FnMut() -> Option<T>) -> Result<T> {
+        let started = Instant::now();
         loop {
             if let Some(found) = look() {
                 return Ok(found);
             }
             if let Some(status) = self.child.try_wait()? {
-                return Err(self.with_complaints(anyhow!("the server ended: {status}")));
+                return Err(self.with_stderr(anyhow!("the server ended: {status}")));
             }
-            if begun.elapsed() > patience.most {
-                return Err(self.with_complaints(anyhow!("the server does not listen, or is not done")));
+            if started.elapsed() > limits.timeout {
+                return Err(self.with_stderr(anyhow!("the server is not ready within the time limit")));
             }
-            std::thread::sleep(patience.pause);
+            std::thread::sleep(limits.pause);
         }
     }
 
-    fn with_complaints(&mut self, error: Error) -> Error {
-        match tail(&mut self.complaints) {
-            Some(told) => error.context(told),
+    fn with_stderr(&mut self, error: Error) -> Error {
+        match tail(&mut self.stderr) {
+            Some(error_text) => error.context(error_text),
             None => error,
         }
     }
 
-    /// Its process number.
+    /// Returns the process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Has it end in order, and waits for that.
-    pub fn end(mut self, most: Duration) -> Result<()> {
+    /// Sends SIGTERM and waits for the end of the process.
+    pub fn end(mut self, timeout: Duration) -> Result<()> {
         kill_process(Pid::from_child(&self.child), Signal::TERM)?;
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
             match self.child.try_wait()? {
                 Some(status) if status.success() => return Ok(()),
-                Some(status) => return Err(self.with_complaints(anyhow!("the server ended: {status}"))),
-                None if begun.elapsed() > most => {
-                    return Err(self.with_complaints(anyhow!("the server does not end")));
+                Some(status) => return Err(self.with_stderr(anyhow!("the server ended: {status}"))),
+                None if started.elapsed() > timeout => {
+                    return Err(self.with_stderr(anyhow!("the server does not end within the time limit")));
                 }
                 None => std::thread::sleep(Duration::from_millis(1)),
             }
         }
     }
 
-    /// CPU time until now, in ticks of the kernel, mostly 10 ms.
+    /// Returns the CPU time so far. The resolution is one tick of the kernel, usually 10 ms.
     pub fn cpu(&self) -> Result<Duration> {
         process::cpu_of(self.child.id())
     }
 
-    /// What it occupies now.
+    /// Returns the current memory and disk space.
     pub fn memory(&self) -> Result<Memory> {
         memory_of(self.child.id())
     }
@@ -129,25 +131,25 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // It may have ended; there is nobody to tell.
+        // The process may have ended already; drop cannot report errors.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// The end of what a server wrote to stderr.
-fn tail(complaints: &mut File) -> Option<String> {
-    let mut told = Vec::new();
-    complaints.rewind().ok()?;
-    complaints.read_to_end(&mut told).ok()?;
-    let told = String::from_utf8_lossy(&told[told.len().saturating_sub(COMPLAINT_BYTES_MAX)..]);
-    let line = told.split_whitespace().collect::<Vec<_>>().join(" ");
+/// Returns the end of the server's stderr as one line, or None if it is empty.
+fn tail(stderr: &mut File) -> Option<String> {
+    let mut bytes = Vec::new();
+    stderr.rewind().ok()?;
+    stderr.read_to_end(&mut bytes).ok()?;
+    let text = String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(STDERR_BYTES_MAX)..]);
+    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
     (!line.is_empty()).then_some(line)
 }
 
-/// Reads a server's greeting and takes leave with `NBD_OPT_ABORT`, so that it has nothing to
-/// complain of.
-fn greet(socket: &Path) -> std::io::Result<()> {
+/// Reads a server's greeting and ends the handshake with `NBD_OPT_ABORT`, so that the server logs
+/// no error.
+fn probe(socket: &Path) -> std::io::Result<()> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(START_MAX))?;
     // NBDMAGIC, IHAVEOPT, handshake flags.
@@ -158,7 +160,7 @@ fn greet(socket: &Path) -> std::io::Result<()> {
     leave.extend(b"IHAVEOPT");
     leave.extend([2_u32.to_be_bytes(), 0_u32.to_be_bytes()].concat());
     stream.write_all(&leave)?;
-    // An acknowledgement, or the end.
+    // The server acknowledges the option or closes the connection.
     stream.read_to_end(&mut Vec::new()).map(drop)
 }
 
@@ -167,11 +169,11 @@ fn memory_of(pid: u32) -> Result<Memory> {
     let rollup = std::fs::read_to_string(&path).with_context(|| path.clone())?;
     let (all, mapped) = proportional(&rollup).context(path)?;
     let (in_memory, disk_bytes) = files_of(pid)?;
-    // What is mapped of a file in memory is one and the same memory.
+    // Mapped pages of a file in tmpfs are the same memory as the file's blocks.
     Ok(Memory { bytes: all - mapped + mapped.max(in_memory), disk_bytes })
 }
 
-/// Bytes of the proportional set, and those of them that are shared memory or files in memory.
+/// Returns the bytes of the proportional set, and those of shared memory and tmpfs files in it.
 fn proportional(rollup: &str) -> Option<(u64, u64)> {
     let bytes = |key: &str| {
         let line = rollup.lines().find_map(|line| line.strip_prefix(key))?;
@@ -181,19 +183,19 @@ fn proportional(rollup: &str) -> Option<(u64, u64)> {
     (mapped <= all).then_some((all, mapped))
 }
 
-/// Bytes of the files that a process has open for writing: those in memory, and others.
+/// Returns the bytes of the files that a process has open for writing: in tmpfs, and elsewhere.
 fn files_of(pid: u32) -> Result<(u64, u64)> {
     let (mut in_memory, mut on_disk) = (0, 0);
-    let mut seen = HashSet::new();
+    let mut counted_files = HashSet::new();
     let dir = format!("/proc/{pid}/fd");
     for entry in std::fs::read_dir(&dir).with_context(|| dir.clone())? {
         let entry = entry?;
-        // One may be closed between the listing and the look at it.
+        // The file may have been closed since the listing.
         let Ok(file) = std::fs::metadata(entry.path()) else { continue };
         let name = entry.file_name();
         if !file.is_file()
             || !open_for_writing(pid, &name.to_string_lossy())
-            || !seen.insert((file.dev(), file.ino()))
+            || !counted_files.insert((file.dev(), file.ino()))
         {
             continue;
         }
@@ -218,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_set_and_its_shared_part_are_read() {
+    fn pss_and_shared_part_are_parsed() {
         let rollup =
             "1-2 ---p 0 00:00 0 [rollup]\nRss: 9 kB\nPss:     300 kB\nPss_Anon: 200 kB\nPss_Shmem:  100 kB\n";
         assert_eq!(proportional(rollup), Some((300 << 10, 100 << 10)));
@@ -227,24 +229,24 @@ mod tests {
     }
 
     #[test]
-    fn a_file_in_memory_is_memory_though_nothing_maps_it() {
+    fn unmapped_memfd_counts_as_memory() {
         let flags = rustix::fs::MemfdFlags::CLOEXEC;
         let file = File::from(rustix::fs::memfd_create("freestone-test", flags).unwrap());
         let before = memory_of(std::process::id()).unwrap();
         file.write_all_at(&vec![1; 64 << 20], 0).unwrap();
         let after = memory_of(std::process::id()).unwrap();
-        // Other tests of this process come and go beside.
+        // Other tests of this process allocate and free memory at the same time.
         assert!(after.bytes >= before.bytes + (32 << 20), "{before:?} {after:?}");
     }
 
     #[test]
-    fn a_program_that_ends_is_told_with_its_complaint() {
+    fn start_error_contains_stderr() {
         let dir = tempfile::tempdir().unwrap();
         let mut command = Command::new("sh");
         command.args(["-c", "echo this is why >&2; exit 7"]);
         let error = Server::start(&command, &dir.path().join("socket")).err().unwrap();
-        let told = format!("{error:#}");
-        assert!(told.contains("this is why") && told.contains('7'), "{told}");
+        let error_text = format!("{error:#}");
+        assert!(error_text.contains("this is why") && error_text.contains('7'), "{error_text}");
         let absent = Command::new("no-such-server-anywhere");
         let error = Server::start(&absent, &dir.path().join("socket")).err().unwrap();
         assert!(format!("{error:#}").contains("no-such-server-anywhere"), "{error:#}");

@@ -1,4 +1,4 @@
-//! A RAM disk that holds a data set, and the same pages for the yardsticks.
+//! A RAM disk that holds a data set, and the same pages for the bare codec.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,36 +13,37 @@ use crate::bare::{self, Census, Ours, Plain, Store};
 use crate::data::{Data, Order, Random, page_at, whole_pages};
 use crate::options::{Options, Set};
 
-/// Everything a comparison needs, warm and checked.
+/// Data, disk and reference of a comparison, warmed up and verified.
 pub(crate) struct Setup {
     pub data: Data,
     pub pages: IoBuf,
     pub ram: Ram,
     pub store: Store,
     pub census: Census,
-    /// Nanoseconds a page of the first fill, in order, into memory that the pool has yet to get.
+    /// Nanoseconds per page of the first, sequential fill, into memory that the pool has to
+    /// allocate.
     pub first_fill_ns: f64,
-    /// The same pages through the bare codec, right before.
+    /// Nanoseconds per page of the same fill with the bare codec, just before.
     pub first_fill_bare_ns: f64,
 }
 
-/// An empty disk.
+/// Creates an empty disk.
 pub fn new_ram(bytes: u64) -> Result<Ram> {
     Ok(Ram::new(config(bytes))?)
 }
 
-/// An empty disk that compresses with `comp_algorithm`.
+/// Creates an empty disk that compresses with `comp_algorithm`.
 pub fn new_ram_with(bytes: u64, comp_algorithm: Algorithm) -> Result<Ram> {
     Ok(Ram::new(Config { comp_algorithm, ..config(bytes) })?)
 }
 
-/// An empty disk with a backing device that has room for all of it.
+/// Creates an empty disk with a backing device large enough for all its pages.
 pub fn backed_ram(bytes: u64) -> Result<Ram> {
     let backing = new_ram(2 * bytes)?;
     Ok(Ram::new(config(bytes).backed_by(Arc::new(backing), true))?)
 }
 
-/// A fork of a snapshot of an empty disk.
+/// Creates a fork of a snapshot of an empty disk.
 pub fn forked_ram(bytes: u64) -> Result<Ram> {
     Ok(new_ram(bytes)?.snapshot()?.fork(&ForkConfig::default())?)
 }
@@ -52,9 +53,9 @@ fn config(bytes: u64) -> Config {
 }
 
 impl Setup {
-    /// Loads the data, fills the disk, rewrites every page once in random order with other content
-    /// so that the pool is warm and mixed, puts every page back and checks that all sides give back
-    /// what was put in.
+    /// Loads the data and fills the disk. Then rewrites every page with other content in random
+    /// order, to warm up and mix the pool, and writes all pages back. Verifies that all sides
+    /// return the data.
     pub fn new(set: Set, usual_bytes: u64, options: &Options) -> Result<Self> {
         let data = Data::open(set, options.bytes(usual_bytes), options)?;
         let pages = data.load()?;
@@ -81,13 +82,13 @@ impl Setup {
         Ok(Self { data, pages, ram, store, census, first_fill_ns, first_fill_bare_ns })
     }
 
-    /// Random slots, and random contents for them.
+    /// Returns a random sequence of slots, and one of contents for them.
     pub fn orders(&self) -> (Order, Order) {
         let pages = self.data.pages as u32;
         (Order::new(3, 0, pages), Order::new(4, 0, pages))
     }
 
-    /// For the notes of a report.
+    /// Returns the note of a report about the pages of the data set.
     pub fn census_note(&self) -> String {
         let Census { same, huge, compressed, bytes } = self.census;
         let part = |n: u64| 100.0 * n as f64 / self.data.pages as f64;
@@ -102,8 +103,8 @@ impl Setup {
     }
 }
 
-/// Slots and contents of the writes that warm a pool up: all in random order with other content,
-/// then all back.
+/// Returns slots and contents of the warm-up writes: all slots in random order with other content,
+/// then all with their own.
 pub fn mixing(pages: u64) -> impl Iterator<Item = (u32, u32)> {
     let slots = Random::new(1).permutation(pages);
     let contents = Random::new(2).permutation(pages);

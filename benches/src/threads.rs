@@ -1,5 +1,5 @@
-//! Threads on distinct slots against as many copies of the bare codec loop: does anything but the
-//! machine hold them up?
+//! `threads` benchmark: threads on distinct slots against the same number of copies of the bare
+//! codec loop. Shows whether threads slow each other down more than the machine makes them.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,36 +16,36 @@ use crate::measure::{median, thread_clock};
 use crate::options::{Options, Set};
 use crate::setup::Setup;
 
-/// Data where `--size` does not say.
+/// Default data size, in bytes.
 const BYTES: u64 = 512 << 20;
-/// Numbers of threads; the first is what the others are compared with.
+/// Numbers of threads. The first is the reference for scaling.
 const THREADS: [usize; 4] = [1, 2, 4, 8];
-/// Operations between two looks at the clock's flag.
+/// Operations between two checks of the stop flag.
 const BATCH: u64 = 32;
 
 #[derive(Clone, Copy)]
 enum Load {
     Reads,
     Rewrites,
-    /// Reads and rewrites in turn.
+    /// Reads and rewrites alternately.
     Mix,
 }
 
 #[derive(Clone, Copy)]
-enum Which {
+enum Side {
     Engine,
     Bare,
 }
 
-/// Operations a second of all threads of a slice.
+/// Operations per second of all threads in a slice.
 #[derive(Clone, Copy)]
 struct Speed {
     wall: f64,
-    /// A second of CPU time, which leaves out what other programs took, and also every wait.
+    /// Operations per second of CPU time, which excludes other programs and also every wait.
     cpu: f64,
 }
 
-/// Runs it on every data set.
+/// Runs the benchmark on every data set.
 pub fn run(options: &Options) -> Result<Vec<Report>> {
     options
         .sets(&[Set::Fio, Set::Real])
@@ -58,36 +58,35 @@ fn one(setup: &Setup, options: &Options) -> Result<Report> {
     let cpus = machine::allowed_cpus()?;
     let mut rows = Vec::new();
     for (name, load) in [("reads", Load::Reads), ("rewrites", Load::Rewrites), ("mix", Load::Mix)] {
-        rows.extend(one_load(name, load, setup, &cpus, options)?);
+        rows.extend(run_load(name, load, setup, &cpus, options)?);
     }
     Ok(Report::new("threads", setup.data.description.clone(), setup.data.bytes(), "lz4")
         .note(setup.census_note())
         .note(format!(
-            "Random 4 KiB operations a second of all threads, on the wall clock; thread n is pinned \
-             to CPU n modulo {}. Every thread has slots, and every copy of the bare loop streams, of \
-             its own.",
+            "Random 4 KiB operations per second of all threads, in wall-clock time; thread n is pinned to CPU \
+             n modulo {}. Every thread has its own slots, and every copy of the bare loop its own streams.",
             cpus.len()
         ))
         .note(
-            "\"n threads / n bare loops\" is the engine's speed over the bare codec's; \"scaling\" is \
-             how often more n threads do than one, the engine's over the bare loop's.",
+            "\"n threads / n bare loops\" is the engine's speed over the bare codec's. \"Scaling\" is the \
+             speed of n threads over that of one, the engine's over the bare loop's.",
         )
         .rows(rows)
         .print())
 }
 
-fn one_load(name: &str, load: Load, setup: &Setup, cpus: &[usize], options: &Options) -> Result<Vec<Row>> {
+fn run_load(name: &str, load: Load, setup: &Setup, cpus: &[usize], options: &Options) -> Result<Vec<Row>> {
     let slices = options.slices();
     let mut speeds = [const { [const { Vec::new() }; 2] }; THREADS.len()];
     for round in 0..slices.pairs {
         for (threads, speeds) in THREADS.into_iter().zip(&mut speeds) {
-            let mut sides = [Which::Engine, Which::Bare];
+            let mut sides = [Side::Engine, Side::Bare];
             if round % 2 == 1 {
                 sides.reverse();
             }
-            for which in sides {
-                let speed = slice(load, which, threads, setup, cpus, u64::from(round), slices.slice)?;
-                speeds[which as usize].push(speed);
+            for side in sides {
+                let speed = slice(load, side, threads, setup, cpus, u64::from(round), slices.slice)?;
+                speeds[side as usize].push(speed);
             }
         }
     }
@@ -129,7 +128,7 @@ fn walls(speeds: &[Speed]) -> Vec<f64> {
 /// Runs `threads` threads for `length`.
 fn slice(
     load: Load,
-    which: Which,
+    side: Side,
     threads: usize,
     setup: &Setup,
     cpus: &[usize],
@@ -142,16 +141,17 @@ fn slice(
             .map(|thread| {
                 let (start, stop) = (&start, &stop);
                 scope.spawn(move || -> Result<Speed> {
-                    // Whatever fails, the barrier is reached.
+                    // Reach the barrier even after a failure, so that the other threads do not
+                    // hang.
                     let ready = machine::pin_to(cpus[thread % cpus.len()]).and_then(|()| Ours::new());
                     start.wait();
-                    Ok(work(load, which, share(setup, thread, threads), setup, &mut ready?, round, stop))
+                    Ok(run_worker(load, side, share(setup, thread, threads), setup, &mut ready?, round, stop))
                 })
             })
             .collect();
         start.wait();
         std::thread::sleep(length);
-        // Relaxed: the flag carries no data; joining the threads orders what they did.
+        // Relaxed: the flag carries no data; joining the threads orders their work.
         stop.store(true, Ordering::Relaxed);
         let mut all = Speed { wall: 0.0, cpu: 0.0 };
         for worker in workers {
@@ -163,17 +163,17 @@ fn slice(
     })
 }
 
-/// A thread's own part of the slots, and what it writes there.
+/// Returns the thread's share of the slots, and the contents that it writes.
 fn share(setup: &Setup, thread: usize, threads: usize) -> [Order; 2] {
     let pages = setup.data.pages as u32;
     let len = pages / threads as u32;
     [Order::new(thread as u64, len * thread as u32, len), Order::new(100 + thread as u64, 0, pages)]
 }
 
-/// One thread's loop.
-fn work(
+/// Runs the loop of one thread.
+fn run_worker(
     load: Load,
-    which: Which,
+    side: Side,
     [slots, contents]: [Order; 2],
     setup: &Setup,
     codec: &mut Ours,
@@ -181,10 +181,10 @@ fn work(
     stop: &AtomicBool,
 ) -> Speed {
     let Setup { ram, store, pages, .. } = setup;
-    // Every round begins elsewhere, both sides at the same place.
+    // Each round starts at a different point of the sequence, which is the same for both sides.
     let mut at = round << 32;
     let first = at;
-    let (begin, cpu) = (Instant::now(), thread_clock());
+    let (start, cpu) = (Instant::now(), thread_clock());
     // Relaxed: see `slice`.
     while !stop.load(Ordering::Relaxed) {
         let (reads, writes) = match load {
@@ -192,12 +192,12 @@ fn work(
             Load::Rewrites => (0, BATCH),
             Load::Mix => (BATCH / 2, BATCH / 2),
         };
-        match which {
-            Which::Engine => {
+        match side {
+            Side::Engine => {
                 engine_reads(ram, slots.choices(at, reads));
                 engine_writes(ram, pages, slots.choices(at, writes).zip(contents.choices(at, writes)));
             }
-            Which::Bare => {
+            Side::Bare => {
                 bare_reads(store, codec, slots.choices(at, reads));
                 bare_writes(store, codec, pages, contents.choices(at, writes));
             }
@@ -206,7 +206,7 @@ fn work(
     }
     let ops = (at - first) as f64;
     Speed {
-        wall: ops / begin.elapsed().as_secs_f64(),
+        wall: ops / start.elapsed().as_secs_f64(),
         cpu: ops / thread_clock().saturating_sub(cpu).as_secs_f64(),
     }
 }

@@ -1,5 +1,5 @@
-//! A client that comes by TLS and keeps requests in flight: fixed newstyle NBD with simple replies,
-//! the default export, rustls. The same one for every server that is measured.
+//! NBD client with TLS (rustls) that keeps requests in flight: fixed newstyle handshake, simple
+//! replies, the default export. All measured servers have this client.
 
 use std::io::{BufRead as _, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -17,24 +17,24 @@ use crate::fio_nbd::Direction;
 
 const REPLY_WAIT_MAX: Duration = Duration::from_secs(30);
 const GREETING: [u8; 16] = *b"NBDMAGICIHAVEOPT";
-/// Of the client: fixed newstyle, no padding.
+/// Client flags: fixed newstyle, no padding.
 const FLAGS: u32 = 3;
 const OPTION_EXPORT_NAME: u32 = 1;
 const OPTION_STARTTLS: u32 = 5;
-/// The reply to the latter: the magic number, the option, that it is so, and no data.
-const STARTED: [u8; 20] = [0, 3, 0xe8, 0x89, 4, 0x55, 0x65, 0xa9, 0, 0, 0, 5, 0, 0, 0, 1, 0, 0, 0, 0];
+/// Acknowledgement of STARTTLS: magic number, option, reply type, no data.
+const STARTTLS_ACK: [u8; 20] = [0, 3, 0xe8, 0x89, 4, 0x55, 0x65, 0xa9, 0, 0, 0, 5, 0, 0, 0, 1, 0, 0, 0, 0];
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const REPLY_MAGIC: u32 = 0x6744_6698;
 const REPLY_BYTES: usize = 16;
-/// What is received at once, sealed and opened.
+/// Size of the receive buffers, for TLS records and for decrypted data.
 const RECEIVE_BYTES: usize = 256 << 10;
 
-/// What a connection does.
+/// Load of a connection.
 #[derive(Debug, Clone, Copy)]
 pub struct Load {
     pub direction: Direction,
     pub block_bytes: usize,
-    /// Requests in flight.
+    /// Number of requests in flight.
     pub depth: usize,
     pub time: Duration,
     pub seed: u64,
@@ -44,25 +44,25 @@ pub struct Load {
 pub struct Client {
     tls: ClientConnection,
     socket: UnixStream,
-    /// What was received and is sealed.
+    /// Received TLS records.
     sealed: BufReader<UnixStream>,
     size: u64,
 }
 
 impl Client {
-    /// Trusts the authority of that directory.
+    /// Connects, and verifies the server with the CA certificate in the directory `tls`.
     pub fn connect(socket: &Path, tls: &Path) -> Result<Self> {
         let mut socket = UnixStream::connect(socket)?;
         socket.set_read_timeout(Some(REPLY_WAIT_MAX))?;
         socket.set_write_timeout(Some(REPLY_WAIT_MAX))?;
         let mut hello = [0; 18];
         socket.read_exact(&mut hello)?;
-        ensure!(hello[..16] == GREETING, "no NBD server: {hello:?}");
+        ensure!(hello[..16] == GREETING, "not an NBD server: {hello:?}");
         socket.write_all(&FLAGS.to_be_bytes())?;
         socket.write_all(&option(OPTION_STARTTLS))?;
-        let mut reply = [0; STARTED.len()];
+        let mut reply = [0; STARTTLS_ACK.len()];
         socket.read_exact(&mut reply)?;
-        ensure!(reply == STARTED, "the server has no TLS: {reply:?}");
+        ensure!(reply == STARTTLS_ACK, "the server does not accept TLS: {reply:?}");
         let mut roots = RootCertStore::empty();
         roots.add(CertificateDer::from_pem_file(tls.join("ca-cert.pem"))?)?;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -83,7 +83,7 @@ impl Client {
         Ok(client)
     }
 
-    /// What was agreed on, for people.
+    /// Returns the negotiated cipher suite, for people.
     pub fn cipher(&self) -> String {
         let suite = self.tls.negotiated_cipher_suite();
         suite.map_or_else(String::new, |suite| format!("{:?}", suite.suite()))
@@ -101,22 +101,22 @@ impl Client {
         Ok(())
     }
 
-    /// What is there, at least one byte.
+    /// Receives and decrypts at least one byte.
     fn receive(&mut self, into: &mut [u8]) -> Result<usize> {
         loop {
             match self.tls.reader().read(into) {
-                Ok(0) => anyhow::bail!("the server ended"),
+                Ok(0) => anyhow::bail!("the server closed the connection"),
                 Ok(n) => return Ok(n),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
                 Err(error) => return Err(error.into()),
             }
             if self.sealed.buffer().is_empty() {
-                ensure!(!self.sealed.fill_buf()?.is_empty(), "the server ended");
+                ensure!(!self.sealed.fill_buf()?.is_empty(), "the server closed the connection");
             }
-            let mut here = self.sealed.buffer();
-            let before = here.len();
-            self.tls.read_tls(&mut here)?;
-            let taken = before - here.len();
+            let mut records = self.sealed.buffer();
+            let before = records.len();
+            self.tls.read_tls(&mut records)?;
+            let taken = before - records.len();
             self.sealed.consume(taken);
             self.tls.process_new_packets()?;
             while self.tls.wants_write() {
@@ -125,7 +125,8 @@ impl Client {
         }
     }
 
-    /// Keeps requests in flight for that time. Returns how many were answered, and how long it took.
+    /// Keeps requests in flight for the time of the load. Returns the number of completed requests
+    /// and the duration.
     pub fn run(&mut self, load: Load) -> Result<(u64, Duration)> {
         let Load { direction, block_bytes, depth, time, seed } = load;
         let blocks = self.size / block_bytes as u64;
@@ -136,43 +137,43 @@ impl Client {
             Direction::Read => (0_u16, &[][..]),
             Direction::Write => (1, &data[..]),
         };
-        let answer = REPLY_BYTES + if direction == Direction::Read { block_bytes } else { 0 };
-        let mut received = vec![0; RECEIVE_BYTES.max(answer)];
-        let (mut held, mut answered, mut asked) = (0, 0_u64, 0_u64);
-        let begin = Instant::now();
+        let reply_bytes = REPLY_BYTES + if direction == Direction::Read { block_bytes } else { 0 };
+        let mut received = vec![0; RECEIVE_BYTES.max(reply_bytes)];
+        let (mut buffered, mut completed, mut submitted) = (0, 0_u64, 0_u64);
+        let start = Instant::now();
         let mut due = depth as u64;
         loop {
             let mut bytes = Vec::with_capacity(due as usize * (28 + payload.len()));
             for _ in 0..due {
-                asked += 1;
+                submitted += 1;
                 let offset = rng.below(blocks) * block_bytes as u64;
                 bytes.extend(REQUEST_MAGIC.to_be_bytes());
                 bytes.extend(0_u16.to_be_bytes());
                 bytes.extend(command.to_be_bytes());
-                bytes.extend(asked.to_be_bytes());
+                bytes.extend(submitted.to_be_bytes());
                 bytes.extend(offset.to_be_bytes());
                 bytes.extend((block_bytes as u32).to_be_bytes());
                 bytes.extend(payload);
             }
             self.send(&bytes)?;
-            if answered == asked {
-                return Ok((answered, begin.elapsed()));
+            if completed == submitted {
+                return Ok((completed, start.elapsed()));
             }
-            held += self.receive(&mut received[held..])?;
-            let whole = held / answer;
-            for reply in received[..whole * answer].chunks_exact(answer) {
+            buffered += self.receive(&mut received[buffered..])?;
+            let whole = buffered / reply_bytes;
+            for reply in received[..whole * reply_bytes].chunks_exact(reply_bytes) {
                 let is_good = reply[..4] == REPLY_MAGIC.to_be_bytes() && reply[4..8] == [0; 4];
-                ensure!(is_good, "not a reply that all is well: {:?}", &reply[..REPLY_BYTES]);
+                ensure!(is_good, "not a successful reply: {:?}", &reply[..REPLY_BYTES]);
             }
-            received.copy_within(whole * answer..held, 0);
-            held -= whole * answer;
-            answered += whole as u64;
-            due = if begin.elapsed() < time { whole as u64 } else { 0 };
+            received.copy_within(whole * reply_bytes..buffered, 0);
+            buffered -= whole * reply_bytes;
+            completed += whole as u64;
+            due = if start.elapsed() < time { whole as u64 } else { 0 };
         }
     }
 }
 
-/// An option without data.
+/// Returns an option without data.
 fn option(kind: u32) -> Vec<u8> {
     [&b"IHAVEOPT"[..], &kind.to_be_bytes(), &[0; 4]].concat()
 }

@@ -1,34 +1,34 @@
-//! A zipfian choice of pages as fio makes it, and an exact LRU cache to compare with.
+//! fio's zipfian distribution of pages, and an exact LRU cache to compare with.
 
 use std::f64::consts::LN_2;
 
 use crate::data::Random;
 
-/// What fio multiplies a rank with, so that the popular pages lie scattered: 2^64 by the golden
-/// ratio, less the whole.
+/// Factor by which fio multiplies a rank, to scatter popular pages: the fractional part of 2^64
+/// divided by the golden ratio.
 const SCATTER: u64 = 0x61C8_8646_80B5_83EB;
-/// fio sums up the first so many ranks only.
+/// Number of ranks that fio sums up.
 const SUMMED_RANKS: u64 = 10_000_000;
 
-/// fio's `random_distribution=zipf:THETA`: rank k is drawn with a probability that falls as
-/// k^-theta. The first two ranks are exact, the others follow the closed approximation of Gray et
-/// al., "Quickly Generating Billion-Record Synthetic Databases". Ranks are scattered by a
-/// multiplication; with another number of pages than a power of two a few share a page, as in fio.
+/// fio's `random_distribution=zipf:THETA`: rank k has a probability proportional to k^-theta. The
+/// first two ranks are exact; the others follow the approximation of Gray et al., "Quickly
+/// Generating Billion-Record Synthetic Databases". A multiplication scatters the ranks. Unless the
+/// number of pages is a power of two, some ranks share a page, as in fio.
 pub struct Zipf {
     random: Random,
     offset: u64,
     count: u64,
     alpha: f64,
-    /// 2^-theta: how likely the second rank is, the first being 1.
+    /// 2^-theta: probability of the second rank relative to the first.
     second: f64,
-    /// The sum over all ranks.
+    /// Sum over all ranks.
     zeta: f64,
     eta: f64,
 }
 
 impl Zipf {
-    /// Over the numbers `0..count`, at least 2; `theta` is above 0 and not 1. A seed gives one
-    /// sequence.
+    /// Creates a distribution of the numbers `0..count`. `count` is at least 2, `theta` above 0 and
+    /// not 1. The sequence depends on the seed only.
     pub fn new(seed: u64, theta: f64, count: u64) -> Self {
         let mut random = Random::new(seed);
         let zeta: f64 = (1..=count.min(SUMMED_RANKS)).map(|rank| (rank as f64).powf(-theta)).sum();
@@ -37,15 +37,15 @@ impl Zipf {
         Self { offset: random.next_u64() >> 32, random, count, alpha: 1.0 / (1.0 - theta), second, zeta, eta }
     }
 
-    /// The next number.
+    /// Returns the next number.
     pub fn next(&mut self) -> u64 {
         let rank = self.rank();
         (rank.wrapping_mul(SCATTER).wrapping_add(self.offset)) % self.count
     }
 
-    /// The next rank, 0 is the most likely.
+    /// Returns the next rank; 0 is the most likely.
     fn rank(&mut self) -> u64 {
-        // 53 bits, below 1.
+        // 53 random bits as a number below 1.
         let uniform = (self.random.next_u64() >> 11) as f64 / (1_u64 << 53) as f64;
         let share = uniform * self.zeta;
         if share < 1.0 {
@@ -59,17 +59,17 @@ impl Zipf {
     }
 }
 
-/// An exact LRU cache of pages with sizes of their own.
+/// An exact LRU cache of pages of different sizes.
 pub struct Lru {
-    /// By page; the last entry is the ring's own: `newer` of it is the oldest page, `older` the
-    /// newest.
+    /// Links by page. The last entry is the root of the ring: its `newer` is the oldest page, its
+    /// `older` the newest.
     links: Vec<Link>,
     bytes: Vec<u16>,
     capacity: u64,
-    held: u64,
+    cached_bytes: u64,
 }
 
-/// `newer == older == OUT` outside the cache.
+/// Neighbours of a page in the ring; both are `OUT` if the page is not cached.
 #[derive(Clone, Copy)]
 struct Link {
     newer: u32,
@@ -79,15 +79,16 @@ struct Link {
 const OUT: u32 = u32::MAX;
 
 impl Lru {
-    /// For pages of these sizes. A page of size 0 is always in it.
+    /// Creates a cache for pages of the given sizes. A page of size 0 is always cached.
     pub fn new(bytes: Vec<u16>, capacity: u64) -> Self {
         let root = bytes.len() as u32;
         let mut links = vec![Link { newer: OUT, older: OUT }; bytes.len()];
         links.push(Link { newer: root, older: root });
-        Self { links, bytes, capacity, held: 0 }
+        Self { links, bytes, capacity, cached_bytes: 0 }
     }
 
-    /// Uses a page: whether it was there. It is afterwards, and the oldest ones make room.
+    /// Uses a page and returns whether it was cached. The page is cached afterwards; the oldest
+    /// pages are evicted.
     pub fn access(&mut self, page: u32) -> bool {
         let bytes = u64::from(self.bytes[page as usize]);
         if bytes == 0 {
@@ -97,18 +98,18 @@ impl Lru {
         if hit {
             self.unlink(page);
         } else {
-            self.held += bytes;
+            self.cached_bytes += bytes;
         }
         let root = self.root();
         let newest = self.links[root as usize].older;
         self.links[page as usize] = Link { newer: root, older: newest };
         self.links[newest as usize].newer = page;
         self.links[root as usize].older = page;
-        while self.held > self.capacity {
+        while self.cached_bytes > self.capacity {
             let oldest = self.links[root as usize].newer;
             self.unlink(oldest);
             self.links[oldest as usize] = Link { newer: OUT, older: OUT };
-            self.held -= u64::from(self.bytes[oldest as usize]);
+            self.cached_bytes -= u64::from(self.bytes[oldest as usize]);
         }
         hit
     }
@@ -129,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn popular_ranks_are_as_likely_as_the_law_says() {
+    fn zipf_matches_theoretical_probabilities() {
         const COUNT: u64 = 1 << 17;
         const DRAWS: u32 = 1_000_000;
         let mut zipf = Zipf::new(1, 1.1, COUNT);
@@ -139,8 +140,7 @@ mod tests {
         for _ in 0..DRAWS {
             ranks[zipf.rank() as usize] += 1;
         }
-        // The first two to the statistics' precision; the head to that of the approximation, which
-        // is about 2 %.
+        // Ranks 0 and 1 are exact; the others are approximated to about 2 %.
         for (rank, exact) in [(0, 1.0 / zeta), (1, 0.5_f64.powf(1.1) / zeta)] {
             let share = f64::from(ranks[rank]) / f64::from(DRAWS);
             assert!((share / exact - 1.0).abs() < 0.02, "rank {rank}: {share} for {exact}");
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn scattering_a_power_of_two_loses_no_page_and_seeds_differ() {
+    fn zipf_covers_power_of_two_and_depends_on_seed() {
         let draw = |seed| {
             let mut zipf = Zipf::new(seed, 1.1, 64);
             (0..200_000).map(|_| zipf.next()).collect::<Vec<_>>()
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn lru_agrees_with_a_list() {
+    fn lru_matches_list_model() {
         let sizes: Vec<u16> = (0..40).map(|page| page * 16).collect();
         let mut random = Random::new(9);
         let mut lru = Lru::new(sizes.clone(), 3000);
@@ -179,7 +179,7 @@ mod tests {
             assert_eq!(lru.access(page), expected);
             hits += u32::from(expected);
             if page != 0 {
-                list.retain(|held| *held != page);
+                list.retain(|cached_bytes| *cached_bytes != page);
                 list.push(page);
             }
             while list.iter().map(|page| u64::from(sizes[*page as usize])).sum::<u64>() > 3000 {

@@ -1,4 +1,4 @@
-//! The library against the kernel's zram: the same loop on both.
+//! `zram` benchmark: the library against the kernel's zram, with the same loop on both.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -17,11 +17,11 @@ use crate::options::{Options, Set};
 use crate::setup::{Setup, mixing};
 use crate::zram_device::ZramDevice;
 
-/// Data where `--size` does not say.
+/// Default data size, in bytes.
 const BYTES: u64 = 512 << 20;
 const LARGE_BYTES: usize = 128 << 10;
 
-/// Runs it on every data set.
+/// Runs the benchmark on every data set.
 pub fn run(options: &Options) -> Result<Vec<Report>> {
     let cpus = machine::allowed_cpus()?;
     machine::pin_to(cpus[cpus.len() - 1])?;
@@ -30,18 +30,18 @@ pub fn run(options: &Options) -> Result<Vec<Report>> {
         let device = match ZramDevice::claim(&options.zram, "lz4", options.bytes(BYTES)) {
             Ok(device) => device,
             Err(error) if options.if_present => {
-                println!("== zram | left out: {error:#}\n");
+                println!("== zram | omitted: {error:#}\n");
                 break;
             }
             Err(error) => return Err(error),
         };
-        reports.push(one(set, &Setup::new(set, BYTES, options)?, &device, options)?);
+        reports.push(run_set(set, &Setup::new(set, BYTES, options)?, &device, options)?);
     }
     machine::pin_to_any(&cpus)?;
     Ok(reports)
 }
 
-/// What both sides can do.
+/// Operations of both sides.
 trait Disk {
     fn read(&self, offset: u64, into: &mut [u8]) -> bool;
     fn write(&self, offset: u64, data: &[u8]) -> bool;
@@ -74,7 +74,7 @@ fn reads(disk: &impl Disk, units: impl Iterator<Item = u32>, into: &mut [u8]) {
     }
 }
 
-/// Writes units of `bytes` bytes, each with the content of another one.
+/// Writes units of `bytes` bytes, each with the content of another unit.
 fn writes(disk: &impl Disk, units: impl Iterator<Item = (u32, u32)>, pages: &[u8], bytes: usize) {
     for (unit, content) in units {
         let data = black_box(&pages[content as usize * bytes..][..bytes]);
@@ -82,10 +82,10 @@ fn writes(disk: &impl Disk, units: impl Iterator<Item = (u32, u32)>, pages: &[u8
     }
 }
 
-fn one(set: Set, setup: &Setup, device: &ZramDevice, options: &Options) -> Result<Report> {
+fn run_set(set: Set, setup: &Setup, device: &ZramDevice, options: &Options) -> Result<Report> {
     let (ram, kernel, pages) = (&setup.ram, device.file()?, &setup.pages);
     device.fill(setup.data.pages, |page, into| setup.data.read(page, into))?;
-    // Warm and mixed, as the library's pool was made.
+    // Warm up and mix the pool like the library's.
     writes(kernel, mixing(setup.data.pages), pages, PAGE_BYTES);
     let (slots, contents) = setup.orders();
     let units = (setup.data.bytes() / LARGE_BYTES as u64) as u32;
@@ -119,17 +119,17 @@ fn one(set: Set, setup: &Setup, device: &ZramDevice, options: &Options) -> Resul
     Ok(Report::new("zram", setup.data.description.clone(), setup.data.bytes(), "lz4 on both sides")
         .note(setup.census_note())
         .note(
-            "Ratios are speeds: over 1 is faster than the kernel; less memory is better. Memory is \
-             all that either takes: pool, table, handles, and here back-references and streams too. \
-             One synchronous loop, pinned to one CPU: pread and pwrite with O_DIRECT on the kernel's \
-             device, read_at and write_at of the library here. The kernel's side includes its system \
-             calls and block layer: that is what a program pays there.",
+            "Ratios are speeds: above 1 is faster than the kernel; less memory is better. Memory is everything \
+             that either side uses: pool, table, handles, and on our side back-references and streams too. One \
+             synchronous loop, pinned to one CPU: pread and pwrite with O_DIRECT on the kernel's device, \
+             read_at and write_at of the library. The kernel's side includes system calls and the block layer, \
+             which a program has to pay.",
         )
         .rows(rows)
         .print())
 }
 
-/// What both take for the same pages, right after they were rewritten.
+/// Compares the memory of both for the same pages, right after they were rewritten.
 fn memory(setup: &Setup, device: &ZramDevice) -> Result<Row> {
     let (stat, memory) = (setup.ram.mm_stat(), setup.ram.memory());
     let beside = memory.leaves_bytes + memory.backrefs_bytes + memory.metadata_bytes + memory.streams_bytes;

@@ -1,4 +1,4 @@
-//! Builds the C half of the engine against the source of the fio that is installed.
+//! Builds the C half of the engine against the source of the installed fio.
 
 use std::env;
 use std::fs;
@@ -7,11 +7,11 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, bail};
 
-/// Where somebody else's fio source is.
+/// Environment variable with the path of another fio source.
 const SOURCE_VARIABLE: &str = "FREESTONE_FIO_SOURCE";
-/// What `./configure` leaves; without it structures have no certain layout.
+/// Header written by `./configure`; without it the layout of structures is unknown.
 const CONFIGURED: &str = "config-host.h";
-/// Callbacks that not every version has, and what tells the C code of them.
+/// Callbacks that only some versions have, and the macros that announce them to the C code.
 const CALLBACKS: [(&str, &str); 3] = [
     ("(*cancel)", "FREESTONE_FIO_CANCEL"),
     ("(*finish_zone)", "FREESTONE_FIO_FINISH_ZONE"),
@@ -26,7 +26,7 @@ fn main() -> Result<()> {
     }
     println!("cargo:rerun-if-changed=src/engine.c");
     println!("cargo:rerun-if-changed=src/engine.h");
-    // fio unloads an engine when a job ends; threads of devices and destructors of threads may
+    // fio unloads an engine when a job ends, but device threads and thread-local destructors may
     // still need it.
     println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
     let source = source()?;
@@ -34,10 +34,10 @@ fn main() -> Result<()> {
     let mut build = cc::Build::new();
     build.file("src/engine.c").include("src").std("gnu99");
     build.warnings(true).extra_warnings(true).warnings_into_errors(true);
-    // As system headers, so that warnings are about our own code only.
+    // As system headers, so that warnings concern only our own code.
     build.flag("-isystem").flag(utf8(&source)?);
     build.flag("-include").flag(utf8(&source.join(CONFIGURED))?);
-    // What fio's own Makefile sets.
+    // As in fio's Makefile.
     build.define("_GNU_SOURCE", None).define("_LARGEFILE_SOURCE", None).define("_FILE_OFFSET_BITS", "64");
     build.define("FREESTONE_FIO_VERSION", format!("\"{}\"", version(&source)?).as_str());
     let header = read(&source.join("ioengines.h"))?;
@@ -50,7 +50,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// The directory of fio's source.
+/// Returns the directory of fio's source.
 fn source() -> Result<PathBuf> {
     if let Some(path) = env::var_os(SOURCE_VARIABLE) {
         let path = PathBuf::from(path);
@@ -62,7 +62,7 @@ fn source() -> Result<PathBuf> {
     let fio = Command::new("fio").arg("--version").output();
     let fio = fio.context("the fio engine needs fio: there is no such program; run: cargo xtask fio")?;
     let version = String::from_utf8(fio.stdout).context("fio --version does not print text")?;
-    // Wherever the build goes, the source is fetched to one place.
+    // The source is in one place, independent of the target directory.
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let path = root.join("target/fio").join(version.trim());
     println!("cargo:rerun-if-changed={}", path.display());
@@ -73,9 +73,9 @@ fn source() -> Result<PathBuf> {
     Ok(path)
 }
 
-/// The version that a fio built from this source prints.
+/// Returns the version that a fio built from this source prints.
 fn version(source: &Path) -> Result<String> {
-    // The first is there once it was built, and knows commits after the last version.
+    // FIO-VERSION-FILE exists after a build, and includes commits after the last release.
     let built = source.join("FIO-VERSION-FILE");
     let (path, key) =
         if built.is_file() { (built, "FIO_VERSION =") } else { (source.join("FIO-VERSION-GEN"), "DEF_VER=") };

@@ -1,4 +1,4 @@
-//! What a client says before it is in transmission; the oracle is stated in `nbd/handshake.rs` of `freestone-fuzz-checks`.
+//! NBD handshake with arbitrary bytes of a client. `nbd/handshake.rs` of `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! What an NBD server says to the client; the oracle is stated in `nbd_client/mod.rs` of `freestone-fuzz-checks`.
+//! NBD client with arbitrary bytes of a server. `nbd_client/mod.rs` of `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

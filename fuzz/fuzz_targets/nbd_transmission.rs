@@ -1,5 +1,5 @@
-//! A stream of requests to an NBD connection in transmission; the oracle is stated in `nbd/transmission.rs` of
-//! `freestone-fuzz-checks`.
+//! NBD transmission phase with a stream of requests. `nbd/transmission.rs` of `freestone-fuzz-checks` states the
+//! oracle.
 
 #![no_main]
 

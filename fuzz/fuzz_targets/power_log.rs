@@ -1,4 +1,4 @@
-//! A log of writes with any content; the oracle is stated in `power_log.rs` of `freestone-fuzz-checks`.
+//! Log of writes with arbitrary content. `power_log.rs` of `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

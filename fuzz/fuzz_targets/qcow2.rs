@@ -1,4 +1,4 @@
-//! An image with any content; the oracle is stated in `qcow2.rs` of `freestone-fuzz-checks`.
+//! qcow2 image with arbitrary content. `qcow2.rs` of `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

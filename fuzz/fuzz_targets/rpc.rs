@@ -1,4 +1,4 @@
-//! A line to the control server; the oracle is stated in `rpc.rs` of `freestone-fuzz-checks`.
+//! Arbitrary line to the control server. `rpc.rs` of `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! A saved file with any content; the oracle is stated in `saved.rs` of `freestone-fuzz-checks`.
+//! Saved file with arbitrary content. `saved.rs` of `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! The file of a server's state with any content; the oracle is stated in `state.rs` of `freestone-fuzz-checks`.
+//! Topology file of a server with arbitrary content. `state.rs` of `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! Objects of a store with any content; the oracle is stated in `store/mod.rs` of `freestone-fuzz-checks`.
+//! Objects of an image store with arbitrary content. `store/mod.rs` of `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

@@ -1,4 +1,5 @@
-//! What a vhost-user frontend says on its socket; the oracle is stated in `vhost_user/messages.rs` of `freestone-fuzz-checks`.
+//! Arbitrary messages of a vhost-user frontend. `vhost_user/messages.rs` of `freestone-fuzz-checks` states the
+//! oracle.
 
 #![no_main]
 

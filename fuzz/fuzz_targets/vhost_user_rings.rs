@@ -1,4 +1,4 @@
-//! What a vhost-user frontend's driver writes to its memory; the oracle is stated in `vhost_user/rings.rs` of `freestone-fuzz-checks`.
+//! Arbitrary memory of a vhost-user driver. `vhost_user/rings.rs` of `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

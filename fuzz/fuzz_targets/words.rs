@@ -1,4 +1,4 @@
-//! A device of a command line, or a configuration file; the oracle is stated in `words.rs` of `freestone-fuzz-checks`.
+//! Device words or a configuration file. `words.rs` of `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! The state of zones on a device with any content; the oracle is stated in `zones.rs` of `freestone-fuzz-checks`.
+//! Zone state with arbitrary content. `zones.rs` of `freestone-fuzz-checks` states the oracle.
 
 #![no_main]
 

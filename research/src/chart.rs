@@ -1,8 +1,8 @@
-//! A table as an SVG picture: what is gained over the old lock, in the source, here, and in the
+//! Charts of a table as SVG: the gain over the old lock in the source, on this machine and in the
 //! model.
 //!
-//! A table with one or two loads is drawn over the number of threads; one with more loads as bars,
-//! two or three for each row.
+//! A table with one or two loads becomes lines over the number of threads. A table with more loads
+//! becomes bars, two or three per row.
 
 use std::path::Path;
 
@@ -12,42 +12,42 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use crate::experiment::{Modelled, Table, TableRow};
+use crate::experiment::{LoadModel, Table, TableRow};
 
-/// More loads do not fit into one picture of lines.
+/// Maximum number of loads in a chart of lines.
 const LOADS_MAX: usize = 2;
 const WIDTH: u32 = 860;
 const LINES_HEIGHT: u32 = 460;
-/// Of one bar, of the room between rows, of what stands above and below all of them; in pixels.
+/// Heights in pixels: a bar, the gap between rows, and the space above and below the bars.
 const BAR: u32 = 11;
 const GAP: u32 = 8;
 const HEAD: u32 = 74;
 const FOOT: u32 = 34;
-/// Where bars begin, and how much is left free behind the longest one, for its figure.
+/// X coordinate at which bars begin, and space for the figure after the longest bar, in pixels.
 const LEFT: i32 = 230;
 const RIGHT: i32 = 80;
 
 const PUBLISHED: RGBColor = RGBColor(150, 150, 150);
-/// Ours, by load.
+/// Colours of Freestone's results, by load.
 const OURS: [RGBColor; LOADS_MAX] = [RGBColor(0, 95, 160), RGBColor(190, 85, 0)];
-/// The source's choice as measured here, by load.
+/// Colours of the source's choice as measured here, by load.
 const NEW: [RGBColor; LOADS_MAX] = [RGBColor(90, 165, 215), RGBColor(235, 160, 80)];
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Writes the picture of a table.
-pub fn draw(table: &Table, model: &[Modelled], title: &str, path: &Path) -> Result<()> {
+/// Writes the chart of a table.
+pub fn draw(table: &Table, model: &[LoadModel], title: &str, path: &Path) -> Result<()> {
     let loads = loads(table);
-    let model: Vec<&Modelled> = model.iter().filter(|model| model.table == table.name).collect();
+    let model: Vec<&LoadModel> = model.iter().filter(|model| model.table == table.name).collect();
     let threads = (loads.len() <= LOADS_MAX).then(|| numbers_of_threads(table, &model));
-    let drawn = match threads {
+    let result = match threads {
         Some(threads) if threads.len() > 2 => lines(table, &loads, &model, &threads, title, path),
         _ => bars(table, title, path),
     };
-    drawn.map_err(|error| anyhow!("{}: {error}", path.display()))
+    result.map_err(|error| anyhow!("{}: {error}", path.display()))
 }
 
-/// Every load once, in order.
+/// Returns the distinct loads in order.
 fn loads(table: &Table) -> Vec<&str> {
     let mut loads: Vec<&str> = Vec::new();
     for row in &table.rows {
@@ -58,9 +58,10 @@ fn loads(table: &Table) -> Vec<&str> {
     loads
 }
 
-fn numbers_of_threads(table: &Table, model: &[&Modelled]) -> Vec<usize> {
-    let modelled = model.iter().flat_map(|model| model.beyond.iter().map(|beyond| beyond.threads));
-    let mut threads: Vec<usize> = table.rows.iter().map(|row| row.threads).chain(modelled).collect();
+fn numbers_of_threads(table: &Table, model: &[&LoadModel]) -> Vec<usize> {
+    let modelled_threads =
+        model.iter().flat_map(|model| model.predictions.iter().map(|prediction| prediction.threads));
+    let mut threads: Vec<usize> = table.rows.iter().map(|row| row.threads).chain(modelled_threads).collect();
     threads.sort_unstable();
     threads.dedup();
     threads
@@ -68,18 +69,18 @@ fn numbers_of_threads(table: &Table, model: &[&Modelled]) -> Vec<usize> {
 
 type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
 
-/// A line of a picture: places on the axis of threads, and ratios.
+/// Line of a chart. Points are positions on the axis of threads, and ratios.
 struct Line {
     name: String,
     color: RGBColor,
     points: Vec<(f64, f64)>,
-    /// Between which two the middle half of the rounds lies.
+    /// Position, first and third quartile of the rounds.
     quartiles: Vec<(f64, f64, f64)>,
     dashed: bool,
 }
 
-fn series(table: &Table, loads: &[&str], model: &[&Modelled], threads: &[usize]) -> Vec<Line> {
-    let place = |of: usize| threads.iter().position(|threads| *threads == of).unwrap_or(0) as f64;
+fn series(table: &Table, loads: &[&str], model: &[&LoadModel], threads: &[usize]) -> Vec<Line> {
+    let position_of = |of: usize| threads.iter().position(|threads| *threads == of).unwrap_or(0) as f64;
     let ours = table.columns[table.ours];
     let mut all = Vec::new();
     for (number, load) in loads.iter().enumerate() {
@@ -87,7 +88,7 @@ fn series(table: &Table, loads: &[&str], model: &[&Modelled], threads: &[usize])
         let named = |what: &str| if loads.len() > 1 { format!("{load}: {what}") } else { what.to_owned() };
         let published: Vec<_> = rows
             .iter()
-            .filter_map(|row| Some((place(row.threads), table.published_ratio(row, table.new)?)))
+            .filter_map(|row| Some((position_of(row.threads), table.published_ratio(row, table.new)?)))
             .collect();
         all.push(Line {
             name: named("published"),
@@ -99,7 +100,9 @@ fn series(table: &Table, loads: &[&str], model: &[&Modelled], threads: &[usize])
         let mut measured = |column: usize, color: RGBColor| {
             let steady: Vec<(f64, Summary)> = rows
                 .iter()
-                .filter_map(|row| Some((place(row.threads), row.ratios[column].filter(Summary::is_steady)?)))
+                .filter_map(|row| {
+                    Some((position_of(row.threads), row.ratios[column].filter(Summary::is_steady)?))
+                })
                 .collect();
             all.push(Line {
                 name: named(&format!("here, {}", table.columns[column])),
@@ -113,12 +116,17 @@ fn series(table: &Table, loads: &[&str], model: &[&Modelled], threads: &[usize])
             measured(table.new, NEW[number]);
         }
         measured(table.ours, OURS[number]);
-        let modelled = model.iter().filter(|model| model.what == *load);
+        let models = model.iter().filter(|model| model.what == *load);
         all.push(Line {
             name: named(&format!("modelled upper bound, {ours}")),
             color: OURS[number],
-            points: modelled
-                .flat_map(|model| model.beyond.iter().map(|beyond| (place(beyond.threads), beyond.ratio)))
+            points: models
+                .flat_map(|model| {
+                    model
+                        .predictions
+                        .iter()
+                        .map(|prediction| (position_of(prediction.threads), prediction.ratio))
+                })
                 .collect(),
             quartiles: Vec::new(),
             dashed: true,
@@ -128,11 +136,11 @@ fn series(table: &Table, loads: &[&str], model: &[&Modelled], threads: &[usize])
     all
 }
 
-/// Ratios over threads, both on scales where a doubling is a step of its own.
+/// Draws ratios over threads, both on logarithmic scales with base 2.
 fn lines(
     table: &Table,
     loads: &[&str],
-    model: &[&Modelled],
+    model: &[&LoadModel],
     threads: &[usize],
     title: &str,
     path: &Path,
@@ -193,15 +201,16 @@ fn lines(
     Ok(())
 }
 
-/// What a bar stands for, and whose it is.
+/// Content of a bar.
 enum Bar {
     Ratio(f64),
-    /// It was measured, and its spread is too wide.
+    /// The spread of the measurements is too wide.
     Refused,
     Absent,
 }
 
-/// Bars for each row: the source's ratio, that of its choice as measured here, and ours.
+/// Draws bars for each row: the ratio of the source, of the source's choice as measured here, and
+/// of Freestone.
 fn bars(table: &Table, title: &str, path: &Path) -> Drawn {
     let measured = |row: &TableRow, column: usize| match row.ratios[column] {
         Some(ratio) if ratio.is_steady() => Bar::Ratio(ratio.median),
@@ -272,9 +281,9 @@ mod tests {
 
     use super::*;
     use crate::experiment::Better;
-    use crate::experiment::Beyond;
+    use crate::experiment::Prediction;
 
-    fn drawn(table: &Table, model: &[Modelled]) -> String {
+    fn svg_of(table: &Table, model: &[LoadModel]) -> String {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("chart.svg");
         draw(table, model, "A title", &path).unwrap();
@@ -282,43 +291,43 @@ mod tests {
     }
 
     #[test]
-    fn few_loads_are_lines_over_the_threads_with_the_model_behind_them() {
+    fn few_loads_become_lines_with_model() {
         let mut table = Table::new("t", Unit::Kiops, Better::More, &["one lock", "ours"]);
         for threads in [1, 2, 4] {
             table.add("reads", threads, &[Some(1.0), Some(2.0)], &[vec![1.0; 3], vec![1.5; 3]]);
         }
-        let beyond = vec![Beyond { threads: 48, old: 1.0, in_turn: 1.0, ours: 30.0, ratio: 30.0 }];
-        let model = Modelled {
+        let predictions = vec![Prediction { threads: 48, old: 1.0, in_turn: 1.0, ours: 30.0, ratio: 30.0 }];
+        let model = LoadModel {
             table: "t".into(),
             what: "reads".into(),
             inputs: Vec::new(),
             held_share: 0.5,
             checks: Vec::new(),
-            beyond,
+            predictions,
         };
-        let svg = drawn(&table, &[model]);
+        let svg = svg_of(&table, &[model]);
         for text in ["A title", "published", "here, ours", "modelled upper bound, ours", "48", "threads"] {
             assert!(svg.contains(text), "{text}");
         }
-        assert!(!drawn(&table, &[]).contains("modelled"));
+        assert!(!svg_of(&table, &[]).contains("modelled"));
     }
 
     #[test]
-    fn many_loads_are_bars_and_what_is_refused_has_none() {
+    fn many_loads_become_bars_except_refused() {
         let mut table = Table::new("t", Unit::KbSecond, Better::More, &["one rwlock", "ours"]);
         table.add("read", 4, &[Some(100.0), Some(131.0)], &[vec![1.0; 3], vec![1.47; 3]]);
         table.add("write", 4, &[Some(100.0), Some(103.0)], &[vec![1.0; 4], vec![1.0, 2.0, 3.0, 9.0]]);
         table.add("mixed", 4, &[], &[vec![1.0; 3], vec![2.0; 3]]);
-        let svg = drawn(&table, &[]);
+        let svg = svg_of(&table, &[]);
         assert!(!svg.contains("here, one rwlock"), "it is what the others are compared with");
         for text in ["read, 4 threads", "1.31", "1.47", "1.03", "too wide a spread", "2.00", "one rwlock"] {
             assert!(svg.contains(text), "{text}");
         }
-        // Where the source chose something else than we did, that has a bar as well.
+        // If the source's choice is not Freestone's, it has a bar of its own.
         let mut three = Table::new("t", Unit::Seconds, Better::Less, &["single", "batches", "packed"]);
         three.new = 1;
         three.add("elapsed", 1, &[Some(68.0), Some(17.0)], &[vec![9.0; 3], vec![3.0; 3], vec![1.0; 3]]);
-        let three = drawn(&three, &[]);
+        let three = svg_of(&three, &[]);
         for text in ["published, batches", "here, batches", "here, packed", "4.00", "3.00", "9.00"] {
             assert!(three.contains(text), "{text}");
         }

@@ -1,4 +1,4 @@
-//! What this machine takes for the things that locks are made of, measured without any device.
+//! Costs of the building blocks of locks on this machine, measured without any device.
 
 use std::hint::{black_box, spin_loop};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,27 +11,27 @@ use freestone_report::Summary;
 
 use crate::simulate::Costs;
 
-/// Measurements of each; the least counts: what else runs on the machine only adds.
+/// Number of measurements. The minimum counts, because other load only adds time.
 const ROUNDS: usize = 9;
 const LINE_TRIPS: u64 = 20_000;
 const WAKE_TRIPS: u64 = 400;
 const LOOPS: u64 = 20_000;
-/// How often std's mutex looks before it sleeps.
+/// Number of spins of std's mutex before it sleeps.
 const SPINS: u32 = 100;
-/// A waiter of the measurement has certainly gone to sleep.
+/// Time after which the waiting thread of the measurement has gone to sleep.
 const ASLEEP: Duration = Duration::from_micros(300);
 
-/// Nanoseconds.
+/// Costs in nanoseconds.
 #[derive(Debug, Clone, Copy)]
 pub struct Machine {
     pub costs: Costs,
-    /// Taking and letting go of a free mutex that nobody else wants.
+    /// Locking and unlocking a free mutex without contention.
     pub mutex: f64,
     /// Reading the clock.
     pub clock: f64,
 }
 
-/// Measures; nothing where this process may use one CPU only.
+/// Measures the costs. Returns None if this process may use only one CPU.
 pub fn measure() -> Result<Option<Machine>> {
     let cpus = machine::allowed_cpus()?;
     let [first, second, ..] = cpus[..] else { return Ok(None) };
@@ -39,25 +39,27 @@ pub fn measure() -> Result<Option<Machine>> {
         scope
             .spawn(|| -> Result<Machine> {
                 machine::pin_to(first)?;
-                let least = |one: &mut dyn FnMut() -> Result<f64>| -> Result<f64> {
+                let minimum = |one: &mut dyn FnMut() -> Result<f64>| -> Result<f64> {
                     let rounds: Vec<f64> = (0..ROUNDS).map(|_| one()).collect::<Result<_>>()?;
                     Ok(Summary::of(rounds).min)
                 };
                 let mutex = Mutex::new(0_u64);
-                let (wake, wake_latency) = wakes(second)?;
+                let (wake, wake_latency) = wake_costs(second)?;
                 Ok(Machine {
                     costs: Costs {
-                        line: least(&mut || line_trip(second))?,
-                        spin: f64::from(SPINS) * least(&mut || Ok(each(spin_loop)))?,
+                        line: minimum(&mut || line_trip(second))?,
+                        spin: f64::from(SPINS) * minimum(&mut || Ok(nanos_per_call(spin_loop)))?,
                         wake,
-                        wake_nobody: least(&mut || Ok(each(wake_nobody)))?,
+                        wake_nobody: minimum(&mut || Ok(nanos_per_call(wake_nobody)))?,
                         wake_latency,
                     },
-                    mutex: least(&mut || {
-                        Ok(each(|| *black_box(&mutex).lock().unwrap_or_else(PoisonError::into_inner) += 1))
+                    mutex: minimum(&mut || {
+                        Ok(nanos_per_call(|| {
+                            *black_box(&mutex).lock().unwrap_or_else(PoisonError::into_inner) += 1;
+                        }))
                     })?,
-                    clock: least(&mut || {
-                        Ok(each(|| {
+                    clock: minimum(&mut || {
+                        Ok(nanos_per_call(|| {
                             black_box(Instant::now());
                         }))
                     })?,
@@ -70,27 +72,27 @@ pub fn measure() -> Result<Option<Machine>> {
     Ok(Some(measured))
 }
 
-/// Nanoseconds a call.
-fn each(what: impl Fn()) -> f64 {
-    let begun = Instant::now();
+/// Returns the nanoseconds per call.
+fn nanos_per_call(call: impl Fn()) -> f64 {
+    let started = Instant::now();
     for _ in 0..LOOPS {
-        what();
+        call();
     }
-    begun.elapsed().as_nanos() as f64 / LOOPS as f64
+    started.elapsed().as_nanos() as f64 / LOOPS as f64
 }
 
-/// The system call that wakes whoever sleeps on a word, where nobody does.
+/// Calls futex wake on a word that no thread waits for.
 fn wake_nobody() {
     let word = std::sync::atomic::AtomicU32::new(0);
-    // It cannot fail: the word is there, and nobody waits for it.
+    // Cannot fail: the word is valid, and no thread waits for it.
     let _ = rustix::thread::futex::wake(&word, rustix::thread::futex::Flags::PRIVATE, 1);
 }
 
-/// One way of a cache line that two CPUs write in turn.
+/// Measures a transfer of a cache line between two CPUs that write it in turn.
 fn line_trip(other: usize) -> Result<f64> {
     let (turn, start) = (AtomicU64::new(0), Barrier::new(2));
     std::thread::scope(|scope| {
-        let answers = scope.spawn(|| -> Result<()> {
+        let responder = scope.spawn(|| -> Result<()> {
             let pinned = machine::pin_to(other);
             start.wait();
             for trip in 0..LINE_TRIPS {
@@ -102,30 +104,30 @@ fn line_trip(other: usize) -> Result<f64> {
             pinned
         });
         start.wait();
-        let begun = Instant::now();
+        let started = Instant::now();
         for trip in 0..LINE_TRIPS {
             turn.store(2 * trip + 1, Ordering::SeqCst);
             while turn.load(Ordering::SeqCst) != 2 * trip + 2 {
                 spin_loop();
             }
         }
-        let took = begun.elapsed();
-        answers.join().ok().context("a thread panicked")??;
+        let took = started.elapsed();
+        responder.join().ok().context("a thread panicked")??;
         Ok(took.as_nanos() as f64 / (2 * LINE_TRIPS) as f64)
     })
 }
 
-/// Waking a thread that sleeps on another CPU: what the call takes, and after how long the thread
-/// runs. Medians.
-fn wakes(other: usize) -> Result<(f64, f64)> {
-    let begun = Instant::now();
+/// Wakes a thread that sleeps on another CPU. Returns the medians of the duration of the call and
+/// of the time until the thread runs.
+fn wake_costs(other: usize) -> Result<(f64, f64)> {
+    let started = Instant::now();
     let (woken_at, stop) = (AtomicU64::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let sleeper = scope.spawn(|| -> Result<()> {
             let pinned = machine::pin_to(other);
             while !stop.load(Ordering::SeqCst) {
                 std::thread::park();
-                woken_at.store(begun.elapsed().as_nanos() as u64, Ordering::SeqCst);
+                woken_at.store(started.elapsed().as_nanos() as u64, Ordering::SeqCst);
             }
             pinned
         });
@@ -138,12 +140,12 @@ fn wakes(other: usize) -> Result<(f64, f64)> {
             let last = trip + 1 == WAKE_TRIPS;
             stop.store(last, Ordering::SeqCst);
             woken_at.store(0, Ordering::SeqCst);
-            let from = begun.elapsed().as_nanos() as u64;
+            let from = started.elapsed().as_nanos() as u64;
             sleeper.thread().unpark();
-            calls.push((begun.elapsed().as_nanos() as u64 - from) as f64);
+            calls.push((started.elapsed().as_nanos() as u64 - from) as f64);
             let woken = loop {
                 match woken_at.load(Ordering::SeqCst) {
-                    // A spurious wake-up lies before.
+                    // An older time is from a spurious wake-up.
                     at if at >= from => break at,
                     _ if sleeper.is_finished() => break from,
                     _ => spin_loop(),
@@ -161,9 +163,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_costs_of_a_machine_are_in_order() {
+    fn machine_costs_are_plausible() {
         let Some(Machine { costs, mutex, clock }) = measure().unwrap() else { return };
-        // A spinning loop is a hundred times one pause; a sleeper runs only after it was woken.
+        // Every cost must be positive. Waking a thread takes longer than transferring a cache line
+        // or locking a free mutex.
         for number in
             [costs.line, costs.spin, costs.wake, costs.wake_nobody, costs.wake_latency, mutex, clock]
         {

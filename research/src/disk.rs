@@ -1,4 +1,4 @@
-//! What the threads of experiments 1 and 2 read and write: a RAM disk itself, or a file on it.
+//! Interface of the disks in experiments 1 and 2: a RAM disk, or a file on one.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -7,13 +7,13 @@ use anyhow::{Result, ensure};
 use freestone::device::{Blocking as _, Flags};
 use freestone::ram::Ram;
 
-/// A place for records.
+/// A disk for records.
 pub trait Disk: Sync {
-    /// Fills `buffer`, which is page-aligned.
+    /// Reads into `buffer`, which is page-aligned.
     fn read(&self, at: u64, buffer: &mut [u8]) -> Result<()>;
     /// Writes `data`, which is page-aligned.
     fn write(&self, at: u64, data: &[u8]) -> Result<()>;
-    /// Makes the range as it was before it was first written.
+    /// Restores the state of a range before its first write.
     fn empty(&self, at: u64, len: u64) -> Result<()>;
 }
 
@@ -33,7 +33,7 @@ impl Disk for Ram {
     }
 }
 
-/// Opened with `O_DIRECT`.
+/// A file opened with `O_DIRECT`.
 impl Disk for File {
     fn read(&self, at: u64, buffer: &mut [u8]) -> Result<()> {
         Ok(self.read_exact_at(buffer, at)?)
@@ -43,7 +43,7 @@ impl Disk for File {
         Ok(self.write_all_at(data, at)?)
     }
 
-    /// A file is one thread's, so all of it goes.
+    /// Truncates the file. Each file belongs to one thread, so the range is the whole file.
     fn empty(&self, at: u64, _len: u64) -> Result<()> {
         ensure!(at == 0, "a file is emptied as a whole");
         Ok(self.set_len(0)?)

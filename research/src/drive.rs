@@ -1,5 +1,5 @@
-//! Threads that read and write records of RAM disks or of files on one, each in an area of its own
-//! or all in one, for a slice of time.
+//! Load generator: threads that read and write records on RAM disks, or on files on one, for a
+//! slice of time. Threads have separate areas or share one.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -24,13 +24,13 @@ use crate::disk::Disk;
 use crate::ext4::Ext4;
 use crate::patterns::{Pattern, Step};
 
-/// Content that is written, again and again.
+/// Size of the content that is written repeatedly, in bytes.
 const CONTENT_BYTES: u64 = 64 << 20;
-/// So many pages say what the bare codec takes for one.
+/// Number of pages with which the bare codec is measured.
 const COMPRESSED_PAGES: usize = 4096;
-/// Disks are filled by requests of so many bytes.
+/// Request size of the fill, in bytes.
 const FILL_BYTES: u64 = 128 << 10;
-/// What the C library gathers before it writes, and reads at a time.
+/// Buffer size of the C library, in bytes.
 const BUFFER_BYTES: usize = 4096;
 const PAGE: u64 = PAGE_BYTES as u64;
 
@@ -40,56 +40,56 @@ pub struct Content {
     pub description: String,
 }
 
-/// Disks of one size, and how threads share them.
+/// Disks of one size that threads share.
 pub struct Drive<'a, D = Ram> {
-    /// One for all threads, or one for each.
+    /// A disk for all threads, or a disk per thread.
     disks: Vec<D>,
     content: &'a Content,
     size: u64,
     filled: OnceLock<()>,
-    /// Read by requests while they run, where others than our threads make any.
+    /// Lock held for reading during each request, if other threads than the drive's send requests.
     requests: Option<Arc<RwLock<()>>>,
 }
 
-/// What the threads of a slice do.
+/// Load of a slice.
 #[derive(Debug, Clone, Copy)]
 pub struct Load {
     pub pattern: Pattern,
     pub threads: usize,
-    /// Bytes of a record, whole pages.
+    /// Bytes per record, a multiple of the page size.
     pub record: u64,
-    /// Bytes of a thread's area.
+    /// Bytes of each thread's area.
     pub area: u64,
-    /// All threads work in the first area.
+    /// If true, all threads use the first area.
     pub shared: bool,
     pub seed: u64,
 }
 
 impl Content {
-    /// The first of the data sets that were asked for, or fio's.
+    /// Loads the first selected data set, or fio's.
     pub fn new(options: &Options) -> Result<Self> {
         let set = options.sets(&[Set::Fio])[0];
         let data = Data::open(set, options.bytes(CONTENT_BYTES).min(CONTENT_BYTES), options)?;
         Ok(Self { pages: data.load()?, description: data.description })
     }
 
-    /// Nanoseconds in which the bare codec compresses a page.
+    /// Returns the nanoseconds in which the bare codec compresses a page.
     pub fn compress_ns(&self, algorithm: Algorithm) -> Result<f64> {
         let codec = Streams::new(algorithm, &Params::default())?;
         let mut scratch = Scratch::new();
         let rounds = (0..3).map(|_| {
-            let begun = Instant::now();
+            let started = Instant::now();
             let mut pages = 0_u32;
             for page in whole_pages(&self.pages).take(COMPRESSED_PAGES) {
                 black_box(codec.compress(black_box(page), &mut scratch));
                 pages += 1;
             }
-            begun.elapsed().as_nanos() as f64 / f64::from(pages)
+            started.elapsed().as_nanos() as f64 / f64::from(pages)
         });
         Ok(Summary::of(rounds).median)
     }
 
-    /// A record's content: other pages for other records and other seeds.
+    /// Returns the content of a record, which depends on record number and seed.
     fn of(&self, record: u64, load: &Load) -> &[u8] {
         let room = (self.pages.len() as u64 - load.record) / PAGE + 1;
         let page = (record * (load.record / PAGE) + load.seed * 7919) % room;
@@ -98,7 +98,7 @@ impl Content {
 }
 
 impl<'a> Drive<'a> {
-    /// Empty disks of `size` bytes that compress with `algorithm`.
+    /// Creates empty disks of `size` bytes that compress with `algorithm`.
     pub fn new(disks: usize, size: u64, algorithm: Algorithm, content: &'a Content) -> Result<Self> {
         let disks = (0..disks).map(|_| new_ram_with(size, algorithm)).collect::<Result<_>>()?;
         Ok(Self { disks, content, size, filled: OnceLock::new(), requests: None })
@@ -106,7 +106,7 @@ impl<'a> Drive<'a> {
 }
 
 impl<'a> Drive<'a, File> {
-    /// Empty files, which will be of `size` bytes, one for each thread.
+    /// Creates an empty file per thread, each for `size` bytes.
     pub fn of_files(ext4: &Ext4, files: usize, size: u64, content: &'a Content) -> Result<Self> {
         let (disks, requests) = (ext4.files(files)?, Some(ext4.requests()));
         Ok(Self { disks, content, size, filled: OnceLock::new(), requests })
@@ -114,16 +114,16 @@ impl<'a> Drive<'a, File> {
 }
 
 impl<D: Disk> Drive<'_, D> {
-    /// Changes how the engine works, while nobody uses it.
+    /// Changes settings of the engine while no request is in progress.
     pub fn between_requests(&self, change: impl FnOnce()) {
-        let none =
+        let idle_guard =
             self.requests.as_ref().map(|requests| requests.write().unwrap_or_else(PoisonError::into_inner));
         change();
-        drop(none);
+        drop(idle_guard);
     }
 
-    /// Before slices of a pattern: initial writes come first, and all others find everything
-    /// written.
+    /// Prepares the disks for slices of a pattern. Initial writes need no preparation; all other
+    /// patterns need a filled disk.
     pub fn prepare(&self, pattern: Pattern) -> Result<()> {
         if pattern != Pattern::InitialWrite && self.filled.get().is_none() {
             self.fill()?;
@@ -132,7 +132,7 @@ impl<D: Disk> Drive<'_, D> {
         Ok(())
     }
 
-    /// Writes everything.
+    /// Writes all disks.
     fn fill(&self) -> Result<()> {
         let mut load = Load {
             pattern: Pattern::Write,
@@ -151,7 +151,7 @@ impl<D: Disk> Drive<'_, D> {
         Ok(())
     }
 
-    /// Empties the areas that initial writes of this load need empty.
+    /// Empties the areas of the load for initial writes.
     fn empty(&self, load: &Load) -> Result<()> {
         for thread in 0..load.threads {
             self.disk(thread).empty(self.start(load, thread), load.area)?;
@@ -167,8 +167,8 @@ impl<D: Disk> Drive<'_, D> {
         if load.shared { 0 } else { (thread / self.disks.len()) as u64 * load.area }
     }
 
-    /// Runs the load for `length`, or until the first thread is through: KiB a second of all
-    /// threads.
+    /// Runs the load for `length`, or until the first thread has finished its records. Returns KiB
+    /// per second of all threads.
     pub fn slice(&self, load: &Load, length: Duration) -> Result<f64> {
         ensure!(load.area >= load.record, "an area of {} bytes has no record of {}", load.area, load.record);
         if load.pattern == Pattern::InitialWrite {
@@ -181,38 +181,39 @@ impl<D: Disk> Drive<'_, D> {
                 .map(|thread| {
                     let (start, stop, cpu) = (&start, &stop, cpus[thread % cpus.len()]);
                     scope.spawn(move || -> Result<(u64, Instant, Instant)> {
-                        // Whatever fails, the barrier is reached.
+                        // Reach the barrier even after a failure, so that the other threads do not
+                        // hang.
                         let ready =
                             machine::pin_to(cpu).and_then(|()| Ok(IoBuf::zeroed(load.record as usize)?));
                         start.wait();
-                        let begun = Instant::now();
-                        let records = self.work(load, thread, &mut ready?, stop)?;
-                        Ok((records, begun, Instant::now()))
+                        let started = Instant::now();
+                        let records = self.run_worker(load, thread, &mut ready?, stop)?;
+                        Ok((records, started, Instant::now()))
                     })
                 })
                 .collect();
             start.wait();
-            let begun = Instant::now();
-            // Relaxed: the flag carries no data; joining the threads orders what they did.
-            while begun.elapsed() < length && !stop.load(Ordering::Relaxed) {
-                std::thread::sleep(length.saturating_sub(begun.elapsed()).min(Duration::from_millis(5)));
+            let started = Instant::now();
+            // Relaxed: the flag carries no data; joining the threads orders their work.
+            while started.elapsed() < length && !stop.load(Ordering::Relaxed) {
+                std::thread::sleep(length.saturating_sub(started.elapsed()).min(Duration::from_millis(5)));
             }
             // Relaxed: as above.
             stop.store(true, Ordering::Relaxed);
-            // From the first one's beginning to the last one's end: where threads share a CPU, one
-            // that begins late did not work faster.
-            let (mut records, mut first, mut last) = (0, Instant::now(), begun);
+            // Count from the earliest start to the latest end: if threads share a CPU, a thread
+            // that starts late was not faster.
+            let (mut records, mut first, mut last) = (0, Instant::now(), started);
             for worker in workers {
-                let (done, begun, ended) = worker.join().ok().context("a worker panicked")??;
-                (records, first, last) = (records + done, first.min(begun), last.max(ended));
+                let (done, started, ended) = worker.join().ok().context("a worker panicked")??;
+                (records, first, last) = (records + done, first.min(started), last.max(ended));
             }
             let length = last.duration_since(first).max(Duration::from_nanos(1));
             Ok((records * load.record) as f64 / 1024.0 / length.as_secs_f64())
         })
     }
 
-    /// One thread's loop: the number of its records.
-    fn work(&self, load: &Load, thread: usize, buffer: &mut IoBuf, stop: &AtomicBool) -> Result<u64> {
+    /// Runs the loop of one thread and returns the number of its records.
+    fn run_worker(&self, load: &Load, thread: usize, buffer: &mut IoBuf, stop: &AtomicBool) -> Result<u64> {
         let (disk, area) = (self.disk(thread), self.start(load, thread));
         let mut done = 0;
         for Step { record, is_write } in load.pattern.steps(load.area / load.record, thread, load.seed) {
@@ -235,18 +236,18 @@ impl<D: Disk> Drive<'_, D> {
                 }
             }
             done += 1;
-            // Relaxed: see `slice`. At least one record is done.
+            // Relaxed: see `slice`. The thread has done at least one record.
             if stop.load(Ordering::Relaxed) {
                 return Ok(done);
             }
         }
-        // Relaxed: see `slice`. Who is through ends the slice for all, as in iozone.
+        // Relaxed: see `slice`. The first thread to finish ends the slice for all, as in iozone.
         stop.store(true, Ordering::Relaxed);
         Ok(done)
     }
 
-    /// Of one thread: nanoseconds that a slot is held for each page, and how many slots are locked
-    /// for each. What the clock takes is left out.
+    /// Profiles a single thread: nanoseconds that slots are locked per page, and locked slots per
+    /// page. Excludes the cost of reading the clock.
     pub fn profile(&self, load: &Load, length: Duration, clock: f64) -> Result<(f64, f64)> {
         if load.pattern == Pattern::InitialWrite {
             self.empty(load)?;
@@ -257,12 +258,12 @@ impl<D: Disk> Drive<'_, D> {
         let profiled = std::thread::scope(|scope| {
             let worker = scope.spawn(|| -> Result<(f64, f64)> {
                 machine::pin_to(cpus[0])?;
-                variants::held();
-                let records = self.work(load, 0, &mut IoBuf::zeroed(load.record as usize)?, &stop)?;
-                let (time, slots) = variants::held();
+                variants::take_hold_time();
+                let records = self.run_worker(load, 0, &mut IoBuf::zeroed(load.record as usize)?, &stop)?;
+                let (time, slots) = variants::take_hold_time();
                 let pages = (records * (load.record / PAGE)) as f64;
-                let held = (time.as_nanos() as f64 - slots as f64 * clock).max(0.0);
-                Ok((held / pages, slots as f64 / pages))
+                let hold_time = (time.as_nanos() as f64 - slots as f64 * clock).max(0.0);
+                Ok((hold_time / pages, slots as f64 / pages))
             });
             std::thread::sleep(length);
             // Relaxed: as in `slice`.
@@ -274,33 +275,33 @@ impl<D: Disk> Drive<'_, D> {
     }
 }
 
-/// What the C library does with records that are written through its buffer: a copy first.
+/// Writes a record through a buffer, as the C library does: copies the data first.
 fn write_buffered<D: Disk>(disk: &D, at: u64, content: &[u8]) -> Result<()> {
-    let mut buffer = BufWriter::with_capacity(BUFFER_BYTES, At { disk, at });
-    // Less than the buffer at a time: what fills it by itself would pass it by.
+    let mut buffer = BufWriter::with_capacity(BUFFER_BYTES, Cursor { disk, at });
+    // A write as large as the buffer would bypass it.
     for part in content.chunks(BUFFER_BYTES / 2) {
         buffer.write_all(part)?;
     }
     Ok(buffer.flush()?)
 }
 
-/// What it does with records that are read through its buffer: a copy afterwards.
+/// Reads a record through a buffer, as the C library does: copies the data afterwards.
 fn read_buffered<D: Disk>(disk: &D, at: u64, into: &mut [u8]) -> Result<()> {
-    let mut buffer = BufReader::with_capacity(BUFFER_BYTES, At { disk, at });
-    // As above.
+    let mut buffer = BufReader::with_capacity(BUFFER_BYTES, Cursor { disk, at });
+    // A read as large as the buffer would bypass it.
     for part in into.chunks_mut(BUFFER_BYTES / 2) {
         buffer.read_exact(part)?;
     }
     Ok(())
 }
 
-/// A place in a disk that moves on.
-struct At<'a, D> {
+/// Position in a disk that advances with reads and writes.
+struct Cursor<'a, D> {
     disk: &'a D,
     at: u64,
 }
 
-impl<D: Disk> std::io::Write for At<'_, D> {
+impl<D: Disk> std::io::Write for Cursor<'_, D> {
     fn write(&mut self, data: &[u8]) -> std::io::Result<usize> {
         self.disk.write(self.at, data).map_err(std::io::Error::other)?;
         self.at += data.len() as u64;
@@ -312,16 +313,16 @@ impl<D: Disk> std::io::Write for At<'_, D> {
     }
 }
 
-/// Memory that the system can give without taking it from others.
+/// Returns the memory that the system can give without swapping.
 pub fn available_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    // Where it does not say, so much that nothing is made smaller.
+    // If unknown, assume enough for every experiment.
     kib.map_or(u64::MAX, |kib| kib << 10)
 }
 
-impl<D: Disk> std::io::Read for At<'_, D> {
+impl<D: Disk> std::io::Read for Cursor<'_, D> {
     fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
         self.disk.read(self.at, into).map_err(std::io::Error::other)?;
         self.at += into.len() as u64;
@@ -346,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn every_pattern_runs_in_its_areas_only() {
+    fn every_pattern_stays_in_its_areas() {
         let content = content();
         for pattern in [
             Pattern::InitialWrite,
@@ -375,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn buffered_writes_and_reads_are_of_the_whole_record() {
+    fn buffered_write_and_read_cover_whole_record() {
         let content = content();
         let drive = Drive::new(1, 64 * PAGE, Algorithm::Lz4, &content).unwrap();
         let record = content.of(1, &load(Pattern::BufferedWrite, 1));
@@ -389,16 +390,16 @@ mod tests {
     }
 
     #[test]
-    fn disks_apart_and_a_shared_area() {
+    fn separate_disks_and_shared_area_work() {
         let content = content();
-        let apart = Drive::new(2, 16 * PAGE, Algorithm::Lz4, &content).unwrap();
-        apart.fill().unwrap();
-        assert!(apart.slice(&load(Pattern::Read, 2), Duration::from_millis(5)).unwrap() > 0.0);
-        assert_eq!(apart.start(&load(Pattern::Read, 2), 1), 0);
+        let separate = Drive::new(2, 16 * PAGE, Algorithm::Lz4, &content).unwrap();
+        separate.fill().unwrap();
+        assert!(separate.slice(&load(Pattern::Read, 2), Duration::from_millis(5)).unwrap() > 0.0);
+        assert_eq!(separate.start(&load(Pattern::Read, 2), 1), 0);
         let one = Drive::new(1, 16 * PAGE, Algorithm::Lz4, &content).unwrap();
         let shared = Load { shared: true, ..load(Pattern::Write, 3) };
         assert!(one.slice(&shared, Duration::from_millis(5)).unwrap() > 0.0);
-        // Beyond the disk nothing is written, and it is said.
+        // A write beyond the end of the disk must fail.
         assert!(one.slice(&load(Pattern::Write, 3), Duration::from_millis(5)).is_err());
         let small = Load { area: PAGE, ..load(Pattern::Write, 1) };
         assert!(one.slice(&small, Duration::from_millis(5)).is_err());

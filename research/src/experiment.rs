@@ -1,72 +1,72 @@
-//! What an experiment comes to: the source's figures and ours side by side, column by column.
+//! Results of an experiment: the figures of the source and of this machine side by side, by column.
 //!
 //! Each experiment is a module with `pub fn run(options: &Options) -> Result<Experiment>`. Only
-//! ratios are compared with the source: its machine is another one. A ratio is of two numbers of
-//! one round ([`turns`]), never of two medians.
+//! ratios are compared with the source, because its machine differs. A ratio is computed from two
+//! numbers of the same round ([`turns`]), never from two medians.
 
 use freestone_report::{Summary, Unit};
 
-/// Which numbers of a table are the good ones.
+/// Direction in which the numbers of a table are better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Better {
-    /// Throughput.
+    /// Larger numbers are better: throughput.
     More,
-    /// Time.
+    /// Smaller numbers are better: time.
     Less,
 }
 
-/// One of the source's experiments.
+/// An experiment of the sources.
 #[derive(Debug)]
 pub struct Experiment {
-    /// 1 to 5.
+    /// Number from 1 to 5.
     pub number: u8,
     pub title: &'static str,
     /// Machine and setup of the source.
     pub source: String,
-    /// What is done here, and what is left out.
+    /// Setup of the repetition, and its omissions.
     pub here: Vec<String>,
     pub tables: Vec<Table>,
-    /// Where the shape differs from the source's, and why. The comparison of the fine lock with the
-    /// old one is added by itself (`words.rs`).
+    /// Explanation of shapes that differ from the source's. `words.rs` adds the comparison of the
+    /// fine lock with the old one.
     pub words: Vec<String>,
-    /// More threads than this machine has CPUs.
-    pub model: Vec<Modelled>,
+    /// Models for more threads than this machine has CPUs.
+    pub model: Vec<LoadModel>,
 }
 
-/// Rows with the same columns.
+/// A table of results.
 #[derive(Debug, Clone)]
 pub struct Table {
-    /// Unique within the experiment: the chart's file is called after it.
+    /// Name, unique in the experiment; also the file name of the chart.
     pub name: String,
     pub unit: Unit,
     pub better: Better,
     pub columns: Vec<&'static str>,
-    /// The column that the others are compared with: the old lock.
+    /// Index of the reference column: the old lock.
     pub old: usize,
-    /// The column that the source chose in the end.
+    /// Index of the column that the source chose in the end.
     pub new: usize,
-    /// The product's column. It may be the same as `new`.
+    /// Index of the product's column; may equal `new`.
     pub ours: usize,
     pub rows: Vec<TableRow>,
-    /// Loads of which no model is made, and why two threads cannot show what they gained.
+    /// Loads without a model, and the reason why two threads cannot show their gain.
     pub reasons: Vec<(&'static str, &'static str)>,
 }
 
-/// One load with one number of threads.
+/// Results of one load with one number of threads.
 #[derive(Debug, Clone)]
 pub struct TableRow {
     pub what: String,
     pub threads: usize,
-    /// The source's figures by column; nothing where it has none.
+    /// The source's figures by column; None if not published.
     pub published: Vec<Option<f64>>,
-    /// Ours by column, in the table's unit; nothing where it was not run.
+    /// Figures of this machine by column, in the table's unit; None if not run.
     pub measured: Vec<Option<Summary>>,
-    /// Of the same round over column `old`; above 1 is better, whatever the unit.
+    /// Ratios to column `old` of the same round. A ratio above 1 is better for every unit.
     pub ratios: Vec<Option<Summary>>,
 }
 
 impl Better {
-    /// How many times better `of` is than `to`.
+    /// Returns how many times better `of` is than `to`.
     pub fn ratio(self, of: f64, to: f64) -> f64 {
         match self {
             Self::More => of / to,
@@ -76,7 +76,7 @@ impl Better {
 }
 
 impl Table {
-    /// A table without rows.
+    /// Creates a table without rows.
     pub fn new(name: impl Into<String>, unit: Unit, better: Better, columns: &[&'static str]) -> Self {
         let last = columns.len() - 1;
         let columns = columns.to_vec();
@@ -93,8 +93,8 @@ impl Table {
         }
     }
 
-    /// Adds a row. `rounds` are our figures by column, then by round; a column that was not run has
-    /// none. `published` may be shorter than the columns.
+    /// Adds a row. `rounds` has the figures of this machine by column and round, and is empty for a
+    /// column that was not run. `published` may be shorter than the columns.
     pub fn add(
         &mut self,
         what: impl Into<String>,
@@ -116,27 +116,27 @@ impl Table {
         self.rows.push(TableRow { what: what.into(), threads, published, measured, ratios });
     }
 
-    /// The source's ratio of a column over the old one; above 1 is better.
+    /// Returns the source's ratio of a column to the old one; above 1 is better.
     pub fn published_ratio(&self, row: &TableRow, column: usize) -> Option<f64> {
         Some(self.better.ratio(row.published[column]?, row.published[self.old]?))
     }
 
-    /// The row of the same load with another number of threads.
+    /// Returns the row of the same load with another number of threads.
     pub fn sibling(&self, row: &TableRow, threads: usize) -> Option<&TableRow> {
         self.rows.iter().find(|other| other.what == row.what && other.threads == threads)
     }
 }
 
 impl TableRow {
-    /// Our ratio of a column over the old one where the rounds agree well enough to give one.
+    /// Returns the median ratio of a column to the old one, or None if the spread is too wide.
     pub fn steady_ratio(&self, column: usize) -> Option<f64> {
         self.ratios[column].filter(Summary::is_steady).map(|ratio| ratio.median)
     }
 }
 
-/// In which order the columns of a table take turns in a round: another one begins in every other
-/// round, and every other round goes backwards, so that none of them always comes first or always
-/// after the same other one.
+/// Returns the order of the columns of a table in a round. The starting column changes every second
+/// round, and every other round is reversed, so that no column is always first or always follows
+/// the same other one.
 pub fn turns(columns: usize, round: u32) -> Vec<usize> {
     let mut order: Vec<usize> = (0..columns).collect();
     order.rotate_left((round / 2) as usize % columns);
@@ -146,43 +146,43 @@ pub fn turns(columns: usize, round: u32) -> Vec<usize> {
     order
 }
 
-/// One load beyond this machine's cores.
+/// Model of one load with more threads than this machine has CPUs.
 #[derive(Debug, Clone)]
-pub struct Modelled {
-    /// The table and the row's name.
+pub struct LoadModel {
+    /// Name of the table, and of its row.
     pub table: String,
     pub what: String,
-    /// The measured numbers that go in, by name.
+    /// Measured inputs of the model, by name.
     pub inputs: Vec<(&'static str, f64)>,
-    /// The part of one thread's time that it keeps others from the old lock.
+    /// Part of a thread's time in which it holds the old lock.
     pub held_share: f64,
     pub checks: Vec<Check>,
-    pub beyond: Vec<Beyond>,
+    pub predictions: Vec<Prediction>,
 }
 
-/// A prediction beside its measurement.
+/// A prediction compared with its measurement.
 #[derive(Debug, Clone)]
 pub struct Check {
     pub threads: usize,
     pub column: &'static str,
     pub predicted: f64,
     pub measured: f64,
-    /// Of the measurement; nothing where its spread is too wide to compare with.
+    /// Error relative to the measurement, or None if its spread is too wide.
     pub error: Option<f64>,
-    /// The error is above `model::ERROR_MAX`.
+    /// True if the error is above `model::ERROR_MAX`.
     pub off: bool,
 }
 
-/// Modelled, not measured.
+/// Prediction of the model for a number of threads.
 #[derive(Debug, Clone)]
-pub struct Beyond {
+pub struct Prediction {
     pub threads: usize,
-    /// The old lock as it is measured here.
+    /// The old lock with the mutex of this machine.
     pub old: f64,
-    /// The old lock where whoever waits gets it in turn and nobody sleeps, as in the kernel.
+    /// The old lock with waiters served in order without sleeping, as in the kernel.
     pub in_turn: f64,
     pub ours: f64,
-    /// Over the better one of the old ones.
+    /// Ratio of `ours` to the better of the old locks.
     pub ratio: f64,
 }
 
@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ratios_are_of_the_same_round_and_above_one_is_better() {
+    fn ratio_uses_same_round_and_better_is_above_one() {
         let mut table = Table::new("t", Unit::Seconds, Better::Less, &["old", "absent", "ours"]);
         table.add("x", 2, &[Some(68.0), None, Some(17.0)], &[vec![2.0, 40.0], vec![], vec![1.0, 10.0]]);
         let row = &table.rows[0];
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ratio_with_too_wide_a_spread_is_not_given() {
+    fn ratio_with_wide_spread_is_withheld() {
         let mut table = Table::new("t", Unit::Kiops, Better::More, &["old", "ours"]);
         table.add("wide", 1, &[], &[vec![1.0; 4], vec![1.0, 2.0, 3.0, 9.0]]);
         table.add("narrow", 1, &[], &[vec![1.0; 4], vec![2.0, 2.1, 1.9, 2.0]]);
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn every_column_comes_first_as_often_as_the_others() {
+    fn columns_come_first_equally_often() {
         for columns in 1..7 {
             let mut first = vec![0; columns];
             for round in 0..2 * columns as u32 {

@@ -1,8 +1,8 @@
-//! ext4 on a RAM disk of this process, as the sources of experiments 1 and 2 had it: an NBD server
-//! in this process, nbdfuse, a loop device.
+//! ext4 on a RAM disk, as in the sources of experiments 1 and 2: an NBD server in this process,
+//! nbdfuse and a loop device.
 //!
-//! The mounts are in a namespace of nbdfuse's own. Whatever ends this process ends nbdfuse, and
-//! with it the mounts and the loop device; nobody else ever sees them.
+//! The mounts are in nbdfuse's own mount namespace, so no other process sees them. When this
+//! process ends in any way, nbdfuse ends too, and with it the mounts and the loop device.
 
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
@@ -20,46 +20,49 @@ use freestone_benches::tool;
 use freestone_core::variants::{self, Intent};
 use freestone_nbd::Server;
 
-/// nbdfuse mounts within, and ends within.
+/// Time limit for nbdfuse to mount, and to end.
 const READY_MAX: Duration = Duration::from_secs(20);
 const STEP: Duration = Duration::from_millis(10);
-/// What the file system needs beside the files: few, and no journal.
+/// mke2fs options that minimise metadata: few inodes, no journal.
 const MAKE: [&str; 10] = ["-q", "-F", "-t", "ext4", "-m", "0", "-N", "64", "-O", "^has_journal"];
 
-/// For the description of a table.
-pub const HOW: &str = "ext4 without a journal on the RAM disk, through our NBD server in this process, nbdfuse and a loop device with direct I/O; a file for \
-                       each thread, opened with O_DIRECT. A request passes ext4, the loop device, FUSE, nbdfuse and a socket.";
-/// Why two threads do not show there what they show without it.
-pub const REASON: &str = "Here a request passes ext4, a loop device, FUSE and a socket, which take many times as long as the old lock is held: what a finer \
-                          one gains drowns in that. The table without a file system shows it.";
+/// Setup, for the description of a table.
+pub const HOW: &str = "ext4 without a journal on the RAM disk, through our NBD server in this process, nbdfuse \
+                       and a loop device with direct I/O; a file per thread, opened with O_DIRECT. A request \
+                       passes ext4, the loop device, FUSE, nbdfuse and a socket.";
+/// Reason why two threads show no gain with ext4.
+pub const REASON: &str = "Here a request passes ext4, a loop device, FUSE and a socket, which take many times \
+                          as long as the old lock is held, so the gain of a finer lock does not show. The \
+                          table without a file system shows it.";
 
-/// Bytes of a disk on which files of so many bytes together find room beside what the file system
-/// keeps.
+/// Returns the disk size for files of `files_bytes` bytes in total, with space for the file
+/// system's metadata.
 pub fn disk_bytes(files_bytes: u64) -> u64 {
     const MIB: u64 = 1 << 20;
     (files_bytes + files_bytes / 32).next_multiple_of(MIB) + 8 * MIB
 }
 
-/// A mounted file system. Dropping it undoes everything.
+/// A mounted file system. Drop unmounts it and removes everything.
 pub struct Ext4 {
-    /// Read by each request while it runs: who writes it meets none.
+    /// Lock held for reading during each request. Locking it for writing waits for requests in
+    /// progress.
     requests: Arc<RwLock<()>>,
-    /// nbdfuse, in whose namespace the mounts are.
+    /// nbdfuse, which owns the mount namespace.
     fuse: Child,
-    // Dropped after nbdfuse has ended.
+    // Must outlive nbdfuse; drop ends nbdfuse first.
     _server: Server,
     dir: tempfile::TempDir,
 }
 
-/// The RAM disk, and who works on it right now: a file system writes when it pleases.
-struct Watched {
+/// The RAM disk behind the lock of requests: a file system sends requests at any time.
+struct GuardedRam {
     ram: Ram,
     requests: Arc<RwLock<()>>,
 }
 
-impl Watched {
-    /// What `work` gives; the engine's locks and streams do not change meanwhile.
-    fn with<T>(&self, intent: Intent, work: impl FnOnce(&Ram) -> T) -> T {
+impl GuardedRam {
+    /// Runs `work` on the RAM disk; the engine's locks and streams do not change meanwhile.
+    fn run_request<T>(&self, intent: Intent, work: impl FnOnce(&Ram) -> T) -> T {
         let _request = self.requests.read().unwrap_or_else(PoisonError::into_inner);
         variants::intend(intent);
         work(&self.ram)
@@ -70,18 +73,18 @@ fn intent(request: &Request) -> Intent {
     if request.op == Op::Read { Intent::Read } else { Intent::Write }
 }
 
-impl Device for Watched {
+impl Device for GuardedRam {
     fn geometry(&self) -> Geometry {
         self.ram.geometry()
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> freestone::device::Result<Tried> {
-        self.with(intent(request), |ram| ram.try_io(request, buffer))
+        self.run_request(intent(request), |ram| ram.try_io(request, buffer))
     }
 
-    // A RAM disk without a backing device is through with a request when this returns.
+    // A RAM disk without a backing device completes a request before this returns.
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.with(intent(&request), |ram| ram.submit(request, buffer, done));
+        self.run_request(intent(&request), |ram| ram.submit(request, buffer, done));
     }
 
     fn extents(
@@ -90,29 +93,29 @@ impl Device for Watched {
         len: u64,
         row: &mut dyn FnMut(Extent) -> bool,
     ) -> freestone::device::Result<u64> {
-        self.with(Intent::Write, |ram| ram.extents(offset, len, row))
+        self.run_request(Intent::Write, |ram| ram.extents(offset, len, row))
     }
 }
 
 impl Ext4 {
-    /// Makes a file system on `ram` and mounts it.
+    /// Creates a file system on `ram` and mounts it.
     ///
-    /// # Errors
-    /// Not root, or one of the programs is not there; the error names its package.
+    /// # Errors Fails if the process is not root or a program is missing; the error names its
+    /// package.
     pub fn new(ram: Ram) -> Result<Self> {
         ensure!(rustix::process::geteuid().is_root(), "--ext4 mounts a file system: run it as root");
         let dir = tempfile::tempdir()?;
-        for place in ["fuse", "mnt"] {
-            std::fs::create_dir(dir.path().join(place))?;
+        for name in ["fuse", "mnt"] {
+            std::fs::create_dir(dir.path().join(name))?;
         }
         let requests = Arc::new(RwLock::new(()));
-        let watched = Watched { ram, requests: requests.clone() };
-        let server = export(Arc::new(watched), &dir.path().join("socket"))?;
+        let guarded = GuardedRam { ram, requests: requests.clone() };
+        let server = export(Arc::new(guarded), &dir.path().join("socket"))?;
         let mut nbdfuse = Command::new("unshare");
         nbdfuse.args(["--mount", "--propagation", "private", "nbdfuse"]);
         nbdfuse.arg("-P").arg(dir.path().join("pid")).arg(dir.path().join("fuse/disk"));
         nbdfuse.arg(format!("nbd+unix:///?socket={}", dir.path().join("socket").display()));
-        let mut nbdfuse = tool::ends_with_us(&nbdfuse);
+        let mut nbdfuse = tool::die_with_parent(&nbdfuse);
         let fuse = nbdfuse.stdin(Stdio::null()).stdout(Stdio::null()).spawn().context(tool::NO_SETPRIV)?;
         let mut ext4 = Self { requests, fuse, _server: server, dir };
         ext4.mount()?;
@@ -120,50 +123,64 @@ impl Ext4 {
     }
 
     fn mount(&mut self) -> Result<()> {
-        let begun = Instant::now();
+        let started = Instant::now();
         while !self.dir.path().join("pid").exists() {
             if let Some(status) = self.fuse.try_wait()? {
                 anyhow::bail!("nbdfuse ended with {status}; its packages are called nbdfuse and fuse3");
             }
-            ensure!(begun.elapsed() < READY_MAX, "nbdfuse does not mount");
+            ensure!(started.elapsed() < READY_MAX, "nbdfuse does not mount");
             std::thread::sleep(STEP);
         }
         let disk = self.dir.path().join("fuse/disk");
-        tool::run(Command::new("mke2fs").args(MAKE).arg(self.seen("fuse/disk")), "e2fsprogs")?;
-        self.inside("mount", ["-o", "loop,noatime"].map(OsStr::new), &[&disk, &self.dir.path().join("mnt")])?;
-        // The loop device goes with the mount. Its own cache would keep requests from the disk.
-        let found =
-            self.inside("findmnt", ["-n", "-o", "SOURCE"].map(OsStr::new), &[&self.dir.path().join("mnt")])?;
+        tool::run(Command::new("mke2fs").args(MAKE).arg(self.path_in_namespace("fuse/disk")), "e2fsprogs")?;
+        self.run_in_namespace(
+            "mount",
+            ["-o", "loop,noatime"].map(OsStr::new),
+            &[&disk, &self.dir.path().join("mnt")],
+        )?;
+        // Unmounting also detaches the loop device. The cache of a loop device would keep requests
+        // from the disk, so direct I/O is enabled.
+        let found = self.run_in_namespace(
+            "findmnt",
+            ["-n", "-o", "SOURCE"].map(OsStr::new),
+            &[&self.dir.path().join("mnt")],
+        )?;
         tool::run(Command::new("losetup").arg("--direct-io=on").arg(found.trim()), "mount")?;
         Ok(())
     }
 
-    /// Runs a command where the mounts are.
-    fn inside<const N: usize>(&self, program: &str, options: [&OsStr; N], paths: &[&Path]) -> Result<String> {
+    /// Runs a command in the mount namespace.
+    fn run_in_namespace<const N: usize>(
+        &self,
+        program: &str,
+        options: [&OsStr; N],
+        paths: &[&Path],
+    ) -> Result<String> {
         let mut command = Command::new("nsenter");
         command.arg(format!("--mount=/proc/{}/ns/mnt", self.fuse.id())).arg(program);
         tool::run(command.args(options).args(paths), "util-linux and mount")
     }
 
-    /// A path of the temporary directory as nbdfuse's namespace has it.
-    fn seen(&self, path: &str) -> PathBuf {
+    /// Returns the path of a file in the mount namespace.
+    fn path_in_namespace(&self, path: &str) -> PathBuf {
         let dir = self.dir.path().strip_prefix("/").unwrap_or(self.dir.path());
         Path::new("/proc").join(self.fuse.id().to_string()).join("root").join(dir).join(path)
     }
 
-    /// New files, with nothing in them.
+    /// Creates empty files.
     pub fn files(&self, count: usize) -> Result<Vec<File>> {
         let mut open = OpenOptions::new();
         open.read(true).write(true).create(true).truncate(true);
         open.custom_flags(rustix::fs::OFlags::DIRECT.bits() as i32);
         (0..count)
             .map(|number| {
-                open.open(self.seen(&format!("mnt/{number}"))).context("a file in the mounted file system")
+                open.open(self.path_in_namespace(&format!("mnt/{number}")))
+                    .context("a file in the mounted file system")
             })
             .collect()
     }
 
-    /// Who takes this for writing meets no request.
+    /// Returns the lock of requests. Locking it for writing waits for requests in progress.
     pub fn requests(&self) -> Arc<RwLock<()>> {
         self.requests.clone()
     }
@@ -171,11 +188,11 @@ impl Ext4 {
 
 impl Drop for Ext4 {
     fn drop(&mut self) {
-        // What fails here is undone by nbdfuse's end, at the latest by ours.
-        let _ = self.inside("umount", [], &[&self.dir.path().join("mnt")]);
-        let _ = self.inside("umount", [], &[&self.dir.path().join("fuse")]);
-        let begun = Instant::now();
-        while matches!(self.fuse.try_wait(), Ok(None)) && begun.elapsed() < READY_MAX {
+        // The kernel undoes a failed unmount when nbdfuse ends.
+        let _ = self.run_in_namespace("umount", [], &[&self.dir.path().join("mnt")]);
+        let _ = self.run_in_namespace("umount", [], &[&self.dir.path().join("fuse")]);
+        let started = Instant::now();
+        while matches!(self.fuse.try_wait(), Ok(None)) && started.elapsed() < READY_MAX {
             std::thread::sleep(STEP);
         }
         let _ = self.fuse.kill();
@@ -192,7 +209,7 @@ mod tests {
     use freestone_benches::setup::new_ram;
 
     #[test]
-    fn files_are_on_the_disk_and_everything_goes_when_it_is_dropped() {
+    fn files_are_on_disk_and_drop_removes_everything() {
         if !rustix::process::geteuid().is_root() {
             assert!(Ext4::new(new_ram(16 << 20).unwrap()).is_err());
             return;

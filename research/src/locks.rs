@@ -1,5 +1,5 @@
-//! Experiment 1: one lock around the table of a RAM disk, and four locks of its entries, beside the
-//! product's.
+//! Experiment 1: one lock around the table of a RAM disk, and four kinds of locks per entry, beside
+//! the product's.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -18,9 +18,9 @@ use freestone_report::{Summary, Unit};
 use crate::costs::{self, Machine};
 use crate::disk::Disk;
 use crate::drive::{Content, Drive, Load, available_bytes};
-use crate::experiment::{Better, Experiment, Modelled, Table, turns};
+use crate::experiment::{Better, Experiment, LoadModel, Table, turns};
 use crate::ext4::{self, Ext4};
-use crate::model::{self, Inputs, Mixed, predict};
+use crate::model::{self, Inputs, MixedInputs, predict};
 use crate::patterns::Pattern;
 use crate::published::{Figures, locks as published};
 use crate::shared::Mix;
@@ -29,35 +29,35 @@ use crate::slices;
 
 const ROUNDS: u32 = 9;
 const SLICE_MS: u32 = 50;
-/// Numbers of threads; the source has the last one.
+/// Numbers of threads. The source has the last one.
 const THREADS: [usize; 3] = [1, 2, 4];
-/// As many threads have a disk each, for the model.
+/// Number of threads with a disk each, for the model.
 const THREADS_APART: usize = 2;
-/// iozone's record, and its file for each thread.
+/// iozone's record size, and its file size per thread.
 const RECORD_BYTES: u64 = 16 << 10;
 const AREA_BYTES: u64 = 200 << 20;
-/// fio's device and blocks.
+/// fio's device size and block size.
 const DEVICE_BYTES: u64 = 10 << 20;
 const BLOCK_BYTES: u64 = 32 << 10;
-/// Seeds what fio draws: it is fixed there.
+/// Seed of fio's random numbers, which the source fixed.
 const FIO_SEED: u64 = 1;
-/// A unit of the tables is a KiB: a page a second is four of them.
+/// The tables are in KiB per second: a page per second is four of these units.
 const KIB_A_PAGE: f64 = 4.0;
-/// Steps of the loop that measures one on a lock's line.
+/// Steps of the loop that measures an atomic operation.
 const STEPS: u32 = 1 << 20;
 
 const OLD: usize = 0;
-/// What the source chose.
+/// Column of the source's choice.
 const NEW: usize = 4;
 const OURS: usize = 5;
-/// The columns; the last one is the product's.
+/// Locks of the columns. The last one is the product's.
 const LOCKS: [Lock; 6] = [Lock::Table, Lock::Cas, Lock::Spin, Lock::ReadWrite, Lock::BitSpin, Lock::Ours];
 const COLUMNS: [&str; 6] = {
     let [old, cas, spin, read_write, bit] = published::COLUMNS;
     [old, cas, spin, read_write, bit, "ours"]
 };
 
-/// What the loads of a table have in common.
+/// Parameters shared by the loads of a table.
 struct Bench<'a, D> {
     drive: &'a Drive<'a, D>,
     /// A disk for each of two threads, for the model.
@@ -65,24 +65,25 @@ struct Bench<'a, D> {
     record: u64,
     area: u64,
     shared: bool,
-    /// Nothing where rounds have seeds of their own.
+    /// Fixed seed, or None if each round has its own.
     seed: Option<u64>,
     slices: Slices,
     machine: Option<&'a Machine>,
 }
 
-/// Runs iozone's tests, then fio's jobs, then, where `on_ext4`, iozone's on files.
+/// Runs iozone's tests, then fio's jobs, and with `on_ext4` iozone's tests on files.
 pub fn run(on_ext4: bool, options: &Options) -> Result<Experiment> {
     let machine = costs::measure()?;
     let content = Content::new(options)?;
     let slices = slices(options, ROUNDS, SLICE_MS);
-    let most = THREADS[THREADS.len() - 1];
-    // Half of what is free, for the areas and the disks apart; nothing of it may be compressible.
-    let room = available_bytes() / 2 / (most + THREADS_APART) as u64;
+    let threads_max = THREADS[THREADS.len() - 1];
+    // Use half of the available memory for the shared disk and the separate disks, assuming
+    // incompressible data.
+    let room = available_bytes() / 2 / (threads_max + THREADS_APART) as u64;
     let area = options.bytes(AREA_BYTES).min(room) / RECORD_BYTES * RECORD_BYTES;
-    // One disk with the areas of all threads, and one for each of two threads.
-    let of_iozone = |name: &str, algorithm| -> Result<(Table, Vec<Modelled>)> {
-        let drive = Drive::new(1, most as u64 * area, algorithm, &content)?;
+    // A disk with the areas of all threads, and a disk for each of two threads.
+    let iozone_table = |name: &str, algorithm| -> Result<(Table, Vec<LoadModel>)> {
+        let drive = Drive::new(1, threads_max as u64 * area, algorithm, &content)?;
         let apart = Drive::new(THREADS_APART, area, algorithm, &content)?;
         let bench = Bench {
             drive: &drive,
@@ -96,8 +97,8 @@ pub fn run(on_ext4: bool, options: &Options) -> Result<Experiment> {
         };
         bench.table(name, &published::IOZONE)
     };
-    let (iozone, mut model) = of_iozone("iozone", Algorithm::Lzo)?;
-    let (with_lz4, lz4_model) = of_iozone("iozone, lz4", Algorithm::Lz4)?;
+    let (iozone, mut model) = iozone_table("iozone", Algorithm::Lzo)?;
+    let (with_lz4, lz4_model) = iozone_table("iozone, lz4", Algorithm::Lz4)?;
     let (fio, fio_model) = {
         let drive = Drive::new(1, DEVICE_BYTES, Algorithm::Lzo, &content)?;
         let apart = Drive::new(THREADS_APART, DEVICE_BYTES, Algorithm::Lzo, &content)?;
@@ -117,7 +118,7 @@ pub fn run(on_ext4: bool, options: &Options) -> Result<Experiment> {
     model.extend(lz4_model.into_iter().chain(fio_model));
     let mut here = here(area, &content)?;
     if on_ext4 {
-        tables.push(of_files(most, area, &content, slices)?);
+        tables.push(file_table(threads_max, area, &content, slices)?);
         here.push(format!("iozone on ext4: {}", ext4::HOW));
     }
     Ok(Experiment {
@@ -131,8 +132,8 @@ pub fn run(on_ext4: bool, options: &Options) -> Result<Experiment> {
     })
 }
 
-/// iozone's tests with a file for each thread.
-fn of_files(threads: usize, area: u64, content: &Content, slices: Slices) -> Result<Table> {
+/// Runs iozone's tests with a file per thread.
+fn file_table(threads: usize, area: u64, content: &Content, slices: Slices) -> Result<Table> {
     let ext4 = Ext4::new(new_ram_with(ext4::disk_bytes(threads as u64 * area), Algorithm::Lzo)?)?;
     let drive = Drive::of_files(&ext4, threads, area, content)?;
     let bench = Bench {
@@ -155,48 +156,55 @@ fn here(area: u64, content: &Content) -> Result<Vec<String>> {
     let [lzo, lz4] = [Algorithm::Lzo, Algorithm::Lz4].map(|algorithm| content.compress_ns(algorithm));
     Ok(vec![
         format!(
-            "The library's RAM disk with LZO, and once more with lz4 (\"iozone, lz4\", beside the source's figures for LZO), in one build in which the \
-             lock of a slot is chosen at run time; all columns pay for the choice and take turns on one disk. Content: {}. Thread n is on CPU n \
-             modulo {cpus}. KB/s of all threads together.",
+            "The library's RAM disk with LZO, and again with lz4 (\"iozone, lz4\", beside the source's figures \
+             for LZO). The lock of a slot is selected at run time in one build; all columns pay for the \
+             selection and take turns on one disk. Content: {}. Thread n is on CPU n modulo {cpus}. KB/s of \
+             all threads together.",
             content.description
         ),
         format!(
-            "LZO is lzokay's here. Its search is more thorough than that of the kernel's lzo1x_1, and takes several times as long: the bare codec \
-             compresses a page in {:.1} us, with lz4 in {:.1} us. So a write spends less of its time at the lock here than in the source, and lz4 \
-             may be nearer to it.",
+            "LZO is lzokay here. Its search is more thorough than that of the kernel's lzo1x_1 and takes \
+             several times as long: the bare codec compresses a page in {:.1} us, with lz4 in {:.1} us. So a \
+             write spends a smaller part of its time at the lock here than in the source, and lz4 may be \
+             closer to the source.",
             lzo? / 1000.0,
             lz4? / 1000.0
         ),
         format!(
-            "iozone's tests: {} KiB records, an area of {} MiB for each thread, emptied before each initial write, which ends with the first thread \
-             that is through. pwrite and pread have no file position to leave alone here: they are a rewrite and a read in order. fio's jobs: \
-             {} KiB blocks, all jobs in one device of {} MiB, until the time is over instead of 3000 loops; reads and writes together.",
+            "iozone's tests: {} KiB records, an area of {} MiB per thread, emptied before each initial write, \
+             which ends when the first thread has finished. pwrite and pread equal a rewrite and a sequential \
+             read here, as there is no file position. fio's jobs: {} KiB blocks, all jobs on one device of {} \
+             MiB, for a fixed time instead of 3000 loops; reads and writes together.",
             RECORD_BYTES >> 10,
             area >> 20,
             BLOCK_BYTES >> 10,
             DEVICE_BYTES >> 20
         ),
-        "Readers share the two read-write locks, as in the kernel; there the table's was held by a reader while it decompressed, and by a writer while \
-         it replaced the entry, and so it is here. \"CAS\" and \"bit spinlock\" are a bit in the slot's word, the other two locks of an entry lie in \
-         an array beside it, a cache line further; in the kernel they lay in the entry. What spins yields its CPU after 64 looks, since a holder may \
-         have lost its own; the kernel's holders do not."
+        "Readers share the two read-write locks, as in the kernel. There a reader held the table's lock while \
+         it decompressed, and a writer while it replaced the entry; it is the same here. \"CAS\" and \"bit \
+         spinlock\" are a bit in the slot's word. The other two locks of an entry are in a separate array, on \
+         another cache line; in the kernel they were in the entry. A spinning thread yields its CPU after 64 \
+         tries, because the holder may be preempted; the kernel's holders are not."
             .into(),
-        "Under every lock, the old one too, a read decompresses, and a rewrite copies what it has compressed before into the place of the old object \
-         where both are of one size class. The kernel's reads did the same. Its writes copied to a new place first and held the lock while they freed \
-         the old object and noted the new one: where pages are written over, a lock is held here for the copy of an object as well. Two threads \
-         seldom want one entry at once, so it is the old lock that looks worse for it than it was. An initial write copies before it takes the lock, \
-         as in the kernel."
+        "Under every lock, including the old one, a read decompresses, and a rewrite copies the object, \
+         compressed before, over the old object if both have the same size class. The kernel's reads did the \
+         same. Its writes copied to a new location first, and held the lock while they freed the old object \
+         and recorded the new one. So a rewrite holds a lock here for the copy of an object as well. Two \
+         threads rarely need the same entry, so this makes only the old lock look worse than it was. An \
+         initial write copies before it takes the lock, as in the kernel."
             .into(),
-        "Left out: the file system (--ext4 adds it) and the block layer, the kernel's own cost of a system call."
+        "Omitted: the file system (--ext4 adds it), the block layer, and the kernel's own cost of a system \
+         call."
             .into(),
-        "The model's old lock is, for readers, two steps on the line of the one lock and the line's way between CPUs; for writers it is held as long \
-         as a slot is here, by the clock. Where reads and writes come together, both are held so long, readers together, and nobody queues. It \
-         takes the place of the slot's own lock, which takes as many steps."
+        "In the model, a reader's cost of the old lock is two atomic operations on its cache line and the \
+         transfer of the line between CPUs. A writer holds it for the measured hold time of a slot. With reads \
+         and writes together, both hold it for that time, readers share it, and waiters do not queue. The old \
+         lock replaces the slot's own lock, which costs as many atomic operations."
             .into(),
     ])
 }
 
-/// The means of the columns over the old lock, there and here.
+/// Describes the means of the columns relative to the old lock, in the source and here.
 fn shape(table: &Table) -> Option<String> {
     let means = |threads: usize, ratio: &dyn Fn(usize, usize) -> Option<f64>| {
         let rows: Vec<usize> =
@@ -206,9 +214,9 @@ fn shape(table: &Table) -> Option<String> {
             let logs = logs.filter(|logs| !logs.is_empty())?;
             Some((logs.iter().sum::<f64>() / logs.len() as f64).exp())
         };
-        let named = (1..table.columns.len())
+        let means_by_column = (1..table.columns.len())
             .filter_map(|column| Some(format!("{} {:.2}", table.columns[column], mean(column)?)));
-        named.collect::<Vec<_>>().join(", ")
+        means_by_column.collect::<Vec<_>>().join(", ")
     };
     let published = means(4, &|row, column| table.published_ratio(&table.rows[row], column));
     let here: Vec<String> = THREADS[1..]
@@ -235,9 +243,9 @@ impl<D: Disk> Bench<'_, D> {
         Load { pattern, threads, record, area, shared, seed: self.seed.unwrap_or(u64::from(round)) }
     }
 
-    /// Every load with every number of threads and, where the machine has two CPUs, the model of
-    /// those that it fits.
-    fn table(&self, name: &str, figures: &[Figures<5>]) -> Result<(Table, Vec<Modelled>)> {
+    /// Runs every load with every number of threads. On a machine with two CPUs, also models the
+    /// loads that fit the model.
+    fn table(&self, name: &str, figures: &[Figures<5>]) -> Result<(Table, Vec<LoadModel>)> {
         let mut table = Table::new(name, Unit::KbSecond, Better::More, &COLUMNS);
         (table.old, table.new, table.ours) = (OLD, NEW, OURS);
         let mut inputs = Vec::new();
@@ -256,14 +264,14 @@ impl<D: Disk> Bench<'_, D> {
                 }
             }
         }
-        let modelled = self.machine.map(|machine| {
+        let models = self.machine.map(|machine| {
             inputs.iter().map(|(of, what)| predict(&table, what, of.as_ref(), machine, KIB_A_PAGE)).collect()
         });
-        Ok((table, modelled.unwrap_or_default()))
+        Ok((table, models.unwrap_or_default()))
     }
 
-    /// Speeds by column and round; behind the columns, for what is modelled, those of threads
-    /// apart.
+    /// Returns speeds by column and round. For loads with a model, the speeds of threads with
+    /// separate disks follow the columns.
     fn row(&self, pattern: Pattern, threads: usize) -> Result<Vec<Vec<f64>>> {
         let apart = self.apart.filter(|_| threads == THREADS_APART);
         let sides = LOCKS.len() + usize::from(apart.is_some());
@@ -286,8 +294,8 @@ impl<D: Disk> Bench<'_, D> {
         Ok(speeds)
     }
 
-    /// What goes into the model, of which an operation is a page. `apart` are the speeds of two
-    /// threads with a disk each.
+    /// Returns the inputs of the model, in which an operation is a page. `apart` are the speeds of
+    /// two threads with a disk each.
     fn inputs(
         &self,
         table: &Table,
@@ -300,25 +308,31 @@ impl<D: Disk> Bench<'_, D> {
         let pages = (self.record / PAGE_BYTES as u64) as u32;
         match pattern {
             Pattern::ReadersAndWriters => {
-                self.mixed([Pattern::RandomRead, Pattern::RandomWrite], Mix::ByThread, apart, machine)
+                self.mixed_inputs([Pattern::RandomRead, Pattern::RandomWrite], Mix::ByThread, apart, machine)
             }
             Pattern::SequentialMix => {
-                self.mixed([Pattern::Read, Pattern::Write], Mix::ByPages(pages), apart, machine)
+                self.mixed_inputs([Pattern::Read, Pattern::Write], Mix::ByPages(pages), apart, machine)
             }
-            Pattern::RandomMix => {
-                self.mixed([Pattern::RandomRead, Pattern::RandomWrite], Mix::ByPages(pages), apart, machine)
-            }
+            Pattern::RandomMix => self.mixed_inputs(
+                [Pattern::RandomRead, Pattern::RandomWrite],
+                Mix::ByPages(pages),
+                apart,
+                machine,
+            ),
             _ => {
                 let alone = table.rows.iter().find(|row| row.what == what && row.threads == 1);
-                let alone = alone.and_then(|row| row.measured[OURS]).context("it was not run")?.median;
-                self.alike(pattern, alone, apart, machine)
+                let alone = alone
+                    .and_then(|row| row.measured[OURS])
+                    .context("the load was not run with one thread")?
+                    .median;
+                self.uniform_inputs(pattern, alone, apart, machine)
             }
         }
     }
 
-    /// Reads only, which meet at the lock's line, or writes only, which have it one after the
-    /// other.
-    fn alike(
+    /// Inputs for loads of reads only, which contend for the cache line of the lock, or of writes
+    /// only, which hold the lock one at a time.
+    fn uniform_inputs(
         &self,
         pattern: Pattern,
         alone: f64,
@@ -326,17 +340,17 @@ impl<D: Disk> Bench<'_, D> {
         machine: &Machine,
     ) -> Result<Box<dyn model::Speeds>> {
         let step = step_ns();
-        let (held, visits) = if pattern.is_read() {
+        let (hold_time, visits) = if pattern.is_read() {
             (2.0 * step, 2.0)
         } else {
-            let (held, slots) = self.held(pattern, machine)?;
-            (held + slots * step, slots)
+            let (hold_time, slots) = self.hold_time(pattern, machine)?;
+            (hold_time + slots * step, slots)
         };
         Ok(Box::new(Inputs {
             fine: KIB_A_PAGE * 1e9 / alone,
-            held,
+            hold_time,
             visits,
-            // No more than that of the fine lock.
+            // Not more expensive than the fine lock.
             lock: 0.0,
             discipline: Discipline::InTurn,
             apart: apart / alone,
@@ -344,8 +358,8 @@ impl<D: Disk> Bench<'_, D> {
         }))
     }
 
-    /// Reads and writes, each as it is by itself.
-    fn mixed(
+    /// Inputs for loads of reads and writes, from measurements of each kind alone.
+    fn mixed_inputs(
         &self,
         [read, write]: [Pattern; 2],
         mix: Mix,
@@ -356,31 +370,31 @@ impl<D: Disk> Bench<'_, D> {
             let speeds: Result<Vec<f64>> = (0..self.slices.pairs)
                 .map(|round| self.drive.slice(&self.load(pattern, 1, round), self.slices.slice))
                 .collect();
-            let (held, slots) = self.held(pattern, machine)?;
-            Ok((KIB_A_PAGE * 1e9 / Summary::of(speeds?).median, held + slots * step_ns()))
+            let (hold_time, slots) = self.hold_time(pattern, machine)?;
+            Ok((KIB_A_PAGE * 1e9 / Summary::of(speeds?).median, hold_time + slots * step_ns()))
         };
         let ((read, read_held), (write, write_held)) = (alone(read)?, alone(write)?);
-        let mut of = Mixed { read, write, read_held, write_held, mix, apart: 1.0 };
+        let mut of = MixedInputs { read, write, read_held, write_held, mix, apart: 1.0 };
         of.apart = apart / KIB_A_PAGE / model::Speeds::fine(&of, THREADS_APART);
         Ok(Box::new(of))
     }
 
-    /// Of one thread, for each page: nanoseconds that a slot is held, and how many slots are
-    /// locked.
-    fn held(&self, pattern: Pattern, machine: &Machine) -> Result<(f64, f64)> {
+    /// Profiles a single thread: nanoseconds that slots are locked per page, and locked slots per
+    /// page.
+    fn hold_time(&self, pattern: Pattern, machine: &Machine) -> Result<(f64, f64)> {
         self.drive.profile(&self.load(pattern, 1, 0), self.slices.slice, machine.clock)
     }
 }
 
-/// Nanoseconds of one atomic step on a line that this CPU has.
+/// Returns the nanoseconds of an atomic operation on a cache line that this CPU owns.
 fn step_ns() -> f64 {
     let line = AtomicU32::new(0);
     let rounds = (0..9).map(|_| {
-        let begun = Instant::now();
+        let started = Instant::now();
         for _ in 0..STEPS {
             black_box(&line).fetch_add(1, Ordering::SeqCst);
         }
-        begun.elapsed().max(Duration::from_nanos(1)).as_nanos() as f64 / f64::from(STEPS)
+        started.elapsed().max(Duration::from_nanos(1)).as_nanos() as f64 / f64::from(STEPS)
     });
     Summary::of(rounds).median
 }
@@ -390,7 +404,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_that_was_published_can_be_run() {
+    fn every_published_load_can_be_run() {
         for figures in published::IOZONE.iter().chain(&published::FIO) {
             Pattern::named(figures.what).unwrap();
         }
@@ -399,14 +413,14 @@ mod tests {
     }
 
     #[test]
-    fn the_shape_is_said_as_means() {
+    fn shape_reports_means_of_loads() {
         let mut table = Table::new("t", Unit::KbSecond, Better::More, &["old", "new"]);
         table.add("a", 4, &[Some(1.0), Some(4.0)], &[vec![1.0; 3], vec![2.0; 3]]);
         table.add("b", 4, &[Some(1.0), Some(1.0)], &[vec![1.0; 3], vec![8.0; 3]]);
-        let said = shape(&table).unwrap();
+        let text = shape(&table).unwrap();
         assert!(
-            said.contains("with 4 threads: new 2.00") && said.contains("with 4 threads new 4.00"),
-            "{said}"
+            text.contains("with 4 threads: new 2.00") && text.contains("with 4 threads new 4.00"),
+            "{text}"
         );
         table.rows.clear();
         assert!(shape(&table).is_none());

@@ -1,8 +1,8 @@
-//! The five experiments of the sources: their published figures beside ours, what is gained over
-//! the old lock beside what is gained here, in tables, in JSON, in charts and in words.
+//! The five experiments of the sources, repeated: published figures beside those of this machine,
+//! as tables, JSON, charts and text.
 //!
-//! Into the directory `--out` go `experiment-N.json` for each experiment that was run, and a chart
-//! for each of its tables. What an earlier run left of other experiments stays.
+//! The directory `--out` receives `experiment-N.json` for each experiment that was run, and a chart
+//! for each of its tables. Files of other experiments from earlier runs stay.
 
 mod chart;
 mod costs;
@@ -37,11 +37,11 @@ use freestone_report::{Document, Report};
 
 use self::experiment::Experiment;
 
-/// Rounds below which no spread means anything.
+/// Minimum number of rounds for a meaningful spread.
 const ROUNDS_MIN: u32 = 3;
 const QUICK_SLICE_MS: u32 = 10;
 
-/// The sources' experiments.
+/// The experiments of the sources.
 #[derive(Parser)]
 #[command(version)]
 struct Cli {
@@ -51,25 +51,26 @@ struct Cli {
     options: Options,
 }
 
-// As if it were one of the benchmarks, which it is for `cargo xtask bench` and in what is written.
+// A subcommand, as if this were one of the benchmarks: `cargo xtask bench` and the recorded command
+// line treat it as one.
 #[derive(Subcommand)]
 enum Bench {
-    /// The sources' five experiments: their published figures beside ours, with JSON, charts and
-    /// words.
+    /// The five experiments of the sources: published figures beside measured ones, with JSON,
+    /// charts and text
     Reproduce(Args),
 }
 
-/// What it can be told.
+/// Options of `reproduce`.
 #[derive(Debug, Clone, clap::Args)]
 struct Args {
-    /// Which experiments: 1 locks, 2 streams, 3 writeback, 4 snapshots, 5 zones, or all.
+    /// Experiments to run: 1 locks, 2 streams, 3 writeback, 4 snapshots, 5 zones, or all
     #[arg(default_value = "all", value_name = "1..5|all")]
-    which: Vec<Which>,
+    which: Vec<Selection>,
     /// Directory for the JSON and the charts
     #[arg(long, default_value = "benches/out/reproduce")]
     out: PathBuf,
-    /// 1 and 2: once more with ext4 on the disk, through NBD, nbdfuse and a loop device; needs
-    /// root, nbdfuse and e2fsprogs.
+    /// 1 and 2: also run with ext4 on the disk, through NBD, nbdfuse and a loop device; needs root,
+    /// nbdfuse and e2fsprogs
     #[arg(long)]
     ext4: bool,
     /// 3: directory for the backing file, on the disk to measure [default: that of --data-dir]
@@ -77,26 +78,26 @@ struct Args {
     dir: Option<PathBuf>,
 }
 
-/// One experiment, or all.
+/// Selected experiments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Which {
+enum Selection {
     All,
     One(u8),
 }
 
-impl FromStr for Which {
+impl FromStr for Selection {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> Result<Self> {
         match text {
             "all" => Ok(Self::All),
             "1" | "2" | "3" | "4" | "5" => Ok(Self::One(text.as_bytes()[0] - b'0')),
-            _ => bail!("an experiment is a number from 1 to 5, or all"),
+            _ => bail!("an experiment must be a number from 1 to 5, or all"),
         }
     }
 }
 
-/// Runs the experiments one after the other; each is printed and written as soon as it is there.
+/// Runs the experiments one after the other. Each is printed and written as soon as it has run.
 fn main() -> Result<()> {
     let Cli { bench: Bench::Reproduce(args), options } = Cli::parse();
     options.check()?;
@@ -104,7 +105,7 @@ fn main() -> Result<()> {
     let run = freestone_benches::begin();
     let cpus = machine::allowed_cpus()?.len();
     for number in 1..=5 {
-        if !args.which.contains(&Which::All) && !args.which.contains(&Which::One(number)) {
+        if !args.which.contains(&Selection::All) && !args.which.contains(&Selection::One(number)) {
             continue;
         }
         let experiment = match number {
@@ -120,7 +121,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Shows it, draws its charts, and writes it.
+/// Prints the experiment, draws its charts and writes its JSON.
 fn write(out: &Path, experiment: &Experiment, mut document: Document) -> Result<()> {
     let Experiment { number, title, source, tables, .. } = experiment;
     document.notes = vec![format!("{title}. Source: {source}")];
@@ -139,14 +140,14 @@ fn write(out: &Path, experiment: &Experiment, mut document: Document) -> Result<
     document.finish(&out.join(format!("experiment-{number}.json")))
 }
 
-/// Small letters, digits and hyphens.
+/// Returns a name of lower-case letters, digits and hyphens.
 fn file_name(table: &str) -> String {
     let words = table.to_lowercase();
     let words = words.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
     words.collect::<Vec<_>>().join("-")
 }
 
-/// How often and how long: what the command line says, or what is usual for an experiment.
+/// Returns number and length of slices, from the command line or the defaults of the experiment.
 fn slices(options: &Options, rounds: u32, slice_ms: u32) -> Slices {
     let (rounds, slice_ms) = if options.quick { (ROUNDS_MIN, QUICK_SLICE_MS) } else { (rounds, slice_ms) };
     Slices {
@@ -160,16 +161,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn experiments_are_named_by_number() {
-        assert_eq!("all".parse::<Which>().unwrap(), Which::All);
-        assert_eq!("5".parse::<Which>().unwrap(), Which::One(5));
+    fn experiment_is_selected_by_number() {
+        assert_eq!("all".parse::<Selection>().unwrap(), Selection::All);
+        assert_eq!("5".parse::<Selection>().unwrap(), Selection::One(5));
         for bad in ["0", "6", "", "zones", "1..5"] {
-            assert!(bad.parse::<Which>().is_err(), "{bad}");
+            assert!(bad.parse::<Selection>().is_err(), "{bad}");
         }
     }
 
     #[test]
-    fn charts_are_called_after_their_tables() {
+    fn chart_has_name_of_its_table() {
         assert_eq!(file_name("Reads, no backing (KIOPS)"), "reads-no-backing-kiops");
     }
 }

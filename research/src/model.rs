@@ -1,92 +1,95 @@
-//! More cores than this machine has: a model whose numbers were all measured with one thread, or
-//! with threads that share nothing.
+//! Model for more cores than this machine has. All its inputs are measured with one thread, or with
+//! threads that share nothing.
 //!
-//! The old lock is a server that one thread at a time visits ([`crate::simulate`]). It is modelled
-//! twice: as it is measured here, and handed over in turn as the kernel's spinlocks are; what is
-//! gained is counted from the better one. Where reads and writes meet at a read-write lock, that is
-//! what is simulated ([`crate::shared`]). The fine lock has no server: its threads share nothing
-//! that is modelled, no memory bandwidth either, so its figure is an upper bound. What the model
-//! says of 1 and 2 threads is set beside what was measured in the same run; no number of it was
-//! chosen to fit there.
+//! The old lock is a server that one thread at a time visits ([`crate::simulate`]). This lock is
+//! modelled twice: as measured here, and handed over in order like the kernel's spinlocks; the gain
+//! is relative to the better one. Read-write locks under reads and writes are simulated
+//! ([`crate::shared`]). The fine lock has no server: its threads share nothing in the model, not
+//! even memory bandwidth, so its figure is an upper bound.
+//!
+//! For 1 and 2 threads the prediction is compared with the measurement of the same run. No input is
+//! fitted to these.
 
 use crate::costs::Machine;
-use crate::experiment::{Beyond, Check, Modelled, Table};
+use crate::experiment::{Check, LoadModel, Prediction, Table};
 use crate::shared::{self, Mix, Visit};
-use crate::simulate::{self, Costs, Discipline, Work};
+use crate::simulate::{self, Costs, Discipline, Operation};
 
-/// Numbers of threads, each on a core of its own, that are modelled.
-pub const BEYOND: [usize; 4] = [4, 8, 16, 48];
-/// Numbers of threads that are measured as well.
+/// Modelled numbers of threads, each on its own core.
+pub const PREDICTED_THREADS: [usize; 4] = [4, 8, 16, 48];
+/// Numbers of threads that are also measured.
 const CHECKED: [usize; 2] = [1, 2];
-/// A prediction that is further away from the measurement is flagged.
+/// Relative error above which a prediction is flagged.
 pub const ERROR_MAX: f64 = 0.15;
 
-/// A load as it is known from measurements with one thread, or with threads that share nothing:
-/// what it says of any number of threads that have a core each. Speeds are operations a second.
+/// Predictions for a load, from measurements with one thread or with threads that share nothing.
+/// Every thread has its own core. Speeds are operations per second.
 pub trait Speeds {
-    /// With the old lock as it is measured here.
+    /// Returns the speed with the old lock and the mutex of this machine.
     fn old(&self, machine: &Machine, threads: usize) -> f64;
-    /// With the old lock where whoever waits gets it in turn and nobody sleeps, as in the kernel.
+    /// Returns the speed with the old lock and waiters served in order without sleeping, as in the
+    /// kernel.
     fn in_turn(&self, machine: &Machine, threads: usize) -> f64;
     fn fine(&self, threads: usize) -> f64;
-    /// The part of one thread's time that it keeps others from the old lock.
+    /// Returns the part of a thread's time in which it keeps others from the old lock.
     fn held_share(&self, machine: &Machine) -> f64;
-    /// The measured numbers that went in, by name.
+    /// Returns the measured inputs, by name.
     fn inputs(&self, costs: &Costs) -> Vec<(&'static str, f64)>;
 }
 
-/// One lock that one thread at a time has; in nanoseconds an operation.
+/// Inputs for a lock that one thread at a time holds, in nanoseconds per operation.
 #[derive(Debug, Clone, Copy)]
 pub struct Inputs {
-    /// With the fine lock.
+    /// Whole operation, with the fine lock.
     pub fine: f64,
-    /// Under the old lock.
-    pub held: f64,
-    /// How often the old lock is taken.
+    /// Time under the old lock.
+    pub hold_time: f64,
+    /// Number of times that the old lock is taken.
     pub visits: f64,
-    /// Taking the old lock and letting it go, once, where it is free.
+    /// Locking and unlocking the old lock once without contention.
     pub lock: f64,
     pub discipline: Discipline,
-    /// What two threads that share nothing do together, over what one does.
+    /// Speed of two threads that share nothing, relative to one thread.
     pub apart: f64,
-    /// Operations a second that the old way cannot exceed whatever its lock does.
+    /// Limit of the old way in operations per second, independent of its lock.
     pub at_most: Option<f64>,
 }
 
-/// One read-write lock over reads and writes; in nanoseconds a page.
+/// Inputs for a read-write lock under reads and writes, in nanoseconds per page.
 #[derive(Debug, Clone, Copy)]
-pub struct Mixed {
-    /// With the fine lock.
+pub struct MixedInputs {
+    /// Read and write with the fine lock.
     pub read: f64,
     pub write: f64,
-    /// Under the lock.
+    /// Time under the lock.
     pub read_held: f64,
     pub write_held: f64,
     pub mix: Mix,
-    /// What two threads that share nothing do together, over what the numbers above make of them.
+    /// Speed of two threads that share nothing, relative to the sum of the numbers above.
     pub apart: f64,
 }
 
-/// Half of the threads read and take no lock at all; the others are `writes`.
+/// Inputs for a load in which half of the threads read without any lock, and the others are
+/// described by `writes`.
 #[derive(Debug, Clone, Copy)]
 pub struct HalfReads {
     pub read: f64,
     pub writes: Inputs,
 }
 
-/// How many times as long everything takes where the other CPUs work as well. `apart` is what two
-/// threads that share nothing do, of what they would do if each were alone.
+/// Returns the factor by which everything slows down if the other CPUs work too. `apart` is the
+/// speed of two threads that share nothing, relative to twice the speed of one.
 fn slower(threads: usize, apart: f64) -> f64 {
-    // More than each alone is noise.
+    // A value above 1 is noise.
     if threads == 1 { 1.0 } else { (1.0 / apart).max(1.0) }
 }
 
 impl Inputs {
     fn with_old(&self, discipline: Discipline, machine: &Machine, threads: usize) -> f64 {
         let slower = self.slower(threads);
-        let held = self.held * slower;
-        let outside = (self.fine + self.visits * self.lock - self.held).max(0.0) * slower;
-        let work = Work { outside, held, visits: self.visits };
+        let hold_time = self.hold_time * slower;
+        let outside = (self.fine + self.visits * self.lock - self.hold_time).max(0.0) * slower;
+        let work = Operation { outside, hold_time, visits: self.visits };
         simulate::speed(work, discipline, machine.costs, threads).min(self.at_most.unwrap_or(f64::INFINITY))
     }
 
@@ -108,20 +111,19 @@ impl Speeds for Inputs {
         threads as f64 * 1e9 / (self.fine * self.slower(threads))
     }
 
-    /// While it holds the lock and, where waiters look at it all the time, while its line is on the
-    /// way.
+    /// The time of holding the lock. If waiters spin, the transfer of its cache line counts too.
     fn held_share(&self, machine: &Machine) -> f64 {
         let line = match self.discipline {
             Discipline::InTurn => machine.costs.line,
             Discipline::Parking => 0.0,
         };
-        ((self.held + self.visits * line) / (self.fine + self.visits * self.lock)).min(1.0)
+        ((self.hold_time + self.visits * line) / (self.fine + self.visits * self.lock)).min(1.0)
     }
 
     fn inputs(&self, costs: &Costs) -> Vec<(&'static str, f64)> {
         let mut inputs = vec![
             ("operation with the fine lock, ns", self.fine),
-            ("under the old lock, ns", self.held),
+            ("under the old lock, ns", self.hold_time),
             ("visits to the old lock", self.visits),
             ("taking it free, ns", self.lock),
             ("two threads apart over one", self.apart),
@@ -135,22 +137,24 @@ impl Speeds for Inputs {
     }
 }
 
-impl Mixed {
+impl MixedInputs {
     fn slower(&self, threads: usize) -> f64 {
         slower(threads, self.apart)
     }
 }
 
-impl Speeds for Mixed {
+impl Speeds for MixedInputs {
     fn old(&self, machine: &Machine, threads: usize) -> f64 {
         let slower = self.slower(threads);
-        let visit =
-            |all: f64, held: f64| Visit { outside: (all - held).max(0.0) * slower, held: held * slower };
+        let visit = |all: f64, hold_time: f64| Visit {
+            outside: (all - hold_time).max(0.0) * slower,
+            hold_time: hold_time * slower,
+        };
         let (read, write) = (visit(self.read, self.read_held), visit(self.write, self.write_held));
         shared::speed(read, write, self.mix, machine.costs.line, threads)
     }
 
-    /// It spins: the kernel's is no other.
+    /// The lock spins already, like the kernel's.
     fn in_turn(&self, machine: &Machine, threads: usize) -> f64 {
         self.old(machine, threads)
     }
@@ -158,7 +162,7 @@ impl Speeds for Mixed {
     fn fine(&self, threads: usize) -> f64 {
         let threads_speed = match self.mix {
             Mix::ByThread => threads.div_ceil(2) as f64 / self.read + (threads / 2) as f64 / self.write,
-            // As many pages of one as of the other.
+            // Reads and writes have the same number of pages.
             Mix::ByPages(_) => threads as f64 * 2.0 / (self.read + self.write),
         };
         1e9 * threads_speed / self.slower(threads)
@@ -181,13 +185,14 @@ impl Speeds for Mixed {
 }
 
 impl HalfReads {
-    /// The readers' speed, and the writers' by their number.
-    fn both(&self, threads: usize, writes: impl Fn(usize) -> f64) -> f64 {
+    /// Returns the sum of the speeds of readers and writers. `writes` is the speed by number of
+    /// writers.
+    fn combined(&self, threads: usize, writes: impl Fn(usize) -> f64) -> f64 {
         let slower = self.writes.slower(threads);
         let reads = threads.div_ceil(2) as f64 * 1e9 / (self.read * slower);
         let writes = match threads / 2 {
             0 => 0.0,
-            // What is known of one writer is of one that is alone; here it has readers beside it.
+            // The measured writer ran alone; this one runs beside readers.
             1 => writes(1) / slower,
             many => writes(many),
         };
@@ -197,15 +202,15 @@ impl HalfReads {
 
 impl Speeds for HalfReads {
     fn old(&self, machine: &Machine, threads: usize) -> f64 {
-        self.both(threads, |writers| self.writes.old(machine, writers))
+        self.combined(threads, |writers| self.writes.old(machine, writers))
     }
 
     fn in_turn(&self, machine: &Machine, threads: usize) -> f64 {
-        self.both(threads, |writers| self.writes.in_turn(machine, writers))
+        self.combined(threads, |writers| self.writes.in_turn(machine, writers))
     }
 
     fn fine(&self, threads: usize) -> f64 {
-        self.both(threads, |writers| self.writes.fine(writers))
+        self.combined(threads, |writers| self.writes.fine(writers))
     }
 
     fn held_share(&self, machine: &Machine) -> f64 {
@@ -219,17 +224,16 @@ impl Speeds for HalfReads {
     }
 }
 
-/// What the model says of the row `what` of a table; `unit` of the table's units are one operation
-/// a second.
-pub fn predict(table: &Table, what: &str, load: &dyn Speeds, machine: &Machine, unit: f64) -> Modelled {
-    let both = |threads| [(table.old, load.old(machine, threads)), (table.ours, load.fine(threads))];
+/// Predicts the row `what` of a table. An operation per second is `unit` of the table's units.
+pub fn predict(table: &Table, what: &str, load: &dyn Speeds, machine: &Machine, unit: f64) -> LoadModel {
+    let combined = |threads| [(table.old, load.old(machine, threads)), (table.ours, load.fine(threads))];
     let mut checks = Vec::new();
     for threads in CHECKED {
         let Some(row) = table.rows.iter().find(|row| row.what == what && row.threads == threads) else {
             continue;
         };
-        for (column, speed) in both(threads) {
-            // What it was taken from says nothing about it.
+        for (column, speed) in combined(threads) {
+            // A prediction cannot be checked with the measurement that is its input.
             let Some(measured) = row.measured[column].filter(|_| threads > 1 || column == table.old) else {
                 continue;
             };
@@ -245,19 +249,19 @@ pub fn predict(table: &Table, what: &str, load: &dyn Speeds, machine: &Machine, 
             });
         }
     }
-    let beyond = BEYOND.map(|threads| {
-        let [(_, old), (_, ours)] = both(threads);
+    let predictions = PREDICTED_THREADS.map(|threads| {
+        let [(_, old), (_, ours)] = combined(threads);
         let in_turn = load.in_turn(machine, threads);
         let ratio = ours / old.max(in_turn);
-        Beyond { threads, old: old * unit, in_turn: in_turn * unit, ours: ours * unit, ratio }
+        Prediction { threads, old: old * unit, in_turn: in_turn * unit, ours: ours * unit, ratio }
     });
-    Modelled {
+    LoadModel {
         table: table.name.clone(),
         what: what.into(),
         inputs: load.inputs(&machine.costs),
         held_share: load.held_share(machine),
         checks,
-        beyond: beyond.into(),
+        predictions: predictions.into(),
     }
 }
 
@@ -270,7 +274,7 @@ mod tests {
 
     const INPUTS: Inputs = Inputs {
         fine: 380.0,
-        held: 100.0,
+        hold_time: 100.0,
         visits: 1.0,
         lock: 20.0,
         discipline: Discipline::InTurn,
@@ -290,59 +294,62 @@ mod tests {
     }
 
     #[test]
-    fn the_old_lock_saturates_and_the_fine_one_scales() {
-        let modelled = predict(&table([1.0; 2], 1.0), "x", &INPUTS, &machine(), 1e-3);
-        // 100 ns, and 25 for the line, of 400.
-        assert!((modelled.held_share - 0.3125).abs() < 1e-9);
-        let last = modelled.beyond.last().unwrap();
+    fn old_lock_saturates_and_fine_lock_scales() {
+        let load_model = predict(&table([1.0; 2], 1.0), "x", &INPUTS, &machine(), 1e-3);
+        // 100 ns under the lock and 25 ns for the cache line, of 400 ns.
+        assert!((load_model.held_share - 0.3125).abs() < 1e-9);
+        let last = load_model.predictions.last().unwrap();
         assert_eq!(last.threads, 48);
-        // One server, and the line's way to whoever is next.
+        // The lock is the bottleneck: its hold time and the transfer of the cache line.
         assert!((last.old / (1e6 / 125.0) - 1.0).abs() < 0.01, "{last:?}");
         assert!((last.ours / (48.0 * 1e6 / 380.0) - 1.0).abs() < 1e-9, "{last:?}");
         assert!((last.ratio - last.ours / last.old).abs() < 1e-9);
-        // A lock whose waiters sleep is worse; what is gained is counted from the one that is
-        // handed over in turn.
+        // A lock whose waiters sleep is slower. The gain is relative to the lock that is handed
+        // over in order.
         let parking = Inputs { discipline: Discipline::Parking, ..INPUTS };
         let costs = Costs { line: 25.0, wake: 5e3, wake_nobody: 100.0, wake_latency: 2e4, spin: 0.0 };
         let sleepy = Machine { costs, ..machine() };
         let sleepy = predict(&table([1.0; 2], 1.0), "x", &parking, &sleepy, 1e-3);
-        let slept = sleepy.beyond.last().unwrap();
+        let slept = sleepy.predictions.last().unwrap();
         assert!(slept.old < 0.9 * slept.in_turn, "{slept:?}");
         assert!((slept.ratio / last.ratio - 1.0).abs() < 1e-9, "{slept:?}");
-        // CPUs that slow each other down slow both sides down.
+        // CPUs that slow each other down affect both sides.
         let slow = Inputs { apart: 1.0, ..INPUTS };
         let slow = predict(&table([1.0; 2], 1.0), "x", &slow, &machine(), 1e-3);
-        assert!((slow.beyond[3].ours / last.ours - 0.5).abs() < 1e-9);
-        assert!(slow.beyond[3].old < 0.6 * last.old);
+        assert!((slow.predictions[3].ours / last.ours - 0.5).abs() < 1e-9);
+        assert!(slow.predictions[3].old < 0.6 * last.old);
     }
 
     #[test]
-    fn predictions_are_checked_and_flagged() {
+    fn inaccurate_predictions_are_flagged() {
         let right = 2.0 * 1e6 / 380.0;
-        let modelled = predict(&table([2500.0, 1000.0], right), "x", &INPUTS, &machine(), 1e-3);
-        let by: Vec<_> = modelled.checks.iter().map(|c| (c.threads, c.column, c.off)).collect();
+        let load_model = predict(&table([2500.0, 1000.0], right), "x", &INPUTS, &machine(), 1e-3);
+        let by: Vec<_> = load_model.checks.iter().map(|c| (c.threads, c.column, c.off)).collect();
         assert_eq!(by, [(1, "old", false), (2, "old", true), (2, "ours", false)]);
-        assert!(modelled.checks[2].error.unwrap().abs() < 1e-9);
-        // Nothing to compare with is no error of the model.
+        assert!(load_model.checks[2].error.unwrap().abs() < 1e-9);
+        // A missing measurement is not an error of the model.
         let mut unsure = table([2500.0, 1000.0], right);
         unsure.rows.pop();
         unsure.add("x", 2, &[], &[vec![1.0, 5.0, 9.0], vec![1.0, 5.0, 9.0]]);
-        let modelled = predict(&unsure, "x", &INPUTS, &machine(), 1e-3);
-        assert!(modelled.checks[1..].iter().all(|check| check.error.is_none() && !check.off));
+        let load_model = predict(&unsure, "x", &INPUTS, &machine(), 1e-3);
+        assert!(load_model.checks[1..].iter().all(|check| check.error.is_none() && !check.off));
     }
 
     #[test]
-    fn what_the_old_way_cannot_exceed_bounds_it() {
-        let modelled =
+    fn limit_of_old_way_bounds_prediction() {
+        let load_model =
             |at_most| predict(&table([1.0; 2], 1.0), "x", &Inputs { at_most, ..INPUTS }, &machine(), 1e-3);
-        let (free, bound) = (modelled(None), modelled(Some(4e6)));
-        assert!(free.beyond[3].old > 5000.0, "{free:?}");
-        assert!((bound.beyond[3].old - 4000.0).abs() < 1e-6 && bound.beyond[3].ratio > free.beyond[3].ratio);
+        let (free, bound) = (load_model(None), load_model(Some(4e6)));
+        assert!(free.predictions[3].old > 5000.0, "{free:?}");
+        assert!(
+            (bound.predictions[3].old - 4000.0).abs() < 1e-6
+                && bound.predictions[3].ratio > free.predictions[3].ratio
+        );
     }
 
     #[test]
-    fn reads_and_writes_under_one_read_write_lock() {
-        let of = Mixed {
+    fn mixed_load_contends_for_read_write_lock() {
+        let of = MixedInputs {
             read: 1000.0,
             write: 3000.0,
             read_held: 900.0,
@@ -350,25 +357,26 @@ mod tests {
             mix: Mix::ByPages(4),
             apart: 1.0,
         };
-        let modelled = predict(&table([1.0; 2], 1.0), "x", &of, &machine(), 1e-3);
-        assert!((modelled.held_share - 0.35).abs() < 1e-9);
-        // One thread meets nobody; two do, and the fine lock does not mind.
+        let load_model = predict(&table([1.0; 2], 1.0), "x", &of, &machine(), 1e-3);
+        assert!((load_model.held_share - 0.35).abs() < 1e-9);
+        // A single thread sees no contention. Two threads contend for the old lock, but not for the
+        // fine lock.
         assert!((of.old(&machine(), 1) / of.fine(1) - 1.0).abs() < 0.02);
         assert!(of.old(&machine(), 2) < 0.95 * of.fine(2));
         assert!((of.fine(2) / of.fine(1) - 2.0).abs() < 1e-9);
-        assert!(modelled.beyond.windows(2).all(|two| two[1].ratio > two[0].ratio), "{modelled:?}");
-        let by_thread = Mixed { mix: Mix::ByThread, apart: 0.5, ..of };
+        assert!(load_model.predictions.windows(2).all(|two| two[1].ratio > two[0].ratio), "{load_model:?}");
+        let by_thread = MixedInputs { mix: Mix::ByThread, apart: 0.5, ..of };
         assert!((by_thread.fine(2) - 0.5 * (1e6 + 1e6 / 3.0)).abs() < 1.0);
     }
 
     #[test]
-    fn readers_that_take_no_lock_are_added_to_the_writers() {
+    fn lock_free_readers_add_to_writers() {
         let of = HalfReads { read: 500.0, writes: INPUTS };
         let writer = INPUTS.fine(1);
         assert!((of.fine(2) - (2e6 + writer)).abs() < 1.0);
-        // One writer meets no other, but takes the old lock; two do.
+        // A single writer sees no contention but takes the old lock; several writers contend.
         assert!((of.old(&machine(), 2) / of.fine(2) - 1.0).abs() < 0.04);
         assert!(of.old(&machine(), 16) < of.fine(16) - 0.1 * INPUTS.fine(8));
-        assert!(predict(&table([1.0; 2], 1.0), "x", &of, &machine(), 1e-3).beyond[3].ratio > 1.0);
+        assert!(predict(&table([1.0; 2], 1.0), "x", &of, &machine(), 1e-3).predictions[3].ratio > 1.0);
     }
 }

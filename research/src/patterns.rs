@@ -1,5 +1,4 @@
-//! In which order a thread reads and writes the records of its area: the tests of iozone and the
-//! jobs of fio.
+//! Order in which a thread reads and writes the records of its area: iozone's tests and fio's jobs.
 
 use anyhow::{Result, bail};
 use freestone_benches::data::Random;
@@ -7,59 +6,58 @@ use freestone_benches::data::Random;
 /// iozone's stride, in records.
 const STRIDE: u64 = 17;
 
-/// A test of iozone, or a job of fio.
+/// A test of iozone or a job of fio.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pattern {
-    /// In order, to places that hold nothing. It ends with the area; all others go on from its
-    /// beginning.
+    /// Sequential writes to empty records. Ends after the last record; all other patterns start
+    /// over.
     InitialWrite,
-    /// In order, over what is there. Also iozone's rewrite and pwrite.
+    /// Sequential overwrites. Also iozone's rewrite and pwrite.
     Write,
-    /// As `Write`, through a buffer of the C library's size.
+    /// Like `Write`, through a buffer of the C library's size.
     BufferedWrite,
-    /// In order. Also iozone's re-read and pread.
+    /// Sequential reads. Also iozone's re-read and pread.
     Read,
-    /// As `Read`, through a buffer of the C library's size.
+    /// Like `Read`, through a buffer of the C library's size.
     BufferedRead,
-    /// From the end.
+    /// Sequential reads from the end to the start.
     ReverseRead,
-    /// Every 17th record, and in the next turn those beside them.
+    /// Reads of every 17th record, then of the records after them.
     StrideRead,
     RandomRead,
     RandomWrite,
-    /// Random reads by every other thread, beginning with the first, and random writes by the
-    /// others: iozone's mixed workload.
+    /// Random reads by even threads (the first is 0) and random writes by odd threads: iozone's
+    /// mixed workload.
     ReadersAndWriters,
-    /// Reads and writes in order, each with a place of its own, in turns that are drawn: fio's
+    /// Sequential reads and sequential writes, each with its own position, in random turns: fio's
     /// `rw`.
     SequentialMix,
-    /// Random reads and writes that are drawn: fio's `randrw`.
+    /// Random reads and writes in random turns: fio's `randrw`.
     RandomMix,
 }
 
-/// What a thread does next.
+/// Next access of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Step {
     pub record: u64,
     pub is_write: bool,
 }
 
-/// What a thread does in an area of so many records. The same seed gives the same steps.
+/// Accesses of a thread to an area of `records` records. The same seed gives the same accesses.
 pub struct Steps {
     pattern: Pattern,
     records: u64,
     thread: usize,
-    /// Steps so far that read, and that wrote.
+    /// Number of reads and of writes so far.
     reads: u64,
     writes: u64,
     random: Random,
 }
 
 impl Pattern {
-    /// What a test of iozone or a job of fio does.
+    /// Returns the pattern of a test of iozone or a job of fio.
     ///
-    /// # Errors
-    /// There is none of that name.
+    /// # Errors Fails if no test or job has this name.
     pub fn named(what: &str) -> Result<Self> {
         Ok(match what {
             "initial write" => Self::InitialWrite,
@@ -74,17 +72,17 @@ impl Pattern {
             "mixed" => Self::ReadersAndWriters,
             "seq-rw" => Self::SequentialMix,
             "rand-rw" => Self::RandomMix,
-            _ => bail!("nobody knows how to run \"{what}\""),
+            _ => bail!("unknown test or job \"{what}\""),
         })
     }
 
-    /// The steps of one thread.
+    /// Returns the accesses of one thread.
     pub fn steps(self, records: u64, thread: usize, seed: u64) -> Steps {
         let random = Random::new(seed << 8 | thread as u64);
         Steps { pattern: self, records, thread, reads: 0, writes: 0, random }
     }
 
-    /// Whether nothing else than reads comes.
+    /// Returns true if the pattern has only reads.
     pub fn is_read(self) -> bool {
         matches!(
             self,
@@ -92,7 +90,7 @@ impl Pattern {
         )
     }
 
-    /// Threads below which it is not what it says.
+    /// Returns the minimum number of threads of the pattern.
     pub fn threads_min(self) -> usize {
         if self == Self::ReadersAndWriters { 2 } else { 1 }
     }
@@ -127,8 +125,7 @@ impl Iterator for Steps {
             | Pattern::SequentialMix => at % records,
             Pattern::ReverseRead => records - 1 - at % records,
             Pattern::StrideRead => {
-                // What a turn has is every 17th record, rounded up; the next one begins one
-                // further.
+                // A pass has every 17th record, rounded up. The next pass starts one record later.
                 let turn = records.div_ceil(STRIDE);
                 (at % turn * STRIDE + at / turn % STRIDE) % records
             }
@@ -149,13 +146,13 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_nobody_knows_is_no_pattern() {
+    fn unknown_pattern_is_rejected() {
         assert_eq!(Pattern::named("fread").unwrap(), Pattern::BufferedRead);
         assert!(Pattern::named("pwritev").is_err());
     }
 
     #[test]
-    fn orders_are_those_of_their_names() {
+    fn steps_follow_pattern() {
         assert_eq!(records(Pattern::Write, 102)[98..], [98, 99, 0, 1]);
         assert_eq!(records(Pattern::InitialWrite, 1000), (0..100).collect::<Vec<_>>());
         assert_eq!(records(Pattern::ReverseRead, 101)[..2], [99, 98]);
@@ -174,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn seeds_and_threads_have_orders_of_their_own() {
+    fn random_steps_depend_on_thread_and_seed() {
         let random =
             |thread, seed| Pattern::RandomRead.steps(1 << 40, thread, seed).take(4).collect::<Vec<_>>();
         assert_eq!(random(1, 1), random(1, 1));
@@ -183,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn mixes_have_both() {
+    fn mixed_patterns_read_and_write() {
         let writes = |pattern: Pattern, thread| {
             pattern.steps(100, thread, 1).take(1000).filter(|step| step.is_write).count()
         };

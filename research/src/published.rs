@@ -1,16 +1,16 @@
-//! The figures that the sources published, as they stand there.
+//! Figures published by the sources.
 
-/// One row of a source's table.
+/// A row of a source's table.
 #[derive(Debug, Clone, Copy)]
 pub struct Figures<const COLUMNS: usize> {
     pub what: &'static str,
     pub threads: usize,
-    /// In the order of the table's columns.
+    /// Figures in the order of the table's columns.
     pub by_column: [f64; COLUMNS],
 }
 
 impl<const COLUMNS: usize> Figures<COLUMNS> {
-    /// For [`crate::experiment::Table::add`].
+    /// Returns the figures as [`crate::experiment::Table::add`] expects them.
     pub fn published(&self) -> Vec<Option<f64>> {
         self.by_column.into_iter().map(Some).collect()
     }
@@ -24,13 +24,13 @@ const fn row<const COLUMNS: usize>(
     Figures { what, threads, by_column }
 }
 
-/// 1: zram's table under one lock and under locks of its entries.
+/// Experiment 1: zram's table under one lock and under locks per entry.
 pub mod locks {
     use super::{Figures, row};
 
     pub const SOURCE: &str = "4 cores, LZO, 1 GB zram with ext4; iozone -t 4 -R -r 16K -s 200M -I, KB/s; and fio on the raw 10 MB device, \
                               blocks of 32k, 4 jobs, 3000 loops, fixed seed";
-    /// The first is the old one, the last is the one that was chosen.
+    /// The first column is the old lock, the last one the source's choice.
     pub const COLUMNS: [&str; 5] = ["one rwlock", "CAS", "spinlock", "rwlock", "bit spinlock"];
 
     /// iozone, KB/s.
@@ -57,16 +57,16 @@ pub mod locks {
     ];
 }
 
-/// 2: zram's compression streams.
+/// Experiment 2: zram's compression streams.
 pub mod streams {
     use super::{Figures, row};
 
     pub const SOURCE: &str = "4 CPUs, LZO, 3 GB zram with ext4; iozone with 1 to 10 threads, records of 8K x threads, the files nearly fill the \
                               device, KB/s";
-    /// With so many threads the source's size column is 0: the files had no size, and what stands
-    /// there says nothing of streams.
+    /// With this number of threads the source's size column is 0: the files were empty, so the
+    /// figures say nothing about streams.
     pub const NO_SIZE_THREADS: usize = 10;
-    /// The last is the one that was chosen.
+    /// The last column is the source's choice.
     pub const COLUMNS: [&str; 3] = ["list of 4", "list of 8", "one per CPU"];
 
     /// iozone with as many threads as CPUs, KB/s.
@@ -88,7 +88,7 @@ pub mod streams {
     ];
 }
 
-/// 3: zram's writeback, one page at a time and in batches.
+/// Experiment 3: zram's writeback, one page at a time and in batches.
 pub mod writeback {
     use super::{Figures, row};
 
@@ -100,7 +100,7 @@ pub mod writeback {
         [row(1, "elapsed", [68.648, 15.496]), row(1, "system time", [24.899, 7.789])];
 }
 
-/// 4: dm-snapshot's exception tables.
+/// Experiment 4: dm-snapshot's exception tables.
 pub mod snapshots {
     use super::{Figures, row};
 
@@ -113,7 +113,7 @@ pub mod snapshots {
         row(4, "origin", [67276.0, 98839.0]),
         row(8, "origin", [60564.0, 109258.0]),
     ];
-    /// Microseconds.
+    /// In microseconds.
     pub const ORIGIN_LATENCY: [Figures<2>; 4] = [
         row(1, "origin", [16.25, 13.27]),
         row(2, "origin", [31.65, 25.08]),
@@ -126,7 +126,7 @@ pub mod snapshots {
         row(4, "snapshot", [90610.0, 143077.0]),
         row(8, "snapshot", [90537.0, 180085.0]),
     ];
-    /// Microseconds.
+    /// In microseconds.
     pub const SNAPSHOT_LATENCY: [Figures<2>; 4] = [
         row(1, "snapshot", [12.53, 10.6]),
         row(2, "snapshot", [19.78, 14.89]),
@@ -135,7 +135,7 @@ pub mod snapshots {
     ];
 }
 
-/// 5: `null_blk`'s zones.
+/// Experiment 5: `null_blk`'s zones.
 pub mod zones {
     use super::{Figures, row};
 
@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_stands_there_gives_the_gains_that_the_sources_speak_of() {
+    fn figures_match_gains_stated_by_sources() {
         let gain = |figures: &[f64]| figures[figures.len() - 1] / figures[0];
         assert!((gain(&zones::KIOPS[1].by_column) - 3.01).abs() < 0.01);
         assert!((1.0 / gain(&writeback::SECONDS[0].by_column) - 4.43).abs() < 0.01);
@@ -160,6 +160,6 @@ mod tests {
         assert!(locks::IOZONE.iter().chain(&locks::FIO).all(|row| gain(&row.by_column) > 1.0));
         let no_size = streams::PAST_THE_CPUS[2];
         assert_eq!(no_size.threads, streams::NO_SIZE_THREADS);
-        assert!(gain(&no_size.by_column) < 0.11, "of files of no size");
+        assert!(gain(&no_size.by_column) < 0.11, "gain with empty files");
     }
 }

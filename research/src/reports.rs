@@ -1,21 +1,21 @@
-//! An experiment as it is told and written: a report for each table, and one for the model.
+//! Reports of an experiment: one for each table, and one for the model.
 
 use freestone_report::{Report, Row, Summary, Unit};
 
-use crate::experiment::{Experiment, Modelled, Table};
+use crate::experiment::{Experiment, LoadModel, Table};
 use crate::words::counted;
 
-/// All of them, the model last.
+/// Returns all reports. The model is the last one.
 pub fn of(experiment: &Experiment) -> Vec<Report> {
-    let mut reports: Vec<Report> = experiment.tables.iter().map(of_table).collect();
+    let mut reports: Vec<Report> = experiment.tables.iter().map(table_report).collect();
     if !experiment.model.is_empty() {
-        reports.push(of_model(&experiment.model));
+        reports.push(model_report(&experiment.model));
     }
     reports
 }
 
-/// A row for each figure, and one for what each is times the old one's.
-fn of_table(table: &Table) -> Report {
+/// Builds a report with a row for each figure, and one for its ratio to the old lock's figure.
+fn table_report(table: &Table) -> Report {
     let old = table.columns[table.old];
     let mut rows = Vec::new();
     for row in &table.rows {
@@ -23,15 +23,16 @@ fn of_table(table: &Table) -> Report {
         for (at, column) in table.columns.iter().enumerate() {
             let name = format!("{load}: {column}");
             let ratio = format!("{name} / {old}");
-            rows.extend(figure(name, table.unit, row.published[at], row.measured[at]));
+            rows.extend(figure_row(name, table.unit, row.published[at], row.measured[at]));
             if at != table.old {
                 let published = table.published_ratio(row, at);
-                rows.extend(figure(ratio, Unit::Ratio, published, row.ratios[at]).map(Row::steady));
+                rows.extend(figure_row(ratio, Unit::Ratio, published, row.ratios[at]).map(Row::steady));
             }
         }
     }
     let notes = vec![format!(
-        "Published / here. \"{old}\" has its own figures, the others are so many times better."
+        "Published / here. \"{old}\" has its own figures; the other columns are ratios to it, above 1 is \
+         better."
     )];
     Report {
         name: table.name.clone(),
@@ -42,7 +43,7 @@ fn of_table(table: &Table) -> Report {
     }
 }
 
-fn figure(what: String, unit: Unit, published: Option<f64>, here: Option<Summary>) -> Option<Row> {
+fn figure_row(what: String, unit: Unit, published: Option<f64>, here: Option<Summary>) -> Option<Row> {
     let row = match here {
         Some(here) => Row::new(what, unit, here),
         None if published.is_none() => return None,
@@ -51,17 +52,17 @@ fn figure(what: String, unit: Unit, published: Option<f64>, here: Option<Summary
     Some(Row { published, ..row })
 }
 
-fn of_model(model: &[Modelled]) -> Report {
+fn model_report(model: &[LoadModel]) -> Report {
     let mut rows = Vec::new();
     for model in model {
         let name = format!("{}, {}", model.table, model.what);
-        for beyond in &model.beyond {
-            let what = format!("on {} cores, upper bound: {name}", beyond.threads);
+        for prediction in &model.predictions {
+            let what = format!("on {} cores, upper bound: {name}", prediction.threads);
             rows.push(
-                Row::ratio(what, Summary::one(beyond.ratio))
-                    .part("old lock", beyond.old)
-                    .part("in turn", beyond.in_turn)
-                    .part("fine lock", beyond.ours),
+                Row::ratio(what, Summary::one(prediction.ratio))
+                    .part("old lock", prediction.old)
+                    .part("in turn", prediction.in_turn)
+                    .part("fine lock", prediction.ours),
             );
         }
         for check in &model.checks {
@@ -81,12 +82,12 @@ fn of_model(model: &[Modelled]) -> Report {
     Report {
         name: "modelled, not measured: upper bounds".into(),
         notes: vec![
-            "Every thread on a core of its own: how many times better the fine lock is; how far the model is \
-             off where it can be checked; how much of a thread's time the old lock is held."
+            "With every thread on its own core: the ratio of the fine lock to the old one; the error of the \
+             model where it can be checked; the part of a thread's time in which the old lock is held."
                 .into(),
-            "\"In turn\": the old lock as the kernel hands it over, without sleeping; the ratio is to the better \
-             of both. The fine lock's figure is an upper bound, and so is the ratio: no memory bandwidth and no cache \
-             is in it."
+            "\"In turn\": the old lock as the kernel hands it over, without sleeping; the ratio is to the \
+             better of both. The fine lock's figure is an upper bound, and so is the ratio: memory bandwidth \
+             and caches are not modelled."
                 .into(),
         ],
         rows,
@@ -105,7 +106,7 @@ mod tests {
         let mut table = Table::new("t", Unit::Seconds, Better::Less, &["old", "absent", "ours"]);
         table.add("x", 2, &[Some(68.0), None, Some(17.0)], &[vec![2.0; 3], vec![], vec![1.0, 4.0, 9.0]]);
         table.add("x", 96, &[Some(8.0)], &[]);
-        let report = of_table(&table);
+        let report = table_report(&table);
         let row = |what: &str| report.rows.iter().find(|row| row.what == what);
         assert!(row("x, 2 threads: old").is_some_and(|row| row.value.count == 3 && !row.refused));
         let ratio = row("x, 2 threads: ours / old").unwrap();
@@ -116,18 +117,18 @@ mod tests {
     }
 
     #[test]
-    fn what_the_model_cannot_be_checked_with_is_no_miss() {
+    fn unchecked_prediction_is_not_a_miss() {
         let check =
             |error, off| Check { threads: 2, column: "old", predicted: 1.0, measured: 1.0, error, off };
-        let model = Modelled {
+        let model = LoadModel {
             table: "t".into(),
             what: "x".into(),
             inputs: Vec::new(),
             held_share: 0.5,
             checks: vec![check(Some(0.2), true), check(Some(0.1), false), check(None, false)],
-            beyond: Vec::new(),
+            predictions: Vec::new(),
         };
-        let met: Vec<_> = of_model(&[model]).rows.iter().map(|row| row.met).collect();
+        let met: Vec<_> = model_report(&[model]).rows.iter().map(|row| row.met).collect();
         assert_eq!(met, [Some(false), Some(true), None, None]);
     }
 }

@@ -1,5 +1,5 @@
-//! Experiment 4: writes of an origin that has a snapshot, and of the snapshot, by several workers
-//! over null drives.
+//! Experiment 4: writes by several workers to an origin with a snapshot, and to the snapshot, over
+//! null devices.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,65 +8,65 @@ use anyhow::{Context, Result};
 use freestone::PAGE_BYTES;
 use freestone::cow::StoreKind;
 use freestone::device::{Device, IoBuf};
-use freestone_benches::forks::cow_tables::{CHUNK_BYTES, Devices, Which};
-use freestone_benches::forks::tables::{self, Beside, Speed, Variant, WORKERS};
+use freestone_benches::forks::cow_tables::{CHUNK_BYTES, Devices, WrittenDevice};
+use freestone_benches::forks::tables::{self, ExtraWork, Speed, Variant, WORKERS};
 use freestone_benches::options::Options;
 use freestone_core::variants::{self, Exceptions};
 use freestone_report::{Summary, Unit};
 
 use crate::costs::{self, Machine};
-use crate::experiment::{Better, Experiment, Modelled, Table};
+use crate::experiment::{Better, Experiment, LoadModel, Table};
 use crate::model::{Inputs, predict};
 use crate::published::{Figures, snapshots as figures};
 use crate::simulate::Discipline;
 use crate::slices;
 
-/// Size of the origin where `--size` does not say.
+/// Default size of the origin, in bytes.
 const BYTES: u64 = 512 << 20;
 const ROUNDS: u32 = 15;
-/// Such a part of it is written where every exception is committed, which takes longer.
+/// Divisor of the size for stores that commit every exception, which takes longer.
 const COMMITTED_PART: usize = 8;
-/// The time under the lock is measured so often; the median counts.
+/// Number of measurements of the time under the lock. The median counts.
 const PROFILES: u64 = 5;
 
-/// Places of the columns, and of the variants.
+/// Indexes of the columns and of the variants.
 const OLD: usize = 0;
 const OURS: usize = 2;
 const COLUMNS: [&str; 3] = [figures::COLUMNS[0], figures::COLUMNS[1], "a lock a chunk (ours)"];
-/// A variant that is no column: each worker has an origin and a snapshot of its own.
+/// Index of a variant without a column: each worker has its own origin and snapshot.
 const APART: usize = 3;
 
-/// Devices whose exceptions have another lock than the product's.
-struct With {
+/// Devices with a choice of the locks of exceptions.
+struct LockedDevices {
     locks: Exceptions,
     devices: Devices,
 }
 
-impl Variant for With {
+impl Variant for LockedDevices {
     fn name(&self) -> &'static str {
         self.devices.name()
     }
 
-    fn fresh(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>> {
-        // Those of the slice before are not used any more.
+    fn prepare(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>> {
+        // The devices of the previous slice are not used any more.
         self.devices.clear();
         variants::set_exceptions(self.locks);
-        self.devices.fresh(workers)
+        self.devices.prepare(workers)
     }
 }
 
-/// What is written, and what keeps the snapshot's exceptions.
+/// Device that is written, and store of the snapshot's exceptions.
 #[derive(Clone, Copy)]
 struct Setup<'a> {
-    which: Which,
+    written: WrittenDevice,
     store: StoreKind,
     pages: &'a [u8],
 }
 
 impl Setup<'_> {
-    fn devices(&self, name: &'static str, locks: Exceptions, apart: bool) -> With {
-        let devices = Devices::new(name, self.which, self.store, self.pages.len() as u64, apart);
-        With { locks, devices }
+    fn devices(&self, name: &'static str, locks: Exceptions, separate: bool) -> LockedDevices {
+        let devices = Devices::new(name, self.written, self.store, self.pages.len() as u64, separate);
+        LockedDevices { locks, devices }
     }
 }
 
@@ -78,16 +78,16 @@ pub fn run(options: &Options) -> Result<Experiment> {
     let rounds = slices(options, ROUNDS, 1).pairs;
     let (mut tables, mut model) = (Vec::new(), Vec::new());
     let measured = (|| -> Result<()> {
-        for (which, name, iops, latency) in [
-            (Which::Origin, "origin", &figures::ORIGIN_IOPS, &figures::ORIGIN_LATENCY),
-            (Which::Snapshot, "snapshot", &figures::SNAPSHOT_IOPS, &figures::SNAPSHOT_LATENCY),
+        for (written, name, iops, latency) in [
+            (WrittenDevice::Origin, "origin", &figures::ORIGIN_IOPS, &figures::ORIGIN_LATENCY),
+            (WrittenDevice::Snapshot, "snapshot", &figures::SNAPSHOT_IOPS, &figures::SNAPSHOT_LATENCY),
         ] {
             for store in [StoreKind::Transient, StoreKind::Persistent] {
                 let pages = match store {
                     StoreKind::Transient => &pages[..],
                     _ => &pages[..pages.len() / COMMITTED_PART / PAGE_BYTES * PAGE_BYTES],
                 };
-                let setup = Setup { which, store, pages };
+                let setup = Setup { written, store, pages };
                 let mut variants = [
                     setup.devices(COLUMNS[OLD], Exceptions::One, false),
                     setup.devices(COLUMNS[1], Exceptions::Buckets, false),
@@ -104,9 +104,9 @@ pub fn run(options: &Options) -> Result<Experiment> {
                     table(&format!("{name}, throughput"), Unit::Iops, Better::More, iops, &speeds, |s| {
                         s.per_second
                     });
-                // The queue of a store P is one for all, which the model does not know.
+                // A store P has a single queue, which the model does not cover.
                 if let (Some(machine), StoreKind::Transient) = (&machine, store) {
-                    model.push(modelled(&setup, &throughput, &speeds, machine)?);
+                    model.push(model_of(&setup, &throughput, &speeds, machine)?);
                 }
                 tables.push(throughput);
                 let name = format!("{name}, mean latency");
@@ -119,12 +119,13 @@ pub fn run(options: &Options) -> Result<Experiment> {
     measured?;
     let cpus = freestone_benches::machine::allowed_cpus()?.len();
     let mut words = vec![format!(
-        "With more than {cpus} workers on {} those of one CPU take turns: a worker that is preempted while it holds the one lock holds up all others, and \
-         mean latency is time on the queue of the CPU, not time at the lock. Compare 4 and 8 workers with the modelled rows.",
+        "With more than {cpus} workers on {} the workers of a CPU take turns: a worker that is preempted while \
+         it holds the single lock blocks all others, and mean latency is time in the queue of the CPU, not \
+         time at the lock. Compare 4 and 8 workers with the modelled rows.",
         crate::words::counted(cpus, "CPU")
     )];
     if machine.is_none() {
-        words.push("With one CPU nothing is modelled: a cache line has nowhere to go.".into());
+        words.push("With one CPU nothing is modelled, because no cache line is transferred.".into());
     }
     Ok(Experiment {
         number: 4,
@@ -132,24 +133,28 @@ pub fn run(options: &Options) -> Result<Experiment> {
         source: figures::SOURCE.into(),
         here: vec![
             format!(
-                "Null drives below, chunks of {CHUNK_BYTES} bytes; store N, as there, and store P, which has no published figures. Random 4 KiB \
-                 writes, each of {} chunks once (store P: of {}), one at a time by each worker, worker n on CPU n modulo {cpus}; a new snapshot before each slice. \
-                 Origin: every chunk is copied first. Snapshot: every write covers a chunk, so nothing is copied. No block layer and no scheduler \
-                 is in it, there both are.",
+                "Null devices below, chunks of {CHUNK_BYTES} bytes; store N, as in the source, and store P, \
+                 which has no published figures. Random 4 KiB writes, each of {} chunks once (store P: of {}), \
+                 one at a time by each worker, worker n on CPU n modulo {cpus}; each slice has a new snapshot. \
+                 Origin: every chunk is copied first. Snapshot: every write covers a chunk, so nothing is \
+                 copied. The source's figures include the block layer and a scheduler, these do not.",
                 pages.len() / PAGE_BYTES,
                 pages.len() / COMMITTED_PART / PAGE_BYTES
             ),
             format!(
-                "One build, in which the lock of an exception is chosen at run time; the table is ours in all columns, and with the kernel's locks \
-                 its slots have none. \"{}\": a mutex, held to find and begin an exception (with its place on the COW device), to complete it, and \
-                 where a complete one is found: three times for a write to the origin, twice for one to the snapshot, as there. \"{}\": as often, a \
-                 shared read-write lock, then the chunk's buckets of complete and of pending exceptions; as many buckets as the kernel has.",
+                "The lock of an exception is selected at run time in one build. All columns use the product's \
+                 table; with the kernel's locks its slots have no locks. \"{}\": a mutex, held to find and \
+                 begin an exception (with its location on the COW device), to complete it, and to return a \
+                 complete one: three times for a write to the origin and twice for one to the snapshot, as in \
+                 the source. \"{}\": at the same points, a shared read-write lock, then the chunk's buckets of \
+                 complete and of pending exceptions; as many buckets as in the kernel.",
                 COLUMNS[OLD], COLUMNS[1]
             ),
-            "Store P: the drive below answers a flush at once, so a commit costs what the engine does for it: entries in order of their places, \
-             one write of an area for as many as have come by then. It has one queue in all columns, as there."
+            "Store P: the device below completes a flush at once, so a commit costs only the engine's work: \
+             entries in order of their locations, and one write of an area for all entries that are ready by \
+             then. The store has a single queue in all columns, as in the source."
                 .into(),
-            "Left out: the kernel's copying daemon and its throttle.".into(),
+            "Omitted: the kernel's copying daemon and its throttle.".into(),
         ],
         tables,
         words,
@@ -177,20 +182,20 @@ fn table(
     table
 }
 
-fn modelled(
+fn model_of(
     setup: &Setup<'_>,
     table: &Table,
     speeds: &[Vec<Vec<Speed>>],
     machine: &Machine,
-) -> Result<Modelled> {
+) -> Result<LoadModel> {
     let median = |workers: usize, variant: usize| -> Result<f64> {
         let at = WORKERS.iter().position(|number| *number == workers).context("not a number of workers")?;
         Ok(Summary::of(speeds[at][variant].iter().map(|speed| speed.per_second)).median)
     };
-    let (held, visits) = profile(setup, machine)?;
+    let (hold_time, visits) = profile(setup, machine)?;
     let inputs = Inputs {
         fine: 1e9 / median(1, OURS)?,
-        held,
+        hold_time,
         visits,
         lock: machine.mutex,
         discipline: Discipline::Parking,
@@ -200,19 +205,20 @@ fn modelled(
     Ok(predict(table, &table.rows[0].what, &inputs, machine, 1.0))
 }
 
-/// One worker: nanoseconds that a write holds the one lock, and how often it takes it.
+/// Profiles a single worker: nanoseconds per write that the single lock is held, and how often it
+/// is taken.
 fn profile(setup: &Setup<'_>, machine: &Machine) -> Result<(f64, f64)> {
     let writes = (setup.pages.len() / PAGE_BYTES) as f64;
-    let (mut held, mut visits) = (Vec::new(), Vec::new());
+    let (mut hold_time, mut visits) = (Vec::new(), Vec::new());
     for round in 0..PROFILES {
         let mut variant = setup.devices("timed", Exceptions::Timed, false);
-        let devices = variant.fresh(1)?;
-        variants::exceptions_held();
-        tables::slice(&devices, Beside::Nothing, setup.pages, round)?;
-        let (time, count): (Duration, u64) = variants::exceptions_held();
-        // Between two readings of the clock lies the time of one.
-        held.push((time.as_nanos() as f64 - count as f64 * machine.clock).max(0.0) / writes);
+        let devices = variant.prepare(1)?;
+        variants::take_exception_hold_time();
+        tables::slice(&devices, ExtraWork::Nothing, setup.pages, round)?;
+        let (time, count): (Duration, u64) = variants::take_exception_hold_time();
+        // Each time includes one reading of the clock.
+        hold_time.push((time.as_nanos() as f64 - count as f64 * machine.clock).max(0.0) / writes);
         visits.push(count as f64 / writes);
     }
-    Ok((Summary::of(held).median, Summary::of(visits).median))
+    Ok((Summary::of(hold_time).median, Summary::of(visits).median))
 }

@@ -1,4 +1,4 @@
-//! Experiment 2: compression streams from a shared list, and one a CPU.
+//! Experiment 2: compression streams from a shared list, and one per CPU.
 
 use anyhow::{Context, Result};
 use freestone::PAGE_BYTES;
@@ -13,7 +13,7 @@ use freestone_report::Unit;
 use crate::costs::{self, Machine};
 use crate::disk::Disk;
 use crate::drive::{Content, Drive, Load, available_bytes};
-use crate::experiment::{Better, Experiment, Modelled, Table, turns};
+use crate::experiment::{Better, Experiment, LoadModel, Table, turns};
 use crate::ext4::{self, Ext4};
 use crate::model::{self, HalfReads, Inputs, predict};
 use crate::patterns::Pattern;
@@ -24,66 +24,67 @@ use crate::{experiment::TableRow, slices};
 
 const ROUNDS: u32 = 7;
 const SLICE_MS: u32 = 60;
-/// Numbers of threads: the source's, those of tests for which it has no figures, those with lz4.
+/// Numbers of threads: the source's, those of tests without published figures, and those with lz4.
 const ALL_THREADS: [usize; THREADS_MAX] = [1, 2, 3, 4, 5, 6, 7, 8, 9, THREADS_MAX];
 const FEW_THREADS: [usize; 3] = [1, 2, 4];
 const SOME_THREADS: [usize; 4] = [1, 2, 4, THREADS_MAX];
 const THREADS_MAX: usize = 10;
-/// What iozone runs as well.
+/// Tests that iozone runs as well.
 const WITHOUT_FIGURES: [&str; 6] =
     ["re-read", "reverse read", "stride read", "random read", "pread", "fread"];
-/// The disk, which the threads' areas share, and how much of it they take.
+/// Size of the disk, which all threads share, and the part that their areas take.
 const DISK_BYTES: u64 = 1 << 30;
 const USED_PERCENT: u64 = 95;
-/// A record is so long for each thread.
+/// Record size per thread.
 const RECORD_BYTES: u64 = 8 << 10;
-/// Below this part of what as many threads as CPUs do, more threads have made it collapse.
+/// A load has collapsed if its speed is below this part of the speed with as many threads as CPUs.
 const COLLAPSE: f64 = 0.5;
 
-/// As many threads have a disk each, for the model.
+/// Number of threads with a disk each, for the model.
 const THREADS_APART: usize = 2;
-/// Streams of the old list: so many threads compress at a time.
+/// Streams of the old list, which limit the number of threads that compress at a time.
 const LISTED: f64 = 4.0;
-/// A unit of the table is a KiB: a page a second is four of them.
+/// The tables are in KiB per second: a page per second is four of these units.
 const KIB_A_PAGE: f64 = 4.0;
 const PAGE: u64 = PAGE_BYTES as u64;
 
 const OURS: usize = 2;
-/// The columns.
+/// Streams of the columns.
 const STREAMS: [Streams; 3] = [Streams::ListOf4, Streams::ListOf8, Streams::Ours];
 const COLUMNS: [&str; 3] = [published::COLUMNS[0], published::COLUMNS[1], "ours, one per CPU"];
 
-/// A test of iozone, and the numbers of threads that it is run with.
+/// A test of iozone, and the numbers of threads to run it with.
 #[derive(Clone, Copy)]
 struct Test {
     what: &'static str,
     threads: &'static [usize],
 }
 
-/// What all tables have in common.
+/// Parameters shared by all tables.
 struct Bench<'a> {
     content: &'a Content,
-    /// Of the disk.
+    /// Size of the disk.
     size: u64,
-    /// Of the areas of all threads together.
+    /// Size of the areas of all threads together.
     used: u64,
     slices: Slices,
 }
 
-/// Runs every test with LZO, then some with lz4, then, where `on_ext4`, those of the source on files.
+/// Runs every test with LZO, then some with lz4, and with `on_ext4` the source's tests on files.
 pub fn run(on_ext4: bool, options: &Options) -> Result<Experiment> {
     let content = Content::new(options)?;
     let slices = slices(options, ROUNDS, SLICE_MS);
     let size = options.bytes(DISK_BYTES).min(available_bytes() / 2);
     let bench = Bench { content: &content, size, used: size / 100 * USED_PERCENT, slices };
-    let measured = bench.all(on_ext4);
+    let measured = bench.run_all(on_ext4);
     variants::set_streams(Streams::Ours);
     let (tables, model) = measured?;
     let cpus = machine::allowed_cpus()?.len();
     let mut here = here(size, &content, cpus)?;
     if on_ext4 {
         here.push(format!(
-            "iozone on ext4: {} fwrite is left out: its buffer is not aligned. So are the tests without figures.",
+            "iozone on ext4: {} fwrite is omitted, because its buffer is not aligned. Tests without figures \
+             are omitted too.",
             ext4::HOW
         ));
     }
@@ -102,40 +103,46 @@ fn here(size: u64, content: &Content, cpus: usize) -> Result<Vec<String>> {
     let [lzo, lz4] = [Algorithm::Lzo, Algorithm::Lz4].map(|algorithm| content.compress_ns(algorithm));
     Ok(vec![
         format!(
-            "The library's RAM disk with LZO, and for some numbers of threads with lz4 (\"iozone, lz4\", beside the source's figures for LZO), {} MiB, of \
-             which the threads' areas take {USED_PERCENT} % together; records of {} KiB times the number of threads. Streams come from where the \
-             column says, chosen at run time in one build; all columns take turns on one disk. Content: {}. Thread n is on CPU n modulo {cpus}.",
+            "The library's RAM disk with LZO, and for some numbers of threads with lz4 (\"iozone, lz4\", \
+             beside the source's figures for LZO), {} MiB, of which the threads' areas take {USED_PERCENT} % \
+             together; records of {} KiB times the number of threads. The column gives the source of the \
+             streams, selected at run time in one build; all columns take turns on one disk. Content: {}. \
+             Thread n is on CPU n modulo {cpus}.",
             size >> 20,
             RECORD_BYTES >> 10,
             content.description
         ),
         format!(
-            "LZO is lzokay's here. Its search is more thorough than that of the kernel's lzo1x_1, and takes several times as long: the bare codec \
-             compresses a page in {:.1} us, with lz4 in {:.1} us. So a write spends less of its time at the list here than in the source, and lz4 \
-             may be nearer to it.",
+            "LZO is lzokay here. Its search is more thorough than that of the kernel's lzo1x_1 and takes \
+             several times as long: the bare codec compresses a page in {:.1} us, with lz4 in {:.1} us. So a \
+             write spends a smaller part of its time at the list here than in the source, and lz4 may be \
+             closer to the source.",
             lzo? / 1000.0,
             lz4? / 1000.0
         ),
-        "The lists are as they were in the kernel: one lock, the stream that came back last goes first, who finds none sleeps. pwrite and pread have no \
-         file position to leave alone here: they are a rewrite and a read in order. fwrite and fread are those through a buffer of 4 KiB."
+        "The lists work as in the kernel: one lock, the stream that was returned last is borrowed first, and a \
+         thread that finds no stream sleeps. pwrite and pread equal a rewrite and a sequential read here, as \
+         there is no file position. fwrite and fread go through a buffer of 4 KiB."
             .into(),
-        "Left out: the file system (--ext4 adds it). Reads take no stream, here as there: how far their columns are apart is what the measurement \
-         cannot tell. That goes for the source's reads with 5 and 7 threads, too, and the tests for which there are no figures of the source are run \
-         with fewer numbers of threads for it. In mixed with 2 threads one of them only reads."
+        "Omitted: the file system (--ext4 adds it). Reads take no stream, here and in the source, so \
+         differences between their columns are measurement noise. This includes the source's reads with 5 and \
+         7 threads. Tests without published figures are run with fewer numbers of threads. In mixed with 2 \
+         threads, one of them only reads."
             .into(),
         format!(
-            "The source's figures are of 4, 5, 7 and 10 threads; as many threads as CPUs are 4 there and {cpus} here. With {} threads its size column \
-             is 0: its files had no size, so that row is compared with nothing.",
+            "The source's figures are for 4, 5, 7 and 10 threads; \"as many threads as CPUs\" is 4 there and \
+             {cpus} here. With {} threads its size column is 0: the files were empty, so that row is not \
+             compared.",
             published::NO_SIZE_THREADS
         ),
-        "The model's old lock is the list's, taken twice for a page and held as long as a mutex is, and no more than 4 threads compress a page at a \
-         time, each for as long as the bare codec takes."
+        "In the model, the old lock is that of the list, taken twice per page and held as long as a mutex. At \
+         most 4 threads compress a page at a time, each for the time of the bare codec."
             .into(),
     ])
 }
 
 impl Bench<'_> {
-    fn all(&self, on_ext4: bool) -> Result<(Vec<Table>, Vec<Modelled>)> {
+    fn run_all(&self, on_ext4: bool) -> Result<(Vec<Table>, Vec<LoadModel>)> {
         let machine = costs::measure()?;
         let mut tables = Vec::new();
         let mut model = Vec::new();
@@ -143,37 +150,39 @@ impl Bench<'_> {
             ("iozone", Algorithm::Lzo, all_tests()),
             ("iozone, lz4", Algorithm::Lz4, published_tests(&SOME_THREADS)),
         ] {
-            let table = self.of_disk(name, algorithm, &tests)?;
+            let table = self.disk_table(name, algorithm, &tests)?;
             if let Some(machine) = &machine {
                 model.extend(self.model(&table, algorithm, machine)?);
             }
             tables.push(table);
         }
         if on_ext4 {
-            tables.push(self.of_files()?);
+            tables.push(self.file_table()?);
         }
         Ok((tables, model))
     }
 
-    /// Tests on the disk itself, of which the threads' areas take `used` bytes together.
-    fn of_disk(&self, name: &str, algorithm: Algorithm, tests: &[Test]) -> Result<Table> {
-        // The lists are made with the disk's streams, where one of them is chosen at that time.
+    /// Runs tests on the disk itself. The threads' areas take `used` bytes together.
+    fn disk_table(&self, name: &str, algorithm: Algorithm, tests: &[Test]) -> Result<Table> {
+        // A disk has lists only if a list is selected while the disk is created.
         variants::set_streams(Streams::ListOf4);
         let drive = Drive::new(1, self.size, algorithm, self.content)?;
         let mut table = table(name, tests, &drive, |threads| self.used / threads as u64, self.slices)?;
         table.reasons = vec![(
             "mixed",
-            "Of two threads one only reads here, and a read takes no stream: nobody meets the other one at the list.",
+            "One of two threads only reads here, and a read takes no stream, so the threads never contend for \
+             the list.",
         )];
         Ok(table)
     }
 
-    /// The tests with a file for each thread. As many as there can be nearly fill the disk.
-    fn of_files(&self) -> Result<Table> {
+    /// Runs the tests with a file per thread. The files of the largest number of threads nearly
+    /// fill the disk.
+    fn file_table(&self) -> Result<Table> {
         let mut tests = published_tests(&ALL_THREADS);
-        // The C library's buffer is not aligned as direct I/O wants it.
+        // The C library's buffer is not aligned for direct I/O.
         tests.retain(|test| test.what != "fwrite");
-        // As in `of_disk`.
+        // As in `disk_table`.
         variants::set_streams(Streams::ListOf4);
         let ext4 = Ext4::new(new_ram_with(ext4::disk_bytes(self.used), Algorithm::Lzo)?)?;
         let area = self.used / THREADS_MAX as u64 / PAGE * PAGE;
@@ -193,7 +202,8 @@ fn all_tests() -> Vec<Test> {
     published_tests(&ALL_THREADS).into_iter().chain(others).collect()
 }
 
-/// Every test with its numbers of threads; an area has `area_of` their number bytes at the most.
+/// Runs every test with its numbers of threads. `area_of` gives the maximum size of an area by
+/// number of threads.
 fn table<D: Disk>(
     name: &str,
     tests: &[Test],
@@ -203,20 +213,20 @@ fn table<D: Disk>(
 ) -> Result<Table> {
     let mut table = Table::new(name, Unit::KbSecond, Better::More, &COLUMNS);
     (table.old, table.new, table.ours) = (0, OURS, OURS);
-    let all = || published::FOUR_THREADS.iter().chain(&published::PAST_THE_CPUS);
+    let all_figures = || published::FOUR_THREADS.iter().chain(&published::PAST_THE_CPUS);
     for &Test { what, threads } in tests {
         let pattern = Pattern::named(what)?;
         drive.prepare(pattern)?;
         for &threads in threads.iter().filter(|threads| **threads >= pattern.threads_min()) {
             let rounds = row(drive, pattern, threads, area_of(threads), slices, &STREAMS)?;
-            let figures = all().find(|figures| figures.what == what && figures.threads == threads);
+            let figures = all_figures().find(|figures| figures.what == what && figures.threads == threads);
             table.add(what, threads, &figures.map(Figures::published).unwrap_or_default(), &rounds);
         }
     }
     Ok(table)
 }
 
-/// Speeds by column and round.
+/// Returns the speeds by column and round.
 fn row<D: Disk>(
     drive: &Drive<'_, D>,
     pattern: Pattern,
@@ -239,13 +249,14 @@ fn row<D: Disk>(
 }
 
 impl Bench<'_> {
-    /// The loads that write: each page takes a stream and gives it back. An operation is a page.
-    fn model(&self, table: &Table, algorithm: Algorithm, machine: &Machine) -> Result<Vec<Modelled>> {
+    /// Models the loads that write: each page borrows a stream and returns it. An operation is a
+    /// page.
+    fn model(&self, table: &Table, algorithm: Algorithm, machine: &Machine) -> Result<Vec<LoadModel>> {
         let apart = Drive::new(THREADS_APART, self.size / THREADS_APART as u64, algorithm, self.content)?;
         let compress = self.content.compress_ns(algorithm)?;
         let alone = |what: &str| -> Result<f64> {
             let row = table.rows.iter().find(|row| row.what == what && row.threads == 1).context("no row")?;
-            Ok(row.measured[OURS].context("it was not run")?.median)
+            Ok(row.measured[OURS].context("the load was not run with one thread")?.median)
         };
         let inputs = |what: &str, pattern| -> Result<Inputs> {
             let room = self.used / THREADS_APART as u64;
@@ -253,16 +264,16 @@ impl Bench<'_> {
             let alone = alone(what)?;
             Ok(Inputs {
                 fine: KIB_A_PAGE * 1e9 / alone,
-                held: 2.0 * machine.mutex,
+                hold_time: 2.0 * machine.mutex,
                 visits: 2.0,
-                // No more than that of the CPU's own stream.
+                // Not more expensive than the CPU's own stream.
                 lock: 0.0,
                 discipline: Discipline::Parking,
                 apart: median(&speeds[0]) / alone,
                 at_most: Some(LISTED * 1e9 / compress),
             })
         };
-        let mut modelled = Vec::new();
+        let mut models = Vec::new();
         for Figures { what, .. } in &published::FOUR_THREADS {
             let pattern = Pattern::named(what)?;
             apart.prepare(pattern)?;
@@ -274,13 +285,13 @@ impl Bench<'_> {
                 }),
                 _ => Box::new(inputs(what, pattern)?),
             };
-            modelled.push(predict(table, what, load.as_ref(), machine, KIB_A_PAGE));
+            models.push(predict(table, what, load.as_ref(), machine, KIB_A_PAGE));
         }
-        Ok(modelled)
+        Ok(models)
     }
 }
 
-/// What becomes of each load where there are more threads than CPUs.
+/// Describes the loads with more threads than CPUs.
 fn past_the_cpus(table: &Table, cpus: usize) -> Vec<String> {
     let mut words = Vec::new();
     let (mut least, mut collapsed): (Option<(f64, &TableRow)>, Vec<String>) = (None, Vec::new());
@@ -309,8 +320,8 @@ fn past_the_cpus(table: &Table, cpus: usize) -> Vec<String> {
         words.push(format!("It collapses, to less than {COLLAPSE} of that: {}.", collapsed.join(", ")));
     }
     let no_size = |row: &&TableRow| row.threads == published::NO_SIZE_THREADS;
-    let beyond = table.rows.iter().filter(|row| row.threads > 4 && row.published[OURS].is_some());
-    for row in beyond.filter(|row| !no_size(row)) {
+    let published_rows = table.rows.iter().filter(|row| row.threads > 4 && row.published[OURS].is_some());
+    for row in published_rows.filter(|row| !no_size(row)) {
         let (Some(there), Some(here)) = (table.published_ratio(row, OURS), row.steady_ratio(OURS)) else {
             continue;
         };
@@ -327,7 +338,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_that_was_published_can_be_run() {
+    fn every_published_load_can_be_run() {
         for figures in published::FOUR_THREADS.iter().chain(&published::PAST_THE_CPUS) {
             Pattern::named(figures.what).unwrap();
             assert!(figures.threads <= THREADS_MAX);
@@ -335,12 +346,12 @@ mod tests {
         for test in all_tests().into_iter().chain(published_tests(&SOME_THREADS)) {
             Pattern::named(test.what).unwrap();
         }
-        // The model is made from those with one thread.
+        // The model uses the rows with one thread.
         assert!(FEW_THREADS[0] == 1 && SOME_THREADS[0] == 1);
     }
 
     #[test]
-    fn a_collapse_is_said() {
+    fn collapse_is_reported() {
         let mut table = Table::new("t", Unit::KbSecond, Better::More, &COLUMNS);
         let add = |table: &mut Table, threads, published: &[Option<f64>], ours: f64| {
             table.add("rewrite", threads, published, &[vec![100.0; 3], vec![100.0; 3], vec![ours; 3]]);

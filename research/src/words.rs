@@ -1,27 +1,27 @@
-//! What the tables say, in words that are computed from them.
+//! Text about the tables and the model, computed from the numbers.
 
 use std::fmt::Write;
 
-use crate::experiment::{Check, Experiment, Modelled, Table, TableRow};
+use crate::experiment::{Check, Experiment, LoadModel, Table, TableRow};
 use crate::model::ERROR_MAX;
 
-/// Rows whose published ratio is above this are looked at.
+/// A row is considered if its published ratio is above this.
 const PUBLISHED_MIN: f64 = 1.1;
-/// So many threads here are to show it.
+/// Number of threads with which the gain must show here.
 const THREADS: usize = 2;
 
-/// How the fine lock does with two threads in a row that gained in the source.
+/// Result of the fine lock with two threads, in a row that gained in the source.
 #[derive(Debug, Clone, PartialEq)]
 enum Verdict {
     Beats(f64),
-    /// It was measured well enough, and it does not.
+    /// Steady measurement without a gain.
     Not(f64),
-    /// The rounds are too far apart to tell.
+    /// The spread of the rounds is too wide.
     Unsure,
     NotRun,
 }
 
-/// The experiment's own words, then those on every table, then those on the model.
+/// Returns the experiment's own text, then that on every table, then that on the model.
 pub fn of(experiment: &Experiment, cpus: usize) -> Vec<String> {
     let mut words = experiment.words.clone();
     if cpus < THREADS {
@@ -30,16 +30,16 @@ pub fn of(experiment: &Experiment, cpus: usize) -> Vec<String> {
         ));
     }
     for table in &experiment.tables {
-        words.extend(of_table(table, &experiment.model, cpus));
+        words.extend(words_of_table(table, &experiment.model, cpus));
     }
-    for modelled in &experiment.model {
-        words.extend(of_model(modelled));
+    for model in &experiment.model {
+        words.extend(words_of_model(model));
     }
     words
 }
 
-/// With how many threads a load is judged. What has one thread in the source is no matter of locks,
-/// but of batches: it is compared as it is.
+/// Returns the number of threads with which a load is judged. A load with one thread in the source
+/// is about batches, not locks, so it is judged with one thread.
 fn judged_with(table: &Table, row: &TableRow) -> usize {
     let more = table.rows.iter().any(|other| other.what == row.what && other.threads >= THREADS);
     if more { THREADS } else { row.threads }
@@ -51,15 +51,16 @@ fn verdict(table: &Table, row: &TableRow) -> Verdict {
         return Verdict::NotRun;
     };
     match (here.steady_ratio(table.ours), here.ratios[table.ours]) {
-        // More than half of the rounds is not enough: three quarters are to be above 1.
+        // A majority of the rounds is not enough: three quarters must be above 1.
         (Some(ratio), Some(all)) if all.quartile1 > 1.0 => Verdict::Beats(ratio),
         (Some(ratio), _) => Verdict::Not(ratio),
         _ => Verdict::Unsure,
     }
 }
 
-fn of_table(table: &Table, model: &[Modelled], cpus: usize) -> Vec<String> {
-    // A load that was published for several numbers of threads is judged once, by the nearest one.
+fn words_of_table(table: &Table, model: &[LoadModel], cpus: usize) -> Vec<String> {
+    // A load that was published for several numbers of threads is judged once, by the nearest
+    // number.
     let mut gained: Vec<(&TableRow, f64)> = Vec::new();
     for row in &table.rows {
         let Some(ratio) = table.published_ratio(row, table.new).filter(|ratio| *ratio > PUBLISHED_MIN) else {
@@ -95,7 +96,6 @@ fn of_table(table: &Table, model: &[Modelled], cpus: usize) -> Vec<String> {
     if beaten.is_empty() {
         first.push('.');
     } else {
-        // Writing to a String cannot fail.
         let _ = write!(first, ": {}.", beaten.join(", "));
     }
     let mut words = vec![first];
@@ -118,22 +118,22 @@ fn of_table(table: &Table, model: &[Modelled], cpus: usize) -> Vec<String> {
     words
 }
 
-/// Why a fine lock gains nothing with two threads, from the profile of the old one.
-fn why(table: &Table, row: &TableRow, model: &[Modelled], cpus: usize) -> String {
+/// Explains from the profile of the old lock why a fine lock gains nothing with two threads.
+fn why(table: &Table, row: &TableRow, model: &[LoadModel], cpus: usize) -> String {
     if let Some((_, reason)) = table.reasons.iter().find(|(what, _)| *what == row.what) {
         return (*reason).into();
     }
-    // A table of latencies has its profile with that of the throughput: their names begin alike.
-    let kin = |name: &str| name.split(',').next().map(str::to_owned);
+    // A table of latencies shares the profile of its throughput table; both names start alike.
+    let name_prefix = |name: &str| name.split(',').next().map(str::to_owned);
     let profiles = || model.iter().filter(|model| model.what == row.what);
     let model = profiles()
         .find(|model| model.table == table.name)
-        .or_else(|| profiles().find(|model| kin(&model.table) == kin(&table.name)));
+        .or_else(|| profiles().find(|model| name_prefix(&model.table) == name_prefix(&table.name)));
     let Some(model) = model else {
         return "No profile of the lock was taken, so why is not known.".into();
     };
-    // A model that is too hard on the old lock still bounds the gain; one that is too kind does
-    // not.
+    // A model that overestimates the old lock's cost still bounds the gain. A model that
+    // underestimates it does not.
     let old = table.columns[table.old];
     let too_kind =
         |check: &Check| check.off && check.column == old && check.error.is_some_and(|error| error > 0.0);
@@ -142,11 +142,11 @@ fn why(table: &Table, row: &TableRow, model: &[Modelled], cpus: usize) -> String
     }
     let share = model.held_share;
     let busy = share * THREADS.min(cpus) as f64;
-    let most = 1.0 + share;
+    let gain_max = 1.0 + share;
     if busy < 0.5 {
         format!(
             "The old lock is held for {:.1} % of a thread's time: {THREADS} threads hold it for {:.0} % of the time together and seldom meet \
-             there, so a finer one could gain a factor of {most:.2} at most. It would be full with {:.0} threads.",
+             there, so a finer one could gain a factor of {gain_max:.2} at most. It would be full with {:.0} threads.",
             100.0 * share,
             100.0 * busy,
             (1.0 / share).ceil()
@@ -160,10 +160,10 @@ fn why(table: &Table, row: &TableRow, model: &[Modelled], cpus: usize) -> String
     }
 }
 
-fn of_model(modelled: &Modelled) -> Vec<String> {
-    let off: Vec<String> = modelled.checks.iter().filter(|check| check.off).map(off_by).collect();
-    let unsure = modelled.checks.iter().any(|check| check.error.is_none());
-    let name = format!("Model of {}, {}", modelled.table, modelled.what);
+fn words_of_model(model: &LoadModel) -> Vec<String> {
+    let off: Vec<String> = model.checks.iter().filter(|check| check.off).map(off_by).collect();
+    let unsure = model.checks.iter().any(|check| check.error.is_none());
+    let name = format!("Model of {}, {}", model.table, model.what);
     let mut words = Vec::new();
     if !off.is_empty() {
         words.push(format!(
@@ -183,7 +183,7 @@ fn off_by(check: &Check) -> String {
     format!("{} with {}: {:+.0} %", check.column, counted(check.threads, "thread"), 100.0 * error)
 }
 
-/// Such as "1 thread", "2 threads".
+/// Formats a count with its noun, such as "1 thread" or "2 threads".
 pub fn counted(count: usize, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
@@ -204,20 +204,20 @@ mod tests {
         table
     }
 
-    fn modelled(held_share: f64, checks: Vec<Check>) -> Modelled {
-        Modelled {
+    fn model_of(held_share: f64, checks: Vec<Check>) -> LoadModel {
+        LoadModel {
             table: "t".into(),
             what: "reads".into(),
             inputs: Vec::new(),
             held_share,
             checks,
-            beyond: Vec::new(),
+            predictions: Vec::new(),
         }
     }
 
     #[test]
-    fn a_row_that_beats_is_said_with_its_ratio() {
-        let words = of_table(&table(&[1.5, 1.6, 1.5]), &[], 2);
+    fn gain_is_reported_with_its_ratio() {
+        let words = words_of_table(&table(&[1.5, 1.6, 1.5]), &[], 2);
         assert_eq!(words.len(), 1, "{words:?}");
         assert!(
             words[0].contains("of 1 load") && words[0].contains("in 1: reads 1.50 (there 3.01"),
@@ -226,21 +226,21 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_does_not_beat_is_said_with_the_profile() {
-        for (ours, told) in [(&[0.9, 0.9, 0.9][..], "0.90"), (&[0.97, 0.99, 1.05, 1.06], "1.02")] {
-            let words = of_table(&table(ours), &[modelled(0.05, Vec::new())], 2);
+    fn missing_gain_is_explained_by_profile() {
+        for (ours, expected) in [(&[0.9, 0.9, 0.9][..], "0.90"), (&[0.97, 0.99, 1.05, 1.06], "1.02")] {
+            let words = words_of_table(&table(ours), &[model_of(0.05, Vec::new())], 2);
             assert!(words[0].ends_with("in 0."), "{words:?}");
-            assert!(words[1].contains("does not beat") && words[1].contains(told), "{words:?}");
+            assert!(words[1].contains("does not beat") && words[1].contains(expected), "{words:?}");
             assert!(words[1].contains("5.0 %") && words[1].contains("20 threads"), "{words:?}");
             assert!(!words.iter().any(|word| word.contains("writes")), "it gained nothing there: {words:?}");
         }
-        let words = of_table(&table(&[0.9; 3]), &[], 2);
+        let words = words_of_table(&table(&[0.9; 3]), &[], 2);
         assert!(words[1].contains("why is not known"), "{words:?}");
-        let mut told = table(&[0.9; 3]);
-        told.reasons.push(("reads", "They never meet."));
-        let words = of_table(&told, &[], 2);
+        let mut with_reason = table(&[0.9; 3]);
+        with_reason.reasons.push(("reads", "They never meet."));
+        let words = words_of_table(&with_reason, &[], 2);
         assert!(words[1].ends_with("0.90. They never meet."), "{words:?}");
-        let words = of_table(&table(&[0.9; 3]), &[modelled(0.9, Vec::new())], 2);
+        let words = words_of_table(&table(&[0.9; 3]), &[model_of(0.9, Vec::new())], 2);
         assert!(words[1].contains("lies elsewhere"), "{words:?}");
         let off = Check {
             threads: 2,
@@ -250,22 +250,22 @@ mod tests {
             error: Some(1.0),
             off: true,
         };
-        let words = of_table(&table(&[0.9; 3]), &[modelled(0.05, vec![off])], 2);
+        let words = words_of_table(&table(&[0.9; 3]), &[model_of(0.05, vec![off])], 2);
         assert!(words[1].contains("does not say why"), "{words:?}");
     }
 
     #[test]
-    fn a_spread_that_is_too_wide_is_no_verdict() {
-        let words = of_table(&table(&[0.5, 1.5, 4.0, 8.0]), &[], 2);
+    fn wide_spread_gives_no_verdict() {
+        let words = words_of_table(&table(&[0.5, 1.5, 4.0, 8.0]), &[], 2);
         assert!(words[0].ends_with("in 0.") && words[1].contains("too far apart"), "{words:?}");
         let mut absent = table(&[1.5; 3]);
         absent.rows.remove(1);
-        let words = of_table(&absent, &[], 2);
+        let words = words_of_table(&absent, &[], 2);
         assert!(words[1].contains("not run with 2 threads"), "{words:?}");
     }
 
     #[test]
-    fn a_model_that_is_off_is_said_to_be() {
+    fn inaccurate_model_is_reported() {
         let check = |error| Check {
             threads: 2,
             column: "one lock",
@@ -274,8 +274,8 @@ mod tests {
             error,
             off: error.is_some_and(|error: f64| error.abs() > ERROR_MAX),
         };
-        assert!(of_model(&modelled(0.5, vec![check(Some(0.1))])).is_empty());
-        let words = of_model(&modelled(0.5, vec![check(Some(-0.4)), check(None)]));
+        assert!(words_of_model(&model_of(0.5, vec![check(Some(0.1))])).is_empty());
+        let words = words_of_model(&model_of(0.5, vec![check(Some(-0.4)), check(None)]));
         assert!(words[0].contains("one lock with 2 threads: -40 %"), "{words:?}");
         assert!(words[1].contains("too wide"), "{words:?}");
     }

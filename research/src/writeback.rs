@@ -1,4 +1,4 @@
-//! Experiment 3: idle pages go to a disk, one at a time or in batches.
+//! Experiment 3: writeback of idle pages, one at a time or in batches.
 
 use std::path::Path;
 use std::sync::{Arc, mpsc};
@@ -8,28 +8,28 @@ use freestone::PAGE_BYTES;
 use freestone::device::{self, Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Tried};
 use freestone_benches::data::Data;
 use freestone_benches::options::{Options, Set};
-use freestone_benches::writeback::backing::{self, BackingFile, Layout, Spilled};
+use freestone_benches::writeback::backing::{self, BackingFile, Layout, WritebackResult};
 use freestone_report::{Summary, Unit};
 
 use crate::experiment::{Better, Experiment, Table, turns};
 use crate::published::writeback as published;
 use crate::slices;
 
-/// Data where `--size` does not say.
+/// Default data size, in bytes.
 const BYTES: u64 = 1 << 30;
-/// The old way is slow: it gets every n-th page, about so many bytes of them, and is compared by
-/// page.
+/// Data for the old way, in bytes. The old way is slow, so it writes every n-th page only and is
+/// compared per page.
 const OLD_WAY_BYTES: u64 = 64 << 20;
 const ROUNDS: u32 = 5;
-/// So many disks are written back in a slice, by column: CPU time is counted in ticks, and who is
-/// fast has few of them.
+/// Number of disks that are written back in a slice, by column. CPU time is counted in ticks, and
+/// the fast columns use few per disk.
 const DISKS: [u32; 4] = [1, 2, 2, 5];
-/// What the source wrote back; ours is scaled to it by page.
+/// Pages that the source wrote back. Results are scaled to this number.
 const SOURCE_PAGES: f64 = ((4_u64 << 30) / PAGE_BYTES as u64) as f64;
-/// The engine makes four requests of it, of 128 KiB each.
+/// Batch size in pages, which the engine splits into four requests of 128 KiB.
 const BATCH_PAGES: u32 = 4 * 32;
 
-/// Places of the columns.
+/// Indexes of the columns.
 const OLD: usize = 0;
 const BATCHES: usize = 1;
 const TOGETHER: usize = 2;
@@ -37,18 +37,18 @@ const OURS: usize = 3;
 const COLUMNS: [&str; 4] =
     [published::COLUMNS[0], published::COLUMNS[1], "four of 128 KiB at a time", "packed (ours)"];
 
-/// What a slice wrote back, and took for it.
+/// Result of a slice.
 #[derive(Debug, Clone, Copy, Default)]
 struct Slice {
     pages: u64,
     bytes: u64,
-    /// Seconds.
+    /// Wall-clock, system and user time in seconds.
     wall: f64,
     system: f64,
     user: f64,
 }
 
-/// Writes and measures in `dir`, or where data sets are kept.
+/// Runs the experiment with a backing file in `dir`, or in the directory of the data sets.
 pub fn run(dir: Option<&Path>, options: &Options) -> Result<Experiment> {
     let data = Data::open(Set::Fio, options.bytes(BYTES), options)?;
     let file = BackingFile::new(dir.unwrap_or(&options.data_dir), data.bytes())?;
@@ -82,20 +82,23 @@ pub fn run(dir: Option<&Path>, options: &Options) -> Result<Experiment> {
         source: published::SOURCE.into(),
         here: vec![
             format!(
-                "{} MiB of pages ({}) are marked idle and written back to a file with O_DIRECT, whose blocks were all written before; each \
-                 time by a new RAM disk, the columns in turn. Seconds are those of 4 GiB, scaled by page. System time is of all threads of the \
-                 process, those of the kernel that work for its io_uring included.",
+                "{} MiB of pages ({}) are marked idle and written back to a file with O_DIRECT whose blocks \
+                 were all written before; each time from a new RAM disk, the columns in turn. Seconds are for \
+                 4 GiB, scaled by page. System time is that of all threads of the process, including kernel \
+                 threads that work for its io_uring.",
                 data.bytes() >> 20,
                 data.description
             ),
             format!(
-                "\"{}\": one request of a page in flight, waited for before the next page is looked at, as in the source; on one page in {step} of \
-                 the data. \"{}\": one request of 128 KiB in flight, waited for in the same way, as the source's batches are. \"{}\": up to four such \
-                 requests in flight, which the source has not; the next one is filled meanwhile. In these three a page takes a block. \"{}\": what \
-                 we do by default: up to four requests of up to 1 MiB in flight, of objects that lie tightly.",
+                "\"{}\": one request of a page in flight, completed before the next page is processed, as in \
+                 the source; for one page in {step} of the data. \"{}\": one request of 128 KiB in flight, \
+                 completed in the same way, like the source's batches. \"{}\": up to four such requests in \
+                 flight, which the source does not have; the next one is filled meanwhile. In these three a \
+                 page takes a block. \"{}\": our default: up to four requests of up to 1 MiB in flight, with \
+                 compressed objects stored without gaps.",
                 COLUMNS[OLD], COLUMNS[BATCHES], COLUMNS[TOGETHER], COLUMNS[OURS]
             ),
-            "One thread writes back, there as here: nothing is modelled beyond it.".into(),
+            "One thread writes back, in the source and here, so there is no model for more cores.".into(),
         ],
         tables: vec![table],
         words: words(&rounds),
@@ -104,7 +107,7 @@ pub fn run(dir: Option<&Path>, options: &Options) -> Result<Experiment> {
 }
 
 impl Slice {
-    fn add(&mut self, spilled: &Spilled) {
+    fn add(&mut self, spilled: &WritebackResult) {
         self.pages += spilled.pages;
         self.bytes += spilled.bytes;
         self.wall += spilled.spent.wall.as_secs_f64();
@@ -113,7 +116,7 @@ impl Slice {
     }
 }
 
-fn spill(file: &BackingFile, data: &Data, column: usize, step: u64) -> Result<Spilled> {
+fn spill(file: &BackingFile, data: &Data, column: usize, step: u64) -> Result<WritebackResult> {
     let (step, layout) = match column {
         OLD => (step, Layout::Plain),
         BATCHES | TOGETHER => (1, Layout::Plain),
@@ -132,7 +135,7 @@ fn spill(file: &BackingFile, data: &Data, column: usize, step: u64) -> Result<Sp
     backing::spill(&ram)
 }
 
-/// What each way makes of the disk.
+/// Describes the speed of the disk with each way.
 fn words(rounds: &[Vec<Slice>; 4]) -> Vec<String> {
     let median =
         |column: usize, number: fn(&Slice) -> f64| Summary::of(rounds[column].iter().map(number)).median;
@@ -153,7 +156,7 @@ fn words(rounds: &[Vec<Slice>; 4]) -> Vec<String> {
     )]
 }
 
-/// A device whose requests are waited for while they are given to it: never are two in flight.
+/// Device wrapper that waits for each request in `submit`, so that never two are in flight.
 struct OneAtATime(Arc<dyn Device>);
 
 impl Device for OneAtATime {
@@ -166,14 +169,14 @@ impl Device for OneAtATime {
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        let (answer, answered) = mpsc::sync_channel(1);
-        let waited = Completion::new(move |outcome, buffer| {
-            // The receiver waits below; it cannot be gone.
-            let _ = answer.send((outcome, buffer));
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let forward = Completion::new(move |outcome, buffer| {
+            // Cannot fail: the receiver waits below.
+            let _ = sender.send((outcome, buffer));
         });
-        self.0.submit(request, buffer, waited);
-        // A completion that is dropped answers as well: there is always something to receive.
-        if let Ok((outcome, buffer)) = answered.recv() {
+        self.0.submit(request, buffer, forward);
+        // A dropped completion sends an error, so this always receives something.
+        if let Ok((outcome, buffer)) = receiver.recv() {
             done.complete(outcome, buffer);
         }
     }
@@ -195,22 +198,22 @@ mod tests {
 
     use super::*;
 
-    /// A RAM disk that answers a little later, and notes the length of each write and how many
-    /// were in flight with it.
-    struct Slow {
+    /// A RAM disk that delays completions, and records the length of each write and the number of
+    /// writes in flight.
+    struct SlowDisk {
         ram: Arc<Ram>,
-        seen: Arc<Mutex<Seen>>,
+        log: Arc<Mutex<WriteLog>>,
     }
 
     #[derive(Default)]
-    struct Seen {
-        flying: usize,
-        most: usize,
+    struct WriteLog {
+        in_flight: usize,
+        max_in_flight: usize,
         lengths: Vec<u64>,
         threads: Vec<JoinHandle<()>>,
     }
 
-    impl Device for Slow {
+    impl Device for SlowDisk {
         fn geometry(&self) -> Geometry {
             self.ram.geometry()
         }
@@ -220,15 +223,15 @@ mod tests {
         }
 
         fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-            let (ram, seen) = (self.ram.clone(), self.seen.clone());
-            let mut now = self.seen.lock().unwrap();
-            now.flying += 1;
-            now.most = now.most.max(now.flying);
+            let (ram, log) = (self.ram.clone(), self.log.clone());
+            let mut now = self.log.lock().unwrap();
+            now.in_flight += 1;
+            now.max_in_flight = now.max_in_flight.max(now.in_flight);
             now.lengths.push(request.len);
             now.threads.push(std::thread::spawn(move || {
                 std::thread::sleep(Duration::from_millis(2));
                 let outcome = ram.write_at(request.offset, &buffer, Flags::empty());
-                seen.lock().unwrap().flying -= 1;
+                log.lock().unwrap().in_flight -= 1;
                 done.complete(outcome, buffer);
             }));
         }
@@ -238,11 +241,12 @@ mod tests {
         }
     }
 
-    /// The most that were in flight, and the lengths of all writes, with this batch size.
+    /// Returns the maximum number of writes in flight, and the lengths of all writes, for a batch
+    /// size.
     fn in_flight(batch: u32, one_at_a_time: bool) -> (usize, Vec<u64>) {
-        let seen = Arc::new(Mutex::new(Seen::default()));
+        let log = Arc::new(Mutex::new(WriteLog::default()));
         let slow: Arc<dyn Device> =
-            Arc::new(Slow { ram: Arc::new(new_ram(16 << 20).unwrap()), seen: seen.clone() });
+            Arc::new(SlowDisk { ram: Arc::new(new_ram(16 << 20).unwrap()), log: log.clone() });
         let device = if one_at_a_time { Arc::new(OneAtATime(slow)) } else { slow };
         let config = Config { disksize: 2 << 20, ..Config::default() };
         let ram = Ram::new(config.backed_by(device, false)).unwrap();
@@ -255,16 +259,16 @@ mod tests {
         ram.idle(Idle::All);
         assert_eq!(ram.writeback(&Writeback::Idle).map_err(|(_, error)| error).unwrap().pages, 256);
         drop(ram);
-        let threads = std::mem::take(&mut seen.lock().unwrap().threads);
+        let threads = std::mem::take(&mut log.lock().unwrap().threads);
         for thread in threads {
             thread.join().unwrap();
         }
-        let seen = seen.lock().unwrap();
-        (seen.most, seen.lengths.clone())
+        let log = log.lock().unwrap();
+        (log.max_in_flight, log.lengths.clone())
     }
 
     #[test]
-    fn every_way_has_in_flight_what_is_said_of_it() {
+    fn each_way_has_expected_writes_in_flight() {
         let page = PAGE_BYTES as u64;
         assert_eq!(in_flight(1, false), (1, vec![page; 256]));
         assert_eq!(in_flight(BATCH_PAGES, true), (1, vec![32 * page; 8]));

@@ -1,5 +1,5 @@
-//! Experiment 5: threads on the zones of one drive, with one lock, with a lock a zone, and without
-//! one for reads.
+//! Experiment 5: threads on the zones of one device, with one lock, with a lock per zone, and
+//! without a lock for reads.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -15,7 +15,7 @@ use freestone_benches::zones::scaling::{
 use freestone_report::{Summary, Unit};
 
 use crate::costs::{self, Machine};
-use crate::experiment::{Better, Experiment, Modelled, Table, turns};
+use crate::experiment::{Better, Experiment, LoadModel, Table, turns};
 use crate::model::{Inputs, predict};
 use crate::published::zones as published;
 use crate::simulate::Discipline;
@@ -23,19 +23,20 @@ use crate::slices;
 
 const ROUNDS: u32 = 11;
 const SLICE_MS: u32 = 120;
-/// Operations of the loop that does nothing, and how often it is run.
+/// Operations per run of the empty loop, and number of runs.
 const IDLE_OPS: u64 = 200_000;
 const IDLE_ROUNDS: usize = 9;
 const PAGE: u64 = PAGE_BYTES as u64;
 
-/// Places of the columns, and of the sides. In a table of reads the source's new lock stands between
-/// the old one and ours, which reads do not take; for writes it is ours.
+/// Indexes of the columns and of the sides. For reads, the source's new lock is a column between
+/// the old lock and the product, which takes no lock for reads. For writes, the source's new lock
+/// is the product's.
 const OLD: usize = 0;
 const NEW: usize = 1;
 const READS: [&str; 3] = [published::COLUMNS[0], published::COLUMNS[1], "no lock (ours)"];
 const WRITES: [&str; 2] = [published::COLUMNS[0], "a lock a zone (ours)"];
 
-/// The columns of a load.
+/// Returns the columns of a load.
 fn columns(load: Load) -> &'static [&'static str] {
     match load {
         Load::Reads => &READS,
@@ -59,8 +60,8 @@ pub fn run(options: &Options) -> Result<Experiment> {
                 let what = if limits { format!("{}, limits", figures.what) } else { figures.what.to_owned() };
                 let apart = measure(&mut table, &what, shape, load, options)?;
                 if !memory && !limits {
-                    // What was published has a number of threads that nothing is measured with
-                    // here.
+                    // The published number of threads is not measured here, so the row has no
+                    // measurements.
                     table.add(&what, figures.threads, &figures.published(), &[]);
                 }
                 if let Some(machine) = &machine {
@@ -68,8 +69,8 @@ pub fn run(options: &Options) -> Result<Experiment> {
                 }
             }
             if let Some(machine) = &machine {
-                let modelled = inputs.iter().map(|(of, what)| predict(&table, what, of, machine, 1e-3));
-                model.extend(modelled.collect::<Vec<Modelled>>());
+                let models = inputs.iter().map(|(of, what)| predict(&table, what, of, machine, 1e-3));
+                model.extend(models.collect::<Vec<LoadModel>>());
             }
             tables.push(table);
         }
@@ -81,36 +82,41 @@ pub fn run(options: &Options) -> Result<Experiment> {
         source: published::SOURCE.into(),
         here: vec![
             format!(
-                "A zoned null drive, {ZONES} zones. Reads of 4 KiB at random places; writes of 4 KiB at the write pointers of zones of the thread's own, \
-                 each reset before it is filled, as zonemode=zbd gives each job its zones. Thread n is on CPU n modulo {cpus}. Limits: {LIMIT} open and \
-                 active zones. Every request is answered on the caller's thread, so reads have depth 1; there they had depth 8."
+                "A zoned null device, {ZONES} zones. Reads of 4 KiB at random offsets; writes of 4 KiB at the \
+                 write pointers of the thread's own zones, each reset before it is filled, as zonemode=zbd \
+                 gives each job its zones. Thread n is on CPU n modulo {cpus}. Limits: {LIMIT} open and active \
+                 zones. Every request completes on the caller's thread, so reads have depth 1; in the source \
+                 they had depth 8."
             ),
             format!(
-                "\"{}\": a mutex around every call of an equal drive, whose writes take their zone's own lock under it. With memory backing it is \
-                 held while the page is copied, as the kernel's one lock over the memory is; there is no published figure of that. \"{}\" for \
-                 reads, as the source has it: a mutex a zone around every read of an equal drive, which takes no lock for it by itself. For \
-                 writes the source's lock a zone and ours are one.",
+                "\"{}\": a mutex around every call of an equal device, whose writes take their zone's own lock \
+                 under it. With memory backing it is held while the page is copied, like the kernel's single \
+                 lock over the memory; the source published no figure for that. \"{}\" for reads, as in the \
+                 source: a mutex per zone around every read of an equal device, which takes no lock for reads \
+                 itself. For writes the source's lock per zone and ours are the same.",
                 READS[OLD], READS[NEW]
             ),
-            "Reads without backing leave the reader's buffer as it is (the library's UNREAD flag), in all columns: null_blk copies nothing there \
-             either. Only benchmarks ask for that: over NBD such a drive gives zeroes. With memory backing the flag changes nothing."
+            "Reads without backing leave the reader's buffer unchanged (the library's UNREAD flag), in all \
+             columns, because null_blk copies nothing either. Only benchmarks use the flag: over NBD such a \
+             device reads as zeroes. With memory backing the flag has no effect."
                 .into(),
-            "Left out: the block layer, and memory backing in the published figures.".into(),
+            "Omitted: the block layer, and memory backing in the published figures.".into(),
         ],
         tables,
         words: vec![format!(
-            "The published gain is of 96 jobs on 48 cores, and {} can double a speed at most, unless the old lock itself loses by it. Writes \
-             gained nothing there: zonemode=zbd and the block layer give a zone one write at a time; here neither is in the way.",
+            "The published gain is for 96 jobs on 48 cores; {} can at most double a speed, unless the old lock \
+             itself slows down. Writes gained nothing in the source: zonemode=zbd and the block layer send a \
+             zone one write at a time; here neither is involved.",
             crate::words::counted(cpus, "CPU")
         )],
         model,
     })
 }
 
-/// Adds a row for each number of threads. Returns what two threads that share nothing do over what
-/// one does.
+/// Adds a row for each number of threads. Returns the speed of two threads with a device each,
+/// relative to one thread.
 fn measure(table: &mut Table, what: &str, shape: Shape, load: Load, options: &Options) -> Result<f64> {
-    // Behind the columns one that is none: two threads with a drive each.
+    // The side after the columns has two threads with a device each.
     let names = columns(load);
     let (ours, apart) = (names.len() - 1, names.len());
     let locks = |at| match at {
@@ -142,8 +148,8 @@ fn measure(table: &mut Table, what: &str, shape: Shape, load: Load, options: &Op
     Ok(Summary::ratio(of(THREADS_APART, apart)?, of(1, ours)?).median)
 }
 
-/// The lock is around the whole call: what an operation takes beyond the loop around it is under
-/// the lock.
+/// Returns the inputs of the model. The lock is held around the whole call, so the hold time is the
+/// time of an operation without the loop.
 fn inputs_of(
     table: &Table,
     what: &str,
@@ -153,10 +159,10 @@ fn inputs_of(
     machine: &Machine,
 ) -> Result<Inputs> {
     let row = table.rows.iter().find(|row| row.what == what && row.threads == 1).context("no row")?;
-    let fine = 1e6 / row.measured[table.ours].context("it was not run")?.median;
+    let fine = 1e6 / row.measured[table.ours].context("the load was not run with one thread")?.median;
     Ok(Inputs {
         fine,
-        held: (fine - idle(shape, load)).max(0.0),
+        hold_time: (fine - empty_loop_nanos(shape, load)).max(0.0),
         visits: 1.0,
         lock: machine.mutex,
         discipline: Discipline::Parking,
@@ -165,19 +171,19 @@ fn inputs_of(
     })
 }
 
-/// Nanoseconds an operation of a thread's loop without the call of the drive.
-fn idle(shape: Shape, load: Load) -> f64 {
+/// Returns the nanoseconds per operation of a thread's loop without the device call.
+fn empty_loop_nanos(shape: Shape, load: Load) -> f64 {
     let pages = ZONES * shape.zone_bytes / PAGE;
     let rounds = (0..IDLE_ROUNDS as u64).map(|round| {
         let mut random = Random::new(round);
-        let begun = Instant::now();
+        let started = Instant::now();
         for at in 0..IDLE_OPS {
             black_box(match load {
                 Load::Reads => Request::read(random.next_u64() % pages * PAGE, PAGE).with(Flags::UNREAD),
                 Load::Writes => Request::write(at % pages * PAGE, PAGE),
             });
         }
-        begun.elapsed().as_nanos() as f64 / IDLE_OPS as f64
+        started.elapsed().as_nanos() as f64 / IDLE_OPS as f64
     });
     Summary::of(rounds).median
 }

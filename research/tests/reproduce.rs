@@ -1,5 +1,5 @@
-//! The experiments that need no other lock than the product's run and write JSON that makes sense.
-//! Speed is not judged here.
+//! Test of the experiments that need no other lock than the product's: they run and write plausible
+//! JSON. Speed is not judged.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -7,8 +7,8 @@ use std::process::Command;
 use freestone_report::{Document, Row};
 
 #[test]
-fn reproduce_sets_published_figures_beside_ours() {
-    // Not in /tmp, whose file system may know no direct I/O.
+fn reproduce_writes_published_and_measured_figures() {
+    // /tmp may be on a file system without direct I/O.
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let small = ["--quick", "--size", "8M", "--slice-ms", "5"];
     let out = Command::new(env!("CARGO_BIN_EXE_freestone-research"))
@@ -21,7 +21,7 @@ fn reproduce_sets_published_figures_beside_ours() {
         .output()
         .unwrap();
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-    let told = String::from_utf8_lossy(&out.stdout);
+    let stdout = String::from_utf8_lossy(&out.stdout);
     for (number, tables, loads, models) in [(3, 1, 3, 0), (4, 8, 1, 2), (5, 4, 2, 8)] {
         let document = Document::load(&dir.path().join(format!("experiment-{number}.json"))).unwrap();
         assert_eq!(document.charts().count(), tables);
@@ -37,7 +37,7 @@ fn reproduce_sets_published_figures_beside_ours() {
                 let Row { value, published, refused, .. } = row;
                 let here = value.count > 0;
                 assert!(here || published.is_some(), "an empty row: {row:?}");
-                // So little data may be written back in less CPU time than the kernel counts.
+                // Writing back this little data may take less CPU time than the kernel's tick.
                 let least = if number == 3 { 0.0 } else { f64::MIN_POSITIVE };
                 assert!(!here || *refused || value.median >= least, "{row:?}");
                 assert!(!here || value.count == 3, "{row:?}");
@@ -47,7 +47,7 @@ fn reproduce_sets_published_figures_beside_ours() {
                     || ["memory", "store P"].iter().any(|without| report.name.contains(without))
             );
         }
-        // With one CPU there is nothing to model.
+        // A model needs two CPUs.
         let cpus = std::thread::available_parallelism().unwrap().get();
         let rows = document.reports.get(tables).map(|model| &model.rows[..]).unwrap_or_default();
         let in_turn = |cores: &str| -> Vec<f64> {
@@ -59,9 +59,9 @@ fn reproduce_sets_published_figures_beside_ours() {
         for (some, more) in some.iter().zip(&more) {
             assert!(*more < 1.1 * some, "one lock does not scale: {some} and {more}");
         }
-        // What is found is said as well.
-        let found = &document.findings;
-        assert!(!found.is_empty() && found.iter().all(|said| told.contains(said)));
+        // Findings are also printed.
+        let findings = &document.findings;
+        assert!(!findings.is_empty() && findings.iter().all(|finding| stdout.contains(finding)));
     }
     let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().path()).collect();
     let img = left.iter().any(|path| path.extension().is_some_and(|extension| extension == "img"));
@@ -69,7 +69,7 @@ fn reproduce_sets_published_figures_beside_ours() {
 }
 
 #[test]
-fn an_experiment_that_there_is_not_is_refused() {
+fn unknown_experiment_is_rejected() {
     for bad in ["6", "0", "locks"] {
         let out =
             Command::new(env!("CARGO_BIN_EXE_freestone-research")).args(["reproduce", bad]).output().unwrap();

@@ -1,17 +1,17 @@
-//! Benchmarks and experiments, built for release.
+//! Runs benchmarks and experiments in release builds.
 
 use std::ffi::OsString;
 
 use anyhow::{Context as _, Result};
 
 use crate::cargo::cargo;
-use crate::variants::{Varied, with_variants};
+use crate::variants::{CopiedWorkspace, with_variants};
 
-/// Runs a benchmark, built for release.
+/// Runs a benchmark or, for the name `reproduce`, the experiments. Returns true if it succeeded.
 pub fn bench(args: &[OsString]) -> Result<bool> {
     let is_research = args.first().is_some_and(|name| name == "reproduce");
     let mut command = if is_research {
-        with_variants("run", Varied::Research)?
+        with_variants("run", CopiedWorkspace::Research)?
     } else {
         let mut command = cargo();
         command.args(["run", "--package", "freestone-benches"]);

@@ -1,4 +1,4 @@
-//! Runs cargo and other commands, shows what they print and counts the tests that ran.
+//! Runs cargo and other commands, passes their output on and counts the tests that ran.
 
 use std::fmt;
 use std::fs::{self, Permissions};
@@ -18,14 +18,14 @@ use serde::Deserialize;
 pub struct Counts {
     pub passed: u64,
     pub failed: u64,
-    /// Tests that need a package which is not installed.
-    pub left_out: u64,
+    /// Tests skipped because a package is not installed.
+    pub skipped: u64,
 }
 
 impl Counts {
     /// Counts one test.
     pub fn one(passed: bool) -> Self {
-        Self { passed: u64::from(passed), failed: u64::from(!passed), left_out: 0 }
+        Self { passed: u64::from(passed), failed: u64::from(!passed), skipped: 0 }
     }
 }
 
@@ -33,15 +33,15 @@ impl AddAssign for Counts {
     fn add_assign(&mut self, other: Self) {
         self.passed += other.passed;
         self.failed += other.failed;
-        self.left_out += other.left_out;
+        self.skipped += other.skipped;
     }
 }
 
-/// The closing line of the gate: continuous integration reads it.
+/// Formats the closing line of the gate, which continuous integration parses.
 impl fmt::Display for Counts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} passed, {} failed", self.passed, self.failed)?;
-        if self.left_out > 0 { write!(f, ", {} skipped", self.left_out) } else { Ok(()) }
+        if self.skipped > 0 { write!(f, ", {} skipped", self.skipped) } else { Ok(()) }
     }
 }
 
@@ -51,26 +51,26 @@ pub struct Outcome {
     /// True if the command ended with status 0.
     pub ok: bool,
     pub counts: Counts,
-    /// Names of what needs a package that is not installed, with the package.
-    pub left_out: Vec<String>,
+    /// Names of skipped tests and programs, each with the missing package.
+    pub skipped: Vec<String>,
 }
 
 impl Outcome {
-    /// An outcome without tests.
+    /// Returns an outcome without tests.
     pub fn of(ok: bool) -> Self {
         Self { ok, ..Self::default() }
     }
 
-    /// Adds what another command did.
+    /// Adds the outcome of another command.
     pub fn add(&mut self, other: Self) {
         self.ok &= other.ok;
         self.counts += other.counts;
-        self.left_out.extend(other.left_out);
+        self.skipped.extend(other.skipped);
     }
 }
 
-/// The cargo that runs us, for another command in the same workspace. Unless the environment says otherwise, its
-/// builds are not incremental: that takes a third of a first build, and the gate builds once.
+/// Returns a command for the cargo that runs xtask. Builds are not incremental unless the environment sets
+/// `CARGO_INCREMENTAL`: incremental compilation costs a third of the time of a first build, and the gate builds once.
 pub fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.stdin(Stdio::null());
@@ -80,10 +80,10 @@ pub fn cargo() -> Command {
     command
 }
 
-/// The suite of a package's unit tests.
+/// Suite name of a package's unit tests.
 pub const LIB: &str = "lib";
 
-/// A program of tests that cargo has built.
+/// A test program that cargo built.
 pub struct TestProgram {
     pub package: String,
     /// Name of the file or directory below tests/, or [`LIB`] for unit tests.
@@ -93,7 +93,7 @@ pub struct TestProgram {
 }
 
 impl TestProgram {
-    /// Returns the command that runs the program where `cargo test` does.
+    /// Returns the command that runs the program in the working directory that `cargo test` uses.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.executable);
         command.current_dir(&self.directory).stdin(Stdio::null());
@@ -102,7 +102,7 @@ impl TestProgram {
     }
 }
 
-/// What cargo says of something that it has built.
+/// A cargo message about a target that was built.
 #[derive(Deserialize)]
 struct Artifact {
     package_id: String,
@@ -123,8 +123,8 @@ struct Target {
     name: String,
 }
 
-/// Runs a `cargo test --no-run`: the programs, or nothing where the build fails. They are run by
-/// themselves, as cargo builds anew for every set of packages, whose features differ.
+/// Runs `cargo test --no-run` and returns the test programs, or None if the build fails. The caller runs the programs
+/// without cargo, which would rebuild for every set of packages because their features differ.
 pub fn test_programs(command: &mut Command) -> Result<Option<Vec<TestProgram>>> {
     println!("$ {}", line(command));
     let command = command.args(["--message-format", "json-render-diagnostics"]).stderr(Stdio::inherit());
@@ -133,7 +133,7 @@ pub fn test_programs(command: &mut Command) -> Result<Option<Vec<TestProgram>>> 
         return Ok(None);
     }
     let mut programs = Vec::new();
-    // Other messages have other fields.
+    // Messages of other kinds have other fields and do not parse.
     let messages = output.stdout.split(|&byte| byte == b'\n');
     for Artifact { package_id, manifest_path, target, executable, profile } in
         messages.filter_map(|m| serde_json::from_slice(m).ok())
@@ -150,8 +150,8 @@ pub fn test_programs(command: &mut Command) -> Result<Option<Vec<TestProgram>>> 
     Ok(Some(programs))
 }
 
-/// Returns the name in a package id of cargo: `path+file:///DIR#NAME@VERSION`, or `#VERSION` where the directory
-/// is called as the package.
+/// Returns the name in a package id of cargo: `path+file:///DIR#NAME@VERSION`, or `#VERSION` if the directory
+/// has the package's name.
 fn package_name(id: &str) -> &str {
     let (path, rest) = id.rsplit_once('#').unwrap_or(("", id));
     match rest.split_once('@') {
@@ -160,16 +160,16 @@ fn package_name(id: &str) -> &str {
     }
 }
 
-/// Tests that run at a time for each CPU. Most of their time many wait for a slow disk, a timer or a server.
+/// Number of tests per CPU that run at the same time. Many tests mostly wait for a slow disk, a timer or a server.
 const TESTS_PER_CPU: usize = 3;
 
-/// Number of tests that run at a time.
+/// Returns the number of tests that run at the same time.
 pub fn tests_at_once() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get) * TESTS_PER_CPU
 }
 
-/// Has clippy compile the packages of the workspace, so that one build lints and makes the programs. A lint that
-/// complains is an error.
+/// Makes clippy compile the packages of the workspace, so that one build both lints and produces the programs. Every
+/// lint warning is an error.
 pub fn linted(command: &mut Command) -> Result<&mut Command> {
     let cargo = std::env::var_os("CARGO").map_or_else(|| PathBuf::from("cargo"), PathBuf::from);
     let driver = cargo.with_file_name("clippy-driver");
@@ -183,9 +183,8 @@ pub fn linted(command: &mut Command) -> Result<&mut Command> {
     Ok(command.env("CLIPPY_ARGS", "-Dwarnings__CLIPPY_HACKERY__"))
 }
 
-/// A cargo for a build in which the packages of the workspace, and no others, have these cfgs:
-/// cargo asks a script to call the compiler for them. So what they depend on is built once for all
-/// builds. The programs come to a directory of their own, which is the second result.
+/// Returns a cargo command that sets these cfgs for the packages of the workspace only, and the directory of the built
+/// programs. A wrapper script adds the cfgs, so dependencies are shared with all other builds.
 pub fn with_cfgs(cfgs: &[&str]) -> Result<(Command, PathBuf)> {
     let all = target_dir();
     let name = cfgs.join("+");
@@ -193,7 +192,7 @@ pub fn with_cfgs(cfgs: &[&str]) -> Result<(Command, PathBuf)> {
     fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
     let script = std::path::absolute(dir.join("rustc"))?;
     let text = format!("#!/bin/sh\nexec \"$@\" --cfg {}\n", cfgs.join(" --cfg "));
-    // Where it is new, cargo asks the compiler anew what it is.
+    // A rewritten wrapper would make cargo query the compiler again.
     if fs::read_to_string(&script).ok().as_ref() != Some(&text) {
         fs::write(&script, text).with_context(|| format!("cannot write {}", script.display()))?;
         fs::set_permissions(&script, Permissions::from_mode(0o755))?;
@@ -204,7 +203,7 @@ pub fn with_cfgs(cfgs: &[&str]) -> Result<(Command, PathBuf)> {
     Ok((command, dir))
 }
 
-/// Where this cargo puts what it builds.
+/// Returns the target directory of this cargo.
 pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| PathBuf::from("target"), PathBuf::from)
 }
@@ -218,8 +217,7 @@ pub fn run_each(commands: impl IntoIterator<Item = Command>) -> Result<Outcome> 
     Ok(sum)
 }
 
-/// Runs a command to its end. Its stdout passes through us line by line, so that tests can be
-/// counted.
+/// Runs a command to its end. Copies its stdout line by line and counts the tests in it.
 pub fn run(command: &mut Command) -> Result<Outcome> {
     println!("$ {}", line(command));
     let child = command.stdout(Stdio::piped()).spawn();
@@ -240,7 +238,7 @@ pub fn run(command: &mut Command) -> Result<Outcome> {
     Ok(Outcome { counts, ..Outcome::of(status.success()) })
 }
 
-/// What is in the tree, whether git knows it yet or not, but for what is ignored.
+/// Lists the files of the tree, tracked and untracked, without ignored ones.
 pub fn files() -> Result<Vec<PathBuf>> {
     let output = Command::new("git")
         .args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"])
@@ -253,10 +251,10 @@ pub fn files() -> Result<Vec<PathBuf>> {
     Ok(names.split_terminator('\0').map(PathBuf::from).collect())
 }
 
-/// The manifest of the sources' experiments, which are a workspace of their own.
+/// Manifest of the experiments, which are a separate workspace.
 pub const RESEARCH: &str = "research/Cargo.toml";
 
-/// What a command prints, without the line's end. It has to succeed.
+/// Returns the trimmed stdout of a command. Fails if the command fails.
 pub fn output(command: &mut Command) -> Result<String> {
     let output = command.stdin(Stdio::null()).output();
     let output = output.with_context(|| format!("cannot start {}", line(command)))?;
@@ -265,7 +263,7 @@ pub fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// The command as one would type it.
+/// Formats the command as a user would type it.
 fn line(command: &Command) -> String {
     let mut words = Vec::new();
     for (key, value) in command.get_envs() {
@@ -285,7 +283,7 @@ fn result_line(line: &str) -> Option<Counts> {
         let before = rest.split(what).next().filter(|before| before.len() < rest.len())?;
         before.trim_end().rsplit(' ').next()?.parse().ok()
     };
-    Some(Counts { passed: number(" passed;")?, failed: number(" failed;")?, left_out: 0 })
+    Some(Counts { passed: number(" passed;")?, failed: number(" failed;")?, skipped: 0 })
 }
 
 #[cfg(test)]
@@ -293,9 +291,9 @@ mod tests {
     use super::{Counts, result_line};
 
     #[test]
-    fn results_are_read() {
+    fn result_line_reads_counts() {
         let line = "test result: FAILED. 12 passed; 3 failed; 0 ignored; 0 measured; 7 filtered out; finished in 0.1s";
-        assert_eq!(result_line(line), Some(Counts { passed: 12, failed: 3, left_out: 0 }));
+        assert_eq!(result_line(line), Some(Counts { passed: 12, failed: 3, skipped: 0 }));
         let line = "test result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out";
         assert_eq!(result_line(line), Some(Counts::default()));
         assert_eq!(result_line("test result: unknown"), None);

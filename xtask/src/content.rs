@@ -1,4 +1,4 @@
-//! Hashes of what a check depends on: the sources of a package and of all packages of the workspace below it.
+//! Hashes the inputs of a check: the sources of a package and of its dependencies in the workspace.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
@@ -15,9 +15,9 @@ const COMMON: [&str; 2] = ["Cargo.toml", "Cargo.lock"];
 
 /// The packages of the workspace.
 pub struct Packages {
-    /// Directory and dependencies, tests' ones included, by name.
+    /// Directory and dependencies (including those of tests), by package name.
     packages: BTreeMap<String, (String, Vec<String>)>,
-    /// The compiler is part of every hash.
+    /// Version of the compiler, which is part of every hash.
     compiler: String,
 }
 
@@ -42,7 +42,7 @@ struct Dependency {
 }
 
 impl Packages {
-    /// Asks cargo for the packages.
+    /// Reads the packages from `cargo metadata`.
     pub fn read() -> Result<Self> {
         let text = output(cargo().args(["metadata", "--format-version", "1", "--no-deps", "--offline"]))?;
         let metadata: Metadata = serde_json::from_str(&text).context("cannot read cargo metadata")?;
@@ -58,8 +58,8 @@ impl Packages {
         Ok(Self { packages, compiler: output(Command::new(rustc).arg("--version"))? })
     }
 
-    /// Returns a hash of the sources of these packages, of all that they depend on, and of more files and directories,
-    /// as the working tree has them.
+    /// Returns a hash of the sources of these packages, of their dependencies in the workspace, and of the files and
+    /// directories in `more`, all as in the working tree.
     pub fn content(&self, packages: &[&str], more: &[&str]) -> Result<String> {
         let mut dirs: BTreeSet<&str> = COMMON.iter().chain(more).copied().collect();
         let mut waiting: Vec<&str> = packages.to_vec();
@@ -76,7 +76,7 @@ impl Packages {
         }
         let listed = ["ls-files", "--cached", "--others", "--exclude-standard", "--deduplicate", "--"];
         let files = output(Command::new("git").args(listed).args(&dirs))?;
-        // A file that was deleted is still listed.
+        // git also lists deleted files.
         let files: Vec<_> = files.lines().filter(|file| Path::new(file).is_file()).collect();
         let hashes = git_hash(&["--stdin-paths"], &(files.join("\n") + "\n"))?;
         let named: Vec<_> = hashes.lines().zip(&files).map(|(hash, file)| format!("{hash} {file}")).collect();
@@ -91,7 +91,7 @@ fn git_hash(arguments: &[&str], input: &str) -> Result<String> {
     let mut child = git.spawn().context("cannot start git")?;
     let mut stdin = child.stdin.take().context("git has no input")?;
     let bytes = input.as_bytes().to_vec();
-    // git prints while it reads: neither side may wait for the other.
+    // git writes while it reads, so a thread feeds it: otherwise both sides could block.
     let writer = std::thread::spawn(move || stdin.write_all(&bytes));
     let out = child.wait_with_output().context("cannot wait for git")?;
     writer.join().ok().context("the thread that writes to git panicked")?.context("cannot write to git")?;

@@ -1,5 +1,4 @@
-//! `cargo xtask fio`: fetches the source that the installed fio was built from, and builds the
-//! engine against it.
+//! `cargo xtask fio`: fetches the source of the installed fio and builds the engine against it.
 
 use std::env;
 use std::fs;
@@ -10,28 +9,28 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::cargo::{self, cargo, output};
 
-/// Where sources of fio lie, by the version that fio prints; `build.rs` of the engine looks here.
+/// Directory of fio sources, one subdirectory per version that `fio --version` prints. `build.rs` of the engine reads it.
 const SOURCES: &str = "target/fio";
-/// Somebody's own source of fio; `build.rs` of the engine reads it too.
+/// Environment variable with the directory of another fio source. `build.rs` of the engine reads it too.
 const SOURCE_VARIABLE: &str = "FREESTONE_FIO_SOURCE";
-/// What `./configure` leaves.
+/// File that `./configure` writes.
 const CONFIGURED: &str = "config-host.h";
-/// Where apt finds the machine's sources of packages.
+/// Directory of apt's lists of package sources.
 const APT_DIR: &str = "/etc/apt";
-/// What a try line runs.
+/// Options of the example command that is printed at the end.
 const TRY: &str = "--device=ram0=ram,disksize=64M --rw=randrw --verify=crc32c --iodepth=32";
 
-/// The feature that builds the engine.
+/// Cargo feature that builds the engine.
 pub const FEATURE: &str = "freestone-fio/engine";
 
-/// Returns true if the engine can be built: fio is installed, and its source is there.
+/// Returns true if the engine can be built: fio is installed, and its source was fetched and configured.
 pub fn is_ready() -> bool {
     env::var_os(SOURCE_VARIABLE).is_some()
         || output(Command::new("fio").arg("--version"))
             .is_ok_and(|version| Path::new(SOURCES).join(version).join(CONFIGURED).is_file())
 }
 
-/// Fetches the source where it is missing, builds the engine for release, says how it is used.
+/// Fetches the source if it is missing, builds the engine for release and prints an example command.
 pub fn run() -> Result<bool> {
     source()?;
     let mut build = cargo();
@@ -48,7 +47,7 @@ pub fn run() -> Result<bool> {
     Ok(true)
 }
 
-/// The source of the installed fio is there, or is fetched from where the machine has its packages.
+/// Fetches and configures the source of the installed fio if it is missing.
 pub fn source() -> Result<()> {
     if env::var_os(SOURCE_VARIABLE).is_some() {
         return Ok(());
@@ -64,21 +63,21 @@ pub fn source() -> Result<()> {
     let package = output(Command::new("dpkg-query").args(package)).with_context(|| {
         format!("{version} is not from a Debian package; set {SOURCE_VARIABLE} to its source, configured")
     })?;
-    // Whatever happens here, what is at the place is complete.
+    // The rename publishes the source only when it is complete.
     let work = Path::new(SOURCES).join(format!("work-{}", std::process::id()));
     let fetched = fetch(&work, &package, &version).and_then(|source| {
         fs::rename(&source, &place).with_context(|| format!("cannot move it to {}", place.display()))
     });
     let cleared = fs::remove_dir_all(&work);
     fetched.with_context(|| {
-        format!("the source of {package} cannot be had; set {SOURCE_VARIABLE} to one that is configured")
+        format!("cannot fetch the source of {package}; set {SOURCE_VARIABLE} to the directory of a configured source")
     })?;
     cleared.with_context(|| format!("cannot remove {}", work.display()))?;
     println!("{version}: its source is now in {}", place.display());
     Ok(())
 }
 
-/// Fetches and configures the source of a package; nothing outside of `work` changes.
+/// Fetches and configures the source of a package. Changes nothing outside `work`.
 fn fetch(work: &Path, package: &str, version: &str) -> Result<PathBuf> {
     let parts = work.join("sources");
     for dir in [&parts, &work.join("state/lists/partial"), &work.join("cache/archives/partial")] {
@@ -94,7 +93,7 @@ fn fetch(work: &Path, package: &str, version: &str) -> Result<PathBuf> {
             ("Dir::Etc::sourceparts", work.join("sources").display().to_string()),
             ("Dir::State", work.join("state").display().to_string()),
             ("Dir::Cache", work.join("cache").display().to_string()),
-            // The user that apt would become need not be allowed in here.
+            // apt's sandbox user may have no access to this directory.
             ("APT::Sandbox::User", String::new()),
         ] {
             command.arg("-o").arg(format!("{key}={path}"));
@@ -103,7 +102,7 @@ fn fetch(work: &Path, package: &str, version: &str) -> Result<PathBuf> {
         println!("$ apt-get {}", words.join(" "));
         command.status().context("cannot start apt-get")
     };
-    // Of somebody's other repository there may be no source; whether it is enough shows below.
+    // Other repositories may have no sources, so an error here is ignored; the next command fails if a source is missing.
     apt(&["update"])?;
     if !apt(&["source", package])?.success() {
         bail!("apt-get source failed (it needs dpkg-dev)");
@@ -111,7 +110,7 @@ fn fetch(work: &Path, package: &str, version: &str) -> Result<PathBuf> {
     let source = unpacked(&work)?;
     let found = generated_version(&source)?;
     if found != version {
-        bail!("the source is of {found}, the program says {version}");
+        bail!("the source is of {found}, but the installed program is {version}");
     }
     println!("$ ./configure");
     let log = fs::File::create(source.join("configure.log")).context("cannot write a log")?;
@@ -150,19 +149,19 @@ fn derive_sources(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// `deb ...` lines as `deb-src ...`.
+/// Rewrites `deb ...` lines as `deb-src ...`.
 fn one_line_style(text: &str) -> String {
     let binary = text.lines().filter_map(|line| line.trim().strip_prefix("deb "));
     binary.flat_map(|rest| ["deb-src ", rest, "\n"]).collect()
 }
 
-/// Stanzas of any types as of `deb-src`.
+/// Sets the types of all stanzas to `deb-src`.
 fn deb822_style(text: &str) -> String {
     let is_types = |line: &str| line.to_ascii_lowercase().starts_with("types:");
     text.lines().flat_map(|line| [if is_types(line) { "Types: deb-src" } else { line }, "\n"]).collect()
 }
 
-/// The directory that `apt-get source` made.
+/// Returns the directory that `apt-get source` unpacked.
 fn unpacked(work: &Path) -> Result<PathBuf> {
     let entries = fs::read_dir(work).context("cannot look at what was fetched")?;
     let mut dirs =
@@ -170,7 +169,7 @@ fn unpacked(work: &Path) -> Result<PathBuf> {
     dirs.next().context("apt-get source left no source; install dpkg-dev")
 }
 
-/// The version that a program built from this source prints.
+/// Returns the version that a fio built from this source prints.
 fn generated_version(source: &Path) -> Result<String> {
     let text = fs::read_to_string(source.join("FIO-VERSION-GEN")).context("it has no FIO-VERSION-GEN")?;
     let version = text.lines().find_map(|line| line.strip_prefix("DEF_VER="));
@@ -182,7 +181,7 @@ mod tests {
     use super::{deb822_style, derive_sources, one_line_style};
 
     #[test]
-    fn lists_of_packages_become_lists_of_sources() {
+    fn package_lists_become_source_lists() {
         let list = "# deb a\ndeb [signed-by=/k] http://h.example/debian stable main\ndeb-src x y z\n";
         assert_eq!(one_line_style(list), "deb-src [signed-by=/k] http://h.example/debian stable main\n");
         let stanzas = "Types: deb deb-src\nURIs: u\n\ntypes: deb\nURIs: v\n";
@@ -190,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn only_lists_that_apt_reads_count() {
+    fn derive_sources_ignores_disabled_lists() {
         let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         assert!(derive_sources(from.path(), to.path()).is_err());
         std::fs::create_dir(from.path().join("sources.list.d")).unwrap();

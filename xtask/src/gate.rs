@@ -1,4 +1,4 @@
-//! `cargo xtask gate`: what a change has to pass beyond the tests, and a few pieces of the slow lane.
+//! `cargo xtask gate`: the checks that a change must pass beyond the tests, and a few pieces of the slow lane.
 
 use std::time::{Duration, Instant};
 
@@ -7,9 +7,9 @@ use anyhow::Result;
 use crate::record::{LANDINGS_MAX, Record};
 use crate::steps::{self, Lane, Step, Verdict};
 
-/// Time that a piece which has never run is expected to take, in minutes. No piece may take longer.
+/// Expected duration of a piece that has never run, in minutes. No piece may take longer.
 const PIECE_MINUTES_MAX: u64 = 12;
-/// Expected time of a piece, as a multiple of what it took last: machines differ.
+/// Factor from the last duration of a piece to its expected duration: machines differ.
 const MARGIN: f64 = 1.25;
 
 /// Runs the gate, then pieces of the slow lane until `time` is over, those that ran longest ago first.
@@ -27,14 +27,14 @@ pub fn run(time: Duration) -> Result<Verdict> {
     Ok(steps::summary(&done, start, &overdue(&record)))
 }
 
-/// Pieces in the order of their last run; those that never ran come first.
+/// Returns the pieces in the order of their last run; pieces that never ran come first.
 fn oldest_first(record: &Record) -> Vec<Step> {
     let mut pieces = steps::of_lane(Lane::Slow);
     pieces.sort_by_key(|piece| record.slow.get(&piece.name()).map(|run| run.date.clone()));
     pieces
 }
 
-/// Returns the place of the first piece that is expected to end in time.
+/// Returns the index of the first piece that is expected to end in time.
 fn first_that_fits(waiting: &[Step], record: &Record, left: Duration) -> Option<usize> {
     waiting.iter().position(|piece| {
         let minutes = record.slow.get(&piece.name()).map_or(PIECE_MINUTES_MAX, |run| run.minutes);

@@ -1,4 +1,4 @@
-//! Instruction counts of the hot paths whose packages have changed since they last passed.
+//! Counts the instructions of hot paths whose packages have changed since they last passed.
 
 use anyhow::{Context as _, Result};
 
@@ -8,7 +8,7 @@ use crate::content::Packages;
 use crate::packages;
 use crate::record::Record;
 
-/// Groups of paths: the beginnings of their names, and the packages whose code they run.
+/// Groups of paths: name of the group, beginnings of the paths' names, and the packages whose code they run.
 const GROUPS: [(&str, &[&str], &[&str]); 5] = [
     ("ram", &["ram-", "fork-"], &["freestone-ram"]),
     ("snapshots", &["origin-", "snapshot-"], &["freestone-cow", "freestone-ram"]),
@@ -16,9 +16,9 @@ const GROUPS: [(&str, &[&str], &[&str]); 5] = [
     ("nbd", &["nbd-"], &["freestone-nbd", "freestone"]),
     ("vhost-user", &["vhost-user-"], &["freestone-vhost-user", "freestone"]),
 ];
-/// The counts that paths are judged by.
+/// Reference counts that `bench gate` compares with.
 const BASELINE: &str = "benches/baseline.json";
-/// What every count depends on beside the packages.
+/// Inputs of every count besides the packages.
 const OWN_FILES: [&str; 3] = [BASELINE, "benches/src/gate", "benches/src/callgrind.rs"];
 
 /// Counts the paths of the groups that have changed.
@@ -43,7 +43,7 @@ pub fn run() -> Result<Outcome> {
     packages::ensure(&packages::INSTRUCTIONS)?;
     let paths: Vec<&str> = paths.into_iter().map(String::as_str).collect();
     let count = || bench(&["gate".into(), "--path".into(), paths.join(",").into()]);
-    // Paths of a server count retried system calls, too: a rise has to be there twice.
+    // Server paths also count retried system calls, so only two rises in a row fail.
     let ok = count()? || count()?;
     if ok {
         for (check, content) in changed {
@@ -66,7 +66,7 @@ mod tests {
     use super::{BASELINE, GROUPS, path_names};
 
     #[test]
-    fn every_path_is_of_one_group() {
+    fn every_path_belongs_to_one_group() {
         let baseline = std::fs::read_to_string(format!("../{BASELINE}")).unwrap();
         let names = path_names(&baseline).unwrap();
         assert!(names.len() > 20, "{names:?}");

@@ -1,5 +1,5 @@
-//! Freestone's development commands. `cargo xtask test` is what every change has to pass, `cargo xtask gate` the
-//! rest of what continuous integration runs.
+//! Freestone's development commands. Every change must pass `cargo xtask test`; continuous integration also runs
+//! `cargo xtask gate`.
 
 mod bench;
 mod cargo;
@@ -41,75 +41,77 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run the checks and tests that every change has to pass; install the Debian packages they
-    /// need first. Exit status: 0 if all passed, 1 if any failed, 3 if all that ran passed and something was left
-    /// out because a package is missing
+    /// Run the checks and tests that every change must pass, after installing the Debian packages that they need. Exit
+    /// status: 0 if all passed, 1 if any failed, 3 if none failed but tests were skipped because a package is missing
     Test {
-        /// Run these steps only, of any lane; may be given several times
+        /// Run only this step, of any lane; repeat the option for several steps
         #[arg(long, value_name = "STEP", value_enum)]
         only: Vec<Step>,
-        /// Run the gate and the whole slow lane as well
+        /// Also run the gate and the whole slow lane
         #[arg(long, conflicts_with = "only")]
         all: bool,
         /// List the steps
         #[arg(long)]
         list: bool,
     },
-    /// Run what continuous integration runs beyond the tests: instruction counts, a short lab, sanitizers, and pieces
-    /// of the slow lane, those that ran longest ago first
+    /// Run the checks of continuous integration beyond the tests: instruction counts, a short kernel lab, sanitizers,
+    /// and pieces of the slow lane, those that ran longest ago first
     Gate {
-        /// Start no piece of the slow lane that is expected to end later than this
+        /// Start a piece of the slow lane only if it is expected to end within this time, in minutes
         #[arg(long, default_value_t = 30.0)]
         minutes: f64,
     },
     /// Merge the record that a gate printed into xtask/record.json
     Record {
-        /// File with the output of the gate
+        /// File with the output of the gate, or only its record line
         file: String,
     },
-    /// Run the loom models: every interleaving of the lock protocols
+    /// Run the loom models, which explore every interleaving of the lock protocols
     Models,
-    /// Run the tests of the libraries under a sanitizer, or under both
+    /// Run the tests of the libraries under a sanitizer
     Sanitize {
+        /// Sanitizer to use; both by default
         #[arg(value_enum)]
         sanitizer: Option<Sanitizer>,
     },
-    /// Random stacks of devices under random requests, verbs, faults and crashes; see
-    /// docs/testing.md
+    /// Run random stacks of devices under random requests, verbs, faults and crashes; see docs/testing.md
     Torture {
-        /// What is tortured; all of them, one after the other, if it is not said
+        /// Mode to run; by default all modes, one after the other
         #[arg(long, value_enum)]
         mode: Option<torture::Mode>,
-        /// The seed to begin with; a random one if it is not said
+        /// Seed of the first run; random by default
         #[arg(long)]
         seed: Option<u64>,
-        /// How long, in all
+        /// Total duration in minutes
         #[arg(long, default_value_t = 10.0)]
         minutes: f64,
-        /// Put faults back that were found once, one at a time, and have each found; of these
-        /// names, or all
+        /// Reintroduce known faults, one at a time, and check that the torture finds each; all faults if no NAME is given
         #[arg(long, value_name = "NAME", num_args = 0.., conflicts_with_all = ["mode", "seed", "minutes"])]
         mutants: Option<Vec<String>>,
     },
     /// Check the rules of CONTRIBUTING.md that a machine can check
-    Tidy,
-    /// Build the engine for fio, against the source of the fio that is installed; fetch that first
+    Tidy {
+        /// Check nothing; lower the counts in xtask/src/tidy/prose.txt to the hits of the prose check
+        #[arg(long)]
+        lower: bool,
+    },
+    /// Build the engine for fio; fetch the source of the installed fio first if it is missing
     Fio,
-    /// Make the Debian package, and one of its debug symbols; see docs/install.md
+    /// Build the Debian package and the package of its debug symbols; see docs/install.md
     Package {
-        /// What it is for; arm64 is built with Debian's cross compilers
+        /// Architecture; arm64 is cross-compiled with Debian's compilers
         #[arg(long, value_enum, default_value = "amd64")]
         arch: package::arch::Arch,
     },
-    /// Run a benchmark, built for release; without a name, list them
+    /// Run a benchmark in a release build; without a name, list the benchmarks
     Bench {
-        /// The benchmark and what it takes
+        /// Name of the benchmark and its options
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<OsString>,
     },
 }
 
-/// Exit status if everything that ran has passed, and something was left out.
+/// Exit status if no test failed but some were skipped.
 const INCOMPLETE: u8 = 3;
 
 fn main() -> ExitCode {
@@ -143,9 +145,9 @@ fn heed_interrupts() -> std::io::Result<()> {
 }
 
 fn run(cli: Cli) -> Result<Verdict> {
-    // Cargo runs us in the directory of the caller; the workspace's root is where all paths start.
+    // Cargo starts xtask in the caller's directory. All paths are relative to the root of the workspace.
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize();
-    let root = root.context("the workspace that xtask was built in is gone")?;
+    let root = root.context("the workspace in which xtask was built no longer exists")?;
     std::env::set_current_dir(&root).with_context(|| format!("cannot enter {}", root.display()))?;
     let steps = match cli.command {
         Command::Test { list: true, .. } => {
@@ -163,7 +165,8 @@ fn run(cli: Cli) -> Result<Verdict> {
         Command::Sanitize { sanitizer } => steps::of_sanitizer(sanitizer),
         Command::Torture { mutants: Some(names), .. } => return Ok(torture::mutants(&names)?.ok.into()),
         Command::Torture { mode, seed, minutes, .. } => return Ok(torture::run(mode, seed, minutes)?.into()),
-        Command::Tidy => vec![Step::Tidy],
+        Command::Tidy { lower: true } => return tidy::lower().map(|()| Verdict::Passed),
+        Command::Tidy { lower: false } => vec![Step::Tidy],
         Command::Fio => return Ok(fio::run()?.into()),
         Command::Package { arch } => return Ok(package::run(arch)?.into()),
         Command::Bench { args } if args.first().is_some_and(|name| name == "docs") => {

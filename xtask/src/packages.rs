@@ -1,4 +1,4 @@
-//! The Debian packages that the tests drive Freestone with.
+//! Finds and installs the Debian packages whose programs the tests run.
 
 use std::env;
 use std::path::Path;
@@ -8,13 +8,13 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::cargo::output;
 
-/// A program, or a file by its whole path, and the package that it comes from; of another architecture it is `NAME:ARCH`.
+/// A program (or the absolute path of a file) and its package. A package of another architecture is `NAME:ARCH`.
 pub type Tool = (&'static str, &'static str);
 
-/// The table of what tests run, which the tests read, too.
+/// Table of the tools that tests run. freestone-testkit reads the same file.
 const TABLE: &str = include_str!("../../crates/freestone-testkit/src/tools.txt");
 
-/// Returns what the tests run. A C compiler is not among them: the codecs cannot be built without one.
+/// Returns the tools that tests run. The C compiler is not listed, because the codecs cannot be built without one.
 pub fn tools() -> Vec<Tool> {
     TABLE.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.split_once(' ')).collect()
 }
@@ -40,7 +40,10 @@ pub const LAB: [Tool; 16] = [
     ("btrfs", "btrfs-progs"),
     ("fio", "fio"),
 ];
-/// Tools of the piece `lab-libvirt`; the second stands for libvirt's driver for qemu.
+/// Tools of the piece `tasks` besides those of the kernel lab: databases.
+pub const TASKS: [Tool; 3] =
+    [("/usr/lib/postgresql/15/bin/initdb", "postgresql-15"), ("sqlite3", "sqlite3"), ("pgrep", "procps")];
+/// Tools of the piece `lab-libvirt`. `virt-qemu-run` stands for libvirt's driver for qemu.
 pub const LIBVIRT: [Tool; 3] = [
     ("libvirtd", "libvirt-daemon"),
     ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
@@ -64,7 +67,7 @@ pub const PACKAGING: [Tool; 5] = [
     ("runc", "runc"),
 ];
 
-/// Where tools of the system lie; not every user has the last two in PATH.
+/// Directories of system tools. Not every user has the last two in PATH.
 const SYSTEM_DIRS: [&str; 3] = ["/usr/bin", "/usr/sbin", "/sbin"];
 
 /// Returns true in continuous integration, where a missing package is a failure.
@@ -72,24 +75,27 @@ pub fn is_ci() -> bool {
     std::env::var_os("CI").is_some_and(|value| !value.is_empty())
 }
 
-/// Installs what is missing of `tools`, if we may. An error names what is still missing and the command that
-/// installs it.
+/// Installs missing `tools` as root or with a sudo that asks for no password. An error names the missing packages and
+/// the command that installs them.
 pub fn ensure(tools: &[Tool]) -> Result<()> {
     let missing = missing(tools);
     if missing.is_empty() {
-        println!("all there: {}", packages(tools).join(" "));
+        println!("already installed: {}", packages(tools).join(" "));
         return Ok(());
     }
     let packages = packages(&missing);
     let names: Vec<_> = missing.iter().map(|(tool, _)| *tool).collect();
     println!("missing: {}", names.join(" "));
     let by_hand = format!("apt-get install --no-install-recommends {}", packages.join(" "));
-    if !is_there("apt-get") {
-        bail!("install what Debian has in {} (there is no apt-get here)", packages.join(" "));
+    if !is_installed("apt-get") {
+        bail!(
+            "install the equivalent of Debian's packages {} (this machine has no apt-get)",
+            packages.join(" ")
+        );
     }
     let sudo: &[&str] = if rustix::process::geteuid().is_root() {
         &[]
-    } else if is_there("sudo") && quiet(&["sudo", "-n", "true"]) {
+    } else if is_installed("sudo") && quiet(&["sudo", "-n", "true"]) {
         &["sudo", "-n"]
     } else {
         bail!("not root, and sudo wants a password; run: sudo {by_hand}");
@@ -103,8 +109,7 @@ pub fn ensure(tools: &[Tool]) -> Result<()> {
             );
         }
     }
-    // A machine that knows its packages installs them without asking for news; a fresh one knows
-    // none.
+    // A fresh machine has no package lists; only then are they updated.
     if !apt(sudo, &["install", "-y", "-qq", "--no-install-recommends"], &packages)? {
         println!("trying again with fresh lists of packages");
         if !apt(sudo, &["update", "-qq"], &[])? {
@@ -116,11 +121,11 @@ pub fn ensure(tools: &[Tool]) -> Result<()> {
     }
     match self::missing(tools).as_slice() {
         [] => Ok(()),
-        rest => bail!("{} came with no package of {}", rest[0].0, packages.join(" ")),
+        rest => bail!("{} is in none of the packages {}", rest[0].0, packages.join(" ")),
     }
 }
 
-/// Architectures of packages that dpkg does not have yet.
+/// Returns the architectures of `packages` that dpkg does not know yet.
 fn foreign<'a>(packages: &[&'a str]) -> Result<Vec<&'a str>> {
     let mut archs: Vec<_> =
         packages.iter().filter_map(|package| package.split_once(':').map(|(_, arch)| arch)).collect();
@@ -134,10 +139,10 @@ fn foreign<'a>(packages: &[&'a str]) -> Result<Vec<&'a str>> {
 
 /// Returns the tools that are not installed.
 pub fn missing(tools: &[Tool]) -> Vec<Tool> {
-    tools.iter().copied().filter(|(tool, _)| !is_there(tool)).collect()
+    tools.iter().copied().filter(|(tool, _)| !is_installed(tool)).collect()
 }
 
-/// The packages, each once.
+/// Returns the packages of `tools` without duplicates.
 fn packages(tools: &[Tool]) -> Vec<&'static str> {
     let mut packages: Vec<_> = tools.iter().map(|(_, package)| *package).collect();
     packages.sort_unstable();
@@ -145,7 +150,7 @@ fn packages(tools: &[Tool]) -> Vec<&'static str> {
     packages
 }
 
-fn is_there(tool: &str) -> bool {
+fn is_installed(tool: &str) -> bool {
     let path = env::var_os("PATH").unwrap_or_default();
     let mut dirs = env::split_paths(&path).chain(SYSTEM_DIRS.iter().map(Into::into));
     dirs.any(|dir| Path::new(&dir).join(tool).is_file())
@@ -167,7 +172,7 @@ fn apt(sudo: &[&str], verb: &[&str], packages: &[&str]) -> Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use super::{is_there, packages, tools};
+    use super::{is_installed, packages, tools};
 
     #[test]
     fn table_names_tools_and_packages() {
@@ -179,9 +184,9 @@ mod tests {
     }
 
     #[test]
-    fn is_there_finds_programs_and_paths() {
-        assert!(is_there("sh"));
-        assert!(!is_there("no-such-tool-anywhere"));
-        assert!(is_there("/etc/passwd") && !is_there("/etc/no-such-file-anywhere"));
+    fn is_installed_finds_programs_and_paths() {
+        assert!(is_installed("sh"));
+        assert!(!is_installed("no-such-tool-anywhere"));
+        assert!(is_installed("/etc/passwd") && !is_installed("/etc/no-such-file-anywhere"));
     }
 }

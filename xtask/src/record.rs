@@ -1,8 +1,8 @@
-//! The record of what the gate does not run every time, `xtask/record.json`: the last run of each piece
-//! of the slow lane, and the content of the tree that last passed a check.
+//! The record of the gate, `xtask/record.json`: the last run of each piece of the slow lane, and the content that last
+//! passed each check. The gate skips checks whose content has passed.
 //!
-//! Continuous integration works in a clone that is thrown away, so it prints its record, and
-//! `cargo xtask record FILE` merges that into the tree.
+//! Continuous integration works in a temporary clone, so it prints its record, and `cargo xtask record FILE` merges the
+//! printed record into the tree.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,7 +16,7 @@ use crate::cargo::{Counts, output};
 
 /// Path of the record.
 const PATH: &str = "xtask/record.json";
-/// What the line begins with that [`print`](Record::print) prints.
+/// Beginning of the line that [`print`](Record::print) prints.
 const PRINTED: &str = "record: ";
 /// A piece of the slow lane fails if it last ran more than this many landings ago. A landing is a commit that
 /// changes the record.
@@ -28,15 +28,15 @@ pub struct Record {
     /// Last run of each piece of the slow lane, by its name.
     pub slow: BTreeMap<String, Run>,
     /// The content that last passed, by check and package: `tsan freestone-core`.
-    pub passed: BTreeMap<String, Passed>,
+    pub passed: BTreeMap<String, PassedContent>,
 }
 
 /// A run of a piece.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Run {
-    /// The last commit in the tree that ran.
+    /// Commit that was checked out.
     pub commit: String,
-    /// UTC, the end of the run.
+    /// End of the run, UTC.
     pub date: String,
     pub passed: u64,
     pub failed: u64,
@@ -46,7 +46,7 @@ pub struct Run {
 
 /// Content that passed a check.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Passed {
+pub struct PassedContent {
     /// Hash of the files that the check depends on.
     pub content: String,
     pub commit: String,
@@ -54,7 +54,7 @@ pub struct Passed {
 }
 
 impl Record {
-    /// Reads the record; it is empty if there is no file.
+    /// Reads the record. Without a file the record is empty.
     pub fn read() -> Result<Self> {
         match fs::read_to_string(PATH) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self::default()),
@@ -76,7 +76,7 @@ impl Record {
         Ok(())
     }
 
-    /// Takes from what a gate printed every entry that is newer.
+    /// Merges the newer entries of the record that a gate printed.
     pub fn merge(&mut self, text: &str) -> Result<()> {
         let mut printed =
             text.lines().filter_map(|line| line.trim_start_matches(['>', ' ']).strip_prefix(PRINTED));
@@ -111,21 +111,21 @@ impl Record {
 
     /// Records that this content has passed the check.
     pub fn pass(&mut self, check: &str, content: &str) -> Result<()> {
-        let passed = Passed { content: content.to_owned(), commit: commit()?, date: now()? };
+        let passed = PassedContent { content: content.to_owned(), commit: commit()?, date: now()? };
         self.passed.insert(check.to_owned(), passed);
         Ok(())
     }
 }
 
 impl Run {
-    /// Landings since this run; None if its commit is not in the history.
+    /// Returns the number of landings since this run, or None if its commit is not in the history.
     pub fn age(&self) -> Option<u64> {
         let range = format!("{}..HEAD", self.commit);
         output(Command::new("git").args(["rev-list", "--count", &range, "--", PATH])).ok()?.parse().ok()
     }
 }
 
-/// `cargo xtask record FILE`: merges what a gate printed.
+/// `cargo xtask record FILE`: merges the record in the output of a gate.
 pub fn merge(file: &str) -> Result<()> {
     let text = fs::read_to_string(file).with_context(|| format!("cannot read {file}"))?;
     let mut record = Record::read()?;

@@ -1,9 +1,8 @@
-//! The tests of the libraries under the sanitizers of LLVM.
+//! Runs the tests of the libraries under the sanitizers of LLVM.
 //!
-//! The compiler of the stable channel is let use its unstable flag by `RUSTC_BOOTSTRAP`. The
-//! standard library is the prebuilt one, so it is not instrumented: xtask/tsan/ tells
-//! `ThreadSanitizer` what it cannot see for that, xtask/asan/ tells which leaks are meant. The C
-//! code of the codecs is not instrumented either.
+//! `RUSTC_BOOTSTRAP` makes the stable compiler accept the unstable flag. The prebuilt standard library and the C code of
+//! the codecs are not instrumented. xtask/tsan/ describes the library's synchronisation to `ThreadSanitizer`; xtask/asan/
+//! lists intended leaks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
@@ -18,22 +17,21 @@ use crate::cargo::{self, Counts, LIB, Outcome, output};
 use crate::content::Packages;
 use crate::record::Record;
 
-/// With an explicit target, the flags do not reach build scripts and macros: those are there from
-/// the other builds.
+/// Target of the builds. With an explicit target, cargo does not pass the flags to build scripts and macros.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
-/// Property tests run fewer cases: each costs ten times more.
+/// Number of cases of each property test. A case takes ten times longer under a sanitizer.
 const PROPTEST_CASES: &str = "16";
-/// Tests that a sanitizer makes meaningless, with the reason.
+/// Tests whose measurements a sanitizer distorts.
 const SKIPPED: [&str; 2] = [
-    // Counts page faults; the shadow memory has its own.
-    "no_page_fault_is_taken_under_a_stream",
-    // Measures the process's memory, to which the shadow is added.
+    // Counts page faults; the shadow memory adds its own.
+    "compress_takes_no_page_fault",
+    // Measures the memory of the process, which includes the shadow memory.
     "memory_is_bounded",
 ];
 
 /// Packages whose tests run.
 const PACKAGES: [&str; 13] = [
-    FACE,
+    FACADE,
     "freestone-core",
     "freestone-cow",
     "freestone-drive",
@@ -47,15 +45,15 @@ const PACKAGES: [&str; 13] = [
     "freestone-ublk",
     "freestone-vhost-user",
 ];
-/// It has the tests of all devices together, and no code.
-const FACE: &str = "freestone";
+/// Package with the tests of all devices together, and no code of its own.
+const FACADE: &str = "freestone";
 
-/// What the gate runs of a package's tests: a suite, which is a directory or file of tests/ or `LIB`,
-/// and the modules of it, all where none is named.
+/// Tests that the gate runs: package, suite (a directory or file of tests/, or `LIB`), and modules of the suite. An empty
+/// list of modules stands for all modules.
 type InGate = (&'static str, &'static str, &'static [&'static str]);
-/// Under `ThreadSanitizer`: where threads share the most. All else is run by the slow lane.
+/// Suites of the gate under `ThreadSanitizer`: code that shares the most between threads. The slow lane runs the rest.
 const WHERE_RACES_ARE: [InGate; 12] = [
-    (FACE, "library", &RACING_MODULES),
+    (FACADE, "library", &RACING_MODULES),
     ("freestone-core", LIB, &[]),
     ("freestone-cow", LIB, &[]),
     ("freestone-drive", LIB, &[]),
@@ -83,7 +81,7 @@ const RACING_MODULES: [&str; 13] = [
     "writeback::watched",
     "zones::threads",
 ];
-/// Under `AddressSanitizer`: packages most of whose memory the language does not check.
+/// Suites of the gate under `AddressSanitizer`: packages with the most unsafe memory accesses.
 const WHERE_MEMORY_IS_UNCHECKED: [InGate; 6] = [
     ("freestone-core", LIB, &[]),
     ("freestone-ram", LIB, &[]),
@@ -93,23 +91,23 @@ const WHERE_MEMORY_IS_UNCHECKED: [InGate; 6] = [
     ("freestone-vhost-user", "conformance", &[]),
 ];
 
-/// Between the flags of `CARGO_ENCODED_RUSTFLAGS`, which may hold paths with blanks.
+/// Separator of the flags in `CARGO_ENCODED_RUSTFLAGS`, which may contain paths with spaces.
 const ENCODED_SEPARATOR: &str = "\u{1f}";
-/// What an instrumented `AtomicU64::fetch_sub` calls; `std_sync.c` wraps it too.
+/// Function that an instrumented `AtomicU64::fetch_sub` calls. `std_sync.c` wraps it.
 const FETCH_SUB: &str = "__tsan_atomic64_fetch_sub";
 const RACES: &str = "xtask/tsan/suppressions";
 const LEAKS: &str = "xtask/asan/leaks";
 const STD_SYNC: &str = "xtask/tsan/std_sync.c";
-/// What the checks depend on beside the packages.
+/// Inputs of the checks besides the packages.
 const OWN_FILES: [&str; 3] = ["xtask/src/sanitize.rs", "xtask/tsan", "xtask/asan"];
-/// Target directory of the sanitizers, below the other builds'. `RUSTC_BOOTSTRAP` changes the build scripts of crates
-/// that everything else depends on, and the other builds would start anew.
+/// Target directory of the sanitizers, below that of other builds. A shared directory would rebuild everything each time,
+/// because `RUSTC_BOOTSTRAP` changes build scripts of common dependencies.
 const BUILD_DIR: &str = "sanitizers";
-/// Where `std_sync.c` is compiled to.
+/// Directory of the object file of `std_sync.c`.
 const WRAPPERS_DIR: &str = "target/tsan";
 
-/// The functions of the standard library that `std_sync.c` wraps: its name for each, and the parts
-/// of the mangled name that tell it from all others.
+/// Functions of the standard library that `std_sync.c` wraps: the macro with the name, and the parts that identify the
+/// mangled name.
 const WRAPPED: [(&str, &[&str]); 7] = [
     ("MUTEX_LOCK_CONTENDED", &["5mutex5futex", "5Mutex14lock_contended"]),
     ("RWLOCK_READ_CONTENDED", &["6rwlock5futex", "6RwLock14read_contended"]),
@@ -120,7 +118,7 @@ const WRAPPED: [(&str, &[&str]); 7] = [
     ("SCOPE_THREAD_ENDS", &["6scoped", "9ScopeData29decrement_num_running_threads"]),
 ];
 
-/// Which one.
+/// A sanitizer of LLVM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Sanitizer {
     /// Data races
@@ -129,16 +127,16 @@ pub enum Sanitizer {
     Address,
 }
 
-/// Which of the suites run.
+/// Set of suites to run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
-    /// Those of the gate, of packages that have changed since they last passed.
+    /// Suites of the gate, for packages that have changed since they last passed.
     Gate,
-    /// All others.
+    /// Suites outside the gate.
     Rest,
-    /// The others of [`FACE`], which has the tests of all devices together.
+    /// Suites of [`FACADE`] outside the gate.
     RestOfDevices,
-    /// The others of all packages but [`FACE`].
+    /// Suites of the other packages outside the gate.
     RestOfCrates,
 }
 
@@ -146,21 +144,21 @@ impl Extent {
     fn has(self, package: &str) -> bool {
         match self {
             Self::Gate | Self::Rest => true,
-            Self::RestOfDevices => package == FACE,
-            Self::RestOfCrates => package != FACE,
+            Self::RestOfDevices => package == FACADE,
+            Self::RestOfCrates => package != FACADE,
         }
     }
 }
 
-/// A suite, and what of it runs.
+/// A suite and its selected modules.
 struct Suite {
     package: &'static str,
     name: String,
-    /// For the test program: modules to run or to skip.
+    /// Arguments of the test program: modules to run or to skip.
     arguments: Vec<String>,
 }
 
-/// The suites to run.
+/// Returns the suites to run. Fails if a suite or module of the gate does not exist.
 fn suites(sanitizer: Sanitizer, extent: Extent) -> Result<Vec<Suite>> {
     let in_gate: &[InGate] = match sanitizer {
         Sanitizer::Thread => &WHERE_RACES_ARE,
@@ -171,7 +169,7 @@ fn suites(sanitizer: Sanitizer, extent: Extent) -> Result<Vec<Suite>> {
     for package in PACKAGES.into_iter().filter(|package| extent.has(package)) {
         let dir = Path::new("crates").join(package).join("tests");
         let mut names: Vec<String> = Vec::new();
-        names.extend((package != FACE).then(|| LIB.to_owned()));
+        names.extend((package != FACADE).then(|| LIB.to_owned()));
         for path in fs::read_dir(&dir).into_iter().flatten().flatten().map(|entry| entry.path()) {
             if path.join("main.rs").is_file() || path.extension().is_some_and(|end| end == "rs") {
                 names.push(path.file_stem().unwrap_or_default().to_string_lossy().into_owned());
@@ -183,11 +181,9 @@ fn suites(sanitizer: Sanitizer, extent: Extent) -> Result<Vec<Suite>> {
             found += usize::from(listed.is_some());
             let modules = listed.map_or(&[][..], |(_, _, modules)| modules);
             if let Some(gone) = modules.iter().find(|module| !is_module(&dir.join(&name), module)) {
-                bail!(
-                    "{package} {name}::{gone}: there is no such module any more; see xtask/src/sanitize.rs"
-                );
+                bail!("{package} {name}::{gone}: the module does not exist; correct xtask/src/sanitize.rs");
             }
-            // A word is found anywhere in a test's path: no other module's path may end in one of these.
+            // The test program searches the filter in whole paths: no other module's path may end in one of these.
             let words = modules.iter().map(|module| format!("{module}::"));
             let arguments: Option<Vec<String>> = match (extent, listed) {
                 (Extent::Gate, None) => None,
@@ -199,23 +195,23 @@ fn suites(sanitizer: Sanitizer, extent: Extent) -> Result<Vec<Suite>> {
         }
     }
     if found < in_gate.iter().filter(|(package, ..)| extent.has(package)).count() {
-        bail!("the gate names suites that are no more; see xtask/src/sanitize.rs");
+        bail!("the gate lists suites that do not exist; correct xtask/src/sanitize.rs");
     }
     Ok(suites)
 }
 
-/// Whether a suite has a module, by its path.
+/// Returns true if a suite has a module, by its path.
 fn is_module(suite: &Path, path: &str) -> bool {
     let path = suite.join(path.replace("::", "/"));
     path.join("mod.rs").is_file() || path.with_extension("rs").is_file()
 }
 
-/// Name of a package's check in the record.
+/// Returns the name of a package's check in the record.
 fn check(sanitizer: &str, package: &str) -> String {
     format!("{sanitizer} {package}")
 }
 
-/// Runs unit, property, conformance and protocol tests of the libraries.
+/// Builds and runs the suites, and records packages that passed.
 pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
     if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
         bail!("the sanitizers are set up for {TARGET} only");
@@ -226,8 +222,8 @@ pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
         Sanitizer::Address => "address",
     };
     let mut flags = vec![format!("-Zsanitizer={name}"), "-Cunsafe-allow-abi-mismatch=sanitizer".to_owned()];
-    // System calls go through libc, where the sanitizers see them. Else memory that one thread
-    // unmaps and another maps at the same address looks like one that both write to.
+    // The sanitizers intercept system calls in libc only. Without the interception, memory that one thread unmaps and
+    // another thread maps at the same address looks like a race.
     flags.extend(["--cfg", "rustix_use_libc"].map(str::to_owned));
     if sanitizer == Sanitizer::Thread {
         flags.extend(wrap_std(&root.join(WRAPPERS_DIR))?);
@@ -257,7 +253,7 @@ pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
     build.env("RUSTC_BOOTSTRAP", "1").env("CARGO_ENCODED_RUSTFLAGS", flags.join(ENCODED_SEPARATOR));
     let packages: BTreeSet<&str> = suites.iter().map(|suite| suite.package).collect();
     build.args(packages.iter().flat_map(|package| ["--package", package]));
-    // Cargo takes each once, for all packages.
+    // Cargo accepts each name only once, for all packages.
     let names: BTreeSet<&str> = suites.iter().map(|suite| suite.name.as_str()).collect();
     for name in names {
         if name == LIB {
@@ -274,8 +270,7 @@ pub fn run(sanitizer: Sanitizer, extent: Extent) -> Result<Outcome> {
         let program = programs.iter().find(|program| program.package == *package && program.suite == *name);
         let program = program.with_context(|| format!("{package}: cargo has not built its suite {name}"))?;
         let mut command = program.command();
-        // What a test prints while it is captured goes through code of the prebuilt library, and so
-        // do backtraces.
+        // Captured output and backtraces would go through the uninstrumented library.
         command.arg("--nocapture").env("RUST_BACKTRACE", "0");
         command.args(SKIPPED.iter().flat_map(|test| ["--skip", test])).args(arguments);
         command.env("PROPTEST_CASES", PROPTEST_CASES);
@@ -326,8 +321,8 @@ fn wrap_std(dir: &Path) -> Result<Vec<String>> {
     Ok(flags)
 }
 
-/// The shared standard library of the target: its names are those of the static one, and it has a
-/// symbol table.
+/// Returns the path of the shared standard library of the target. Its symbols are those of the static library, and it has
+/// a symbol table.
 fn std_library() -> Result<PathBuf> {
     let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let dir = output(Command::new(rustc).args(["--print", "target-libdir", "--target", TARGET]))?;

@@ -1,4 +1,4 @@
-//! The steps of the gate: what each runs, how long it takes, and the count at the end.
+//! The steps of tests, gate and slow lane: runs them, measures their time and prints the summary.
 
 use std::fs;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result};
 use clap::ValueEnum;
 
 use crate::cargo::{self, Counts, Outcome, cargo};
-use crate::failures::{self, Listening};
+use crate::failures::{self, OutputCapture};
 use crate::fio;
 use crate::instructions;
 use crate::packages;
@@ -18,10 +18,10 @@ use crate::sanitize::{self, Extent, Sanitizer};
 use crate::suites;
 use crate::tidy;
 use crate::torture;
-use crate::variants::{Varied, with_variants};
+use crate::variants::{CopiedWorkspace, with_variants};
 use crate::workspace;
 
-/// The crates with models of lock protocols.
+/// Crates with models of lock protocols.
 const MODELLED: [&str; 6] = [
     "freestone-core",
     "freestone-cow",
@@ -30,17 +30,17 @@ const MODELLED: [&str; 6] = [
     "freestone-ram",
     "freestone-store",
 ];
-/// Loom explores every interleaving: only optimised it is fast enough, as are those.
+/// Dependencies that are optimised for the models: loom explores every interleaving and is too slow otherwise.
 const OPTIMISED_FOR_MODELS: [&str; 2] = ["generator", "loom"];
-/// The crates that have other locks and streams in the experiments' copy.
+/// Crates with variants of locks and streams in the experiments' copy.
 const VARIED: [&str; 3] = ["freestone-core", "freestone-cow", "freestone-ram"];
-/// Where the experiments leave what means nothing.
+/// Directory of the results of smoke runs, which nobody reads.
 const QUICK_OUT: &str = "target/variants/quick";
 
 /// A step of the gate. The order is that of a run: cheap checks first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Step {
-    /// Debian packages that the tests use, and the source of fio: installed if missing
+    /// Install missing Debian packages that the tests use, and the source of fio
     Packages,
     /// Formatting
     Fmt,
@@ -50,7 +50,7 @@ pub enum Step {
     Build,
     /// Documentation, without warnings
     Doc,
-    /// All tests, those with real clients and the documented examples among them
+    /// All tests, including those with real clients and the examples in the documentation
     Test,
     /// Loom models of the lock protocols
     Models,
@@ -58,25 +58,25 @@ pub enum Step {
     Torture,
     /// Gate: instructions of the hot paths, at most 3 % over `benches/baseline.json`
     Instructions,
+    /// Gate: clippy over the experiments and over the program without its default features
+    Variants,
     /// Gate: stock kernel: zram writeback, virtual machines, ublk, zones
     Lab,
     /// Gate: `ThreadSanitizer` over the suites that share the most between threads
     Tsan,
     /// Gate: `AddressSanitizer` over the suites with most unchecked memory access
     Asan,
-    /// Gate: two minutes of servers whose system calls fail, other ones with each commit
+    /// Gate: two minutes of servers with failing system calls; each commit tests others
     TortureCalls,
     /// Slow: all tests with all their cases
     TestFull,
-    /// Slow: all loom models, those that take longest too
+    /// Slow: all loom models, including the longest
     ModelsFull,
-    /// Slow: clippy over the experiments and over the program without its default features
-    Variants,
-    /// Slow: the experiments of the sources, run once each
+    /// Slow: each experiment once
     Reproduce,
-    /// Slow: known faults are put back, and the other modes of the torture find each
+    /// Slow: reintroduce known faults, each of which the torture must find
     Mutants,
-    /// Slow: known faults are put back, and failing system calls find each
+    /// Slow: reintroduce known faults, each of which failing system calls must find
     MutantsCalls,
     /// Slow: the torture with more seeds, and servers that are killed for six minutes
     TortureLong,
@@ -88,13 +88,13 @@ pub enum Step {
     TortureCallsStore,
     /// Slow: zram writeback in a stock kernel, all sequences
     LabWriteback,
-    /// Slow: zones of `null_blk` and ours, the same random operations
+    /// Slow: the same random operations on zones of `null_blk` and of Freestone
     LabZones,
-    /// Slow: COW devices and merges between dm-snapshot and ours
+    /// Slow: COW devices and merges, exchanged between dm-snapshot and Freestone
     LabSnapshots,
-    /// Slow: virtual machines under file systems, cuts and growth
+    /// Slow: virtual machines: file systems, power cuts, growth
     LabVhostUser,
-    /// Slow: a ublk RAM disk used in all ways, two kernels
+    /// Slow: every operation on a ublk RAM disk, two kernels
     LabUblkDevice,
     /// Slow: ublk disks of the program, a hundred of them, little memory, an unprivileged user; two kernels
     LabUblk,
@@ -108,10 +108,12 @@ pub enum Step {
     LabNbd,
     /// Slow: torture of the program with block devices
     LabTorture,
-    /// Slow: a machine that libvirt starts
+    /// Slow: a virtual machine that libvirt starts
     LabLibvirt,
-    /// Slow: units of systemd and udev rules on a host
+    /// Slow: systemd units and udev rules on a host
     LabSystemd,
+    /// Slow: tasks of users on real mounts: with `freestone mount`, by hand, and in a stock kernel
+    Tasks,
     /// Slow: object stores and RBD of a one-node Ceph whose daemons are killed
     Ceph,
     /// Slow: the Debian package: lintian; installed, used, updated and purged in a clean root
@@ -120,9 +122,9 @@ pub enum Step {
     PackageArm64,
     /// Slow: the image for containers
     PackageContainer,
-    /// Slow: the other suites under `ThreadSanitizer`: those of all devices together
+    /// Slow: the other suites of all devices together under `ThreadSanitizer`
     TsanDevices,
-    /// Slow: the other suites under `ThreadSanitizer`: those of single crates
+    /// Slow: the other suites of single crates under `ThreadSanitizer`
     TsanCrates,
     /// Slow: the other suites under `AddressSanitizer`
     AsanRest,
@@ -133,14 +135,14 @@ const FIRST_OF_GATE: Step = Step::Instructions;
 /// First piece of the slow lane.
 const FIRST_SLOW: Step = Step::TestFull;
 
-/// Which command runs a step.
+/// Group of steps that one command runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lane {
     /// `cargo xtask test`.
     Test,
     /// `cargo xtask gate`, after the tests.
     Gate,
-    /// A few pieces with every gate, those that ran longest ago.
+    /// A few pieces in every gate, those that ran longest ago first.
     Slow,
 }
 
@@ -167,14 +169,14 @@ impl Step {
             Self::Packages => packages(),
             Self::Fmt => cargo::run_each([
                 with(cargo(), &["fmt", "--all", "--check"]),
-                with(with_variants("fmt", Varied::Research)?, &["--all", "--check"]),
+                with(with_variants("fmt", CopiedWorkspace::Research)?, &["--all", "--check"]),
             ]),
             Self::Tidy => tidy::run().map(Outcome::of),
             Self::Build => workspace::build(),
             Self::Doc => cargo::run(documented(&mut with(cargo(), &["doc", "--workspace"]))),
             Self::Test => suites::run(suites::Extent::Quick),
             Self::TestFull => suites::run(suites::Extent::Full),
-            // The release build: inlining across crates is part of what is counted.
+            // Counts in the release build, because inlining across crates affects them.
             Self::Instructions => instructions::run(),
             Self::Torture => torture::fixed(torture::SHORT),
             Self::Mutants => torture::mutants(&torture::names(false)),
@@ -229,34 +231,35 @@ impl Step {
                 packages::ensure(&packages::LIBVIRT).and_then(|()| lab(&[&["lab/run-libvirt.sh"]]))
             }
             Self::LabSystemd => lab(&[&["lab/run-systemd.sh"]]),
+            Self::Tasks => tasks(),
         }
     }
 }
 
-/// Installs what the tests use. Outside of continuous integration, a machine where packages cannot be installed runs
-/// what needs none of them, and names the rest.
+/// Installs the packages that the tests use. Outside continuous integration, missing packages are not an error: the tests
+/// that need them are skipped and listed.
 fn packages() -> Result<Outcome> {
     let mut outcome = Outcome::of(true);
     let result = packages::ensure(&packages::tools());
     if result.is_err() && packages::is_ci() {
         result?;
     } else if let Err(error) = result {
-        println!("packages are missing, and tests that need them are left out: {error:#}");
+        println!("packages are missing, and tests that need them are skipped: {error:#}");
         let missing = packages::missing(&packages::tools());
-        outcome.left_out.extend(missing.iter().map(|(tool, package)| format!("{tool} (package {package})")));
+        outcome.skipped.extend(missing.iter().map(|(tool, package)| format!("{tool} (package {package})")));
     }
     // The engine for fio is built against the source.
     match fio::source() {
         Err(error) if packages::is_ci() => Err(error),
         Err(error) => {
-            println!("the engine for fio is left out: {error:#}");
+            println!("the engine for fio is omitted: {error:#}");
             Ok(outcome)
         }
         Ok(()) => Ok(outcome),
     }
 }
 
-/// Calls scripts of the lab, for the programs that the tests of the workspace have.
+/// Runs scripts of the lab with the programs of the workspace's test build.
 fn lab(runs: &[&[&str]]) -> Result<Outcome> {
     packages::ensure(&packages::LAB)?;
     let Some(programs) = workspace::programs()? else { return Ok(Outcome::default()) };
@@ -264,7 +267,19 @@ fn lab(runs: &[&[&str]]) -> Result<Outcome> {
     scripts(runs, &names.map(|(variable, program)| (variable, programs.join(program))))
 }
 
-/// Calls scripts with variables.
+/// Runs the tasks of users. Mounts on this machine need root; the kernel lab does not.
+fn tasks() -> Result<Outcome> {
+    packages::ensure(&packages::TASKS)?;
+    let mut outcome = lab(&[&["lab/run-tasks.sh", "--kernel", "6.12"]])?;
+    if rustix::process::geteuid().is_root() {
+        outcome.add(lab(&[&["lab/run-tasks.sh"], &["lab/run-tasks.sh", "--by", "hand"]])?);
+    } else {
+        outcome.skipped.push("tasks on mounts of this machine, which need root".to_owned());
+    }
+    Ok(outcome)
+}
+
+/// Runs scripts with environment variables. Each script counts as a test.
 fn scripts(runs: &[&[&str]], variables: &[(&str, PathBuf)]) -> Result<Outcome> {
     let mut all = Outcome::of(true);
     for run in runs {
@@ -276,7 +291,7 @@ fn scripts(runs: &[&[&str]], variables: &[(&str, PathBuf)]) -> Result<Outcome> {
     Ok(all)
 }
 
-/// Calls scripts that need tools of their own and build what they use.
+/// Runs scripts that need additional tools and build the programs that they use.
 fn slow_scripts(tools: &[packages::Tool], runs: &[&[&str]]) -> Result<Outcome> {
     packages::ensure(tools)?;
     scripts(runs, &[])
@@ -286,7 +301,7 @@ fn clippy(what: &[&str]) -> Command {
     with(with(with(cargo(), &["clippy"]), what), &["--", "-D", "warnings"])
 }
 
-/// Runs the models. The code's own assertions are part of what is checked.
+/// Runs the models. Assertions in the code are enabled and part of the check.
 fn models(arguments: &[&str]) -> Result<Outcome> {
     let (mut command, _) = cargo::with_cfgs(&["loom"])?;
     command.args(["test", "--lib", "--no-fail-fast"]);
@@ -294,22 +309,22 @@ fn models(arguments: &[&str]) -> Result<Outcome> {
         command.args(["--package", package]);
     }
     for package in MODELLED.iter().chain(&OPTIMISED_FOR_MODELS) {
-        command.arg("--config").arg(format!("profile.dev.package.{package}.opt-level=3"));
+        command.arg("--config").arg(format!("profile.test.package.{package}.opt-level=3"));
     }
     cargo::run(command.args(["models", "--"]).args(arguments))
 }
 
-/// Checks the experiments, what only their copy of the library has, and the program without its default features.
+/// Lints the experiments, the variants in their copy of the library, and the program without its default features.
 fn variants() -> Result<Outcome> {
-    let mut library = with_variants("clippy", Varied::Library)?;
+    let mut library = with_variants("clippy", CopiedWorkspace::Library)?;
     library.args(["--lib", "--tests"]).args(VARIED.iter().flat_map(|package| ["--package", package]));
-    let mut research = with_variants("clippy", Varied::Research)?;
+    let mut research = with_variants("clippy", CopiedWorkspace::Research)?;
     research.arg("--all-targets");
     let [library, research] = [library, research].map(|command| with(command, &["--", "-D", "warnings"]));
     cargo::run_each([library, research, clippy(&["--package", "freestone-cli", "--no-default-features"])])
 }
 
-/// What builds documentation, without that of others, and fails where it warns.
+/// Adds the options that document only the workspace and make warnings errors.
 fn documented(command: &mut Command) -> &mut Command {
     command.arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings")
 }
@@ -319,24 +334,24 @@ fn with(mut command: Command, args: &[&str]) -> Command {
     command
 }
 
-/// Tests what only this build of the library has and the experiments, and runs all of these once.
+/// Runs the tests of the experiments and of their copy of the library, then each experiment once.
 fn reproduce() -> Result<Outcome> {
-    // Not the product's tests, which have run, but the protocols and codecs that this build has
-    // other files of.
-    let mut library = with_variants("test", Varied::Library)?;
+    packages::ensure(&packages::tools())?;
+    // Only the modules that have variants; the product's own tests have run.
+    let mut library = with_variants("test", CopiedWorkspace::Library)?;
     library.arg("--lib").args(VARIED.iter().flat_map(|package| ["--package", package]));
     library.args(["--", "slot::", "codec::", "cow::exceptions"]);
-    let mut research = with_variants("test", Varied::Research)?;
+    let mut research = with_variants("test", CopiedWorkspace::Research)?;
     research.arg("--no-fail-fast");
-    let mut documentation = with_variants("doc", Varied::Research)?;
+    let mut documentation = with_variants("doc", CopiedWorkspace::Research)?;
     documented(&mut documentation);
     let mut outcome = cargo::run_each([documentation, library, research])?;
-    let mut all = with_variants("run", Varied::Research)?;
+    let mut all = with_variants("run", CopiedWorkspace::Research)?;
     all.args(["--", "reproduce", "all", "--quick", "--out", QUICK_OUT]);
     if rustix::process::geteuid().is_root() {
         all.arg("--ext4");
     } else {
-        println!("without --ext4, which mounts a file system and so is root's");
+        println!("not root: without --ext4, which mounts a file system");
     }
     let ran = cargo::run(&mut all)?.ok;
     outcome.add(Outcome { counts: Counts::one(ran), ..Outcome::of(ran) });
@@ -355,7 +370,7 @@ pub fn of_lane(lane: Lane) -> Vec<Step> {
     Step::value_variants().iter().copied().filter(|step| step.lane() == lane).collect()
 }
 
-/// Returns the steps that run a sanitizer, or both.
+/// Returns the steps of a sanitizer, or of both.
 pub fn of_sanitizer(sanitizer: Option<Sanitizer>) -> Vec<Step> {
     let thread = [Step::Tsan, Step::TsanDevices, Step::TsanCrates];
     let address = [Step::Asan, Step::AsanRest];
@@ -371,40 +386,37 @@ pub fn chosen(only: &[Step]) -> Vec<Step> {
     Step::value_variants().iter().copied().filter(|step| only.contains(step)).collect()
 }
 
-/// A step that has run.
-pub struct Done {
+/// Result of a step.
+pub struct StepResult {
     pub step: Step,
     pub took: Duration,
-    /// CPU time of the step's processes.
+    /// CPU time of the step and of its child processes.
     cpu: Duration,
     pub ok: bool,
     pub counts: Counts,
-    left_out: Vec<String>,
-    /// Output of a failed step.
+    skipped: Vec<String>,
+    /// Output of a failed step; empty if it passed.
     lines: Vec<String>,
 }
 
 /// Runs a step, prints its times, and records a piece of the slow lane. A step counts as its tests, or as one test if it
 /// runs none or fails for another reason.
-///
-/// # Errors
-/// There is no pipe to listen with, or the record cannot be read or written.
-pub fn run(step: Step, start: Instant, left: &[Step]) -> Result<Done> {
+pub fn run(step: Step, start: Instant, left: &[Step]) -> Result<StepResult> {
     let left: Vec<_> = left.iter().map(|step| step.name()).collect();
     println!("\n==> {}: {} [{}]", step.name(), step.about(), seconds(start.elapsed()));
     if !left.is_empty() {
         println!("    then: {}", left.join(", "));
     }
     let (began, cpu_before) = (Instant::now(), cpu_time());
-    let listening = Listening::start()?;
-    let Outcome { ok, mut counts, left_out } = step.run().unwrap_or_else(|error| {
+    let capture = OutputCapture::start()?;
+    let Outcome { ok, mut counts, skipped } = step.run().unwrap_or_else(|error| {
         println!("{}: {error:#}", step.name());
         Outcome::default()
     });
     if counts == Counts::default() || (!ok && counts.failed == 0) {
         counts += Counts::one(ok);
     }
-    let lines = listening.end()?;
+    let lines = capture.end()?;
     let ok = ok && counts.failed == 0;
     let (took, cpu) = (began.elapsed(), cpu_time().saturating_sub(cpu_before));
     println!("==> {}: {} in {}, CPU time {}", step.name(), verdict(ok), seconds(took), seconds(cpu));
@@ -413,11 +425,11 @@ pub fn run(step: Step, start: Instant, left: &[Step]) -> Result<Done> {
         record.ran(&step.name(), counts, took.as_secs())?;
         record.write()?;
     }
-    Ok(Done { step, took, cpu, ok, counts, left_out, lines: if ok { Vec::new() } else { lines } })
+    Ok(StepResult { step, took, cpu, ok, counts, skipped, lines: if ok { Vec::new() } else { lines } })
 }
 
-/// Runs steps, all of them even if one fails, except that nothing runs without the packages or the build.
-pub fn run_all(steps: &[Step], start: Instant) -> Result<Vec<Done>> {
+/// Runs all steps even if one fails. Only a failure of the packages or of the build ends the run.
+pub fn run_all(steps: &[Step], start: Instant) -> Result<Vec<StepResult>> {
     let mut done = Vec::new();
     for (n, &step) in steps.iter().enumerate() {
         let ended = run(step, start, &steps[n + 1..])?;
@@ -435,14 +447,14 @@ pub fn run_all(steps: &[Step], start: Instant) -> Result<Vec<Done>> {
 pub enum Verdict {
     Passed,
     Failed,
-    /// What ran passed, and something was left out.
+    /// Every test that ran passed, and others were skipped.
     Incomplete,
 }
 
-/// Prints why steps failed, what was left out, the times, and the count. What is `overdue` in the slow lane counts as
-/// failed.
-pub fn summary(done: &[Done], start: Instant, overdue: &[String]) -> Verdict {
-    for Done { step, lines, .. } in done.iter().filter(|done| !done.ok) {
+/// Prints excerpts of failed steps, the skipped tests, the times and the counts. Each `overdue` piece of the slow lane
+/// counts as a failure.
+pub fn summary(done: &[StepResult], start: Instant, overdue: &[String]) -> Verdict {
+    for StepResult { step, lines, .. } in done.iter().filter(|done| !done.ok) {
         println!("\n==> {} failed:", step.name());
         for line in failures::excerpt(lines) {
             println!("{line}");
@@ -451,16 +463,16 @@ pub fn summary(done: &[Done], start: Instant, overdue: &[String]) -> Verdict {
     for line in overdue {
         println!("\noverdue: {line}");
     }
-    let left_out: Vec<_> = done.iter().flat_map(|done| &done.left_out).collect();
-    if !left_out.is_empty() {
-        println!("\nleft out, as packages are missing:");
-        for what in &left_out {
+    let skipped: Vec<_> = done.iter().flat_map(|done| &done.skipped).collect();
+    if !skipped.is_empty() {
+        println!("\nskipped because packages or rights are missing:");
+        for what in &skipped {
             println!("  {what}");
         }
     }
     println!("\n{:<18} {:>8} {:>8} {:>8} {:>8}  ", "step", "time", "CPU", "passed", "failed");
     let (mut sum, mut cpu_sum) = (Counts::default(), Duration::ZERO);
-    for Done { step, took, cpu, ok, counts, .. } in done {
+    for StepResult { step, took, cpu, ok, counts, .. } in done {
         let (name, took, cpu_text) = (step.name(), seconds(*took), seconds(*cpu));
         let Counts { passed, failed, .. } = counts;
         println!("{name:<18} {took:>8} {cpu_text:>8} {passed:>8} {failed:>8}  {}", verdict(*ok));
@@ -470,7 +482,7 @@ pub fn summary(done: &[Done], start: Instant, overdue: &[String]) -> Verdict {
     println!("{:<18} {:>8} {:>8}\n", "all", seconds(start.elapsed()), seconds(cpu_sum));
     sum.failed += overdue.len() as u64;
     println!("{sum}");
-    match (sum.failed, left_out.len()) {
+    match (sum.failed, skipped.len()) {
         (0, 0) => Verdict::Passed,
         (0, _) => Verdict::Incomplete,
         _ => Verdict::Failed,
@@ -491,7 +503,7 @@ fn seconds(time: Duration) -> String {
     format!("{:.1}s", time.as_secs_f64())
 }
 
-/// CPU time of this process and of all its children that were waited for; zero where there is no /proc.
+/// Returns the CPU time of this process and of its terminated children, or zero if /proc is not mounted.
 fn cpu_time() -> Duration {
     parse_cpu_time(&fs::read_to_string("/proc/self/stat").unwrap_or_default()).unwrap_or_default()
 }

@@ -1,7 +1,7 @@
-//! The tests of the workspace, each in a process of its own, several at a time.
+//! Runs the tests of the workspace, each in its own process, several at the same time.
 //!
-//! A test that hangs or aborts ends itself alone, and the slowest program does not decide how long
-//! all take. The build lints as it compiles ([`workspace::tests`]).
+//! A test that hangs or aborts affects no other test, and the total time does not depend on the slowest program. The
+//! build also lints ([`workspace::tests`]).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::{self, File};
@@ -16,28 +16,28 @@ use anyhow::{Context as _, Result, ensure};
 use crate::cargo::{self, Counts, LIB, Outcome, TestProgram};
 use crate::workspace;
 
-/// Beginning of what a test prints that needs a program which is not installed (`freestone_testkit::tools`).
-const LEFT_OUT: &str = "left out: ";
-/// A test that has not ended after this time hangs. The slowest take 20 s on a busy machine.
+/// Marker that a skipped test prints if it needs a program which is not installed (`freestone_testkit::tools`).
+const SKIPPED: &str = "left out: ";
+/// Time limit of a test. The slowest take 20 s on a busy machine.
 const TEST_MAX: Duration = Duration::from_secs(300);
-/// Shortest and longest pause before a test is asked again whether it has ended.
+/// Shortest and longest interval at which the end of a test is polled.
 const POLL_MIN: Duration = Duration::from_millis(1);
 const POLL_MAX: Duration = Duration::from_millis(20);
-/// Interval between two lines of progress.
+/// Interval of progress lines.
 const PROGRESS_EVERY: Duration = Duration::from_secs(30);
 /// Tests that take longer than this are named at the end.
 const SLOW: Duration = Duration::from_secs(5);
-/// Suites whose tests take longest. They start first, so that short tests fill the end.
+/// Suites with the longest tests. These suites start first, so that short tests fill the end.
 const LONGEST: [(&str, &str); 4] = [
     ("freestone-cli", "torture"),
     ("freestone-cli", "program"),
     ("freestone", "library"),
     ("freestone-ram", LIB),
 ];
-/// Directory of what tests print, below the target directory.
+/// Directory of the output of tests, below the target directory.
 const OUTPUT_DIR: &str = "test-output";
 
-/// How much of the tests runs.
+/// Set of tests to run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
     /// Every test but those marked `#[ignore = "slow lane"]`; randomised ones with few cases.
@@ -46,7 +46,7 @@ pub enum Extent {
     Full,
 }
 
-/// One test.
+/// A test of a program.
 struct Test<'a> {
     program: &'a TestProgram,
     name: String,
@@ -57,8 +57,8 @@ impl Test<'_> {
         format!("{} {} {}", self.program.package, self.program.suite, self.name)
     }
 
-    /// The command that runs the test alone.
-    fn alone(&self, extent: Extent) -> String {
+    /// Returns the command with which a user runs the test alone.
+    fn command_line(&self, extent: Extent) -> String {
         let suite = match self.program.suite.as_str() {
             LIB => "--lib".to_owned(),
             suite => format!("--test {suite}"),
@@ -78,9 +78,9 @@ impl Test<'_> {
 #[derive(Default)]
 struct Results {
     counts: Counts,
-    /// Results by program.
+    /// Counts and number of remaining tests, by program.
     programs: BTreeMap<String, (Counts, usize)>,
-    left_out: Vec<String>,
+    skipped: Vec<String>,
     slow: Vec<(Duration, String)>,
     running: BTreeMap<usize, (Instant, String)>,
 }
@@ -95,7 +95,7 @@ pub fn run(extent: Extent) -> Result<Outcome> {
     fs::create_dir_all(&output_dir).with_context(|| format!("cannot create {}", output_dir.display()))?;
     let results = run_all(tests, extent, &output_dir);
     let counts = results.counts;
-    let mut outcome = Outcome { ok: counts.failed == 0, counts, left_out: results.left_out };
+    let mut outcome = Outcome { ok: counts.failed == 0, counts, skipped: results.skipped };
     let mut slow = results.slow;
     slow.sort_by(|a, b| b.cmp(a));
     for (took, title) in slow {
@@ -155,11 +155,11 @@ fn run_all(tests: VecDeque<Test<'_>>, extent: Extent, output_dir: &Path) -> Resu
                 })
             })
             .collect();
-        let mut told = Instant::now();
+        let mut last_progress = Instant::now();
         while threads.iter().any(|thread| !thread.is_finished()) {
             thread::sleep(Duration::from_millis(100));
-            if told.elapsed() >= PROGRESS_EVERY {
-                told = Instant::now();
+            if last_progress.elapsed() >= PROGRESS_EVERY {
+                last_progress = Instant::now();
                 lock(&results).print_progress(total);
             }
         }
@@ -167,7 +167,7 @@ fn run_all(tests: VecDeque<Test<'_>>, extent: Extent, output_dir: &Path) -> Resu
     results.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Workers only add to what they lock, so a panic of one leaves it whole.
+/// Locks a mutex. Workers only add to the locked value, so a panic cannot leave it inconsistent and poisoning is ignored.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -177,19 +177,19 @@ fn program_title(program: &TestProgram) -> String {
 }
 
 /// How a test ended.
-struct End {
+struct TestEnd {
     /// None if the test hung and was killed.
     status: Result<Option<ExitStatus>>,
     took: Duration,
     output: String,
 }
 
-fn run_one(test: &Test<'_>, extent: Extent, output: &PathBuf) -> End {
+fn run_one(test: &Test<'_>, extent: Extent, output: &PathBuf) -> TestEnd {
     let began = Instant::now();
     let status = run_process(test, extent, output, began);
     let took = began.elapsed();
     let printed = fs::read(output).unwrap_or_default();
-    End { status, took, output: String::from_utf8_lossy(&printed).into_owned() }
+    TestEnd { status, took, output: String::from_utf8_lossy(&printed).into_owned() }
 }
 
 fn run_process(
@@ -222,17 +222,17 @@ fn run_process(
 }
 
 impl Results {
-    fn add(&mut self, worker: usize, test: &Test<'_>, extent: Extent, end: End) {
+    fn add(&mut self, worker: usize, test: &Test<'_>, extent: Extent, end: TestEnd) {
         self.running.remove(&worker);
-        let End { status, took, output } = end;
+        let TestEnd { status, took, output } = end;
         let mut counts = Counts::default();
         match status {
             Ok(Some(status)) if status.success() => {
-                match output.lines().find_map(|line| Some(line.split_once(LEFT_OUT)?.1)) {
+                match output.lines().find_map(|line| Some(line.split_once(SKIPPED)?.1)) {
                     None => counts.passed = 1,
                     Some(why) => {
-                        counts.left_out = 1;
-                        self.left_out.push(format!("{}: {why}", test.title()));
+                        counts.skipped = 1;
+                        self.skipped.push(format!("{}: {why}", test.title()));
                     }
                 }
             }
@@ -245,7 +245,7 @@ impl Results {
                 };
                 println!("FAILED {}: {how}, {:.1} s", test.title(), took.as_secs_f64());
                 println!("{}", output.trim_end());
-                println!("run it alone: {}\n", test.alone(extent));
+                println!("run it alone: {}\n", test.command_line(extent));
             }
         }
         self.counts += counts;
@@ -263,7 +263,7 @@ impl Results {
     }
 
     fn print_progress(&self, total: usize) {
-        let done = self.counts.passed + self.counts.failed + self.counts.left_out;
+        let done = self.counts.passed + self.counts.failed + self.counts.skipped;
         let running: Vec<_> = self
             .running
             .values()

@@ -1,9 +1,7 @@
-//! A copy of the sources in which the locks and streams of the sources' experiments stand in the
-//! place of the product's own.
+//! Makes a copy of the sources in which the experiments can choose other locks and compression streams.
 //!
-//! The product knows nothing of them. A file of `research/variants` goes to the place of the same
-//! name below `crates`; the product's own file there becomes a module `ours` in it, one of those
-//! that can be chosen.
+//! The product has no such choice. Each file of `research/variants` replaces the file of the same path below `crates`;
+//! the product's own file becomes the module `ours` of its replacement, one of the choices.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,31 +12,31 @@ use anyhow::{Context, Result};
 
 use crate::cargo::{RESEARCH, cargo, files, target_dir};
 
-/// Where the copy is.
+/// Directory of the copy.
 const TREE: &str = "target/variants/tree";
-/// Of the sources what is built there.
+/// Files and directories that the copy contains.
 const COPIED: [&str; 6] = ["Cargo.toml", "Cargo.lock", "crates", "benches", "research", "xtask"];
 const VARIANTS: &str = "research/variants";
-/// What says which of them is used has no place in the product; there it is declared.
+/// File of the copy that declares the module `variants`, which chooses a variant and does not exist in the product.
 const DECLARED_IN: &str = "crates/freestone-core/src/lib.rs";
 const DECLARATION: &str = "\npub mod variants;\n";
 
-/// Of what there is a copy with other locks and streams.
+/// Workspace to build in the copy.
 #[derive(Debug, Clone, Copy)]
-pub enum Varied {
-    /// The workspace of the product.
+pub enum CopiedWorkspace {
+    /// The product.
     Library,
     /// The experiments.
     Research,
 }
 
-/// A cargo that does this in the copy of the sources in which the library's locks and streams can
-/// be chosen, with the library or with the experiments. What it builds lies with everything else.
-pub fn with_variants(verb: &str, what: Varied) -> Result<Command> {
-    make()?;
+/// Updates the copy and returns a cargo command for one of its workspaces. Build output goes to the usual target
+/// directory.
+pub fn with_variants(verb: &str, what: CopiedWorkspace) -> Result<Command> {
+    update()?;
     let manifest = match what {
-        Varied::Library => "Cargo.toml",
-        Varied::Research => RESEARCH,
+        CopiedWorkspace::Library => "Cargo.toml",
+        CopiedWorkspace::Research => RESEARCH,
     };
     let mut command = cargo();
     command.arg(verb).arg("--manifest-path").arg(Path::new(TREE).join(manifest));
@@ -46,8 +44,8 @@ pub fn with_variants(verb: &str, what: Varied) -> Result<Command> {
     Ok(command)
 }
 
-/// Brings the copy up to date. What has not changed is not touched, so that it is not built anew.
-fn make() -> Result<()> {
+/// Updates the copy. Unchanged files keep their modification time, so cargo does not rebuild them.
+fn update() -> Result<()> {
     let wanted = sources()?;
     let tree = Path::new(TREE);
     for (path, content) in &wanted {
@@ -65,7 +63,7 @@ fn sources() -> Result<BTreeMap<PathBuf, Vec<u8>>> {
     let is_copied = |path: &PathBuf| COPIED.iter().any(|copied| path.starts_with(copied));
     let mut sources = BTreeMap::new();
     for path in files()?.into_iter().filter(is_copied) {
-        // Git lists what was deleted, too.
+        // git also lists deleted files.
         if let Ok(content) = fs::read(&path) {
             sources.insert(path, content);
         }

@@ -1,4 +1,4 @@
-//! The one build of all tests and programs of the workspace, which lints as it compiles.
+//! Builds all tests and programs of the workspace in one build, which also lints.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -18,8 +18,8 @@ pub fn doc_tests() -> Result<Command> {
     cargo_test("--doc")
 }
 
-/// One set of features for both, as cargo would build the packages once for each. Without the source of an installed
-/// fio, the engine for fio and its tests are omitted.
+/// Returns a `cargo test` command. Every call uses the same features; otherwise cargo would build the packages once per
+/// set of features. Without the source of the installed fio, the engine for fio and its tests are omitted.
 fn cargo_test(what: &str) -> Result<Command> {
     let mut command = cargo::cargo();
     command.args(["test", "--workspace", what]);
@@ -30,17 +30,16 @@ fn cargo_test(what: &str) -> Result<Command> {
     Ok(command)
 }
 
-/// Builds everything, and names what it omits.
+/// Builds everything. The outcome names the omitted parts.
 pub fn build() -> Result<Outcome> {
     let mut outcome = cargo::run(&mut tests()?)?;
     if !fio::is_ready() {
-        outcome.left_out.push("freestone-fio: fio and its source (packages fio, dpkg-dev)".to_owned());
+        outcome.skipped.push("freestone-fio: fio and its source (packages fio, dpkg-dev)".to_owned());
     }
     Ok(outcome)
 }
 
-/// Returns the directory of the programs that the tests run, and builds them before. Returns None if the build
-/// fails.
+/// Builds the programs that the tests run and returns their directory, or None if the build fails.
 pub fn programs() -> Result<Option<PathBuf>> {
     let built = cargo::run(&mut tests()?)?.ok;
     Ok(built.then_some(std::path::absolute(cargo::target_dir())?.join("debug")))

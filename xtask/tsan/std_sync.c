@@ -1,11 +1,11 @@
 /*
- * What ThreadSanitizer has to be told about the standard library.
+ * Describes the synchronisation of the standard library to ThreadSanitizer.
  *
- * The library is not instrumented. The fast paths of its locks are inlined into our code and seen; the slow paths are
- * functions of the library, and what they acquire and release is not. Without the lines below, every lock that was
- * ever waited for looks like no lock at all.
+ * The library is not instrumented. The fast paths of its locks are inlined into instrumented code. The slow paths are
+ * functions of the library, so ThreadSanitizer does not see what they acquire and release. Without this file, data
+ * guarded by a lock that a thread waited for looks racy.
  *
- * xtask finds the mangled names, passes them as macros, and has the linker wrap (--wrap) the functions.
+ * xtask finds the mangled names, passes them as macros, and makes the linker wrap the functions (--wrap).
  */
 #include <stdbool.h>
 #include <stdint.h>
@@ -19,7 +19,7 @@ void __tsan_release(void *address);
 #define WRAP(name) PASTE(__wrap_, name)
 
 /* Mutex::lock_contended(&self), RwLock::read_contended(&self), RwLock::write_contended(&self):
- * the word of the lock, which is what unlocking releases, is at `self`. */
+ * `self` is the address of the word of the lock, which unlocking releases. */
 #define ACQUIRES(name)                                                                                                 \
     void REAL(name)(void *self);                                                                                       \
     void WRAP(name)(void *self)                                                                                        \
@@ -31,7 +31,7 @@ ACQUIRES(MUTEX_LOCK_CONTENDED)
 ACQUIRES(RWLOCK_READ_CONTENDED)
 ACQUIRES(RWLOCK_WRITE_CONTENDED)
 
-/* Condvar::wait(&self, &Mutex): unlocks and locks. */
+/* Condvar::wait(&self, &Mutex): unlocks the mutex and locks it again. */
 void REAL(CONDVAR_WAIT)(void *self, void *mutex);
 void WRAP(CONDVAR_WAIT)(void *self, void *mutex)
 {
@@ -50,9 +50,9 @@ bool WRAP(CONDVAR_WAIT_TIMEOUT)(void *self, void *mutex, uint64_t seconds, uint3
     return notified;
 }
 
-/* Once::call(&self, bool, &mut dyn FnMut(&OnceState)) and the hidden location of its caller: runs the closure, or waits
- * until it was run; under Once, OnceLock and LazyLock. Others see that it was run before this function returns, so the
- * release has its place at the end of the closure: it is called through a table of our own. */
+/* Once::call(&self, bool, &mut dyn FnMut(&OnceState)) and the hidden location of its caller: runs the closure or waits
+ * until another thread has run it; used by Once, OnceLock and LazyLock. Other threads can see the completion before this
+ * function returns, so the release must come at the end of the closure. The closure is called through our own vtable. */
 #define VTABLE_WORDS 5 /* drop, size, alignment, call_once, call_mut */
 #define CALL_MUT 4
 
@@ -77,8 +77,8 @@ void WRAP(ONCE_CALL)(void *self, bool ignore_poison, void *data, void **vtable, 
     __tsan_acquire(self);
 }
 
-/* ScopeData::decrement_num_running_threads(&self, bool): the end of a thread of thread::scope, which waits for the
- * counter. That is one of the three words of `self`. */
+/* ScopeData::decrement_num_running_threads(&self, bool): called at the end of a thread of thread::scope, which
+ * waits for the counter. The counter is one of the three words of `self`. */
 void REAL(SCOPE_THREAD_ENDS)(uint64_t *self, bool panicked);
 void WRAP(SCOPE_THREAD_ENDS)(uint64_t *self, bool panicked)
 {
@@ -88,8 +88,8 @@ void WRAP(SCOPE_THREAD_ENDS)(uint64_t *self, bool panicked)
 }
 
 /* The last owner of an Arc frees it after fence(Acquire), which pairs with the Release of the other owners' decrements.
- * ThreadSanitizer knows no fences (the library has a version without one for instrumented builds, macro `acquire!` in
- * alloc/src/sync.rs), so a decrement that releases acquires as well. */
+ * ThreadSanitizer does not support fences (the library avoids the fence in instrumented builds, see the macro `acquire!`
+ * in alloc/src/sync.rs), so here a decrement with Release also acquires. */
 uint64_t __real___tsan_atomic64_fetch_sub(volatile uint64_t *address, uint64_t value, int order);
 uint64_t __wrap___tsan_atomic64_fetch_sub(volatile uint64_t *address, uint64_t value, int order)
 {

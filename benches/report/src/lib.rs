@@ -1,5 +1,5 @@
-//! What a benchmark found: one schema, which is written as JSON and read again, and tables of it
-//! for the terminal and for Markdown.
+//! Schema of benchmark results: written as JSON, read again, and shown as tables in the terminal
+//! and in Markdown.
 
 mod machine;
 mod number;
@@ -19,108 +19,109 @@ pub use number::plain;
 pub use summary::Summary;
 pub use table::Choice;
 
-/// One measurement alone is level with a peer's within so much.
-const ONE_ROOM: f64 = 0.02;
+/// Tolerance around 1 for a ratio of one measurement: within it the verdict is "level".
+const SINGLE_TOLERANCE: f64 = 0.02;
 
-/// One run of a program.
+/// A run of a benchmark program.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Document {
-    /// As it was typed.
+    /// Command line of the run.
     pub command: String,
-    /// Year, month and day; added when the run is published.
+    /// Date as year, month and day; added when the run is published.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub date: Option<String>,
-    /// The version.
+    /// Version of Freestone.
     pub freestone: String,
-    /// The version of the codec that both sides have.
+    /// Version of liblz4, which both sides of a comparison use.
     #[serde(default)]
     pub liblz4: String,
-    /// Where it ran.
+    /// Machine of the run.
     pub machine: Machine,
-    /// What must be known to read any of the reports.
+    /// Notes that apply to all reports.
     #[serde(default)]
     pub notes: Vec<String>,
-    /// In the order in which they were measured.
+    /// Reports in the order of measurement.
     pub reports: Vec<Report>,
-    /// What the reports say, computed from them.
+    /// Statements computed from the reports.
     #[serde(default)]
     pub findings: Vec<String>,
 }
 
-/// One benchmark on one data set.
+/// Results of one benchmark on one data set.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Report {
-    /// Reports of one name differ in their data only.
+    /// Name of the benchmark. Reports with the same name differ only in their data.
     pub name: String,
-    /// What was stored: a short name, and after a colon what it is.
+    /// Data that was stored: a short name, then after a colon a description.
     pub data: String,
-    /// Its size.
+    /// Size of the data in bytes.
     pub data_bytes: u64,
-    /// The codec.
+    /// Compression algorithm.
     pub algorithm: String,
-    /// What must be known to read the rows.
+    /// Notes needed to read the rows.
     pub notes: Vec<String>,
-    /// In the order in which they are shown.
+    /// Rows in display order.
     pub rows: Vec<Row>,
-    /// How names of rows become columns, where that is how it is read best: see [`Choice::pivot`].
+    /// Pattern that turns row names into columns, if the table reads best that way. See
+    /// [`Choice::pivot`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pivot: Option<String>,
-    /// The file of its chart.
+    /// File name of the chart.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chart: Option<String>,
 }
 
-/// One measured quantity.
+/// A measured quantity.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Row {
-    /// Unique within its report.
+    /// Name of the quantity, unique in its report.
     pub what: String,
-    /// Of all its numbers but the parts.
+    /// Unit of all numbers of the row except the parts.
     pub unit: Unit,
-    /// What was measured.
+    /// Measured numbers.
     #[serde(flatten)]
     pub value: Summary,
-    /// The same quantity in the source, where it published one.
+    /// Value of the same quantity in the source, if the source published one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub published: Option<f64>,
-    /// What went into it, by name.
+    /// Numbers that the value was computed from, with their names.
     #[serde(default, deserialize_with = "parts")]
     pub parts: Vec<(String, f64)>,
-    /// What the median is to reach.
+    /// Target of the median.
     pub target: Option<Target>,
-    /// Whether it is as it should be, where that is known.
+    /// Result of comparing the median with the target, or None without a target.
     pub met: Option<bool>,
-    /// The spread is too wide: there is no median then, and no judgement.
+    /// True if the spread is too wide: the median and the judgement are withheld.
     #[serde(default)]
     pub refused: bool,
-    /// How ours does beside a peer, where that is the question.
+    /// Comparison of Freestone with a peer, if the row is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verdict: Option<Verdict>,
 }
 
-/// Ours beside a peer.
+/// Result of comparing Freestone with a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// Better: the quartiles say so too.
+    /// Freestone is better, and both quartiles confirm it.
     Ahead,
-    /// The quartiles lie on both sides.
+    /// The quartiles lie on both sides of 1.
     Level,
-    /// Worse: the quartiles say so too.
+    /// Freestone is worse, and both quartiles confirm it.
     Behind,
 }
 
-/// What a number counts.
+/// Unit of a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Unit {
-    /// One number over another.
+    /// Quotient of two numbers.
     Ratio,
     /// Seconds.
     Seconds,
-    /// 2^20 bytes.
+    /// Units of 2^20 bytes.
     Mib,
-    /// 2^10 bytes.
+    /// Units of 2^10 bytes.
     Kib,
     /// Milliseconds.
     Millis,
@@ -128,29 +129,29 @@ pub enum Unit {
     Micros,
     /// Nanoseconds.
     Nanos,
-    /// Operations a second.
+    /// Operations per second.
     Iops,
-    /// Thousands of operations a second.
+    /// Thousands of operations per second.
     Kiops,
-    /// KiB a second.
+    /// KiB per second.
     KbSecond,
-    /// Of a hundred.
+    /// Percent.
     Percent,
-    /// A difference of percentages.
+    /// Difference of two percentages.
     Points,
-    /// A number of things.
+    /// Plain count.
     Count,
 }
 
-/// What a number is to reach.
+/// Target of a median.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Target {
-    /// This or more.
+    /// Lower bound, inclusive.
     AtLeast(f64),
-    /// This or less.
+    /// Upper bound, inclusive.
     AtMost(f64),
-    /// Between these two.
+    /// Lower and upper bound, both inclusive.
     Within(f64, f64),
 }
 
@@ -165,7 +166,7 @@ impl Target {
 }
 
 impl Row {
-    /// A row without a target.
+    /// Creates a row without a target.
     pub fn new(what: impl Into<String>, unit: Unit, value: Summary) -> Self {
         Self {
             what: what.into(),
@@ -180,33 +181,35 @@ impl Row {
         }
     }
 
-    /// How many times as much one is as another, or better.
+    /// Creates a row for the ratio of two quantities.
     pub fn ratio(what: impl Into<String>, value: Summary) -> Self {
         Self::new(what, Unit::Ratio, value)
     }
 
-    /// The quotients of numbers that were measured side by side.
+    /// Creates a row for the quotients `of[i] / to[i]` of numbers that were measured side by side.
     pub fn over(what: impl Into<String>, of: &[f64], to: &[f64]) -> Self {
         Self::ratio(what, Summary::ratio(of, to))
     }
 
-    /// Of one measurement.
+    /// Creates a row with a single measurement.
     pub fn one(what: impl Into<String>, unit: Unit, number: f64) -> Self {
         Self::new(what, unit, Summary::one(number))
     }
 
-    /// What could not be measured: no number, no judgement. The table says so; the notes say why.
+    /// Creates a row for a quantity that could not be measured: no number and no judgement. The
+    /// notes say why.
     pub fn absent(what: impl Into<String>, unit: Unit) -> Self {
-        let nothing = Summary { count: 0, ..Summary::one(f64::NAN) };
-        Self { refused: true, ..Self::new(what, unit, nothing) }
+        let no_number = Summary { count: 0, ..Summary::one(f64::NAN) };
+        Self { refused: true, ..Self::new(what, unit, no_number) }
     }
 
-    /// The same row of ours over a peer's, judged: more than 1 is ahead, or less is.
+    /// Adds the verdict of a row that compares Freestone with a peer. `more_is_ahead` says whether
+    /// a ratio above 1 means that Freestone is better.
     #[must_use]
     pub fn judged(mut self, more_is_ahead: bool) -> Self {
         let Summary { quartile1, quartile3, count, .. } = self.value;
-        let room = if count == 1 { ONE_ROOM } else { 0.0 };
-        self.verdict = Some(match (quartile1 > 1.0 + room, quartile3 < 1.0 - room) {
+        let tolerance = if count == 1 { SINGLE_TOLERANCE } else { 0.0 };
+        self.verdict = Some(match (quartile1 > 1.0 + tolerance, quartile3 < 1.0 - tolerance) {
             (true, _) if more_is_ahead => Verdict::Ahead,
             (_, true) if !more_is_ahead => Verdict::Ahead,
             (false, false) => Verdict::Level,
@@ -215,7 +218,7 @@ impl Row {
         self
     }
 
-    /// The same row with a target for its median.
+    /// Sets the target of the median.
     #[must_use]
     pub fn target(mut self, target: Target) -> Self {
         self.met = Some(target.met(self.value.median));
@@ -223,8 +226,8 @@ impl Row {
         self
     }
 
-    /// The same row, without a median and without a judgement where the numbers are too far apart
-    /// to give one. Comes last.
+    /// Withholds median, target and verdict if the spread of the numbers is too wide. Call this
+    /// last.
     #[must_use]
     pub fn steady(mut self) -> Self {
         if !self.value.is_steady() {
@@ -234,7 +237,7 @@ impl Row {
         self
     }
 
-    /// The same row with one of the numbers that it came from.
+    /// Adds a number that the value was computed from.
     #[must_use]
     pub fn part(mut self, name: impl Into<String>, value: f64) -> Self {
         self.parts.push((name.into(), value));
@@ -243,31 +246,31 @@ impl Row {
 }
 
 impl Report {
-    /// Without notes and rows.
+    /// Creates a report without notes and rows.
     pub fn new(name: impl Into<String>, data: impl Into<String>, data_bytes: u64, algorithm: &str) -> Self {
         let (name, data, algorithm) = (name.into(), data.into(), algorithm.to_owned());
         Self { name, data, data_bytes, algorithm, ..Self::default() }
     }
 
-    /// The same report with one note more.
+    /// Adds a note.
     #[must_use]
     pub fn note(mut self, note: impl Into<String>) -> Self {
         self.notes.push(note.into());
         self
     }
 
-    /// The same report with these rows.
+    /// Sets the rows.
     #[must_use]
     pub fn rows(self, rows: Vec<Row>) -> Self {
         Self { rows, ..self }
     }
 
-    /// The short name of its data.
+    /// Returns the short name of the data.
     pub fn data_name(&self) -> &str {
         self.data.split_once(':').map_or(self.data.as_str(), |(name, _)| name)
     }
 
-    /// Shows it, as soon as it is complete, and gives it back.
+    /// Prints the report and returns it.
     #[must_use]
     pub fn print(self) -> Self {
         let mut title = self.name.clone();
@@ -287,7 +290,7 @@ impl Report {
 }
 
 impl Document {
-    /// A run that begins now.
+    /// Creates an empty run that starts now.
     pub fn begin(freestone: &str, liblz4: String) -> Self {
         Self {
             command: std::env::args().collect::<Vec<_>>().join(" "),
@@ -301,13 +304,13 @@ impl Document {
         }
     }
 
-    /// Reads what [`Self::finish`] wrote.
+    /// Reads a run that [`Self::finish`] wrote.
     pub fn load(path: &Path) -> Result<Self> {
         let text = fs::read_to_string(path).context("cannot be read")?;
-        serde_json::from_str(&text).context("is no run of a benchmark")
+        serde_json::from_str(&text).context("is not a run of a benchmark")
     }
 
-    /// Writes the JSON.
+    /// Writes the run as JSON and prints the path.
     pub fn finish(&self, path: &Path) -> Result<()> {
         if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
             fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
@@ -318,12 +321,12 @@ impl Document {
         Ok(())
     }
 
-    /// The files of its charts.
+    /// Returns the file names of the charts.
     pub fn charts(&self) -> impl Iterator<Item = &str> {
         self.reports.iter().filter_map(|report| report.chart.as_deref())
     }
 
-    /// Command, date and machine in Markdown, with a link to the run.
+    /// Returns command, date and machine in Markdown, with a link to the run.
     pub fn came_from(&self, link: &str) -> String {
         let Machine { cpu, cpus, memory_mib, kernel, load, .. } = &self.machine;
         let cpu = cpu.replace("(R)", "").replace("(TM)", "");
@@ -335,18 +338,18 @@ impl Document {
         )
     }
 
-    /// The tables of the chosen reports in Markdown; an error says what is not there.
+    /// Returns the tables of the chosen reports in Markdown. The error names what is missing.
     pub fn markdown(&self, choice: &Choice) -> Result<String, String> {
         table::markdown(&self.reports, choice)
     }
 }
 
-/// Bytes as MiB.
+/// Converts bytes to MiB.
 pub fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// JSON has no number for what is none.
+/// Reads a number that JSON writes as null if it is not finite.
 fn or_nan<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
@@ -361,7 +364,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn targets_judge_the_median() {
+    fn target_judges_median() {
         let row = |value, target| Row::new("x", Unit::Ratio, Summary::one(value)).target(target).met;
         assert_eq!(row(0.9, Target::AtLeast(0.9)), Some(true));
         assert_eq!(row(0.89, Target::AtLeast(0.9)), Some(false));
@@ -371,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ratio_that_is_not_sure_is_not_given() {
+    fn unsteady_ratio_withholds_median() {
         let row = |numbers: &[f64]| {
             let value = Summary::of(numbers.iter().copied());
             Row::new("x", Unit::Ratio, value).target(Target::AtLeast(0.5)).steady()
@@ -386,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_is_judged_by_the_quartiles_and_not_where_the_ratio_is_not_sure() {
+    fn peer_verdict_follows_quartiles() {
         let verdict = |numbers: &[f64], more| {
             Row::new("x", Unit::Ratio, Summary::of(numbers.iter().copied())).judged(more).steady().verdict
         };
@@ -403,12 +406,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_can_be_read() {
+    fn row_json_round_trip_is_lossless() {
         let row = Row::new("x", Unit::Micros, Summary::of([1.0, 9.0])).part("y", f64::NAN);
         let row = Row { published: Some(4.0), ..row.target(Target::Within(1.0, 2.0)).steady().judged(true) };
         let json = serde_json::to_string(&row).unwrap();
-        let again: Row = serde_json::from_str(&json).unwrap();
-        assert!(again.value.median.is_nan() && again.parts[0].1.is_nan());
-        assert_eq!(serde_json::to_string(&again).unwrap(), json);
+        let read_back: Row = serde_json::from_str(&json).unwrap();
+        assert!(read_back.value.median.is_nan() && read_back.parts[0].1.is_nan());
+        assert_eq!(serde_json::to_string(&read_back).unwrap(), json);
     }
 }

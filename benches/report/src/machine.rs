@@ -1,28 +1,28 @@
-//! What must be known of a machine to compare numbers.
+//! Description of the machine of a run.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What must be known of a machine to compare numbers.
+/// Properties of a machine that affect measured numbers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Machine {
-    /// The model.
+    /// Model name of the CPU.
     pub cpu: String,
-    /// That this process may use.
+    /// Number of CPUs that this process may use.
     pub cpus: usize,
-    /// In all.
+    /// Total memory in MiB.
     pub memory_mib: u64,
-    /// Its release.
+    /// Release of the kernel.
     pub kernel: String,
-    /// As the kernel says it: the choice is in brackets.
+    /// Content of `transparent_hugepage/enabled`: the setting in effect is in brackets.
     pub transparent_hugepage: String,
-    /// Other work at the start: the load of one minute.
+    /// Load average of one minute at the start, caused by other work.
     pub load: String,
 }
 
 impl Machine {
-    /// This machine at this moment.
+    /// Describes this machine as it is now.
     pub fn here() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let cpuinfo = read("/proc/cpuinfo");

@@ -1,10 +1,10 @@
-//! Numbers as they stand in a table.
+//! Formatting of numbers for tables.
 
 use std::fmt::Write as _;
 
 use crate::{Row, Summary, Target, Unit, Verdict};
 
-/// About three digits; one more where a ratio is near to 1.
+/// Formats a number with about three digits, and one more if it is near 1.
 pub fn plain(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 => format!("{value:.0}"),
@@ -16,7 +16,7 @@ pub fn plain(value: f64) -> String {
 }
 
 impl Unit {
-    /// What stands behind a number.
+    /// Returns the suffix printed after a number.
     fn name(self) -> &'static str {
         match self {
             Self::Ratio | Self::Points | Self::Count => "",
@@ -35,7 +35,7 @@ impl Unit {
 }
 
 impl Verdict {
-    /// In a word.
+    /// Returns the word for the verdict.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ahead => "ahead",
@@ -45,16 +45,16 @@ impl Verdict {
     }
 }
 
-/// How a number is shown.
+/// Style of a table cell.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Style {
-    /// With its quartiles; a verdict has a column of its own.
+    /// Median with quartiles; the verdict has a column of its own.
     Full,
-    /// The median alone where there is one; bold is also what is behind.
+    /// Median only, if there is one. A verdict "behind" is bold.
     Short,
 }
 
-/// What was measured, or why there is no median; bold where it is not as it should be.
+/// Formats the measured value, or the reason why there is no median. A missed target is bold.
 pub fn measured(row: &Row, style: Style) -> String {
     let Summary { median, quartile1: low, quartile3: high, count, .. } = row.value;
     let mut text = match (median.is_nan(), count) {
@@ -67,13 +67,12 @@ pub fn measured(row: &Row, style: Style) -> String {
     }
     let [low, high] = [low, high].map(plain);
     if (style == Style::Full || median.is_nan()) && count > 1 && low != high {
-        // Writing to a String cannot fail.
         let _ = write!(text, " ({low} - {high})");
     }
     text
 }
 
-/// What a row's number is to reach, without zeroes that say nothing.
+/// Formats the target without trailing zeroes.
 pub fn target(row: &Row) -> Option<String> {
     let short = |value: f64| {
         if value.abs() >= 100.0 {
@@ -95,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn digits_fit_the_size() {
+    fn number_format_depends_on_magnitude() {
         let all =
             [(13583.4, "13583"), (24.94, "24.9"), (5.287, "5.29"), (1.0361, "1.036"), (-0.4564, "-0.456")];
         for (value, text) in all {
@@ -108,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_median_that_is_not_given_is_not_made_up() {
+    fn withheld_median_shows_reason() {
         let value = Summary { quartile1: 1.0, quartile3: 3.0, count: 3, ..Summary::one(1.5) };
         let row = Row::new("x", Unit::Micros, value);
         assert_eq!(measured(&row, Style::Full), "1.500 us (1.000 - 3.00)");

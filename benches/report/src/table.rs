@@ -1,4 +1,4 @@
-//! Reports as tables. Reports of one name that differ in their data stand side by side.
+//! Tables of reports. Reports with the same name and different data become columns of one table.
 
 // Writing to a String cannot fail: results are dropped.
 use std::fmt::Write as _;
@@ -10,40 +10,40 @@ use crate::{Report, Row};
 
 const ROW: &str = "{row}";
 const COLUMN: &str = "{column}";
-/// Between the patterns of a pivot.
-const NEXT: char = '|';
+/// Separator between the patterns of a pivot.
+const PATTERN_SEPARATOR: char = '|';
 
-/// What of a run is shown, and how.
+/// Selection of reports and rows, and the layout of the table.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Choice {
-    /// Reports of this name, where a `*` stands for anything; or all.
+    /// Name of the reports to show, in which `*` matches any text. None selects all.
     pub report: Option<String>,
-    /// Rows whose name begins so; or all.
+    /// Prefix of the names of the rows to show. None selects all.
     pub rows: Option<String>,
-    /// One or several patterns, separated by `|`, that make columns of names of rows. A pattern
-    /// holds `{row}`, and `{column}` or not; each is matched with the names of the rows. What fits
-    /// gives the cell of that row and column; without `{column}` the rest of the pattern heads the
-    /// column. Without patterns there is a row for each row.
+    /// Patterns, separated by `|`, that turn row names into columns. A pattern contains `{row}` and
+    /// optionally `{column}`, and is matched with the name of each row. A match gives the cell of
+    /// that row and column. Without `{column}` the rest of the pattern is the column heading.
+    /// Without patterns the table has one line per row.
     pub pivot: Option<String>,
 }
 
-/// Cells in rows.
+/// Header and cells of a table.
 pub struct Table {
     header: Vec<String>,
     rows: Vec<Vec<String>>,
 }
 
-/// The table of one report, as it is read best; none where it has no rows.
+/// Returns the table of a report in its preferred layout, or None if it has no rows.
 pub fn of(report: &Report) -> Option<Table> {
     let choice = Choice::default();
     let pivoted = report.pivot.as_deref().and_then(|patterns| pivot(report, &choice, patterns).ok());
     pivoted.or_else(|| list(&[report], &choice).ok())
 }
 
-/// The tables of the chosen reports.
+/// Returns the tables of the chosen reports in Markdown.
 pub fn markdown(reports: &[Report], choice: &Choice) -> Result<String, String> {
     let mut names: Vec<&str> = Vec::new();
-    for report in reports.iter().filter(|report| choice.takes(report)) {
+    for report in reports.iter().filter(|report| choice.matches(report)) {
         if !names.contains(&report.name.as_str()) {
             names.push(&report.name);
         }
@@ -75,7 +75,7 @@ pub fn markdown(reports: &[Report], choice: &Choice) -> Result<String, String> {
 }
 
 impl Choice {
-    fn takes(&self, report: &Report) -> bool {
+    fn matches(&self, report: &Report) -> bool {
         match self.report.as_deref() {
             None => true,
             Some(pattern) => match pattern.split_once('*') {
@@ -85,29 +85,29 @@ impl Choice {
         }
     }
 
-    /// The rows of a report that are shown, without what they begin with.
+    /// Returns the selected rows of a report; the common prefix is removed from their names.
     fn rows<'r>(&self, report: &'r Report) -> Vec<(&'r str, &'r Row)> {
         let start = self.rows.as_deref().unwrap_or_default();
         report.rows.iter().filter_map(|row| Some((row.what.strip_prefix(start)?, row))).collect()
     }
 }
 
-/// A row for each row.
+/// Builds a table with one line per row.
 fn list(reports: &[&Report], choice: &Choice) -> Result<Table, String> {
-    let mut whats: Vec<&str> = Vec::new();
+    let mut names: Vec<&str> = Vec::new();
     let sides: Vec<_> = reports.iter().map(|report| choice.rows(report)).collect();
     for (what, _) in sides.iter().flatten() {
-        if !whats.contains(what) {
-            whats.push(what);
+        if !names.contains(what) {
+            names.push(what);
         }
     }
-    if whats.is_empty() {
+    if names.is_empty() {
         return Err(format!("no row begins with {}", choice.rows.as_deref().unwrap_or_default()));
     }
     let any = |has: fn(&Row) -> bool| sides.iter().flatten().any(|(_, row)| has(row));
     let targets = any(|row| row.target.is_some());
     let verdicts = any(|row| row.verdict.is_some());
-    // Side by side there is no room for them.
+    // Several columns leave no room for the parts.
     let parts = sides.len() == 1 && any(|row| !row.parts.is_empty());
     let mut header = vec![String::new()];
     match reports {
@@ -118,7 +118,7 @@ fn list(reports: &[&Report], choice: &Choice) -> Result<Table, String> {
     header.extend(verdicts.then(String::new));
     header.extend(parts.then(|| "of".into()));
     let mut table = Table { header, rows: Vec::new() };
-    for what in whats {
+    for what in names {
         let find = |side: &Vec<(&str, &'_ Row)>| side.iter().position(|(other, _)| *other == what);
         let found: Vec<Option<&Row>> = sides.iter().map(|side| find(side).map(|at| side[at].1)).collect();
         let mut cells = vec![what.to_owned()];
@@ -149,27 +149,27 @@ fn list(reports: &[&Report], choice: &Choice) -> Result<Table, String> {
     Ok(table)
 }
 
-/// A row and a column for what the patterns find.
+/// Builds a table with the rows and columns that the patterns match.
 fn pivot(report: &Report, choice: &Choice, patterns: &str) -> Result<Table, String> {
     let mut columns: Vec<String> = Vec::new();
-    // With the target of what is below; those of single cells stand there.
+    // Target of each column. Targets of single cells stand in the cells.
     let mut targets: Vec<Option<String>> = Vec::new();
-    // A name, and cells by the place of their column.
+    // Row name, and its cells with their column index.
     let mut lines: Vec<(&str, Vec<(usize, String)>)> = Vec::new();
-    for pattern in patterns.split(NEXT).map(str::trim) {
+    for pattern in patterns.split(PATTERN_SEPARATOR).map(str::trim) {
         if !pattern.contains(ROW) {
             return Err(format!("the pivot {pattern} has no {ROW}"));
         }
-        let mut fits = 0;
+        let mut match_count = 0;
         for (what, row) in choice.rows(report) {
-            let Some((line, column)) = fit(pattern, what) else { continue };
-            fits += 1;
+            let Some((line, column)) = match_name(pattern, what) else { continue };
+            match_count += 1;
             let mut text = cell(report, row, Style::Short);
             let mut of_column = target(row);
             if column.is_some()
                 && let Some(target) = of_column.take()
             {
-                // The others of the column have none.
+                // Other cells of this column have no target.
                 let _ = write!(text, ", target {target}");
             }
             let column = column.map_or_else(|| heading(pattern), str::to_owned);
@@ -178,14 +178,14 @@ fn pivot(report: &Report, choice: &Choice, patterns: &str) -> Result<Table, Stri
                 targets.push(None);
                 columns.len() - 1
             });
-            // A ratio that is not given has none, but its column has.
+            // A withheld ratio has no target, but other ratios of its column have one.
             targets[at] = targets[at].take().or(of_column);
             match lines.iter_mut().find(|(other, _)| *other == line) {
                 Some((_, cells)) => cells.push((at, text)),
                 None => lines.push((line, vec![(at, text)])),
             }
         }
-        if fits == 0 {
+        if match_count == 0 {
             return Err(format!("no row fits {pattern}"));
         }
     }
@@ -206,8 +206,9 @@ fn pivot(report: &Report, choice: &Choice, patterns: &str) -> Result<Table, Stri
     Ok(table)
 }
 
-/// The row's and the column's name, where a name fits; what comes first ends as soon as it can.
-fn fit<'w>(pattern: &str, what: &'w str) -> Option<(&'w str, Option<&'w str>)> {
+/// Matches a row name with a pattern and returns the names of row and column. The first placeholder
+/// takes the shortest possible text.
+fn match_name<'w>(pattern: &str, what: &'w str) -> Option<(&'w str, Option<&'w str>)> {
     let Some(column) = pattern.find(COLUMN) else {
         let (before, after) = pattern.split_once(ROW)?;
         return Some((what.strip_prefix(before)?.strip_suffix(after)?, None));
@@ -223,12 +224,12 @@ fn fit<'w>(pattern: &str, what: &'w str) -> Option<(&'w str, Option<&'w str>)> {
     Some(if column_first { (two, Some(one)) } else { (one, Some(two)) })
 }
 
-/// What a pattern without columns says beside the row.
+/// Returns the column heading of a pattern without `{column}`.
 fn heading(pattern: &str) -> String {
     pattern.replace(ROW, "").trim_matches([' ', ',', ':']).to_owned()
 }
 
-/// What was measured; behind the source's figure, where the report has any.
+/// Formats a cell. If the report has published values, the cell starts with the published value.
 fn cell(report: &Report, row: &Row, style: Style) -> String {
     if report.rows.iter().all(|row| row.published.is_none()) {
         return measured(row, style);
@@ -273,7 +274,7 @@ mod tests {
         Row::new(what, Unit::Ratio, value)
     }
 
-    fn missed(what: &str, median: f64) -> Row {
+    fn row_below_target(what: &str, median: f64) -> Row {
         row(what, median).target(Target::AtLeast(2.5)).part("us", 7.0)
     }
 
@@ -282,12 +283,12 @@ mod tests {
         let behind = Row { verdict: Some(Verdict::Behind), ..row("reads: 1 thread, x", 1.5) };
         let source = |row, published| Row { published: Some(published), ..row };
         vec![
-            report("a", "fio: noise", vec![missed("reads", 2.0)]),
+            report("a", "fio: noise", vec![row_below_target("reads", 2.0)]),
             report("a", "real: tar", vec![row("reads", 3.0), row("writes", 4.0)]),
             report(
                 "b",
                 "none",
-                vec![behind, row("reads: 2 threads, x", 2.0), missed("reads: 2 threads, y", 2.25)],
+                vec![behind, row("reads: 2 threads, x", 2.0), row_below_target("reads: 2 threads, y", 2.25)],
             ),
             report(
                 "c",
@@ -308,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn data_sets_stand_side_by_side() {
+    fn data_sets_become_columns() {
         let text = of("a", None, None).unwrap();
         assert_eq!(
             text.trim(),
@@ -320,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn one_report_shows_what_went_in() {
+    fn single_report_shows_parts() {
         let text = of("b", Some("reads: 2 threads, "), None).unwrap();
         assert_eq!(
             text.trim(),
@@ -330,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_become_columns() {
+    fn pivot_turns_rows_into_columns() {
         let text = of("b", None, Some("{row}: {column}, x | {row}: 2 threads, y")).unwrap();
         assert_eq!(
             text.trim(),
@@ -344,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn published_and_ours_stand_in_one_cell() {
+    fn published_and_measured_share_a_cell() {
         let text = of("c", None, Some("{row}: old | {row}: {column} / old")).unwrap();
         assert_eq!(
             text.trim(),
@@ -353,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn the_terminal_shows_the_best_table() {
+    fn terminal_falls_back_to_list_if_pivot_fails() {
         let mut report = reports().remove(2);
         assert!(super::of(&report).unwrap().terminal().to_string().contains("at least 2.5"));
         for (pivot, heads) in [("{row}: {column}, x", true), ("{row}: 3 threads", false)] {

@@ -1,16 +1,16 @@
-//! What it costs a server that a client comes, chooses an export and leaves.
+//! CPU time of a server for a client that connects, selects an export and disconnects.
 
 use anyhow::Result;
 use freestone_report::{Report, Row, Summary, Target, Unit};
 
-use super::{Bench, visit};
+use super::{Bench, connect_and_disconnect};
 
 const ROUNDS: u32 = 9;
 const ROUNDS_QUICK: u32 = 2;
-/// Of a round: the kernel counts CPU time in ticks of 10 ms, so a round has some fifty of them.
+/// Connects per round. The kernel counts CPU time in ticks of 10 ms, so a round has about fifty.
 const CONNECTS: u32 = 5000;
 const CONNECTS_QUICK: u32 = 300;
-/// What one may cost, in microseconds.
+/// Target for the CPU time of a connect, in microseconds.
 const COST_MAX_US: f64 = 150.0;
 
 pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
@@ -21,15 +21,16 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
     for _ in 0..rounds {
         let before = served.server.cpu()?;
         for _ in 0..connects {
-            visit(&served.socket())?;
+            connect_and_disconnect(&served.socket())?;
         }
         let spent = served.server.cpu()?.saturating_sub(before);
         micros.push(spent.as_secs_f64() * 1e6 / f64::from(connects));
     }
     Ok(Report::new("clients: connects", "", 0, "")
         .note(format!(
-            "CPU time of the server's process, its part in the kernel among it, for a client that connects to a Unix socket, chooses the export \
-             and leaves; one after the other, {rounds} rounds of {connects}."
+            "CPU time of the server's process, in user space and in the kernel, for a client that connects to \
+             a Unix socket, selects the export and disconnects. Clients follow each other, {rounds} rounds of \
+             {connects}."
         ))
         .rows(vec![
             Row::new("CPU a connect", Unit::Micros, Summary::of(micros)).target(Target::AtMost(COST_MAX_US)),

@@ -1,19 +1,19 @@
-//! A control group for processes whose CPU time is not to be that of others.
+//! Control group that separates the CPU time of its processes from that of others.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-/// Where control groups with the controller `cpu` are: those of version 1, then of version 2.
+/// Directories of control groups with the `cpu` controller: version 1, then version 2.
 const ROOTS: [&str; 2] = ["/sys/fs/cgroup/cpu", "/sys/fs/cgroup"];
 const PROCS: &str = "cgroup.procs";
 
-/// A new group. It goes when this is dropped; its processes have ended or left then.
+/// A new control group. Drop removes it and moves remaining processes to the parent.
 pub struct Group(PathBuf);
 
 impl Group {
-    /// Beside the groups that are there, with the usual share of the CPUs.
+    /// Creates a group beside the existing ones, with the default share of the CPUs.
     pub fn new(name: &str) -> Result<Self> {
         let root = ROOTS.iter().map(Path::new).find(|root| root.join(PROCS).exists());
         let root = root.context("no control groups are mounted")?;
@@ -25,8 +25,8 @@ impl Group {
         Ok(group)
     }
 
-    /// A process is in it from now on, with all its threads.
-    pub fn take(&self, pid: u32) -> Result<()> {
+    /// Moves a process with all its threads into the group.
+    pub fn add(&self, pid: u32) -> Result<()> {
         let procs = self.0.join(PROCS);
         fs::write(&procs, pid.to_string()).with_context(|| format!("{}", procs.display()))
     }
@@ -34,7 +34,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Who is still in it goes to where it came from: a group that is not empty stays.
+        // A group with processes cannot be removed: move the remaining ones to the parent.
         let parent = self.0.with_file_name(PROCS);
         for pid in fs::read_to_string(self.0.join(PROCS)).unwrap_or_default().lines() {
             let _ = fs::write(&parent, pid);

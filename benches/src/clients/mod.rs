@@ -1,9 +1,9 @@
-//! What clients of one server cost it, and what they notice of each other, with the real program: a
-//! connect, many connects from elsewhere, and clients that do not take their replies.
+//! `clients` benchmark: what connections of one server cost it and each other. Covers a connect, a
+//! storm of connects, and clients that do not read their replies. Runs the real program.
 
+mod background;
 mod connects;
 mod group;
-mod looped;
 mod stalled;
 mod storm;
 
@@ -14,73 +14,73 @@ use anyhow::Result;
 use clap::ValueEnum;
 use freestone_report::Report;
 
-pub use self::looped::Loop;
+pub use self::background::Loop;
 use crate::options::Options;
 use crate::ours;
-use crate::place::{Own, Place};
+use crate::run_dir::{RunDir, ServerDir};
 use crate::served::Server;
 
-/// What it can be told.
+/// Options of the `clients` benchmark.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// What to measure, separated by commas [default: all]
+    /// Parts to measure, separated by commas [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
     part: Vec<PartName>,
-    /// The program to measure [default: the workspace's own, built as this program was, else the one
-    /// beside it]
+    /// Path of the `freestone` program to measure [default: the workspace's own, built with this
+    /// program's profile, else the one in this program's directory]
     #[arg(long)]
     freestone: Option<PathBuf>,
 }
 
-/// A part of it.
+/// A part of the benchmark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum PartName {
-    /// What a connect costs the server.
+    /// CPU time that a connect costs the server.
     Connects,
-    /// What a client notices of many connects.
+    /// Latency of a client during many connects.
     Storm,
-    /// What clients notice of one that does not read its replies.
+    /// Speed of clients beside one that does not read its replies.
     Stalled,
 }
 
-/// What every part works with.
+/// Environment of all parts.
 struct Bench<'a> {
     options: &'a Options,
-    place: Place,
+    run_dir: RunDir,
     freestone: PathBuf,
 }
 
-/// A server with its socket.
-struct Served {
+/// A running server and the directory of its sockets.
+struct ServedDevice {
     server: Server,
-    own: Own,
+    server_dir: ServerDir,
 }
 
 impl Bench<'_> {
-    /// Serves one device, told by its words.
-    fn serve(&self, device: &str) -> Result<Served> {
-        let own = self.place.server()?;
-        let socket = own.socket("nbd");
+    /// Starts a server with one device, given by its description.
+    fn serve(&self, device: &str) -> Result<ServedDevice> {
+        let server_dir = self.run_dir.server()?;
+        let socket = server_dir.socket("nbd");
         let mut command = Command::new(&self.freestone);
         command.args(["serve", device]).arg(format!("--nbd=unix:{}", socket.display()));
-        // Not where the user's own server listens.
-        command.arg("--control").arg(own.socket("control"));
+        // The user's own server may listen at the default control socket.
+        command.arg("--control").arg(server_dir.socket("control"));
         let server = Server::start(&command, &socket)?;
-        Ok(Served { server, own })
+        Ok(ServedDevice { server, server_dir })
     }
 }
 
-impl Served {
+impl ServedDevice {
     fn socket(&self) -> PathBuf {
-        self.own.socket("nbd")
+        self.server_dir.socket("nbd")
     }
 }
 
-/// Runs the parts.
+/// Runs the selected parts.
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let bench = Bench {
         options,
-        place: Place::new(&options.data_dir, "clients-")?,
+        run_dir: RunDir::new(&options.data_dir, "clients-")?,
         freestone: ours::program(args.freestone.as_deref())?,
     };
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);
@@ -97,7 +97,7 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     Ok(reports)
 }
 
-/// Connects, chooses the export and leaves.
-fn visit(socket: &Path) -> Result<()> {
+/// Connects, selects the export and disconnects.
+fn connect_and_disconnect(socket: &Path) -> Result<()> {
     crate::nbd_client::Client::connect(socket)?.end()
 }

@@ -1,4 +1,5 @@
-//! What clients notice of others that ask for much and do not take it, or take it slowly.
+//! Speed of clients beside others that send many reads and do not take the replies, or take them
+//! slowly.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,22 +16,22 @@ const ROUNDS: u32 = 15;
 const ROUNDS_QUICK: u32 = 2;
 const SLICE_MS: u32 = 300;
 const SLICE_QUICK_MS: u32 = 30;
-/// Until what the others asked for is as far as it comes.
+/// Pause until the server has handled the reads of the others as far as it can.
 const SETTLE: Duration = Duration::from_millis(200);
-/// What others ask for at once: more than a connection may hold.
-const ASKED: usize = 16;
-const ASKED_BYTES: usize = 8 << 20;
-/// A slow reader takes so much, and then rests.
+/// Reads that each other client sends at once: more bytes than a connection may hold.
+const READS: usize = 16;
+const READ_BYTES: usize = 8 << 20;
+/// A slow reader takes this many bytes, then pauses for `SIP_PAUSE`.
 const SIP_BYTES: usize = 4096;
-const REST: Duration = Duration::from_millis(5);
-/// What clients have to keep.
-const KEPT_MIN: f64 = 0.9;
-/// Clients that are measured, each with one request at a time.
+const SIP_PAUSE: Duration = Duration::from_millis(5);
+/// Target: part of the undisturbed speed.
+const SPEED_RATIO_MIN: f64 = 0.9;
+/// Measured clients, each with one request at a time.
 const CLIENTS: usize = 2;
 const BLOCKS: [usize; 2] = [4 << 10, 128 << 10];
 const DEVICE: &str = "r=ram,disksize=256M";
 
-/// Who is there beside.
+/// Name, number of other clients, and whether they read slowly (else never).
 const SIDES: [(&str, usize, bool); 4] = [
     ("nobody", 0, false),
     ("a slow reader", 1, true),
@@ -50,7 +51,7 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
             for turn in 0..SIDES.len() {
                 let side = (turn + round) % SIDES.len();
                 let (_, others, is_slow) = SIDES[side];
-                let speed = beside(&served.socket(), others, is_slow, || {
+                let speed = run_beside_clients(&served.socket(), others, is_slow, || {
                     thread::sleep(SETTLE);
                     speed(&served.socket(), block_bytes, slice)
                 })?;
@@ -67,45 +68,52 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
         }
         for ((name, ..), speed) in SIDES.iter().zip(&speeds).skip(1) {
             let row = Row::over(format!("{load} beside {name} / beside nobody"), speed, &speeds[0]);
-            rows.push(row.target(Target::AtLeast(KEPT_MIN)));
+            rows.push(row.target(Target::AtLeast(SPEED_RATIO_MIN)));
         }
     }
     Ok(Report::new("clients: stalled", "", 0, "")
         .note(format!(
-            "{CLIENTS} clients of a RAM disk over a Unix socket, each with one read at a time, while others have asked for {ASKED} reads of {} MiB \
-             each, of which they take nothing, or {SIP_BYTES} bytes each {} ms. {rounds} slices of each, in turns.",
-            ASKED_BYTES >> 20,
-            REST.as_millis()
+            "{CLIENTS} clients of a RAM disk over a Unix socket, each with one read at a time. Each other \
+             client has sent {READS} reads of {} MiB and takes no replies, or {SIP_BYTES} bytes every {} ms. \
+             {rounds} slices of each, in turns.",
+            READ_BYTES >> 20,
+            SIP_PAUSE.as_millis()
         ))
         .rows(rows))
 }
 
-/// Does it while the others are there.
-fn beside<T>(socket: &Path, others: usize, is_slow: bool, what: impl FnOnce() -> Result<T>) -> Result<T> {
+/// Runs `measure` while the other clients are connected.
+fn run_beside_clients<T>(
+    socket: &Path,
+    others: usize,
+    is_slow: bool,
+    measure: impl FnOnce() -> Result<T>,
+) -> Result<T> {
     let mut clients: Vec<Client> = (0..others).map(|_| Client::connect(socket)).collect::<Result<_>>()?;
     for client in &mut clients {
-        for number in 0..ASKED {
-            client.ask(number as u64 * ASKED_BYTES as u64, ASKED_BYTES)?;
+        for number in 0..READS {
+            client.send_read(number as u64 * READ_BYTES as u64, READ_BYTES)?;
         }
     }
     let ends = AtomicBool::new(false);
     thread::scope(|scope| {
         for client in clients.iter_mut().filter(|_| is_slow) {
             scope.spawn(|| {
-                // Relaxed: a flag alone. A read that fails ends the slow one, not the measurement.
-                while !ends.load(Ordering::Relaxed) && client.take(SIP_BYTES).is_ok() {
-                    thread::sleep(REST);
+                // Relaxed: the flag guards no other data. A failed read ends the slow reader, not
+                // the measurement.
+                while !ends.load(Ordering::Relaxed) && client.receive_and_drop(SIP_BYTES).is_ok() {
+                    thread::sleep(SIP_PAUSE);
                 }
             });
         }
-        let done = what();
-        // Relaxed: as where it is read.
+        let done = measure();
+        // Relaxed: as in the slow readers.
         ends.store(true, Ordering::Relaxed);
         done
     })
 }
 
-/// Requests a second of all clients.
+/// Returns the requests per second of all measured clients.
 fn speed(socket: &Path, block_bytes: usize, slice: Duration) -> Result<f64> {
     let clients: Vec<Client> = (0..CLIENTS).map(|_| Client::connect(socket)).collect::<Result<_>>()?;
     thread::scope(|scope| {
@@ -113,17 +121,20 @@ fn speed(socket: &Path, block_bytes: usize, slice: Duration) -> Result<f64> {
             .map(|mut client| {
                 scope.spawn(move || -> Result<f64> {
                     let (mut block, mut done) = (vec![0; block_bytes], 0_u32);
-                    let begun = Instant::now();
-                    while begun.elapsed() < slice || done == 0 {
+                    let start = Instant::now();
+                    while start.elapsed() < slice || done == 0 {
                         client.read(u64::from(done % 100) * block_bytes as u64, &mut block)?;
                         done += 1;
                     }
-                    let speed = f64::from(done) / begun.elapsed().as_secs_f64();
+                    let speed = f64::from(done) / start.elapsed().as_secs_f64();
                     client.end()?;
                     Ok(speed)
                 })
             })
             .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| anyhow::bail!("it panicked"))).sum()
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|_| anyhow::bail!("a client thread panicked")))
+            .sum()
     })
 }

@@ -1,6 +1,6 @@
-//! What a client notices while others connect and leave as fast as they can. These have a control
-//! group of their own, so they take no CPU time that is the client's and the server's; what the
-//! server does for them it does in its own.
+//! Latency of a client while others connect and disconnect as fast as they can. The others run in
+//! their own control group, so they take no CPU time from client and server. The server's work for
+//! them counts in the server's group.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,17 +10,17 @@ use freestone::PAGE_BYTES;
 use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use super::Bench;
+use super::background::{BackgroundLoad, LoadKind};
 use super::group::Group;
-use super::looped::{Burden, What};
 use crate::nbd_client::Client;
 
 const ROUNDS: u32 = 15;
 const ROUNDS_QUICK: u32 = 2;
 const SLICE_MS: u32 = 500;
 const SLICE_QUICK_MS: u32 = 50;
-/// Until what was begun is done, and what is held stands still.
+/// Pause until requests in flight are done and stopped loads stand still.
 const SETTLE: Duration = Duration::from_millis(50);
-/// How much longer the slowest hundredth may take.
+/// Target for the 99th percentile, relative to an undisturbed client.
 const WORSE_MAX: f64 = 1.5;
 const SIDES: [&str; 3] = ["alone", "beside connects", "beside busy CPUs"];
 
@@ -30,35 +30,37 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
     let slice = Duration::from_millis(bench.options.slice_ms.unwrap_or(usual).into());
     let served = bench.serve("n=null,size=1G")?;
     let socket = served.socket();
-    let burdens = [Burden::start(What::Connect, &socket)?, Burden::start(What::Burn, &socket)?];
-    let groups = grouped(&[std::process::id(), served.server.pid()], &burdens.each_ref().map(Burden::pid));
+    let loads =
+        [BackgroundLoad::start(LoadKind::Connect, &socket)?, BackgroundLoad::start(LoadKind::Burn, &socket)?];
+    let groups =
+        create_groups(&[std::process::id(), served.server.pid()], &loads.each_ref().map(BackgroundLoad::pid));
     let mut client = Client::connect(&socket)?;
     let mut tails = SIDES.map(|_| Vec::new());
     let mut connecting = Duration::ZERO;
     for round in 0..rounds as usize {
         for turn in 0..SIDES.len() {
             let side = (turn + round) % SIDES.len();
-            let burden = side.checked_sub(1).map(|burden| &burdens[burden]);
-            let begun = Instant::now();
-            if let Some(burden) = burden {
-                burden.let_go()?;
+            let load = side.checked_sub(1).map(|load| &loads[load]);
+            let start = Instant::now();
+            if let Some(load) = load {
+                load.resume()?;
             }
             thread::sleep(SETTLE);
             tails[side].push(slowest_hundredth(&mut client, slice)?);
-            if let Some(burden) = burden {
-                burden.hold()?;
+            if let Some(load) = load {
+                load.pause()?;
             }
             if side == 1 {
-                connecting += begun.elapsed();
+                connecting += start.elapsed();
             }
             thread::sleep(SETTLE);
         }
     }
     client.end()?;
-    let [connects, burning] = burdens;
-    let a_second = connects.end()? as f64 / connecting.as_secs_f64();
+    let [connects, burning] = loads;
+    let connects_per_second = connects.end()? as f64 / connecting.as_secs_f64();
     burning.end()?;
-    let told = match groups {
+    let isolation = match groups {
         Ok(_) => {
             "The others are in a control group, client and server in another, with equal shares".to_owned()
         }
@@ -78,32 +80,33 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
     );
     rows.push(Row::over("99th percentile, beside busy CPUs / alone", busy, alone));
     rows.push(Row::over("99th percentile, beside connects / beside busy CPUs", beside, busy));
-    rows.push(Row::one("connects a second", Unit::Iops, a_second));
+    rows.push(Row::one("connects a second", Unit::Iops, connects_per_second));
     Ok(Report::new("clients: a storm of connects", "", 0, "")
         .note(format!(
-            "A client that reads 4 KiB of a null drive at a time, over a Unix socket, while nobody, four threads that connect, choose the export \
-             and leave, or four threads that only use CPUs are beside it. {told}. {rounds} slices of each, in turns."
+            "A client reads 4 KiB of a null device at a time, over a Unix socket: alone, beside four threads \
+             that connect, select the export and disconnect, or beside four threads that only use CPU time. \
+             {isolation}. {rounds} slices of each, in turns."
         ))
         .rows(rows))
 }
 
-/// Puts each side into a group of its own; they last as long as what is returned.
-fn grouped(ours: &[u32], others: &[u32]) -> Result<[Group; 2]> {
+/// Puts each side into a control group of its own. The groups exist until the result is dropped.
+fn create_groups(ours: &[u32], others: &[u32]) -> Result<[Group; 2]> {
     let groups = [Group::new("server")?, Group::new("others")?];
     for (group, pids) in groups.iter().zip([ours, others]) {
-        pids.iter().try_for_each(|pid| group.take(*pid))?;
+        pids.iter().try_for_each(|pid| group.add(*pid))?;
     }
     Ok(groups)
 }
 
-/// The 99th percentile of a slice's requests, in microseconds.
+/// Returns the 99th percentile of the latency in a slice, in microseconds.
 fn slowest_hundredth(client: &mut Client, slice: Duration) -> Result<f64> {
     let (mut took, mut page) = (Vec::new(), [0; PAGE_BYTES]);
-    let begun = Instant::now();
-    while begun.elapsed() < slice || took.is_empty() {
-        let asked = Instant::now();
+    let start = Instant::now();
+    while start.elapsed() < slice || took.is_empty() {
+        let request_start = Instant::now();
         client.read(took.len() as u64 % 1000 * PAGE_BYTES as u64, &mut page)?;
-        took.push(asked.elapsed());
+        took.push(request_start.elapsed());
     }
     took.sort_unstable();
     Ok(took[(took.len() * 99 / 100).min(took.len() - 1)].as_secs_f64() * 1e6)

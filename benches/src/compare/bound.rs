@@ -1,5 +1,5 @@
-//! What the machine can give where a request pays our null export and the bare codec, and nothing
-//! else.
+//! Upper bound for a server on this machine: a request that costs only the CPU time of Freestone's
+//! null export and of the bare codec.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -15,35 +15,36 @@ use crate::fio_nbd::Direction;
 use crate::machine;
 use crate::measure::thread_clock;
 
-/// How long the codec is measured for each slice.
-const TIME: Duration = Duration::from_millis(150);
-/// Pages between two looks at the clock.
+/// Length of a codec measurement.
+const CODEC_TIME: Duration = Duration::from_millis(150);
+/// Pages between two readings of the clock.
 const BATCH: u64 = 32;
 
-/// A machine that is modelled, with nothing in the model but CPU time.
+/// CPUs of a hypothetical machine, modelled by CPU time alone.
 const MODELLED_CPUS: f64 = 16.0;
 
-/// What a request takes beside the codec, in microseconds of CPU time, measured with our null.
+/// CPU time of a request apart from the codec, in microseconds, measured with Freestone's null
+/// export.
 #[derive(Debug, Clone, Copy)]
-pub struct Rest {
+pub struct RequestCost {
     pub connections: u32,
     pub server_us: f64,
-    /// Of the server and the client.
+    /// CPU time of server and client together.
     pub all_us: f64,
 }
 
-/// Requests a second.
+/// Upper bounds in requests per second.
 #[derive(Debug, Clone, Copy)]
-pub struct Possible {
-    /// With the CPUs of this machine.
+pub struct UpperBound {
+    /// On this machine.
     pub here: f64,
-    /// With 16.
+    /// On [`MODELLED_CPUS`] CPUs.
     pub modelled: f64,
-    /// CPUs that have the codec to do then.
+    /// CPUs that the codec keeps busy on the modelled machine.
     pub codec_cpus: f64,
 }
 
-/// The bare codec on the data of a run.
+/// The bare codec with the data of a run.
 pub struct Bound {
     store: Store,
     pages: IoBuf,
@@ -57,19 +58,31 @@ impl Bound {
         Ok(Self { store, pages, cpus: machine::allowed_cpus()? })
     }
 
-    /// What all CPUs give together, where a request of so many pages takes so much CPU time beside
-    /// the codec.
-    pub fn of(&self, direction: Direction, pages: u64, rest: Rest, round: u32) -> Result<Possible> {
+    /// Returns the upper bound for requests of `pages` pages that take `request_cost` in addition to the
+    /// codec.
+    pub fn of(
+        &self,
+        direction: Direction,
+        pages: u64,
+        request_cost: RequestCost,
+        round: u32,
+    ) -> Result<UpperBound> {
         let codec_us = pages as f64 * self.page_us(direction, round)?;
-        let on = |cpus: f64| cpus * 1e6 / (rest.all_us + codec_us);
-        // However many CPUs there are, a connection's thread and its client's are one each.
-        let client_us = rest.all_us - rest.server_us;
-        let serial = f64::from(rest.connections) * 1e6 / rest.server_us.max(client_us);
-        let modelled = on(MODELLED_CPUS).min(serial);
-        Ok(Possible { here: on(self.cpus.len() as f64), modelled, codec_cpus: modelled * codec_us / 1e6 })
+        let with_cpus = |cpus: f64| cpus * 1e6 / (request_cost.all_us + codec_us);
+        // More CPUs do not help beyond this: each connection has one thread in the server and one
+        // in the client.
+        let client_us = request_cost.all_us - request_cost.server_us;
+        let serial = f64::from(request_cost.connections) * 1e6 / request_cost.server_us.max(client_us);
+        let modelled = with_cpus(MODELLED_CPUS).min(serial);
+        Ok(UpperBound {
+            here: with_cpus(self.cpus.len() as f64),
+            modelled,
+            codec_cpus: modelled * codec_us / 1e6,
+        })
     }
 
-    /// CPU time of a page, with all CPUs at it.
+    /// Returns the codec's CPU time per page, in microseconds, with all CPUs compressing or
+    /// decompressing at once.
     pub fn page_us(&self, direction: Direction, round: u32) -> Result<f64> {
         let all = Barrier::new(self.cpus.len());
         let spent: Vec<f64> = std::thread::scope(|scope| {
@@ -95,9 +108,9 @@ impl Bound {
         let count = (self.pages.len() / PAGE_BYTES) as u32;
         let order = Order::new(seed, 0, count);
         let mut codec = Ours::new()?;
-        let (begun, before) = (Instant::now(), thread_clock());
+        let (start, before) = (Instant::now(), thread_clock());
         let mut done = 0;
-        while begun.elapsed() < TIME {
+        while start.elapsed() < CODEC_TIME {
             let choices = order.choices(done, BATCH);
             match direction {
                 Direction::Read => bare_reads(&self.store, &codec, choices),

@@ -1,4 +1,5 @@
-//! The servers in groups of equals: slices of all of a group take turns.
+//! Server comparisons over NBD, in groups of equivalent devices. The slices of a group's servers
+//! take turns.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,21 +10,21 @@ use clap::ValueEnum;
 use freestone_report::{Report, Row, Summary, Target, Unit, mib};
 
 use super::Args;
-use super::bound::{Bound, Possible, Rest};
+use super::bound::{Bound, RequestCost, UpperBound};
 use super::peers::Peers;
 use super::sides::{Running, Side, Starter};
 use crate::data::Data;
 use crate::fio_nbd::{self, Amount, COMPRESSIBLE_PERCENT, DEPTH, Direction, Load};
 use crate::measure::median;
 use crate::options::{Options, Set};
-use crate::place::Place;
 use crate::process::Cpu;
+use crate::run_dir::RunDir;
 use crate::served::Memory;
 use crate::tool;
 
-/// The size of a device where `--size` does not say.
+/// Default device size, in bytes.
 const BYTES: u64 = 512 << 20;
-/// Every program takes a size in these.
+/// Device sizes are multiples of this, because every peer accepts sizes in MiB.
 const MIB: u64 = 1 << 20;
 const ROUNDS: u32 = 7;
 const QUICK_ROUNDS: u32 = 3;
@@ -31,67 +32,69 @@ const SLICE_MS: u32 = 700;
 const QUICK_SLICE_MS: u32 = 100;
 const CONNECTIONS: [u32; 2] = [1, 4];
 const BLOCKS: [u32; 2] = [4 << 10, 128 << 10];
-/// What is left of what the machine can give is for handing on, scheduling and our own tables.
+/// Target: part of the upper bound. The rest is for handing over requests, scheduling and
+/// Freestone's tables.
 const BOUND_PART: f64 = 0.9;
-/// An overlay is written by a part of its size: before reads, and in every slice of writes.
-const WRITTEN_PART: u64 = 2;
+/// Divisor of an overlay's size: this part is written before reads, and in every slice of writes.
+const WRITTEN_DIVISOR: u64 = 2;
 
-/// What the server part works with.
+/// Environment of the server parts.
 pub struct Bench<'a> {
     pub options: &'a Options,
-    pub place: &'a Place,
+    pub run_dir: &'a RunDir,
     pub peers: &'a Peers,
     pub freestone: &'a Path,
     pub args: &'a Args,
 }
 
-/// Devices of a kind, ours and others'.
+/// Equivalent devices of Freestone and its peers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Group {
-    /// Disks in memory: ram beside nbdkit memory and qemu-nbd on a file in tmpfs.
+    /// RAM disks: ram beside nbdkit memory and qemu-nbd on a file in tmpfs.
     Memory,
-    /// Drives that forget: null beside nbdkit null and qemu-nbd null-co.
+    /// Devices that discard writes: null beside nbdkit null and qemu-nbd null-co.
     Null,
     /// Overlays of an image: fork beside nbdkit cow and qemu-nbd on qcow2.
     Overlay,
 }
 
-/// One slice.
+/// Result of one slice.
 #[derive(Clone, Copy)]
 struct Slice {
     per_second: f64,
-    /// Of the server, in microseconds.
+    /// CPU time of the server per request, in microseconds.
     cpu_per_request: f64,
-    /// Of the server and the client.
+    /// CPU time of server and client per request, in microseconds.
     all_cpu_per_request: f64,
 }
 
-/// A kind of load.
+/// Request type, size and number of connections of a load.
 #[derive(Clone, Copy)]
-struct Kind {
+struct LoadKind {
     direction: Direction,
     block_bytes: u32,
     connections: u32,
 }
 
-/// A load and what the sides did under it; `None` for one that is absent or failed.
-struct Measured {
+/// Result of a load. `slices` has None for a side that is absent or failed.
+struct LoadResult {
     name: String,
     block_bytes: u32,
     slices: Vec<Option<Vec<Slice>>>,
-    /// What the machine can give, in each round; empty where that is not asked.
-    bounds: Vec<Possible>,
+    /// Upper bound of each round; empty if the group has none.
+    bounds: Vec<UpperBound>,
 }
 
-/// A side of a group while it is measured.
+/// A side of a group and its server.
 struct Member {
     side: Side,
-    /// Why it is no more measured.
+    /// Reason why the side is no longer measured.
     absent: Option<String>,
-    /// The server that all slices of reads meet, and those of writes but for overlays.
+    /// Server that is used by all slices, except slices of writes to overlays, which start new
+    /// servers.
     running: Option<Running>,
     command: String,
-    /// Before and after the device was filled.
+    /// Memory before and after the device was filled.
     memory: Option<(Memory, Memory)>,
 }
 
@@ -113,7 +116,7 @@ impl Group {
         }
     }
 
-    /// Ours, which are held against what the machine can give, with lz4.
+    /// Returns the side that is compared with the upper bound. This side compresses with lz4.
     fn bounded(self) -> Option<Side> {
         match self {
             Self::Memory => Some(Side::Ram),
@@ -122,7 +125,7 @@ impl Group {
         }
     }
 
-    /// Ours, and whom it is held against.
+    /// Pairs of a Freestone side and the peer that it is compared with.
     fn pairs(self) -> &'static [(Side, Side)] {
         match self {
             Self::Memory => &[
@@ -148,18 +151,18 @@ impl Group {
 }
 
 impl Bench<'_> {
-    /// Starts servers without TLS, whose devices have the size of the image.
+    /// Returns a starter of servers without TLS, whose devices have the size of the image.
     pub fn starter<'a>(&'a self, image: &'a Path, bytes: u64) -> Starter<'a> {
-        let Self { place, peers, freestone, .. } = *self;
-        Starter { place, peers, freestone, image, bytes, tls: None }
+        let Self { run_dir, peers, freestone, .. } = *self;
+        Starter { run_dir, peers, freestone, image, bytes, tls: None }
     }
 
-    /// The groups on one data set. Only disks in memory are read again with other data: writes
-    /// bring fio's own.
+    /// Runs the selected groups on one data set. Without `all` only reads of RAM disks are
+    /// measured, because writes use fio's own data.
     pub fn run(&self, set: Set, all: bool) -> Result<Vec<Report>> {
         let data = Data::open(set, self.options.bytes(BYTES), self.options)?;
         let bytes = data.bytes() & !(MIB - 1);
-        let image = self.place.image(&data, bytes)?;
+        let image = self.run_dir.image(&data, bytes)?;
         let starter = self.starter(&image, bytes);
         let groups = if all { Group::value_variants() } else { &[Group::Memory] };
         let groups =
@@ -180,7 +183,7 @@ impl Bench<'_> {
             let mut member =
                 Member { side, absent: None, running: None, command: String::new(), memory: None };
             let filled = member.fill(group, starter);
-            self.spare(&mut member, filled)?;
+            self.omit_failed_peer(&mut member, filled)?;
             members.push(member);
         }
         let bound = group.bounded().map(|_| Bound::new(data)).transpose()?;
@@ -188,7 +191,7 @@ impl Bench<'_> {
         for &direction in directions {
             for block_bytes in BLOCKS {
                 for connections in CONNECTIONS {
-                    let kind = Kind { direction, block_bytes, connections };
+                    let kind = LoadKind { direction, block_bytes, connections };
                     measured.push(self.load(group, kind, starter, &mut members, bound.as_ref())?);
                 }
             }
@@ -206,53 +209,53 @@ impl Bench<'_> {
         .print())
     }
 
-    /// All slices of one load.
+    /// Runs all slices of one load.
     fn load(
         &self,
         group: Group,
-        kind: Kind,
+        kind: LoadKind,
         starter: &Starter,
         members: &mut [Member],
         bound: Option<&Bound>,
-    ) -> Result<Measured> {
-        let Kind { direction, block_bytes, connections } = kind;
+    ) -> Result<LoadResult> {
+        let LoadKind { direction, block_bytes, connections } = kind;
         let mut bounds = Vec::new();
         let mut slices: Vec<Vec<Slice>> = members.iter().map(|_| Vec::new()).collect();
-        // First writes are what an overlay is about, so each slice has a new one, and all write as
-        // much.
-        let anew = group == Group::Overlay && direction == Direction::Write;
-        let amount = if anew {
-            Amount::Requests(starter.bytes / WRITTEN_PART / u64::from(block_bytes))
+        // For overlays the first write to a block matters. So each slice of writes starts with a
+        // new overlay, and all slices write the same amount.
+        let needs_new_server = group == Group::Overlay && direction == Direction::Write;
+        let amount = if needs_new_server {
+            Amount::Requests(starter.bytes / WRITTEN_DIVISOR / u64::from(block_bytes))
         } else {
             Amount::Time(self.slice())
         };
         for round in 0..self.rounds() {
             let load = Load { direction, block_bytes, connections, amount, round };
             for turn in 0..members.len() {
-                let place = (turn + round as usize) % members.len();
-                let member = &mut members[place];
+                let index = (turn + round as usize) % members.len();
+                let member = &mut members[index];
                 if member.absent.is_some() {
                     continue;
                 }
-                let slice = if anew {
+                let slice = if needs_new_server {
                     starter.start(member.side).and_then(|new| slice(&new, &load))
                 } else {
                     member.slice(&load)
                 };
-                if let Some(slice) = self.spare(member, slice)? {
-                    slices[place].push(slice);
-                    if let Some(bound) = bound.filter(|_| members[place].side == Side::Null) {
+                if let Some(slice) = self.omit_failed_peer(member, slice)? {
+                    slices[index].push(slice);
+                    if let Some(bound) = bound.filter(|_| members[index].side == Side::Null) {
                         let pages = u64::from(block_bytes / 4096);
                         let (server_us, all_us) = (slice.cpu_per_request, slice.all_cpu_per_request);
-                        let rest = Rest { connections, server_us, all_us };
-                        bounds.push(bound.of(direction, pages, rest, round)?);
+                        let request_cost = RequestCost { connections, server_us, all_us };
+                        bounds.push(bound.of(direction, pages, request_cost, round)?);
                     }
                 }
             }
         }
         let plural = if connections == 1 { "" } else { "s" };
         let what = if direction == Direction::Read { "reads" } else { "writes" };
-        Ok(Measured {
+        Ok(LoadResult {
             name: format!("{} KiB {what}, {connections} connection{plural}", block_bytes >> 10),
             block_bytes,
             bounds,
@@ -264,9 +267,10 @@ impl Bench<'_> {
         })
     }
 
-    /// What came of something that a server was to do. A peer that fails is left out from then on
-    /// and the table says so; ours may not fail, and where all peers are required none may.
-    fn spare<T>(&self, member: &mut Member, result: Result<T>) -> Result<Option<T>> {
+    /// Handles the failure of a side. A peer that fails is omitted from then on, and the table
+    /// reports it. A failure of Freestone's side, or of any side with `--require-peers`, is an
+    /// error.
+    fn omit_failed_peer<T>(&self, member: &mut Member, result: Result<T>) -> Result<Option<T>> {
         match result {
             Ok(done) => Ok(Some(done)),
             Err(error) if self.args.require_peers || member.side.is_ours() => {
@@ -275,7 +279,7 @@ impl Bench<'_> {
             Err(error) => {
                 member.running = None;
                 let why = format!("{error:#}");
-                eprintln!("{} is left out: {why}", member.side.name());
+                eprintln!("{} is omitted: {why}", member.side.name());
                 member.absent = Some(why);
                 Ok(None)
             }
@@ -300,7 +304,7 @@ impl Bench<'_> {
             self.peers.version("qemu-nbd"),
             self.peers.origin()
         )];
-        notes.extend(self.peers.instead.clone());
+        notes.extend(self.peers.fallback_note.clone());
         for Member { side, absent, .. } in members {
             notes.extend(
                 absent.as_ref().map(|why| format!("Absent: {}: {}", side.name(), self.peers.shown(why))),
@@ -314,8 +318,9 @@ impl Bench<'_> {
             round: 0,
         };
         notes.push(format!(
-            "fio is the client of all, over a Unix socket, {DEPTH} requests in flight on each connection: {}",
-            words(&fio_nbd::command(Path::new("nbd"), &load))
+            "fio is the client of all sides, over a Unix socket, with {DEPTH} requests in flight on each \
+             connection: {}",
+            command_line(&fio_nbd::command(Path::new("nbd"), &load))
         ));
         for Member { side, command, absent, .. } in members {
             if absent.is_none() {
@@ -323,14 +328,16 @@ impl Bench<'_> {
             }
         }
         notes.push(format!(
-            "The sides take turns, {} slices of each. A ratio is ours over the peer's in the same round; one whose spread is too wide is not \
-             given. \"behind\" and \"ahead\": both quartiles say so. CPU time: the server's process, user and system, from /proc.",
+            "The sides take turns, {} slices of each. A ratio is Freestone's result over the peer's in the \
+             same round; it is omitted if its spread is too wide. \"behind\" and \"ahead\": both quartiles \
+             agree. CPU time: the server's process, user and system, from /proc.",
             self.rounds()
         ));
         if group.bounded().is_some() {
             notes.push(
-                "What the machine can give: all CPUs, if each request took the CPU time that our null export and its client take in the same \
-                 round, and that of the bare codec on as many pages of the data, measured by a loop on each CPU at once."
+                "What the machine can give: the speed with all CPUs if each request cost the CPU time of our \
+                 null export and its client in the same round, and that of the bare codec for the same number \
+                 of pages of the data. A loop on each CPU at once measures the codec."
                     .into(),
             );
         }
@@ -340,23 +347,25 @@ impl Bench<'_> {
                  buffers. {MEMORY}"
             ),
             Group::Memory => format!("The device is filled with the data by nbdcopy. {MEMORY}"),
-            Group::Null => "Nothing is kept and zeroes are read: what the protocol alone costs each server.".into(),
+            Group::Null => "The devices store nothing and read as zeroes, so the numbers show the cost of the \
+                            protocol in each server.".into(),
             Group::Overlay => format!(
-                "The base is in the page cache. Before the reads fio writes half of the pages, in random order; every slice of writes meets a new \
-                 overlay and writes as many bytes as half of it has, so most are first writes. {MEMORY} Bytes on disk stand beside, and what \
-                 the kernel does later for them is in nobody's CPU time."
+                "The base is in the page cache. Before the reads fio writes half of the pages, in random \
+                 order. Every slice of writes has a new overlay and writes half of its size, so most are first \
+                 writes. {MEMORY} Bytes on disk are listed separately. CPU time of later kernel writeback is \
+                 not included."
             ),
         });
         notes
     }
 }
 
-/// How memory is counted, for the notes.
+/// Note about the measurement of memory.
 const MEMORY: &str =
-    "Memory: the server's PSS after that, and its files in tmpfs where they are more than it maps of them.";
+    "Memory: the server's PSS afterwards, and its files in tmpfs as far as they exceed the mapped part.";
 
 impl Member {
-    /// Starts the server that the slices meet and puts into it what they find there.
+    /// Starts the server and stores the initial content of its device.
     fn fill(&mut self, group: Group, starter: &Starter) -> Result<()> {
         let running = starter.start(self.side)?;
         self.command.clone_from(&running.command);
@@ -369,7 +378,7 @@ impl Member {
                     direction: Direction::Write,
                     block_bytes: 4096,
                     connections: 1,
-                    amount: Amount::Distinct(starter.bytes / WRITTEN_PART / 4096),
+                    amount: Amount::Distinct(starter.bytes / WRITTEN_DIVISOR / 4096),
                     round: 0,
                 };
                 fio_nbd::run(&running.socket, &half)?;
@@ -381,7 +390,7 @@ impl Member {
     }
 
     fn slice(&self, load: &Load) -> Result<Slice> {
-        slice(self.running.as_ref().context("the server ended before")?, load)
+        slice(self.running.as_ref().context("the server has been stopped")?, load)
     }
 }
 
@@ -390,21 +399,21 @@ fn slice(running: &Running, load: &Load) -> Result<Slice> {
     let done = fio_nbd::run(&running.socket, load)?;
     let cpu = running.server.cpu()?.saturating_sub(before.0);
     let client = (Cpu::of_ended_children()? - before.1).total();
-    let a_request = |time: Duration| time.as_secs_f64() * 1e6 / done.requests as f64;
+    let per_request = |time: Duration| time.as_secs_f64() * 1e6 / done.requests as f64;
     Ok(Slice {
         per_second: done.per_second,
-        cpu_per_request: a_request(cpu),
-        all_cpu_per_request: a_request(cpu + client),
+        cpu_per_request: per_request(cpu),
+        all_cpu_per_request: per_request(cpu + client),
     })
 }
 
-/// A command as one would type it.
-pub fn words(command: &Command) -> String {
+/// Returns a command as one would type it.
+pub fn command_line(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
-/// Writes all of an image to the default export, zeroes too.
+/// Writes a whole image, including zeroes, to the default export.
 pub fn copy(image: &Path, socket: &Path) -> Result<()> {
     let mut command = Command::new("nbdcopy");
     command.args(["--allocated", "--sparse=0"]).arg(image);
@@ -412,12 +421,12 @@ pub fn copy(image: &Path, socket: &Path) -> Result<()> {
     tool::run(&mut command, "libnbd-bin").map(drop)
 }
 
-impl Measured {
+impl LoadResult {
     fn rows(&self, group: Group) -> Vec<Row> {
         let sides = group.sides();
         let of = |side: Side| {
-            let place = sides.iter().position(|one| *one == side);
-            place.and_then(|place| self.slices[place].as_deref())
+            let index = sides.iter().position(|one| *one == side);
+            index.and_then(|index| self.slices[index].as_deref())
         };
         let speeds = |slices: &[Slice]| slices.iter().map(|slice| slice.per_second).collect::<Vec<_>>();
         let cpus = |slices: &[Slice]| slices.iter().map(|slice| slice.cpu_per_request).collect::<Vec<_>>();
@@ -450,7 +459,7 @@ impl Measured {
             && !self.bounds.is_empty()
         {
             let name = format!("{}: {} / what the machine can give", self.name, ours.name());
-            let of = |what: fn(&Possible) -> f64| self.bounds.iter().map(what).collect::<Vec<_>>();
+            let of = |what: fn(&UpperBound) -> f64| self.bounds.iter().map(what).collect::<Vec<_>>();
             let row = Row::ratio(name, Summary::ratio(&speeds(mine), &of(|bound| bound.here))).steady();
             rows.push(
                 row.target(Target::AtLeast(BOUND_PART))
@@ -463,11 +472,11 @@ impl Measured {
     }
 }
 
-/// Memory for each byte that was put in.
+/// Returns rows with the memory per stored byte.
 fn memory_rows(group: Group, members: &[Member], device_bytes: u64) -> Vec<Row> {
     let stored = match group {
         Group::Memory => device_bytes,
-        Group::Overlay => device_bytes / WRITTEN_PART,
+        Group::Overlay => device_bytes / WRITTEN_DIVISOR,
         Group::Null => return Vec::new(),
     };
     let of = |side: Side| {

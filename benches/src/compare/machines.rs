@@ -1,5 +1,5 @@
-//! Disks for virtual machines, without one: `qemu-img bench` over libblkio is the client of all, one
-//! queue, and the same over NBD.
+//! Devices for virtual machines, without a virtual machine: `qemu-img bench` over libblkio measures
+//! vhost-user-blk with one queue, and the same devices over NBD.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -9,7 +9,7 @@ use freestone::PAGE_BYTES;
 use freestone_report::{Report, Row, Summary, Target, Unit};
 
 use super::bound::Bound;
-use super::groups::{Bench, copy, words};
+use super::groups::{Bench, command_line, copy};
 use super::sides::{Running, Side, Starter};
 use crate::data::Data;
 use crate::fio_nbd::Direction;
@@ -20,16 +20,16 @@ use crate::tool;
 const BYTES: u64 = 512 << 20;
 const ROUNDS: u32 = 7;
 const QUICK_ROUNDS: u32 = 1;
-/// Requests in flight, and how many there are of them over vhost-user and over NBD.
+/// Queue depth, and number of requests over vhost-user and over NBD.
 const DEPTHS: [(u32, u32, u32); 2] = [(1, 6_000, 4_000), (32, 150_000, 40_000)];
 const QUICK_PART: u32 = 20;
-/// What a disk through queues has to be beside the same one over NBD.
+/// Targets for vhost-user-blk, relative to the same disk over NBD: speed and CPU time per request.
 const OVER_NBD: f64 = 2.0;
 const CPU_OF_NBD: f64 = 0.5;
-/// And of what our null and the bare codec give.
+/// Target: part of the speed computed from the null device and the bare codec.
 const BOUND_PART: f64 = 0.85;
 
-/// A server and how it is asked.
+/// A device and the way that the client accesses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Disk {
     Null,
@@ -62,25 +62,25 @@ impl Disk {
     }
 }
 
-/// One that runs.
+/// A running server with its device.
 pub struct Member {
     pub disk: Disk,
-    served: Served,
-    /// Its socket, of NBD or vhost-user.
+    served: DiskServer,
+    /// Socket of the NBD or vhost-user server.
     pub socket: PathBuf,
     pub command: String,
 }
 
 impl Member {
-    /// Its process.
+    /// Returns the server's process.
     pub fn server(&self) -> &Server {
         match &self.served {
-            Served::Ours(running) => &running.server,
-            Served::Qemu { server, .. } => server,
+            DiskServer::Ours(running) => &running.server,
+            DiskServer::Qemu { server, .. } => server,
         }
     }
 
-    /// Where `qemu-img` finds it.
+    /// Returns the image options with which `qemu-img` opens the device.
     fn image(&self) -> String {
         let path = self.socket.display();
         if self.disk.is_nbd() {
@@ -91,23 +91,23 @@ impl Member {
     }
 }
 
-enum Served {
+enum DiskServer {
     Ours(Running),
     Qemu { server: Server, _files: tempfile::TempDir },
 }
 
-/// What a run of the client said.
+/// Result of one run of the client.
 #[derive(Clone, Copy)]
 pub struct Slice {
     pub per_second: f64,
     pub cpu_us: f64,
 }
 
-/// The disks in turns.
+/// Measures the disks in turns.
 pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let bytes = data.bytes() & !((1 << 20) - 1);
-    let image = bench.place.image(&data, bytes)?;
+    let image = bench.run_dir.image(&data, bytes)?;
     let starter = bench.starter(&image, bytes);
     let members: Vec<_> = DISKS.iter().map(|disk| start(*disk, &starter)).collect::<Result<_>>()?;
     let bound = Bound::new(&data)?;
@@ -120,19 +120,19 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
             let mut codec = Vec::new();
             for round in 0..rounds {
                 for turn in 0..members.len() {
-                    let place = (turn + round as usize) % members.len();
-                    let member = &members[place];
+                    let index = (turn + round as usize) % members.len();
+                    let member = &members[index];
                     let count = if member.disk.is_nbd() { few } else { many } / part;
-                    slices[place].push(slice(bench, member, direction, depth, count)?);
+                    slices[index].push(slice(bench, member, direction, depth, count)?);
                 }
                 codec.push(bound.page_us(direction, round)?);
             }
             let what = if direction == Direction::Read { "reads" } else { "writes" };
             let name = format!("4 KiB {what}, depth {depth}");
-            let reached = Reached { name, is_deep: depth > 1, slices: &slices };
-            rows.extend(reached.rows());
+            let results = DiskResults { name, is_deep: depth > 1, slices: &slices };
+            rows.extend(results.rows());
             if direction == Direction::Read {
-                rows.push(reached.beside_codec(&codec));
+                rows.push(results.codec_bound_row(&codec));
             }
         }
     }
@@ -145,29 +145,30 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
     }
     let client = client(bench, "IMAGE", Direction::Read, 32, DEPTHS[1].1);
     Ok(report
-        .note(format!("The client of all: {}", bench.peers.shown(&words(&client))))
+        .note(format!("The client of all: {}", bench.peers.shown(&command_line(&client))))
         .note(format!(
-            "The sides take turns, {rounds} runs of each. A ratio is of the same round. Every write has the same byte, so what is written to \
-             ram is same-filled. CPU time: the server's process."
+            "The sides take turns, {rounds} runs of each. A ratio compares runs of the same round. Every write \
+             has the same bytes, so ram stores same-filled pages. CPU time: the server's process."
         ))
-        .note("What null and the codec give: a request that takes as long as our null's in the same round, and then the bare codec.")
+        .note("What null and the codec give: the speed if a request took as long as one of our null device in \
+               the same round, and then the bare codec.")
         .print())
 }
 
-/// What the disks have reached when they were asked in one way.
-pub struct Reached<'a> {
-    /// How they were asked.
+/// Results of all disks for one load.
+pub struct DiskResults<'a> {
+    /// Name of the load.
     pub name: String,
-    /// Many requests at once: what is wanted is wanted then.
+    /// True for loads with many requests in flight. Only these have targets.
     pub is_deep: bool,
-    /// Of each of [`DISKS`]; none of one that was not asked.
+    /// Slices of each of [`DISKS`]; empty for a disk that was not measured.
     pub slices: &'a [Vec<Slice>],
 }
 
-impl Reached<'_> {
+impl DiskResults<'_> {
     fn of(&self, disk: Disk, what: fn(&Slice) -> f64) -> Vec<f64> {
-        let place = DISKS.iter().position(|one| *one == disk).unwrap_or_default();
-        self.slices[place].iter().map(what).collect()
+        let index = DISKS.iter().position(|one| *one == disk).unwrap_or_default();
+        self.slices[index].iter().map(what).collect()
     }
 
     fn speed(&self, disk: Disk) -> Vec<f64> {
@@ -178,7 +179,7 @@ impl Reached<'_> {
         self.of(disk, |one| one.cpu_us)
     }
 
-    /// Each, and ours beside the others.
+    /// Returns rows for each disk, and for the ratios of Freestone's disks to the others.
     pub fn rows(&self) -> Vec<Row> {
         let name = &self.name;
         let mut rows = Vec::new();
@@ -219,8 +220,8 @@ impl Reached<'_> {
         rows
     }
 
-    /// The RAM disk beside what takes as long as our null and then the bare codec.
-    fn beside_codec(&self, codec_us: &[f64]) -> Row {
+    /// Compares the RAM disk with the time of the null device plus the time of the bare codec.
+    fn codec_bound_row(&self, codec_us: &[f64]) -> Row {
         let null = self.speed(Disk::Null);
         let possible: Vec<_> =
             null.iter().zip(codec_us).map(|(null, codec)| 1e6 / (1e6 / null + codec)).collect();
@@ -230,7 +231,7 @@ impl Reached<'_> {
     }
 }
 
-/// Starts it; ours has what it is to have.
+/// Starts a server. Freestone's RAM disks are filled.
 pub fn start(disk: Disk, starter: &Starter) -> Result<Member> {
     let side = match disk {
         Disk::Null | Disk::NullNbd => Side::Null,
@@ -253,10 +254,10 @@ pub fn start(disk: Disk, starter: &Starter) -> Result<Member> {
         tool::run(&mut publish, "freestone")?;
         command += "; freestone publish d --vhost-user unix:v --control control";
     }
-    Ok(Member { disk, served: Served::Ours(running), socket, command })
+    Ok(Member { disk, served: DiskServer::Ours(running), socket, command })
 }
 
-/// An image whose pages are each filled with a number of their own.
+/// Creates an image in which every page is filled with its own number.
 fn same_filled(starter: &Starter) -> Result<PathBuf> {
     let path = starter.image.with_file_name("same.img");
     if !path.exists() {
@@ -284,9 +285,10 @@ fn qemu(disk: Disk, starter: &Starter) -> Result<Member> {
         "type=vhost-user-blk,id=e,node-name=f0,addr.type=unix,addr.path={},writable=on,num-queues=4",
         socket.display()
     ));
-    let shown = starter.peers.shown(&words(&command)).replace(&format!("{}/", files.path().display()), "");
+    let shown =
+        starter.peers.shown(&command_line(&command)).replace(&format!("{}/", files.path().display()), "");
     let server = Server::start_until(&command, &|| socket.exists())?;
-    Ok(Member { disk, served: Served::Qemu { server, _files: files }, socket, command: shown })
+    Ok(Member { disk, served: DiskServer::Qemu { server, _files: files }, socket, command: shown })
 }
 
 fn client(bench: &Bench<'_>, image: &str, direction: Direction, depth: u32, count: u32) -> Command {
@@ -303,12 +305,12 @@ fn client(bench: &Bench<'_>, image: &str, direction: Direction, depth: u32, coun
 fn slice(bench: &Bench<'_>, member: &Member, direction: Direction, depth: u32, count: u32) -> Result<Slice> {
     let server = member.server();
     let before = server.cpu()?;
-    let said = tool::run(&mut client(bench, &member.image(), direction, depth, count), "qemu-utils")
+    let output = tool::run(&mut client(bench, &member.image(), direction, depth, count), "qemu-utils")
         .with_context(|| member.disk.name())?;
     let cpu = server.cpu()?.saturating_sub(before);
     let seconds =
-        said.split_once("completed in ").and_then(|(_, rest)| rest.split(' ').next()?.parse::<f64>().ok());
-    let seconds = seconds.with_context(|| format!("qemu-img bench says {said:?}"))?;
+        output.split_once("completed in ").and_then(|(_, rest)| rest.split(' ').next()?.parse::<f64>().ok());
+    let seconds = seconds.with_context(|| format!("qemu-img bench printed {output:?}"))?;
     ensure!(seconds > 0.0, "qemu-img bench took no time");
     Ok(Slice { per_second: f64::from(count) / seconds, cpu_us: cpu.as_secs_f64() * 1e6 / f64::from(count) })
 }

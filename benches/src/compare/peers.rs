@@ -1,5 +1,4 @@
-//! The peers' programs: those that are installed here, or Debian 13's, unpacked beside the
-//! system's.
+//! Programs of the peers: installed on this machine, or Debian 13's, unpacked into a directory.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -10,28 +9,29 @@ use clap::ValueEnum;
 use super::Args;
 use crate::tool;
 
-/// Unpacks them; `sh` reads it from here, so it needs no place.
+/// Script that unpacks the peers. `sh` receives the text as an argument, so the script needs no
+/// file.
 const UNPACK: &str = include_str!("../../peers/debian13.sh");
 
-/// Which ones are asked for.
+/// Version of the peers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Wanted {
-    /// What is installed on this machine.
+pub enum PeerVersion {
+    /// Programs installed on this machine.
     Installed,
-    /// Debian 13's, unpacked into --peers-dir at the first use; what is installed where they cannot
-    /// be had.
+    /// Debian 13's programs, unpacked into --peers-dir at the first use. Falls back to the
+    /// installed programs.
     Debian13,
 }
 
-/// Where they come from.
+/// The programs of the peers.
 pub struct Peers {
     tree: Option<Tree>,
-    /// Why it is not what was asked for.
-    pub instead: Option<String>,
+    /// Reason why other programs than the requested ones are used.
+    pub fallback_note: Option<String>,
 }
 
-/// Programs and libraries of another system. They run on their own C library, so through its
-/// loader.
+/// Directory with programs and libraries of another system. The programs need its C library, so
+/// they are started with its loader.
 struct Tree {
     root: PathBuf,
     loader: PathBuf,
@@ -40,22 +40,22 @@ struct Tree {
 
 impl Peers {
     pub fn find(args: &Args) -> Result<Self> {
-        if args.peers == Wanted::Installed {
-            return Ok(Self { tree: None, instead: None });
+        if args.peers == PeerVersion::Installed {
+            return Ok(Self { tree: None, fallback_note: None });
         }
         match Tree::unpacked(&args.peers_dir) {
-            Ok(tree) => Ok(Self { tree: Some(tree), instead: None }),
+            Ok(tree) => Ok(Self { tree: Some(tree), fallback_note: None }),
             Err(error) if args.require_peers => Err(error),
             Err(error) => Ok(Self {
                 tree: None,
-                instead: Some(format!(
-                    "Debian 13's peers could not be had, these are the installed ones: {error:#}."
+                fallback_note: Some(format!(
+                    "Debian 13's peers are not available, so the installed ones are used: {error:#}."
                 )),
             }),
         }
     }
 
-    /// One of their programs.
+    /// Returns a command that runs the named program of the peers.
     pub fn program(&self, name: &str) -> Command {
         let Some(tree) = &self.tree else { return Command::new(name) };
         let mut command = Command::new(&tree.loader);
@@ -63,24 +63,24 @@ impl Peers {
         command
     }
 
-    /// Whether they are Debian 13's.
+    /// Returns true if the peers are Debian 13's.
     pub fn are_unpacked(&self) -> bool {
         self.tree.is_some()
     }
 
-    /// Has a program of qemu find its modules.
+    /// Sets the module directory for a program of qemu.
     pub fn with_modules(&self, command: &mut Command) {
         if let Some(tree) = &self.tree {
             command.env("QEMU_MODULE_DIR", tree.libraries.join("qemu"));
         }
     }
 
-    /// What nbdkit is told to load a plugin.
+    /// Returns the argument with which nbdkit loads a plugin.
     pub fn plugin(&self, name: &str) -> String {
         self.module("plugins", name, "plugin")
     }
 
-    /// What nbdkit is told to load a filter.
+    /// Returns the argument with which nbdkit loads a filter.
     pub fn filter(&self, name: &str) -> String {
         self.module("filters", name, "filter")
     }
@@ -90,34 +90,34 @@ impl Peers {
         tree.libraries.join(format!("nbdkit/{dir}/nbdkit-{name}-{kind}.so")).display().to_string()
     }
 
-    /// Where they are, for people.
+    /// Describes the origin of the programs.
     pub fn origin(&self) -> String {
         match &self.tree {
             Some(tree) => format!(
                 "Debian 13's, unpacked by benches/peers/debian13.sh; PEERS is that directory, RUN is {}",
-                relative(&tree.rooted(&tree.run()))
+                relative(&tree.with_placeholder(&tree.loader_command()))
             ),
             None => "as installed on this machine".into(),
         }
     }
 
-    /// A text without this machine's own directories.
+    /// Removes directories of this machine from a text.
     pub fn shown(&self, text: &str) -> String {
         match &self.tree {
-            Some(tree) => relative(&tree.rooted(&text.replace(&tree.run(), "RUN"))),
+            Some(tree) => relative(&tree.with_placeholder(&text.replace(&tree.loader_command(), "RUN"))),
             None => relative(text),
         }
     }
 
-    /// The first line of what a program says of its version.
+    /// Returns the first line of a program's `--version` output.
     pub fn version(&self, name: &str) -> String {
-        let told = self.shown(&tool::version(self.program(name)));
-        // One that was started by a path may say so.
-        told.strip_prefix("PEERS/usr/bin/").map_or(told.clone(), str::to_owned)
+        let version = self.shown(&tool::version(self.program(name)));
+        // The version output of an unpacked program may contain its path.
+        version.strip_prefix("PEERS/usr/bin/").map_or(version.clone(), str::to_owned)
     }
 }
 
-/// A text without the directory that this program runs in.
+/// Removes the current directory from a text.
 fn relative(text: &str) -> String {
     match std::env::current_dir() {
         Ok(dir) => text.replace(&format!("{}/", dir.display()), ""),
@@ -126,33 +126,33 @@ fn relative(text: &str) -> String {
 }
 
 impl Tree {
-    /// Unpacks them where that was not done before.
+    /// Unpacks the programs unless that was done before.
     fn unpacked(dir: &Path) -> Result<Self> {
         if !dir.join(".unpacked").exists() {
             eprintln!("unpacking Debian 13's nbdkit and qemu into {}", dir.display());
         }
         let mut script = Command::new("sh");
         script.args(["-c", UNPACK, "debian13.sh"]).arg(dir).stdin(Stdio::null());
-        let output = script.output().context("sh could not be started")?;
-        let told = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "{}", told.trim());
+        let output = script.output().context("cannot start sh")?;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{}", stderr.trim());
         let root = dir.canonicalize().with_context(|| format!("{}", dir.display()))?;
         let (loader, libraries) = loader(&root.join("usr/lib"))?;
         Ok(Self { root, loader, libraries })
     }
 
-    /// What stands before each of its programs.
-    fn run(&self) -> String {
+    /// Returns the loader command that precedes each program.
+    fn loader_command(&self) -> String {
         format!("{} --library-path {}", self.loader.display(), self.libraries.display())
     }
 
-    /// A text with a word for its directory.
-    fn rooted(&self, text: &str) -> String {
+    /// Replaces the directory of the tree by PEERS.
+    fn with_placeholder(&self, text: &str) -> String {
         text.replace(&format!("{}/", self.root.display()), "PEERS/")
     }
 }
 
-/// The loader of a tree and the directory of its libraries, whatever its architecture.
+/// Finds the loader of a tree and the directory of its libraries, for any architecture.
 fn loader(lib: &Path) -> Result<(PathBuf, PathBuf)> {
     let context = || format!("{}", lib.display());
     for dir in std::fs::read_dir(lib).with_context(context)? {
@@ -166,15 +166,15 @@ fn loader(lib: &Path) -> Result<(PathBuf, PathBuf)> {
             }
         }
     }
-    bail!("{}: there is no loader", lib.display())
+    bail!("{}: contains no loader", lib.display())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// A tree that looks as an unpacked one does.
-    fn tree(dir: &Path) {
+    /// Creates a tree with the layout of an unpacked one.
+    fn create_tree(dir: &Path) {
         let libraries = dir.join("usr/lib/some-linux-gnu");
         std::fs::create_dir_all(&libraries).unwrap();
         for name in ["ld-linux-some.so.2", "libc.so.6"] {
@@ -184,23 +184,23 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_s_programs_run_through_its_loader_and_are_shown_without_its_place() {
+    fn unpacked_programs_run_through_loader() {
         let dir = tempfile::tempdir().unwrap();
-        tree(dir.path());
-        let peers = Peers { tree: Some(Tree::unpacked(dir.path()).unwrap()), instead: None };
+        create_tree(dir.path());
+        let peers = Peers { tree: Some(Tree::unpacked(dir.path()).unwrap()), fallback_note: None };
         let command = peers.program("nbdkit");
         assert!(command.get_program().to_string_lossy().ends_with("some-linux-gnu/ld-linux-some.so.2"));
         let words: Vec<_> = std::iter::once(command.get_program()).chain(command.get_args()).collect();
         let line = words.into_iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ");
         assert_eq!(peers.shown(&line), "RUN PEERS/usr/bin/nbdkit");
-        let run = "RUN is PEERS/usr/lib/some-linux-gnu/ld-linux-some.so.2 --library-path PEERS/usr/lib/some-linux-gnu";
-        assert!(peers.origin().ends_with(run), "{}", peers.origin());
+        let expected = "RUN is PEERS/usr/lib/some-linux-gnu/ld-linux-some.so.2 --library-path PEERS/usr/lib/some-linux-gnu";
+        assert!(peers.origin().ends_with(expected), "{}", peers.origin());
         let plugin = peers.shown(&peers.plugin("memory"));
         assert_eq!(plugin, "PEERS/usr/lib/some-linux-gnu/nbdkit/plugins/nbdkit-memory-plugin.so");
     }
 
     #[test]
-    fn a_tree_without_a_loader_is_refused() {
+    fn tree_without_loader_is_rejected() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(dir.path().join("usr/lib/some")).unwrap();
         std::fs::write(dir.path().join(".unpacked"), "").unwrap();

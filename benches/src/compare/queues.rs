@@ -1,11 +1,11 @@
-//! Disks for virtual machines through one queue and through four, beside qemu-storage-daemon and NBD with
-//! as many connections. The client is this program: a thread for each queue.
+//! Disks for virtual machines with one queue and with four, beside qemu-storage-daemon, and over NBD with
+//! the same number of connections. The client is this program, with one thread per queue.
 
 use anyhow::{Context, Result, ensure};
 use freestone_report::Report;
 
 use super::groups::Bench;
-use super::machines::{self, DISKS, Member, Reached, Slice};
+use super::machines::{self, DISKS, DiskResults, Member, Slice};
 use crate::data::Data;
 use crate::fio_nbd::{self, Amount, Direction};
 use crate::options::Set;
@@ -15,17 +15,17 @@ const BYTES: u64 = 512 << 20;
 const ROUNDS: u32 = 7;
 const QUICK_ROUNDS: u32 = 1;
 const QUEUES: [usize; 2] = [1, 4];
-/// Requests in flight at each queue, and how many are made of vhost-user and of NBD.
+/// Queue depth, and number of requests over vhost-user and over NBD.
 const DEPTHS: [(usize, u64, u64); 2] = [(1, 12_000, 0), (fio_nbd::DEPTH as usize, 200_000, 40_000)];
 const QUICK_PART: u64 = 20;
 
-/// How the disks are asked in one table's part.
+/// A load of the disks.
 #[derive(Clone, Copy)]
 struct Case {
     direction: Direction,
     depth: usize,
     queues: usize,
-    /// Requests to vhost-user and to NBD; none of those where 0.
+    /// Number of requests over vhost-user and over NBD. Zero omits the disk.
     counts: (u64, u64),
 }
 
@@ -37,17 +37,17 @@ impl Case {
     }
 }
 
-/// The disks in turns.
+/// Measures the disks in turns.
 pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let bytes = data.bytes() & !((1 << 20) - 1);
-    let image = bench.place.image(&data, bytes)?;
+    let image = bench.run_dir.image(&data, bytes)?;
     let starter = bench.starter(&image, bytes);
     let members: Vec<_> = DISKS.iter().map(|disk| machines::start(*disk, &starter)).collect::<Result<_>>()?;
     let rounds = bench.options.rounds(ROUNDS, QUICK_ROUNDS);
     let part = if bench.options.quick { QUICK_PART } else { 1 };
     let mut rows = Vec::new();
-    // Reads first: what is written is same-filled.
+    // Reads first, because writes make the pages same-filled.
     for direction in [Direction::Read, Direction::Write] {
         for queues in QUEUES {
             for (depth, many, few) in DEPTHS {
@@ -55,14 +55,14 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
                 let mut slices: Vec<Vec<Slice>> = vec![Vec::new(); members.len()];
                 for round in 0..rounds {
                     for turn in 0..members.len() {
-                        let place = (turn + round as usize) % members.len();
-                        if let Some(slice) = slice(&members[place], case, round, bytes)? {
-                            slices[place].push(slice);
+                        let index = (turn + round as usize) % members.len();
+                        if let Some(slice) = slice(&members[index], case, round, bytes)? {
+                            slices[index].push(slice);
                         }
                     }
                 }
-                let reached = Reached { name: case.name(), is_deep: depth > 1, slices: &slices };
-                rows.extend(reached.rows());
+                let results = DiskResults { name: case.name(), is_deep: depth > 1, slices: &slices };
+                rows.extend(results.rows());
             }
         }
     }
@@ -80,14 +80,15 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
     }
     Ok(report
         .note(format!(
-            "The client is the program that measures, with libblkio's driver and a thread for each queue; of NBD it is fio, with as many \
-             connections. The sides take turns, {rounds} runs of each. A ratio is of the same round. Every write has the same byte, so what \
-             is written to ram is same-filled. CPU time: the server's process."
+            "The client is this program, with libblkio's driver and a thread per queue; for NBD it is fio, \
+             with the same number of connections. The sides take turns, {rounds} runs of each. A ratio \
+             compares runs of the same round. Every write has the same bytes, so ram stores same-filled pages. \
+             CPU time: the server's process."
         ))
         .print())
 }
 
-/// One run; `None` where nothing is to be asked.
+/// Runs one slice. Returns None if the case has no requests for the disk.
 fn slice(member: &Member, case: Case, round: u32, bytes: u64) -> Result<Option<Slice>> {
     let count = if member.disk.is_nbd() { case.counts.1 } else { case.counts.0 };
     if count == 0 {
@@ -108,7 +109,7 @@ fn slice(member: &Member, case: Case, round: u32, bytes: u64) -> Result<Option<S
         return Ok(Some(Slice { per_second: done.per_second, cpu_us: cpu }));
     }
     let mut client = Virtio::connect(&member.socket, case.queues).with_context(|| member.disk.name())?;
-    let load = Load { direction: case.direction, depth: case.depth, together: 1 };
+    let load = Load { direction: case.direction, depth: case.depth, batch: 1 };
     let before = server.cpu()?;
     let took = client.run(load, count, bytes).with_context(|| member.disk.name())?;
     let cpu = server.cpu()?.saturating_sub(before);

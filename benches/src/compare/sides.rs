@@ -1,4 +1,4 @@
-//! Who is compared: how each server is started, with what it works on.
+//! Servers that are compared, and how each is started.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -10,11 +10,11 @@ use anyhow::{Context, Result};
 use rustix::fs::MemfdFlags;
 
 use super::peers::Peers;
-use crate::place::{Own, Place, opened};
+use crate::run_dir::{RunDir, ServerDir, fd_path};
 use crate::served::Server;
 use crate::tool;
 
-/// One server with one device.
+/// A server with one device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
     Ram,
@@ -32,30 +32,30 @@ pub enum Side {
     Qcow2,
 }
 
-/// What servers are started with.
+/// Everything needed to start servers.
 pub struct Starter<'a> {
-    pub place: &'a Place,
+    pub run_dir: &'a RunDir,
     pub peers: &'a Peers,
     pub freestone: &'a Path,
-    /// The base of overlays; every device has its size.
+    /// Image that is the base of overlays. Every device has its size.
     pub image: &'a Path,
     pub bytes: u64,
-    /// The directory of certificates, for servers that want TLS.
+    /// Directory of certificates, for servers with TLS.
     pub tls: Option<&'a Path>,
 }
 
-/// A server that runs, and its files. They go after it.
+/// A running server and its files, which are deleted after it.
 pub struct Running {
     pub server: Server,
     pub socket: PathBuf,
-    /// How it was started, for people.
+    /// Command that started the server, without directories of this machine.
     pub command: String,
     _memory: Option<File>,
-    _own: Own,
+    _server_dir: ServerDir,
 }
 
 impl Side {
-    /// For people.
+    /// Returns the name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ram => "ram",
@@ -83,8 +83,8 @@ impl Starter<'_> {
     /// Starts a server with a new device.
     pub fn start(&self, side: Side) -> Result<Running> {
         match side {
-            // Not qemu-nbd's own choice, but the one that takes it least CPU time; some kernels do
-            // not let it.
+            // io_uring is not qemu-nbd's default, but takes the least CPU time. Some kernels do not
+            // support it.
             Side::Raw | Side::Qcow2 => {
                 self.start_with(side, "--aio=io_uring").or_else(|_| self.start_with(side, "--aio=threads"))
             }
@@ -92,10 +92,10 @@ impl Starter<'_> {
         }
     }
 
-    /// Starts a server; `aio` is for qemu-nbd on files.
+    /// Starts a server. `aio` is an option of qemu-nbd for files.
     fn start_with(&self, side: Side, aio: &str) -> Result<Running> {
-        let own = self.place.server()?;
-        let socket = own.socket("nbd");
+        let server_dir = self.run_dir.server()?;
+        let socket = server_dir.socket("nbd");
         let bytes = self.bytes;
         let mut memory = None;
         let command = match side {
@@ -129,16 +129,16 @@ impl Starter<'_> {
                 file.push(self.image);
                 let mut command = self.nbdkit(&socket);
                 command.arg(format!("--filter={}", self.peers.filter("cow")));
-                command.arg(self.peers.plugin("file")).arg(file).env("TMPDIR", own.path());
+                command.arg(self.peers.plugin("file")).arg(file).env("TMPDIR", server_dir.path());
                 command
             }
             Side::Raw => {
-                // In memory whatever the machine's directories are, and gone with us and the
-                // server.
+                // A memfd is in memory whatever file systems the machine has. The memory is freed
+                // when this process and the server have ended.
                 let file = File::from(rustix::fs::memfd_create("freestone-compare", MemfdFlags::CLOEXEC)?);
                 file.set_len(bytes)?;
-                let path = own.image("tmpfs.img");
-                symlink(opened(&file).trim_end_matches('/'), &path)?;
+                let path = server_dir.image("tmpfs.img");
+                symlink(fd_path(&file).trim_end_matches('/'), &path)?;
                 memory = Some(file);
                 let mut command = self.qemu_nbd(&socket);
                 command.args([aio, "--format=raw"]).arg(path);
@@ -150,22 +150,22 @@ impl Starter<'_> {
                 command
             }
             Side::Qcow2 => {
-                let path = own.image("overlay.qcow2");
+                let path = server_dir.image("overlay.qcow2");
                 self.make_overlay(&path)?;
                 let mut command = self.qemu_nbd(&socket);
                 command.args([aio, "--format=qcow2"]).arg(path);
                 command
             }
         };
-        let shown = self.shown(&command, &own);
+        let shown = self.shown(&command, &server_dir);
         let server = Server::start(&command, &socket)?;
-        Ok(Running { server, socket, command: shown, _memory: memory, _own: own })
+        Ok(Running { server, socket, command: shown, _memory: memory, _server_dir: server_dir })
     }
 
     fn ours(&self, socket: &Path, devices: &[String]) -> Command {
         let mut command = Command::new(self.freestone);
         command.arg("serve").args(devices);
-        // Not where the user's own server listens.
+        // The user's own server may listen at the default control socket.
         command.arg(format!("--nbd=unix:{}", socket.display()));
         command.arg("--control").arg(socket.with_file_name("control"));
         if let Some(tls) = self.tls {
@@ -199,12 +199,12 @@ impl Starter<'_> {
     fn make_overlay(&self, path: &Path) -> Result<()> {
         let mut make = self.peers.program("qemu-img");
         make.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(self.image).arg(path);
-        // One that was unpacked is started by the loader.
+        // The command may start with the loader, so the error names the program.
         tool::run(&mut make, "qemu-utils").map(drop).context("qemu-img")
     }
 
-    /// A command as one would type it, without the directories of this run and of this machine.
-    fn shown(&self, command: &Command, own: &Own) -> String {
+    /// Returns a command as one would type it, without directories of this run and of this machine.
+    fn shown(&self, command: &Command, server_dir: &ServerDir) -> String {
         let program = command.get_program();
         let program = if program == self.freestone { "freestone".into() } else { program.to_string_lossy() };
         let mut words = Vec::new();
@@ -213,11 +213,11 @@ impl Starter<'_> {
         }
         words.push(program.into_owned());
         words.extend(command.get_args().map(|word| word.to_string_lossy().into_owned()));
-        self.peers.shown(&self.place.shown(&words.join(" "), own))
+        self.peers.shown(&self.run_dir.shown(&words.join(" "), server_dir))
     }
 }
 
-/// As all the programs read sizes; they are whole MiB.
+/// Formats a size, a multiple of 1 MiB, in the notation that all programs accept.
 fn mib(bytes: u64) -> String {
     format!("{}M", bytes >> 20)
 }

@@ -1,6 +1,5 @@
-//! Servers that want TLS, beside nbdkit and qemu-nbd: the same certificate, the same client, in
-//! turns. A null drive shows what the protocol and TLS cost, a disk in memory what is left of that
-//! when there is data.
+//! Servers with TLS beside nbdkit and qemu-nbd, with the same certificate and the same client, in
+//! turns. The null device shows the cost of the protocol and TLS, the RAM disk the cost with data.
 
 use std::time::Duration;
 
@@ -25,7 +24,7 @@ const BLOCKS: [usize; 2] = [4 << 10, 128 << 10];
 const CONNECTIONS: [usize; 2] = [1, 4];
 const SIDES: [Side; 6] =
     [Side::Null, Side::NbdkitNull, Side::NullCo, Side::RamStore, Side::Malloc, Side::Raw];
-/// Ours, and whom it is held against.
+/// Pairs of a Freestone side and the peer that it is compared with.
 const PAIRS: [(Side, Side); 4] = [
     (Side::Null, Side::NbdkitNull),
     (Side::Null, Side::NullCo),
@@ -33,19 +32,19 @@ const PAIRS: [(Side, Side); 4] = [
     (Side::RamStore, Side::Raw),
 ];
 
-/// One slice.
+/// Result of one slice.
 #[derive(Clone, Copy)]
 struct Slice {
     per_second: f64,
-    /// Of the server, in microseconds a request.
+    /// CPU time of the server per request, in microseconds.
     cpu_us: f64,
 }
 
-/// The servers in turns.
+/// Measures the servers in turns.
 pub fn run(bench: &Bench<'_>) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let bytes = data.bytes() & !((1 << 20) - 1);
-    let image = bench.place.image(&data, bytes)?;
+    let image = bench.run_dir.image(&data, bytes)?;
     let dir = tempfile::tempdir()?;
     let authority = Authority::new(dir.path().join("tls"));
     authority.sign("server", "localhost", Usage::Server);
@@ -60,14 +59,14 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
         notes.push(format!("{}: {}: {command}", side.name(), client.cipher()));
     }
     let rounds = bench.options.rounds(ROUNDS, QUICK_ROUNDS);
-    // Writes first: what is read then was written.
+    // Writes first, so that reads find data.
     for direction in [Direction::Write, Direction::Read] {
         for block_bytes in BLOCKS {
             for connections in CONNECTIONS {
                 let mut slices: Vec<Vec<Slice>> = vec![Vec::new(); SIDES.len()];
                 for round in 0..rounds {
                     for turn in 0..SIDES.len() {
-                        let place = (turn + round as usize) % SIDES.len();
+                        let index = (turn + round as usize) % SIDES.len();
                         let load = Load {
                             direction,
                             block_bytes,
@@ -75,8 +74,8 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
                             time: slice_time(bench),
                             seed: u64::from(round),
                         };
-                        let slice = slice(&running[place], tls, load, connections);
-                        slices[place].push(slice.with_context(|| SIDES[place].name())?);
+                        let slice = slice(&running[index], tls, load, connections);
+                        slices[index].push(slice.with_context(|| SIDES[index].name())?);
                     }
                 }
                 let plural = if connections == 1 { "" } else { "s" };
@@ -94,9 +93,10 @@ pub fn run(bench: &Bench<'_>) -> Result<Report> {
     Ok(report
         .note(format!("Versions: {}; {}.", bench.peers.version("nbdkit"), bench.peers.version("qemu-nbd")))
         .note(format!(
-            "The client is the program that measures, with rustls and a thread for each connection, over a Unix socket, {DEPTH} requests in \
-             flight on each connection; servers ask for no certificate of it. The sides take turns, {rounds} slices of each. A ratio is ours \
-             over the peer's in the same round. CPU time: the server's process."
+            "The client is this program, with rustls and a thread per connection, over a Unix socket, with \
+             {DEPTH} requests in flight on each connection; servers do not require a client certificate. The \
+             sides take turns, {rounds} slices of each. A ratio is Freestone's result over the peer's in the \
+             same round. CPU time: the server's process."
         ))
         .print())
 }
@@ -106,7 +106,7 @@ fn slice_time(bench: &Bench<'_>) -> Duration {
     Duration::from_millis(bench.options.slice_ms.unwrap_or(usual).into())
 }
 
-/// All connections at once; the time of the slowest counts.
+/// Runs all connections at once. The slowest determines the time.
 fn slice(running: &Running, tls: &std::path::Path, load: Load, connections: usize) -> Result<Slice> {
     let clients: Vec<Client> =
         (0..connections).map(|_| Client::connect(&running.socket, tls)).collect::<Result<_>>()?;
@@ -120,14 +120,14 @@ fn slice(running: &Running, tls: &std::path::Path, load: Load, connections: usiz
             .collect();
         threads
             .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|_| anyhow::bail!("it panicked")))
+            .map(|thread| thread.join().unwrap_or_else(|_| anyhow::bail!("a client thread panicked")))
             .collect()
     });
     let cpu = running.server.cpu()?.saturating_sub(before);
     let (mut requests, mut longest) = (0, Duration::ZERO);
     for done in done {
-        let (answered, took) = done?;
-        (requests, longest) = (requests + answered, longest.max(took));
+        let (completed, took) = done?;
+        (requests, longest) = (requests + completed, longest.max(took));
     }
     Ok(Slice {
         per_second: requests as f64 / longest.as_secs_f64(),
@@ -137,17 +137,17 @@ fn slice(running: &Running, tls: &std::path::Path, load: Load, connections: usiz
 
 fn rows_of(name: &str, block_bytes: usize, slices: &[Vec<Slice>]) -> Vec<Row> {
     let of = |side: Side, what: fn(&Slice) -> f64| -> Vec<f64> {
-        let place = SIDES.iter().position(|one| *one == side).unwrap_or_default();
-        slices[place].iter().map(what).collect()
+        let index = SIDES.iter().position(|one| *one == side).unwrap_or_default();
+        slices[index].iter().map(what).collect()
     };
     let (speed, cpu) = (|slice: &Slice| slice.per_second, |slice: &Slice| slice.cpu_us);
     let mut rows = Vec::new();
     for side in SIDES {
-        let a_second = Summary::of(of(side, speed).into_iter().map(|speed| speed / 1e3));
+        let per_second = Summary::of(of(side, speed).into_iter().map(|speed| speed / 1e3));
         rows.push(
-            Row::new(format!("{name}: {}", side.name()), Unit::Kiops, a_second)
+            Row::new(format!("{name}: {}", side.name()), Unit::Kiops, per_second)
                 .part("CPU us a request", Summary::of(of(side, cpu)).median)
-                .part("MiB/s", a_second.median * 1e3 * block_bytes as f64 / f64::from(1 << 20)),
+                .part("MiB/s", per_second.median * 1e3 * block_bytes as f64 / f64::from(1 << 20)),
         );
     }
     for (ours, peer) in PAIRS {

@@ -1,5 +1,5 @@
-//! What a fork costs beside a disk: the first write of a page, and a read that falls through to the
-//! base. (Instructions of a rewrite: see `instructions`.)
+//! Cost of a fork compared with a disk: the first write of a page, and a read that falls through to
+//! the base. The `instructions` benchmark covers rewrites.
 
 use std::cell::Cell;
 use std::hint::black_box;
@@ -8,7 +8,8 @@ use std::sync::Arc;
 use anyhow::Result;
 use freestone::PAGE_BYTES;
 use freestone::device::{
-    Blocking, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Request, Result as Answer, Tried,
+    Blocking, Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Request, Result as DeviceResult,
+    Tried,
 };
 use freestone::null::{self, Null};
 use freestone::ram::{Family, ForkConfig, Ram};
@@ -20,55 +21,54 @@ use crate::machine;
 use crate::measure::{alternate, median, thread_clock};
 use crate::options::Set;
 
-/// Data where `--size` does not say.
+/// Default data size, in bytes.
 const BYTES: u64 = 128 << 20;
 const ROUNDS: u32 = 21;
-/// Pages of a leaf of the slot table: what the first write to one of them makes.
+/// Pages of a leaf of the slot table. The first write to any of them allocates the leaf.
 const LEAF_PAGES: u64 = 512;
 
 pub(super) fn run(bench: &Bench) -> Result<Vec<Report>> {
     let cpus = machine::allowed_cpus()?;
     machine::pin_to(cpus[0])?;
     let sets = bench.options.sets(&[Set::Fio, Set::Real]);
-    let reports = sets.into_iter().map(|set| one(bench, set)).collect();
+    let reports = sets.into_iter().map(|set| run_set(bench, set)).collect();
     machine::pin_to_any(&cpus)?;
     reports
 }
 
-fn one(bench: &Bench, set: Set) -> Result<Report> {
+fn run_set(bench: &Bench, set: Set) -> Result<Report> {
     let data = Data::open(set, bench.options.bytes(BYTES), bench.options)?;
     let pages = data.load()?;
     let image = Image::sparse(&bench.dir, "base", pages.len() as u64)?;
     std::fs::write(&image.0, &*pages)?;
     let mut rows = first_writes(bench, &image, &pages)?;
-    rows.extend(falling_through(bench, &image, &pages)?);
+    rows.extend(fall_through_reads(bench, &image, &pages)?);
     Ok(Report::new("forks: costs", data.description, pages.len() as u64, "lz4")
         .note(format!(
-            "First writes: 4 KiB, each page once, in random order, by one pinned thread; one page of \
-             every leaf ({LEAF_PAGES} pages) was written before. Ordinary: a disk's page that holds \
-             nothing, in the same way; rewriting: one that holds another page's content. By CPU time \
-             of the thread."
+            "First writes: 4 KiB, each page once, in random order, by one pinned thread; one page of every \
+             leaf ({LEAF_PAGES} pages) was written before. Ordinary: the same writes to empty pages of a disk. \
+             Rewriting: the same writes to pages with other content. CPU time of the thread."
         ))
         .note(
-            "Falls through: random 4 KiB reads of a fork that holds nothing, less the same reads of \
-             its base, by one pinned thread. Leaf: every leaf of the fork is there, and the slot that \
-             is read is empty.",
+            "Falls through: random 4 KiB reads of an empty fork, minus the same reads of its base, by one \
+             pinned thread. Leaf: the fork has every leaf, and the slot that is read is empty.",
         )
         .rows(rows))
 }
 
 // ---- first writes -------------------------------------------------------------------------------
 
-/// What is written in one slice.
+/// Disk for the slices of one side.
 enum Disk {
-    /// Made empty before each slice.
+    /// Emptied by a rewind before each slice. The number is the layers of the family without the
+    /// discarded content.
     Empty(Family, Ram, u64),
-    /// Holds every page.
+    /// A disk that holds every page.
     Full(Ram),
 }
 
 impl Disk {
-    /// Nanoseconds of CPU time a write.
+    /// Runs a slice and returns nanoseconds of CPU time per write.
     fn slice(&self, pages: &[u8], round: u64) -> Result<f64> {
         let count = (pages.len() / PAGE_BYTES) as u64;
         let write = |ram: &Ram, slot: u64, content: u32| {
@@ -86,15 +86,15 @@ impl Disk {
                 ram
             }
         };
-        let begun = thread_clock();
+        let start = thread_clock();
         let mut written = 0;
         for slot in order.into_iter().filter(|slot| u64::from(*slot) % LEAF_PAGES != 0) {
-            // A page far away, another one in each round.
+            // The content of a distant page, a different one in each round.
             let content = (u64::from(slot) + count / 2 + round) % count;
             write(ram, u64::from(slot), content as u32)?;
             written += 1;
         }
-        Ok(thread_clock().saturating_sub(begun).as_nanos() as f64 / f64::from(written))
+        Ok(thread_clock().saturating_sub(start).as_nanos() as f64 / f64::from(written))
     }
 }
 
@@ -108,7 +108,7 @@ fn first_writes(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row>> 
         let family = family()?;
         let origin = filled(&family, pages)?;
         let fork = origin.snapshot()?.fork(&ForkConfig::default())?;
-        // Origin, snapshot, fork: the fork keeps its snapshot.
+        // Three layers exist: origin, snapshot and fork, because the fork keeps its snapshot.
         drop(origin);
         let layers = family.stat().layers;
         Ok(Disk::Empty(family, fork, layers))
@@ -120,7 +120,7 @@ fn first_writes(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row>> 
     };
     let sides = [empty()?, Disk::Full(filled(&family()?, pages)?), of_snapshot()?, of_file()?];
     let mut times = sides.each_ref().map(|_| Vec::new());
-    // The first one pays for memory that later ones use again.
+    // Round 0 is a warm-up: it allocates memory that later rounds reuse.
     for round in 0..=u64::from(bench.options.rounds(ROUNDS, 2)) {
         let mut order = [0, 1, 2, 3];
         order.rotate_left(round as usize % 4);
@@ -138,7 +138,8 @@ fn first_writes(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row>> 
             let row = Row::ratio(format!("first write, {fork} / {of}"), ratio)
                 .part("fork ns", median(&times[side]))
                 .part("disk ns", median(&times[disk]));
-            // A first write of either takes memory of the pool, which rewriting has.
+            // First writes of both allocate memory of the pool; a rewrite already has it. So only
+            // the former have a target.
             let row = if disk == 0 { row.target(Target::AtMost(1.3)) } else { row };
             rows.push(row.steady());
         }
@@ -146,7 +147,7 @@ fn first_writes(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row>> 
     Ok(rows)
 }
 
-/// A disk that holds the pages.
+/// Returns a disk that holds the pages.
 fn filled(family: &Family, pages: &[u8]) -> Result<Ram> {
     let ram = family.ram(pages.len() as u64)?;
     for (number, page) in whole_pages(pages).enumerate() {
@@ -157,14 +158,14 @@ fn filled(family: &Family, pages: &[u8]) -> Result<Ram> {
 
 // ---- reads that fall through --------------------------------------------------------------------
 
-/// A device that says that it cannot be written.
+/// A null device that reports itself as read-only, which a base must be.
 struct ReadOnly(Null);
 
 impl Device for ReadOnly {
     fn geometry(&self) -> Geometry {
         Geometry { read_only: true, ..self.0.geometry() }
     }
-    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Answer<Tried> {
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> DeviceResult<Tried> {
         request.check(&self.geometry())?;
         self.0.try_io(request, buffer)
     }
@@ -174,18 +175,18 @@ impl Device for ReadOnly {
             Err(error) => done.complete(Err(error), buffer),
         }
     }
-    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Answer<u64> {
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> DeviceResult<u64> {
         self.0.extents(offset, len, row)
     }
 }
 
-fn falling_through(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row>> {
+fn fall_through_reads(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row>> {
     let count = (pages.len() / PAGE_BYTES) as u64;
     let family = family()?;
     let snapshot = filled(&family, pages)?.snapshot()?;
     let null = ReadOnly(Null::new(null::Config::plain(pages.len() as u64, 4096))?);
     let (null, file): (Arc<dyn Device>, Arc<dyn Device>) = (Arc::new(null), Arc::new(image.device()?));
-    // All of the file is in the page cache from here on.
+    // Bring the whole file into the page cache.
     let mut page = [0; PAGE_BYTES];
     for number in 0..count {
         file.read_at(number * PAGE_BYTES as u64, &mut page)?;
@@ -202,14 +203,14 @@ fn falling_through(bench: &Bench, image: &Image, pages: &[u8]) -> Result<Vec<Row
     Ok(rows)
 }
 
-/// Of a base, of a fork without leaves, and of one with every leaf.
+/// Measures reads of a base, of a fork without leaves, and of a fork with every leaf.
 fn reads(bench: &Bench, of: &str, base: &dyn Device, forks: [Ram; 2], count: u64) -> Result<Vec<Row>> {
     let page = PAGE_BYTES as u64;
     let [empty, leaves] = forks;
     for slot in (0..count).step_by(LEAF_PAGES as usize) {
         leaves.write_at(slot * page, &[1; PAGE_BYTES], Flags::empty())?;
     }
-    // Only slots without content are read: never the first of a leaf.
+    // Read only empty slots: the first slot of each leaf holds a page.
     let order = Order::new(5, 0, count as u32);
     let failed = Cell::new(None);
     let read = |device: &dyn Device, from: u64, ops: u64| {
@@ -234,14 +235,15 @@ fn reads(bench: &Bench, of: &str, base: &dyn Device, forks: [Ram; 2], count: u64
         return Err(error.into());
     }
     let [below, empty, leaves] = &times[..] else { unreachable!("three sides") };
-    let more = |fork: &[f64]| Summary::of(fork.iter().zip(&below.cpu).map(|(fork, below)| fork - below));
+    let added_nanos =
+        |fork: &[f64]| Summary::of(fork.iter().zip(&below.cpu).map(|(fork, below)| fork - below));
     Ok([("", empty), (", leaf", leaves)]
         .into_iter()
         .map(|(leaf, times)| {
             Row::new(
                 format!("falls through to {of}{leaf}, more than the base"),
                 Unit::Nanos,
-                more(&times.cpu),
+                added_nanos(&times.cpu),
             )
             .target(Target::AtMost(200.0))
             .part("fork ns", median(&times.cpu))

@@ -1,5 +1,5 @@
-//! The two tables for snapshots on devices: null devices below, as in the source, so that nothing
-//! but the engine is measured.
+//! Tables for snapshots on COW devices. The devices below are null devices, as in the source, so
+//! that only the engine is measured.
 
 use std::sync::Arc;
 
@@ -13,41 +13,47 @@ use freestone_report::{Report, Target};
 use super::Bench;
 use super::tables::{self, Variant};
 
-/// Size of the origin where `--size` does not say.
+/// Default size of the origin, in bytes.
 const BYTES: u64 = 256 << 20;
-/// The source's chunks.
+/// Chunk size of the source, in bytes.
 pub const CHUNK_BYTES: u64 = 4096;
 
-/// Which device the workers write.
+/// Device that the workers write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Which {
-    /// What the snapshot was made of.
+pub enum WrittenDevice {
+    /// The origin of the snapshot.
     Origin,
     /// The snapshot.
     Snapshot,
 }
 
-/// A variant, and what it holds for the present slice.
+/// A variant with its devices for the current slice.
 pub struct Devices {
     name: &'static str,
-    which: Which,
+    written: WrittenDevice,
     config: Config,
     bytes: u64,
-    /// Every worker has an origin and a snapshot of its own.
-    apart: bool,
-    now: Vec<(Origin, Snapshot)>,
+    /// If true, every worker has its own origin and snapshot.
+    separate: bool,
+    current: Vec<(Origin, Snapshot)>,
 }
 
 impl Devices {
-    /// Devices of `bytes`; nothing is there before [`Variant::fresh`].
-    pub fn new(name: &'static str, which: Which, store: StoreKind, bytes: u64, apart: bool) -> Self {
+    /// Creates a variant with devices of `bytes` bytes. [`Variant::prepare`] creates the devices.
+    pub fn new(
+        name: &'static str,
+        written: WrittenDevice,
+        store: StoreKind,
+        bytes: u64,
+        separate: bool,
+    ) -> Self {
         let config = Config { kind: store, chunk_bytes: Some(CHUNK_BYTES), force: true, ..Config::default() };
-        Self { name, which, config, bytes, apart, now: Vec::new() }
+        Self { name, written, config, bytes, separate, current: Vec::new() }
     }
 
-    /// Drops what it holds for the present slice.
+    /// Drops the devices of the current slice.
     pub fn clear(&mut self) {
-        self.now.clear();
+        self.current.clear();
     }
 }
 
@@ -56,19 +62,19 @@ impl Variant for Devices {
         self.name
     }
 
-    fn fresh(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>> {
+    fn prepare(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>> {
         self.clear();
         let (count, bytes) =
-            if self.apart { (workers, self.bytes / workers as u64) } else { (1, self.bytes) };
+            if self.separate { (workers, self.bytes / workers as u64) } else { (1, self.bytes) };
         for _ in 0..count {
             let origin = Origin::new(null(bytes)?);
             let snapshot = origin.snapshot(null(2 * bytes + (1 << 20))?, &self.config)?;
-            self.now.push((origin, snapshot));
+            self.current.push((origin, snapshot));
         }
-        let devices = self.now.iter().map(|(origin, snapshot)| -> Arc<dyn Device> {
-            match self.which {
-                Which::Origin => Arc::new(origin.clone()),
-                Which::Snapshot => Arc::new(snapshot.clone()),
+        let devices = self.current.iter().map(|(origin, snapshot)| -> Arc<dyn Device> {
+            match self.written {
+                WrittenDevice::Origin => Arc::new(origin.clone()),
+                WrittenDevice::Snapshot => Arc::new(snapshot.clone()),
             }
         });
         let devices: Vec<_> = devices.collect();
@@ -81,22 +87,22 @@ fn null(bytes: u64) -> Result<Arc<dyn Device>> {
     Ok(Arc::new(Null::new(null::Config::plain(size, 4096))?))
 }
 
-/// Writes of the origin.
+/// Measures writes of the origin.
 pub(super) fn origin(bench: &Bench) -> Result<Report> {
-    one(bench, Which::Origin, "forks: an origin on a device, first writes")
+    run_table(bench, WrittenDevice::Origin, "forks: an origin on a device, first writes")
 }
 
-/// Writes of the snapshot.
+/// Measures writes of the snapshot.
 pub(super) fn snapshot(bench: &Bench) -> Result<Report> {
-    one(bench, Which::Snapshot, "forks: a snapshot on a device, first writes")
+    run_table(bench, WrittenDevice::Snapshot, "forks: a snapshot on a device, first writes")
 }
 
-fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
+fn run_table(bench: &Bench, written: WrittenDevice, name: &'static str) -> Result<Report> {
     let mut pages = IoBuf::zeroed(bench.options.bytes(BYTES) as usize)?;
     pages.fill(0x5A);
     let store = bench.args.store;
-    let variant = |name, apart| -> Box<dyn Variant> {
-        Box::new(Devices::new(name, which, store, pages.len() as u64, apart))
+    let variant = |name, separate| -> Box<dyn Variant> {
+        Box::new(Devices::new(name, written, store, pages.len() as u64, separate))
     };
     let mut variants =
         vec![variant("a lock a chunk", false), variant("each worker a device of its own", true)];
@@ -104,9 +110,9 @@ fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
     let mut rows = tables::rows(&variants, &speeds);
     let target = Some((2, Target::AtLeast(0.95)));
     rows.extend(tables::ratios("a lock a chunk / a device each", &speeds, [0, 1], target));
-    let what = match which {
-        Which::Origin => "every write has its chunk copied first",
-        Which::Snapshot => "every write covers a chunk, so nothing is copied",
+    let what = match written {
+        WrittenDevice::Origin => "every write has its chunk copied first",
+        WrittenDevice::Snapshot => "every write covers a chunk, so nothing is copied",
     };
     Ok(Report::new(
         name,
@@ -115,12 +121,12 @@ fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
         "none",
     )
     .note(format!(
-        "Random 4 KiB writes, each of {} chunks once, workers with chunks of their own, one write \
-         of each at a time, worker n on CPU n modulo {}; {what}; a new snapshot before each \
-         slice. Latency is of one write; taking the time is in it.",
+        "Random 4 KiB writes, each of {} chunks once. Each worker has its own chunks and one write at a time; \
+         worker n is on CPU n modulo {}. {what}; each slice has a new snapshot. Latency is that of one write, \
+         including the clock.",
         pages.len() / PAGE_BYTES,
         crate::machine::allowed_cpus()?.len()
     ))
-    .note("What the kernel's locks make of it: `cargo xtask bench reproduce 4`.")
+    .note("For the kernel's locks: `cargo xtask bench reproduce 4`.")
     .rows(rows))
 }

@@ -1,5 +1,5 @@
-//! Many forks that hold more than their family's memory, written all the time, and a quiet one
-//! among them with a guarantee.
+//! Many busy forks that hold more than the memory limit of their family of forks, and a quiet fork
+//! with a memory guarantee among them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,35 +22,35 @@ use crate::machine;
 use crate::measure::{median, thread_clock};
 use crate::options::Set;
 
-/// The issue's numbers, and those of a smoke run.
+/// Defaults of the full run and of a smoke run. The full numbers are those of the requirement.
 const BUSY: u32 = 64;
 const BUSY_QUICK: u32 = 8;
 const DIRTY_BYTES: u64 = 128 << 20;
 const DIRTY_BYTES_QUICK: u64 = 4 << 20;
-/// The family's limit is this part of what is written.
+/// Divisor of the written bytes: the result is the family's memory limit.
 const LIMIT_PART: u64 = 4;
-/// What the quiet one has and works on, and is guaranteed; at most an eighth of the limit.
+/// Size, working set and guarantee of the quiet fork; capped at an eighth of the limit.
 const QUIET_BYTES: u64 = 16 << 20;
-/// Different pages that are written.
+/// Total size of the different pages that are written, in bytes.
 const CONTENT_BYTES: u64 = 32 << 20;
 const ROUNDS: u32 = 11;
-/// Long enough for several rounds of spilling.
+/// Length of a slice: long enough for several rounds of eviction.
 const SLICE: Duration = Duration::from_secs(1);
 const SLICE_QUICK: Duration = Duration::from_millis(50);
-/// Between noise and quiet, so that one is over when the other is measured.
+/// Pause between slices with and without noise, so that effects of one do not reach the other.
 const SETTLE: Duration = Duration::from_millis(200);
 
-/// What all threads share.
-struct Crowd {
+/// State shared by all threads.
+struct BusyForks {
     forks: Vec<Ram>,
-    /// Pages of a fork.
+    /// Pages per fork.
     pages: u64,
     content: IoBuf,
-    /// Whether the busy ones work.
-    on: Mutex<bool>,
-    turned: Condvar,
+    /// True while the busy threads work.
+    running: Mutex<bool>,
+    running_changed: Condvar,
     end: AtomicBool,
-    /// Of writes while they were on.
+    /// Latencies of the busy threads' writes.
     latencies: Mutex<Histogram<u64>>,
 }
 
@@ -62,7 +62,6 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
     let quiet_bytes = QUIET_BYTES.min(limit / 8) & !0xFFF;
     let base = Image::sparse(&bench.dir, "base", dirty)?;
     let spill = bench.dir.join(format!("freestone-forks-spill-{}.img", std::process::id()));
-    // It never gets a name.
     let spill = Arc::new(File::open_for_spilling(spill, Some(busy * dirty))?);
     let config = Config { comp_algorithm: Algorithm::Lz4, mem_limit: limit, ..Config::default() };
     let family = Family::new(config.backed_by(spill, true))?;
@@ -71,38 +70,39 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
     let quiet = fork(&ForkConfig { mem_min: quiet_bytes, ..ForkConfig::default() })?;
     let forks = (0..busy).map(|_| fork(&ForkConfig::default())).collect::<Result<Vec<_>, _>>()?;
     let data = Data::open(Set::Fio, CONTENT_BYTES, bench.options)?;
-    let crowd = Crowd {
+    let busy_forks = BusyForks {
         forks,
         pages: dirty / PAGE_BYTES as u64,
         content: data.load()?,
-        on: Mutex::new(false),
-        turned: Condvar::new(),
+        running: Mutex::new(false),
+        running_changed: Condvar::new(),
         end: AtomicBool::new(false),
         latencies: Mutex::new(histogram()?),
     };
     let cpus = machine::allowed_cpus()?;
-    // The quiet one has a CPU of its own where there are two; so what it loses, it loses inside the
-    // engine.
+    // With two or more CPUs the quiet fork has one of its own, so any slowdown comes from inside
+    // the engine.
     let (own, others) = cpus.split_first().context("no CPU")?;
     let others = if others.is_empty() { &cpus[..] } else { others };
-    let others = &others[..others.len().min(crowd.forks.len())];
+    let others = &others[..others.len().min(busy_forks.forks.len())];
     let measured = std::thread::scope(|scope| {
         let noise: Vec<_> = others
             .iter()
             .enumerate()
             .map(|(number, cpu)| {
-                let crowd = &crowd;
+                let busy_forks = &busy_forks;
                 let share = (number, others.len());
                 scope.spawn(move || {
-                    // Whatever ends it, nobody waits for it.
-                    let _end = End(&crowd.end);
-                    machine::pin_to(*cpu).and_then(|()| crowd.work(share))
+                    // Ends the measurement if this thread fails or panics, so that the other
+                    // threads do not hang.
+                    let _end = EndGuard(&busy_forks.end);
+                    machine::pin_to(*cpu).and_then(|()| busy_forks.run_worker(share))
                 })
             })
             .collect();
-        let measured = machine::pin_to(*own).and_then(|()| measure(bench, &crowd, &quiet, quiet_bytes));
-        drop(End(&crowd.end));
-        crowd.turn(true);
+        let measured = machine::pin_to(*own).and_then(|()| measure(bench, &busy_forks, &quiet, quiet_bytes));
+        drop(EndGuard(&busy_forks.end));
+        busy_forks.set_running(true);
         for thread in noise {
             thread.join().ok().context("a busy thread panicked")??;
         }
@@ -112,64 +112,63 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
     let rows = measured?.rows(&family, &quiet);
     Ok(Report::new("forks: density", data.description, busy * dirty, "lz4")
         .note(format!(
-            "{busy} forks of one base, {} MiB of each written, limit of the family {} MiB, spilled to \
-             a file in {}. {} busy thread(s): first every page of every fork once, then random \
-             rewrites; 4 KiB each, one at a time. Latency is from the call to the answer, with every \
-             wait for memory.",
+            "{busy} forks of one base with {} MiB written to each; memory limit of the family {} MiB, backing \
+             file in {}. {} busy thread(s): first every page of every fork once, then random rewrites; 4 KiB \
+             each, one at a time. Latency is from call to completion, including every wait for memory.",
             dirty >> 20,
             limit >> 20,
             bench.dir.display(),
             others.len()
         ))
         .note(format!(
-            "Quiet: one more fork, {} MiB of its own (mem_min as much), random reads and rewrites of \
-             these in turn, on CPU {own}; the busy ones are on CPUs {others:?}. The engine's own \
-             threads may run on any. Slices with and without noise take turns.",
+            "Quiet: one more fork with {} MiB of its own (mem_min is the same size), random reads and rewrites \
+             of it in turn, on CPU {own}; the busy threads are on CPUs {others:?}. The engine's own threads \
+             may run on any CPU. Slices with and without noise take turns.",
             quiet_bytes >> 20
         ))
         .rows(rows))
 }
 
-/// Says that it is over when it is dropped.
-struct End<'a>(&'a AtomicBool);
+/// Guard that sets the end flag on drop.
+struct EndGuard<'a>(&'a AtomicBool);
 
-impl Drop for End<'_> {
+impl Drop for EndGuard<'_> {
     fn drop(&mut self) {
-        // Relaxed: carries no data; joining the threads orders the rest.
+        // Relaxed: the flag carries no data; joining the threads orders the rest.
         self.0.store(true, Ordering::Relaxed);
     }
 }
 
-// ---- the busy ones ------------------------------------------------------------------------------
+// ---- busy forks ---------------------------------------------------------------------------------
 
-impl Crowd {
-    fn turn(&self, on: bool) {
-        *self.on.lock().unwrap_or_else(PoisonError::into_inner) = on;
-        self.turned.notify_all();
+impl BusyForks {
+    fn set_running(&self, running: bool) {
+        *self.running.lock().unwrap_or_else(PoisonError::into_inner) = running;
+        self.running_changed.notify_all();
     }
 
-    /// True where the end has come. Waits while they are off.
+    /// Waits while the busy threads are paused. Returns true if the measurement has ended.
     fn wait(&self) -> bool {
-        let mut on = self.on.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            // Relaxed: see `End`.
+            // Relaxed: see `EndGuard`.
             if self.end.load(Ordering::Relaxed) {
                 return true;
             }
-            if *on {
+            if *running {
                 return false;
             }
-            on = self.turned.wait(on).unwrap_or_else(PoisonError::into_inner);
+            running = self.running_changed.wait(running).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// One thread's loop, on every n-th fork.
-    fn work(&self, (number, of): (usize, usize)) -> Result<()> {
-        /// Writes between two looks.
+    /// Runs a busy thread, which writes every `of`-th fork.
+    fn run_worker(&self, (number, of): (usize, usize)) -> Result<()> {
+        /// Writes between two checks of the shared state.
         const BATCH: u32 = 64;
         let mine: Vec<&Ram> = self.forks.iter().skip(number).step_by(of).collect();
         let mut random = Random::new(1000 + number as u64);
-        // Every page once, fork after fork; from then on at random.
+        // First every page once, fork after fork; then random rewrites.
         let order = random.permutation(self.pages);
         let mut first = order.iter().flat_map(|page| mine.iter().map(move |fork| (*fork, u64::from(*page))));
         let mut latencies = histogram()?;
@@ -179,9 +178,9 @@ impl Crowd {
                     let pick = random.next_u64();
                     (mine[(pick >> 32) as usize % mine.len()], (pick & 0xFFFF_FFFF) % self.pages)
                 });
-                let begun = Instant::now();
-                fork.write_at(page * PAGE_BYTES as u64, self.any(&mut random), Flags::empty())?;
-                latencies.saturating_record(begun.elapsed().as_nanos() as u64);
+                let start = Instant::now();
+                fork.write_at(page * PAGE_BYTES as u64, self.random_page(&mut random), Flags::empty())?;
+                latencies.saturating_record(start.elapsed().as_nanos() as u64);
             }
             self.latencies.lock().unwrap_or_else(PoisonError::into_inner).add(&latencies)?;
             latencies.reset();
@@ -189,63 +188,63 @@ impl Crowd {
         Ok(())
     }
 
-    /// Some content.
-    fn any(&self, random: &mut Random) -> &[u8] {
+    /// Returns a random page of the content.
+    fn random_page(&self, random: &mut Random) -> &[u8] {
         let pages = self.content.len() / PAGE_BYTES;
         page_at(&self.content, (random.next_u64() % pages as u64) as u32)
     }
 
-    /// What was noted since the last time.
-    fn noted(&self) -> Result<Histogram<u64>> {
+    /// Returns and clears the recorded latencies.
+    fn take_latencies(&self) -> Result<Histogram<u64>> {
         let empty = histogram()?;
         Ok(std::mem::replace(&mut *self.latencies.lock().unwrap_or_else(PoisonError::into_inner), empty))
     }
 
-    /// How many first writes there are in all.
-    fn all(&self) -> u64 {
+    /// Returns the number of first writes of all forks.
+    fn first_write_count(&self) -> u64 {
         self.pages * self.forks.len() as u64
     }
 }
 
-// ---- the quiet one ------------------------------------------------------------------------------
+// ---- quiet fork ---------------------------------------------------------------------------------
 
-/// Operations a second of the quiet one.
+/// Operations per second of the quiet fork.
 #[derive(Default)]
 struct Speeds {
     wall: Vec<f64>,
     cpu: Vec<f64>,
 }
 
-/// What came of it.
-struct Measured {
+/// Results of the benchmark.
+struct DensityResult {
     fill_seconds: f64,
     fill: Histogram<u64>,
-    /// A noisy slice each.
+    /// Latencies of each slice with noise.
     rewrites: Vec<Histogram<u64>>,
     noise_per_second: Vec<f64>,
     alone: Speeds,
     noisy: Speeds,
 }
 
-fn measure(bench: &Bench, crowd: &Crowd, quiet: &Ram, quiet_bytes: u64) -> Result<Measured> {
+fn measure(bench: &Bench, busy_forks: &BusyForks, quiet: &Ram, quiet_bytes: u64) -> Result<DensityResult> {
     let pages = quiet_bytes / PAGE_BYTES as u64;
     let mut random = Random::new(7);
     for page in 0..pages {
-        quiet.write_at(page * PAGE_BYTES as u64, crowd.any(&mut random), Flags::empty())?;
+        quiet.write_at(page * PAGE_BYTES as u64, busy_forks.random_page(&mut random), Flags::empty())?;
     }
-    // The fill.
-    let begun = Instant::now();
+    // Fill: every page of every busy fork once.
+    let start = Instant::now();
     let mut fill = histogram()?;
-    crowd.turn(true);
-    while fill.len() < crowd.all() {
+    busy_forks.set_running(true);
+    while fill.len() < busy_forks.first_write_count() {
         std::thread::sleep(Duration::from_millis(20));
-        // Relaxed: see `End`.
-        ensure!(!crowd.end.load(Ordering::Relaxed), "a busy fork could not be written");
-        fill.add(&crowd.noted()?)?;
+        // Relaxed: see `EndGuard`.
+        ensure!(!busy_forks.end.load(Ordering::Relaxed), "a busy fork could not be written");
+        fill.add(&busy_forks.take_latencies()?)?;
     }
-    let fill_seconds = begun.elapsed().as_secs_f64();
-    crowd.turn(false);
-    let mut measured = Measured {
+    let fill_seconds = start.elapsed().as_secs_f64();
+    busy_forks.set_running(false);
+    let mut measured = DensityResult {
         fill_seconds,
         fill,
         rewrites: Vec::new(),
@@ -260,51 +259,57 @@ fn measure(bench: &Bench, crowd: &Crowd, quiet: &Ram, quiet_bytes: u64) -> Resul
             order.reverse();
         }
         for noise in order {
-            crowd.turn(noise);
+            busy_forks.set_running(noise);
             std::thread::sleep(SETTLE);
-            crowd.noted()?;
-            let begun = Instant::now();
-            let [wall, cpu] = slice(crowd, quiet, pages, length, &mut random)?;
-            let took = begun.elapsed();
+            busy_forks.take_latencies()?;
+            let start = Instant::now();
+            let [wall, cpu] = slice(busy_forks, quiet, pages, length, &mut random)?;
+            let took = start.elapsed();
             let speeds = if noise { &mut measured.noisy } else { &mut measured.alone };
             speeds.wall.push(wall);
             speeds.cpu.push(cpu);
             if noise {
-                let noted = crowd.noted()?;
-                measured.noise_per_second.push(noted.len() as f64 / took.as_secs_f64());
-                measured.rewrites.push(noted);
+                let latencies = busy_forks.take_latencies()?;
+                measured.noise_per_second.push(latencies.len() as f64 / took.as_secs_f64());
+                measured.rewrites.push(latencies);
             }
         }
-        crowd.turn(false);
+        busy_forks.set_running(false);
     }
     Ok(measured)
 }
 
-/// Operations a second, on the wall and by the thread's own clock.
-fn slice(crowd: &Crowd, quiet: &Ram, pages: u64, length: Duration, random: &mut Random) -> Result<[f64; 2]> {
-    /// Operations between two looks at the clock.
+/// Runs a slice of the quiet fork and returns operations per second of wall time and of CPU time.
+fn slice(
+    busy_forks: &BusyForks,
+    quiet: &Ram,
+    pages: u64,
+    length: Duration,
+    random: &mut Random,
+) -> Result<[f64; 2]> {
+    /// Operations between two readings of the clock.
     const BATCH: u64 = 64;
     let mut into = [0; PAGE_BYTES];
     let mut done = 0;
-    let (begun, cpu) = (Instant::now(), thread_clock());
-    while begun.elapsed() < length {
+    let (start, cpu) = (Instant::now(), thread_clock());
+    while start.elapsed() < length {
         for number in 0..BATCH {
             let at = random.next_u64() % pages * PAGE_BYTES as u64;
             if number % 2 == 0 {
                 quiet.read_at(at, &mut into)?;
             } else {
-                quiet.write_at(at, crowd.any(random), Flags::empty())?;
+                quiet.write_at(at, busy_forks.random_page(random), Flags::empty())?;
             }
         }
         done += BATCH;
     }
     let cpu = thread_clock().saturating_sub(cpu);
-    Ok([done as f64 / begun.elapsed().as_secs_f64(), done as f64 / cpu.as_secs_f64()])
+    Ok([done as f64 / start.elapsed().as_secs_f64(), done as f64 / cpu.as_secs_f64()])
 }
 
-// ---- what is said -------------------------------------------------------------------------------
+// ---- report -------------------------------------------------------------------------------------
 
-impl Measured {
+impl DensityResult {
     fn rows(&self, family: &Family, quiet: &Ram) -> Vec<Row> {
         let micros = |histogram: &Histogram<u64>, part| histogram.value_at_quantile(part) as f64 / 1e3;
         let latency = |what: &str, all: &[&Histogram<u64>]| {

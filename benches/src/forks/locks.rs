@@ -1,39 +1,39 @@
-//! What a RAM disk does without: one lock over the table, as dm-snapshot had it before Linux 5.2,
-//! and a shared lock with two locks a bucket, as it has it since. Only the benchmark has these. They
-//! are taken around the device, which has the locks of its slots in addition.
+//! Device wrapper that adds dm-snapshot's table locks to a RAM disk: one lock as before Linux 5.2,
+//! or a shared lock with two locks per bucket as since. Only the benchmark uses these locks. The
+//! locks are held around the device's own slot locks.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use freestone::PAGE_BYTES;
 use freestone::device::{Buffer, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried};
 
-/// Buckets of the table of complete exceptions: as many as a COW device of 1 GiB with chunks of 4
-/// KiB has in the kernel.
+/// Buckets of the table of complete exceptions, as the kernel has for a COW device of 1 GiB with
+/// chunks of 4 KiB.
 const COMPLETE_BUCKETS: usize = 262_144;
 /// Buckets of the table of pending exceptions: an eighth, as in the kernel.
 const PENDING_BUCKETS: usize = COMPLETE_BUCKETS / 8;
 
-/// The locks of one device.
+/// Table locks of one device.
 pub(super) enum Locks {
-    /// Which everybody takes exclusively.
+    /// A single exclusive lock.
     One(Mutex<()>),
     /// Lock order: `shared`, a complete bucket, a pending bucket.
     Buckets { shared: RwLock<()>, complete: Box<[Mutex<()>]>, pending: Box<[Mutex<()>]> },
 }
 
-/// Locks that are held; dropped from the inner to the outer one.
+/// Held locks. The fields drop in declaration order, from the innermost lock to the outermost.
 enum Guards<'a> {
     One { _one: MutexGuard<'a, ()> },
     Buckets { _pending: MutexGuard<'a, ()>, _complete: MutexGuard<'a, ()>, _shared: RwLockReadGuard<'a, ()> },
 }
 
 impl Locks {
-    /// One lock.
+    /// Creates a single lock.
     pub fn one() -> Self {
         Self::One(Mutex::default())
     }
 
-    /// Locks by bucket.
+    /// Creates one lock per bucket.
     pub fn buckets() -> Self {
         let buckets = |count: usize| (0..count).map(|_| Mutex::default()).collect();
         Self::Buckets {
@@ -43,7 +43,7 @@ impl Locks {
         }
     }
 
-    fn take(&self, request: &Request) -> Guards<'_> {
+    fn acquire(&self, request: &Request) -> Guards<'_> {
         fn lock(mutex: &Mutex<()>) -> MutexGuard<'_, ()> {
             mutex.lock().unwrap_or_else(PoisonError::into_inner)
         }
@@ -60,24 +60,24 @@ impl Locks {
     }
 }
 
-/// A device behind the locks.
-pub(super) struct Locked {
+/// A device that holds the table locks during each request.
+pub(super) struct LockedDevice {
     pub device: Arc<dyn Device>,
     pub locks: Arc<Locks>,
 }
 
-impl Device for Locked {
+impl Device for LockedDevice {
     fn geometry(&self) -> Geometry {
         self.device.geometry()
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        let _held = self.locks.take(request);
+        let _guards = self.locks.acquire(request);
         self.device.try_io(request, buffer)
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        let _held = self.locks.take(&request);
+        let _guards = self.locks.acquire(&request);
         self.device.submit(request, buffer, done);
     }
 
@@ -93,11 +93,11 @@ mod tests {
 
     use super::*;
 
-    /// Notes whether the lock of a request for page 1 was free while it was called.
+    /// Device that records during each request whether the locks of page 1 are free.
     struct Probe {
         null: Null,
         locks: Arc<Locks>,
-        seen: Mutex<Vec<bool>>,
+        was_free: Mutex<Vec<bool>>,
     }
 
     impl Device for Probe {
@@ -111,7 +111,7 @@ mod tests {
                     complete[1].try_lock().is_ok() || pending[1].try_lock().is_ok()
                 }
             };
-            self.seen.lock().unwrap().push(free);
+            self.was_free.lock().unwrap().push(free);
             self.null.try_io(request, buffer)
         }
         fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
@@ -123,17 +123,17 @@ mod tests {
     }
 
     #[test]
-    fn the_locks_are_held_by_a_request_and_let_go_after_it() {
+    fn request_holds_its_locks_and_releases_them() {
         for locks in [Locks::one(), Locks::buckets()] {
             let locks = Arc::new(locks);
             let null = Null::new(null::Config::plain(1 << 20, 4096)).unwrap();
-            let probe = Arc::new(Probe { null, locks: Arc::clone(&locks), seen: Mutex::default() });
-            let locked = Locked { device: probe.clone(), locks };
+            let probe = Arc::new(Probe { null, locks: Arc::clone(&locks), was_free: Mutex::default() });
+            let locked = LockedDevice { device: probe.clone(), locks };
             locked.write_at(4096, &[1; PAGE_BYTES], Flags::empty()).unwrap();
             locked.write_at(0, &[1; PAGE_BYTES], Flags::empty()).unwrap();
-            // Another page has other buckets.
+            // Page 0 has other buckets.
             let other = matches!(*locked.locks, Locks::Buckets { .. });
-            assert_eq!(*probe.seen.lock().unwrap(), [false, other]);
+            assert_eq!(*probe.was_free.lock().unwrap(), [false, other]);
         }
     }
 }

@@ -1,6 +1,5 @@
-//! A thousand forks of one sparse base: what each takes before and after it was read, how long the
-//! last one takes to make beside the first, rewinding all, and whether anything is left of forks
-//! that are gone.
+//! A thousand forks of one sparse base: memory of each before and after it was read, time to create
+//! the last one compared with the first, rewinding all, and memory left by removed forks.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -21,7 +20,7 @@ use crate::export::publish;
 use crate::machine::pss_bytes;
 use crate::measure::median;
 
-/// The issue's numbers, and those of a smoke run.
+/// Defaults of the full run and of a smoke run. The full numbers are those of the requirement.
 const FORKS: u32 = 1000;
 const FORKS_QUICK: u32 = 40;
 const BASE_BYTES: u64 = 10 << 30;
@@ -29,28 +28,28 @@ const BASE_BYTES_QUICK: u64 = 64 << 20;
 const CYCLES: u32 = 100_000;
 const CYCLES_QUICK: u32 = 500;
 const ROUNDS: u32 = 9;
-/// What the base holds at its start: the rest is holes.
+/// Bytes of data at the start of the base; the rest is a hole.
 const DATA_BYTES: u64 = 8 << 20;
-/// Bytes that a leaf of a slot table covers: the least that reading could make a fork remember.
+/// Bytes that a leaf of a slot table covers: the smallest range for which a read could make a fork
+/// allocate memory.
 const LEAF_BYTES: u64 = 512 * PAGE_BYTES as u64;
-/// Pages that a fork is written before it is rewound, and in a cycle.
+/// Pages written to a fork before it is rewound, and in each cycle.
 const WRITTEN_PAGES: u64 = 64;
 const CYCLE_PAGES: u64 = 4;
-/// Times of the first and of the last so many are put together.
+/// Number of forks at the start and at the end whose creation times are compared.
 const EDGE: usize = 10;
-/// One in so many cycles goes with an export.
+/// Every EXPORTED_PART-th cycle also exports its fork.
 const EXPORTED_PART: u64 = 20;
-/// Memory is looked at after each quarter of the cycles, so that a leak can be told from a
-/// high-water mark.
+/// Memory is measured after each quarter of the cycles, to tell a leak from a high-water mark.
 const QUARTERS: u64 = 4;
-/// The issue's bound for a fork that holds nothing.
+/// Target for the memory of an empty fork, in KiB.
 const FORK_KIB: f64 = 64.0;
-/// Memory may waver by so much from one look to the next.
+/// Variation of the process's memory between two measurements, in MiB.
 const PSS_SLACK_MIB: f64 = 1.0;
 const DESCRIPTORS_MIN: u64 = 4096;
 
-/// A base and how many forks it gets.
-struct Herd {
+/// A base and the number of its forks.
+struct ForkSet {
     base: Arc<dyn Device>,
     base_bytes: u64,
     count: u64,
@@ -62,16 +61,16 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
     let count = bench.count(args.forks, FORKS, FORKS_QUICK);
     let base_bytes = bench.size(args.base, BASE_BYTES, BASE_BYTES_QUICK);
     let cycles = bench.count(args.cycles, CYCLES, CYCLES_QUICK);
-    more_descriptors(count)?;
+    raise_descriptor_limit(count)?;
     let image = Image::sparse(&bench.dir, "base", base_bytes)?;
     write_data(&image.0, DATA_BYTES.min(base_bytes / 2))?;
     let mut page = Box::new([0; PAGE_BYTES]);
     fio_page(1, &mut page[..]);
-    let herd = Herd { base: Arc::new(image.device()?), base_bytes, count, page };
-    let mut rows = herd.memory()?;
-    rows.extend(herd.creations(bench.options.rounds(ROUNDS, 2))?);
-    rows.extend(herd.rewinds(bench.options.rounds(ROUNDS, 2))?);
-    rows.extend(herd.cycles(cycles)?);
+    let fork_set = ForkSet { base: Arc::new(image.device()?), base_bytes, count, page };
+    let mut rows = fork_set.memory()?;
+    rows.extend(fork_set.creations(bench.options.rounds(ROUNDS, 2))?);
+    rows.extend(fork_set.rewinds(bench.options.rounds(ROUNDS, 2))?);
+    rows.extend(fork_set.cycles(cycles)?);
     Ok(Report::new(
         "forks: a thousand of one base",
         format!("a sparse base, {} MiB of data at its start", DATA_BYTES.min(base_bytes / 2) >> 20),
@@ -79,29 +78,29 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
         "lz4",
     )
     .note(format!(
-        "{count} forks. Memory: by the process's PSS. Read from end to end: all that the base has \
-         data for, and one page of every 2 MiB of its holes, which is what one leaf of a slot \
-         table covers, so that every leaf that reading could make is asked for; one fork is read \
-         whole, to the byte."
+        "{count} forks. Memory: PSS of the process. Read from end to end: all data of the base, and one page \
+         of every 2 MiB of its holes. A leaf of a slot table covers 2 MiB, so the reads touch every leaf that \
+         a read could allocate. One fork is also read completely."
     ))
     .note(format!(
-        "Creation: median of the first {EDGE} and of the last {EDGE} of {count}, each round in a \
-         family of its own; exported: with a Unix socket of its own. Rewinds: of forks with \
-         {WRITTEN_PAGES} pages written. Cycles: a fork is made, {CYCLE_PAGES} pages are written, \
-         it is dropped; every {EXPORTED_PART}th is also exported on a socket of its own."
+        "Creation: median of the first {EDGE} and of the last {EDGE} of {count}, each round in a new family; \
+         exported: with its own Unix socket. Rewinds: of forks with {WRITTEN_PAGES} written pages. Cycles: \
+         create a fork, write {CYCLE_PAGES} pages, drop the fork; every {EXPORTED_PART}th is also exported on \
+         its own socket."
     ))
     .rows(rows))
 }
 
-/// A socket each, and what the program has open anyway.
-fn more_descriptors(forks: u64) -> Result<()> {
+/// Raises the limit of open files: one socket per fork, and the files of the program.
+fn raise_descriptor_limit(forks: u64) -> Result<()> {
     let wanted = (2 * forks).max(DESCRIPTORS_MIN);
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current.is_none_or(|current| current >= wanted) {
         return Ok(());
     }
-    setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum })
-        .with_context(|| format!("{wanted} file descriptors are not allowed (ulimit -Hn is {maximum:?})"))
+    setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum }).with_context(|| {
+        format!("cannot raise the limit of open files to {wanted} (ulimit -Hn is {maximum:?})")
+    })
 }
 
 fn write_data(path: &Path, bytes: u64) -> Result<()> {
@@ -118,7 +117,7 @@ fn descriptors() -> Result<u64> {
     Ok(std::fs::read_dir("/proc/self/fd")?.count() as u64)
 }
 
-impl Herd {
+impl ForkSet {
     fn fork(&self, family: &Family) -> Result<Ram> {
         Ok(family.fork(Arc::clone(&self.base), &ForkConfig::default())?)
     }
@@ -135,27 +134,27 @@ impl Herd {
 
     fn memory(&self) -> Result<Vec<Row>> {
         let family = family()?;
-        // What the first one of a process brings: threads, the base's buffers.
+        // The first fork of a process allocates threads and the base's buffers.
         let first = self.fork(&family)?;
         self.read_sparsely(&first)?;
-        // Touched, so that it counts from the start.
+        // Touched, so that the buffer counts from the start.
         let mut buffer = vec![1; 1 << 20];
         let before = pss_bytes()?;
         let forks = (0..self.count).map(|_| self.fork(&family)).collect::<Result<Vec<_>>>()?;
-        let made = pss_bytes()?;
-        let begun = Instant::now();
+        let created = pss_bytes()?;
+        let start = Instant::now();
         let mut reads = 0;
         for fork in &forks {
             reads += self.read_sparsely(fork)?;
         }
-        let took = begun.elapsed();
+        let took = start.elapsed();
         let read = pss_bytes()?;
-        let begun = Instant::now();
+        let start = Instant::now();
         for at in (0..self.base_bytes).step_by(buffer.len()) {
             let len = (self.base_bytes - at).min(buffer.len() as u64) as usize;
             forks[0].read_at(at, &mut buffer[..len])?;
         }
-        let whole = begun.elapsed();
+        let whole = start.elapsed();
         let read_whole = pss_bytes()?;
         let row = |what: &str, now: u64| {
             let each = now.saturating_sub(before) as f64 / 1024.0 / self.count as f64;
@@ -164,7 +163,7 @@ impl Herd {
                 .part("leaves of all, KiB", forks[0].memory().leaves_bytes as f64 / 1024.0)
         };
         Ok(vec![
-            row("memory of a fork, not written", made),
+            row("memory of a fork, not written", created),
             row("memory of a fork, read from end to end", read)
                 .part("s", took.as_secs_f64())
                 .part("reads of each", reads as f64 / self.count as f64),
@@ -178,7 +177,7 @@ impl Herd {
         ])
     }
 
-    /// All data, and a page of every leaf's range of what is not. Returns how many reads that took.
+    /// Reads all data, and in holes one page per leaf. Returns the number of reads.
     fn read_sparsely(&self, fork: &Ram) -> Result<u64> {
         let mut buffer = vec![0; 256 << 10];
         let (mut at, mut reads) = (0, 0);
@@ -189,13 +188,13 @@ impl Herd {
                 pieces.len() < 1024
             })?;
             for piece in pieces {
-                let (step, most) = match piece.kind {
+                let (step, len_max) = match piece.kind {
                     ExtentKind::Data => (buffer.len() as u64, buffer.len() as u64),
                     _ => (LEAF_BYTES, PAGE_BYTES as u64),
                 };
                 let mut offset = piece.offset;
                 while offset < piece.offset + piece.len {
-                    let len = (piece.offset + piece.len - offset).min(most) as usize;
+                    let len = (piece.offset + piece.len - offset).min(len_max) as usize;
                     fork.read_at(offset, &mut buffer[..len])?;
                     reads += 1;
                     offset += step;
@@ -233,7 +232,7 @@ impl Herd {
         Ok(rows)
     }
 
-    /// Microseconds of each creation.
+    /// Creates all forks and returns the microseconds of each creation.
     fn create_all(&self, exported: bool) -> Result<Vec<f64>> {
         let family = family()?;
         let sockets = tempfile::tempdir()?;
@@ -241,12 +240,12 @@ impl Herd {
         let (mut forks, mut micros) = (Vec::new(), Vec::new());
         for number in 0..self.count {
             let address = Address::Unix(sockets.path().join(number.to_string()));
-            let begun = Instant::now();
+            let start = Instant::now();
             let fork = self.fork(&family)?;
             if exported {
                 publish(&server, &address, Arc::new(fork.clone()))?;
             }
-            micros.push(begun.elapsed().as_secs_f64() * 1e6);
+            micros.push(start.elapsed().as_secs_f64() * 1e6);
             forks.push(fork);
         }
         server.shutdown(Duration::ZERO);
@@ -265,17 +264,17 @@ impl Herd {
             for fork in &forks {
                 self.write(fork, WRITTEN_PAGES)?;
             }
-            let begun = Instant::now();
-            let mut most = Duration::ZERO;
+            let start = Instant::now();
+            let mut longest = Duration::ZERO;
             for fork in &forks {
                 let one = Instant::now();
                 fork.rewind()?;
-                most = most.max(one.elapsed());
+                longest = longest.max(one.elapsed());
             }
-            millis.push(begun.elapsed().as_secs_f64() * 1e3);
-            slowest.push(most.as_secs_f64() * 1e6);
+            millis.push(start.elapsed().as_secs_f64() * 1e3);
+            slowest.push(longest.as_secs_f64() * 1e6);
             wait_until_freed(&family, self.count)?;
-            freed.push(begun.elapsed().as_secs_f64());
+            freed.push(start.elapsed().as_secs_f64());
             let own: u64 = forks.iter().map(|fork| fork.over_stat().own_bytes).sum();
             ensure!(own == 0, "{own} bytes are left after the rewinds");
         }
@@ -309,22 +308,22 @@ impl Herd {
             }
             wait_until_freed(&family, 0)
         };
-        // The first ones get what all later ones use again.
+        // Warm-up: these cycles allocate memory that all later ones reuse.
         run((cycles / 10).max(1))?;
         let (pss, files) = (pss_bytes()?, descriptors()?);
-        let begun = Instant::now();
+        let start = Instant::now();
         let mut growth = Vec::new();
         for quarter in 0..QUARTERS {
             run(cycles * (quarter + 1) / QUARTERS - cycles * quarter / QUARTERS)?;
             growth.push(mib(pss_bytes()?) - mib(pss));
         }
-        let took = begun.elapsed().as_secs_f64();
+        let took = start.elapsed().as_secs_f64();
         let last = growth.last().copied().context("no cycles")?;
         let mut memory = Row::one(format!("memory more after {cycles} cycles"), Unit::Mib, last)
             .target(Target::AtMost(PSS_SLACK_MIB))
             .part("before", mib(pss))
             .part("us a cycle", took * 1e6 / cycles as f64);
-        // Of which the family holds, in tables and in the pool.
+        // Parts of it that the family of forks holds, in tables and in the pool.
         let left = self.fork(&family)?.memory().leaves_bytes;
         memory = memory.part("tables", mib(left)).part("pool", mib(family.stat().mem_used_total));
         for (quarter, growth) in (1..QUARTERS).zip(growth) {

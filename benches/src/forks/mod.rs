@@ -1,6 +1,6 @@
-//! Snapshots and forks: what one lock over the exception table would cost, what a fork costs beside
-//! a disk, forks over NBD beside what others have, many busy forks beside a quiet one, and a
-//! thousand forks of one base.
+//! `forks` benchmark: the cost of a single lock over the exception table, of a fork compared with a
+//! disk, of forks over NBD compared with peers, many busy forks beside a quiet one, and a thousand
+//! forks of one base.
 
 mod costs;
 pub mod cow_tables;
@@ -27,63 +27,63 @@ use freestone_report::Report;
 pub use self::server::{ServerArgs, serve};
 use crate::options::{Options, Size};
 
-/// How long what was given up may take to be freed.
+/// Limit for the time to free removed layers.
 const FREED_WAIT_MAX: Duration = Duration::from_secs(60);
 
-/// What it can be told.
+/// Options of the `forks` benchmark.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Directory for images and the spill file [default: that of --data-dir]
     #[arg(long)]
     dir: Option<PathBuf>,
-    /// What to measure, separated by commas [default: all]
+    /// Parts to measure, separated by commas [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
     part: Vec<PartName>,
-    /// tables: the exception store of the snapshots on devices: N, P or PO.
+    /// tables: exception store of the snapshots on devices: N, P or PO
     #[arg(long, default_value = "N")]
     store: StoreKind,
-    /// density: how many forks are written [default: 64, with --quick 8]
+    /// density: number of busy forks [default: 64, with --quick 8]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4096))]
     busy: Option<u32>,
-    /// density: what each of them is written [default: 128M, with --quick 4M]
+    /// density: bytes written to each busy fork [default: 128M, with --quick 4M]
     #[arg(long)]
     dirty: Option<Size>,
-    /// thousand: how many forks [default: 1000, with --quick 40]
+    /// thousand: number of forks [default: 1000, with --quick 40]
     #[arg(long, value_parser = clap::value_parser!(u32).range(20..=100_000))]
     forks: Option<u32>,
-    /// thousand: size of their sparse base [default: 10G, with --quick 64M]
+    /// thousand: size of the sparse base [default: 10G, with --quick 64M]
     #[arg(long)]
     base: Option<Size>,
-    /// thousand: forks that are made, written and removed one after the other [default: 100000,
-    /// with --quick 500]
+    /// thousand: forks to create, write and remove one after the other [default: 100000, with
+    /// --quick 500]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
     cycles: Option<u32>,
 }
 
-/// A part of it.
+/// A part of the benchmark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum PartName {
-    /// Writes of an origin and of a snapshot by 1 to 8 workers: one lock a page, one lock over all,
-    /// locks by bucket.
+    /// Writes of an origin and of a snapshot by 1 to 8 workers: one lock per page, one lock over
+    /// all, locks by bucket.
     Tables,
-    /// First writes and reads that fall through, beside a disk's.
+    /// First writes and reads that fall through to the base, compared with a disk's.
     Costs,
-    /// Over NBD, beside qemu-nbd and nbdkit.
+    /// Forks over NBD, beside qemu-nbd and nbdkit.
     Nbd,
-    /// Busy forks that are spilled, and a quiet neighbour.
+    /// Busy forks under eviction, and a quiet neighbour.
     Density,
     /// A thousand forks of one base.
     Thousand,
 }
 
-/// What every part works with.
+/// Environment of all parts.
 struct Bench<'a> {
     args: &'a Args,
     options: &'a Options,
     dir: PathBuf,
 }
 
-/// Runs the parts.
+/// Runs the selected parts.
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let dir = args.dir.clone().unwrap_or_else(|| options.data_dir.clone());
     std::fs::create_dir_all(&dir).with_context(|| format!("{}", dir.display()))?;
@@ -113,51 +113,51 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
 }
 
 impl Bench<'_> {
-    /// A number of the command line, or the usual one.
+    /// Returns a number of the command line, or the default.
     fn count(&self, given: Option<u32>, usual: u32, quick: u32) -> u64 {
         u64::from(given.unwrap_or(if self.options.quick { quick } else { usual }))
     }
 
-    /// A size of the command line in whole leaves of 2 MiB, or the usual one.
+    /// Returns a size of the command line, rounded up to whole leaves of 2 MiB, or the default.
     fn size(&self, given: Option<Size>, usual: u64, quick: u64) -> u64 {
         let bytes = given.map_or(if self.options.quick { quick } else { usual }, |size| size.0);
         bytes.next_multiple_of(2 << 20)
     }
 }
 
-/// An empty family without a limit.
+/// Creates an empty family of forks without a memory limit.
 fn family() -> Result<Family> {
     Ok(Family::new(Config { comp_algorithm: Algorithm::Lz4, ..Config::default() })?)
 }
 
-/// Waits until nothing but `layers` disks, forks and snapshots is left of a family.
+/// Waits until a family has at most `layers` disks, forks and snapshots, and nothing left to free.
 fn wait_until_freed(family: &Family, layers: u64) -> Result<()> {
-    let begun = Instant::now();
+    let wait_start = Instant::now();
     loop {
         let stat = family.stat();
         if stat.layers <= layers && stat.retiring == 0 {
             return Ok(());
         }
-        if begun.elapsed() > FREED_WAIT_MAX {
+        if wait_start.elapsed() > FREED_WAIT_MAX {
             bail!("{} layers and {} bytes were not freed in a minute", stat.layers, stat.retiring);
         }
         std::thread::sleep(Duration::from_micros(200));
     }
 }
 
-/// A file of this benchmark. It is removed when this is dropped.
+/// File of this benchmark, removed on drop.
 struct Image(PathBuf);
 
 impl Image {
-    /// A new file of `bytes` without blocks.
+    /// Creates a file of `bytes` bytes without blocks.
     fn sparse(dir: &Path, name: &str, bytes: u64) -> Result<Self> {
         let image = Self(dir.join(format!("freestone-forks-{name}-{}.img", std::process::id())));
-        let made = File::create(&image.0).and_then(|file| file.set_len(bytes));
-        made.with_context(|| format!("{}", image.0.display()))?;
+        let created = File::create(&image.0).and_then(|file| file.set_len(bytes));
+        created.with_context(|| format!("{}", image.0.display()))?;
         Ok(image)
     }
 
-    /// As a base.
+    /// Opens the file as a base.
     fn device(&self) -> Result<file::File> {
         base_device(&self.0)
     }
@@ -165,12 +165,12 @@ impl Image {
 
 impl Drop for Image {
     fn drop(&mut self) {
-        // It may be gone already; there is nobody to tell.
+        // The file may be gone already; drop cannot report errors.
         let _ = std::fs::remove_file(&self.0);
     }
 }
 
-/// A file as a base: read-only, through the page cache.
+/// Opens a file as a base: read-only, through the page cache.
 fn base_device(path: &Path) -> Result<file::File> {
     let mut config = file::Config::new(path);
     config.read_only = true;

@@ -1,5 +1,5 @@
-//! A fork over NBD beside a qcow2 overlay behind qemu-nbd and nbdkit's cow filter, on one raw base,
-//! and beside our null export. fio is the client of all.
+//! A fork over NBD beside a qcow2 overlay served by qemu-nbd and nbdkit's cow filter, all on one
+//! raw base, and beside Freestone's null export. fio is the client of all.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use clap::ValueEnum;
 use freestone_report::{Report, Row, Summary, Target, Unit};
 
-use super::server::Served;
+use super::server::ServedDevice;
 use super::{Bench, Image};
 use crate::data::Data;
 use crate::fio_nbd::{self, Amount, COMPRESSIBLE_PERCENT, DEPTH, Direction, Load};
@@ -16,16 +16,16 @@ use crate::options::Set;
 use crate::served::Server;
 use crate::tool;
 
-/// The base where `--size` does not say.
+/// Default size of the base, in bytes.
 const BYTES: u64 = 1 << 30;
 const ROUNDS: u32 = 7;
-/// Writes of a slice: as many as half of the base has pages.
-const WRITTEN_PART: u64 = 2;
+/// Divisor of the base's pages: the result is the number of writes per slice.
+const WRITTEN_DIVISOR: u64 = 2;
 const CONNECTIONS: [u32; 2] = [1, 4];
-/// How far ours has to be from what it costs others.
+/// Target: server CPU time per write, relative to the peers.
 const CPU_SHARE: f64 = 1.0 / 3.0;
 
-/// Who serves.
+/// Server that is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
     Fork,
@@ -36,17 +36,17 @@ enum Side {
 
 const SIDES: [Side; 4] = [Side::Fork, Side::Null, Side::Qemu, Side::Nbdkit];
 
-/// One slice.
-struct Run {
+/// Result of one slice.
+struct SliceResult {
     per_second: f64,
-    /// Of the server, in microseconds.
+    /// CPU time of the server, in microseconds.
     cpu_per_write: f64,
 }
 
 pub(super) fn run(bench: &Bench) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let base = Image::sparse(&bench.dir, "base", data.bytes())?;
-    // That leaves it in the page cache.
+    // Writing the base leaves it in the page cache.
     data.save(&base.0)?;
     let mut rows = Vec::new();
     for connections in CONNECTIONS {
@@ -55,7 +55,7 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
             let mut order = SIDES;
             order.rotate_left(round as usize % SIDES.len());
             for side in order {
-                let run = slice(bench, side, &base.0, data.pages / WRITTEN_PART, connections, round)
+                let run = slice(bench, side, &base.0, data.pages / WRITTEN_DIVISOR, connections, round)
                     .with_context(|| format!("{side:?}"))?;
                 runs[side as usize].push(run);
             }
@@ -65,23 +65,21 @@ pub(super) fn run(bench: &Bench) -> Result<Report> {
     Ok(Report::new("forks: over NBD", format!("a raw base with {}", data.description), data.bytes(), "lz4")
         .note(format!("Versions:{}", ["fio", "qemu-nbd", "nbdkit"].map(version).concat()))
         .note(format!(
-            "Random 4 KiB writes over a Unix socket, {} a slice (fio, nbd engine, {DEPTH} in flight \
-             on each connection, {} % compressible buffers). Every slice has a new server with a new \
-             overlay: most writes are first ones. A server's CPU time is that of its process (user \
-             and system, from /proc); what the kernel does later for the files of others is not in \
-             it.",
-            data.pages / WRITTEN_PART,
+            "Random 4 KiB writes over a Unix socket, {} per slice (fio, nbd engine, {DEPTH} in flight on each \
+             connection, {} % compressible buffers). Every slice has a new server with a new overlay, so most \
+             are first writes. CPU time of a server: its process, user and system, from /proc. Later kernel \
+             writeback of the peers' files is not included.",
+            data.pages / WRITTEN_DIVISOR,
             COMPRESSIBLE_PERCENT
         ))
         .note(
-            "qemu-nbd: a qcow2 overlay made by qemu-img, in the same directory, default cache and \
-             aio. nbdkit: --filter=cow file, its overlay in the same directory. The base is in the \
-             page cache.",
+            "qemu-nbd: a qcow2 overlay created by qemu-img in the same directory, default cache and aio. \
+             nbdkit: --filter=cow file, with its overlay in the same directory. The base is in the page cache.",
         )
         .rows(rows))
 }
 
-fn compare(connections: u32, runs: &[Vec<Run>; 4]) -> Vec<Row> {
+fn compare(connections: u32, runs: &[Vec<SliceResult>; 4]) -> Vec<Row> {
     let plural = if connections == 1 { "" } else { "s" };
     let name = |what: &str| format!("{connections} connection{plural}: {what}");
     let speeds = |side: Side| runs[side as usize].iter().map(|run| run.per_second).collect::<Vec<_>>();
@@ -109,8 +107,15 @@ fn compare(connections: u32, runs: &[Vec<Run>; 4]) -> Vec<Row> {
     rows
 }
 
-fn slice(bench: &Bench, side: Side, base: &Path, writes: u64, connections: u32, round: u32) -> Result<Run> {
-    // Sockets have short names; overlays may be large.
+fn slice(
+    bench: &Bench,
+    side: Side,
+    base: &Path,
+    writes: u64,
+    connections: u32,
+    round: u32,
+) -> Result<SliceResult> {
+    // Socket paths must be short; overlays may be large.
     let sockets = tempfile::tempdir()?;
     let overlays = tempfile::tempdir_in(&bench.dir)?;
     let socket = sockets.path().join("nbd");
@@ -119,24 +124,27 @@ fn slice(bench: &Bench, side: Side, base: &Path, writes: u64, connections: u32, 
     let (direction, amount) = (Direction::Write, Amount::Requests(writes));
     let done = fio_nbd::run(&socket, &Load { direction, block_bytes: 4096, connections, amount, round })?;
     let cpu = server.cpu()?.saturating_sub(before);
-    Ok(Run { per_second: done.per_second, cpu_per_write: cpu.as_secs_f64() * 1e6 / done.requests as f64 })
+    Ok(SliceResult {
+        per_second: done.per_second,
+        cpu_per_write: cpu.as_secs_f64() * 1e6 / done.requests as f64,
+    })
 }
 
 fn command(side: Side, base: &Path, socket: &Path, dir: &Path) -> Result<Command> {
     let base = base.canonicalize()?;
     Ok(match side {
         Side::Fork | Side::Null => {
-            let kind = if side == Side::Fork { Served::Fork } else { Served::Null };
-            let kind = kind.to_possible_value().context("a name")?.get_name().to_owned();
+            let kind = if side == Side::Fork { ServedDevice::Fork } else { ServedDevice::Null };
+            let kind = kind.to_possible_value().context("kind of device has no name")?.get_name().to_owned();
             let mut command = Command::new(std::env::current_exe()?);
             command.args(["nbd-server", &kind]).arg(&base).arg(socket);
             command
         }
         Side::Qemu => {
             let overlay = dir.join("overlay.qcow2");
-            let mut make = Command::new("qemu-img");
-            make.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&base).arg(&overlay);
-            tool::run(&mut make, "qemu-utils")?;
+            let mut create = Command::new("qemu-img");
+            create.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&base).arg(&overlay);
+            tool::run(&mut create, "qemu-utils")?;
             let mut command = Command::new("qemu-nbd");
             command
                 .args(["--format=qcow2", "--persistent", "--shared=8", "--socket"])

@@ -1,5 +1,5 @@
-//! The two tables inside a family: writes of an origin, whose pages move to the snapshot, and
-//! writes of a fork of a snapshot.
+//! Tables for snapshots inside a family of forks: writes of an origin, whose pages move to the
+//! snapshot, and writes of a fork of a snapshot.
 
 use std::sync::Arc;
 
@@ -9,19 +9,19 @@ use freestone::device::{Blocking, Device, Flags};
 use freestone::ram::{Family, ForkConfig, Ram};
 use freestone_report::{Report, Target};
 
-use super::locks::{Locked, Locks};
-use super::tables::{self, Beside, Variant};
+use super::locks::{LockedDevice, Locks};
+use super::tables::{self, ExtraWork, Variant};
 use super::{Bench, family, wait_until_freed};
 use crate::data::Data;
 use crate::data::whole_pages;
 use crate::options::Set;
 
-/// Data where `--size` does not say.
+/// Default data size, in bytes.
 const BYTES: u64 = 256 << 20;
 
-/// Which device the workers write.
+/// Device that the workers write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Which {
+enum WrittenDevice {
     Origin,
     Fork,
 }
@@ -29,41 +29,41 @@ enum Which {
 /// A disk with a snapshot, or with a fork of its snapshot.
 struct Disk {
     family: Family,
-    /// The disk that is written; or a fork.
+    /// The device that is written: the disk or the fork.
     live: Ram,
     snapshot: Option<Ram>,
 }
 
 impl Disk {
-    fn new(which: Which, pages: &[u8], beside: Beside) -> Result<Self> {
+    fn new(written: WrittenDevice, pages: &[u8], extra_work: ExtraWork) -> Result<Self> {
         let family = family()?;
         let live = family.ram(pages.len() as u64)?;
         for (number, page) in whole_pages(pages).enumerate() {
             let at = (number * PAGE_BYTES) as u64;
-            match beside {
-                Beside::Nothing => live.write_at(at, page, Flags::empty())?,
-                Beside::Codec => live.write_at(at, &[0xA5; PAGE_BYTES], Flags::empty())?,
+            match extra_work {
+                ExtraWork::Nothing => live.write_at(at, page, Flags::empty())?,
+                ExtraWork::Codec => live.write_at(at, &[0xA5; PAGE_BYTES], Flags::empty())?,
             }
         }
-        Ok(match which {
-            Which::Origin => Self { family, live, snapshot: None },
-            Which::Fork => {
+        Ok(match written {
+            WrittenDevice::Origin => Self { family, live, snapshot: None },
+            WrittenDevice::Fork => {
                 let snapshot = live.snapshot()?;
                 Self { family, live: snapshot.fork(&ForkConfig::default())?, snapshot: Some(snapshot) }
             }
         })
     }
 
-    fn fresh(&mut self, which: Which) -> Result<Arc<dyn Device>> {
-        match which {
-            Which::Origin => {
+    fn prepare(&mut self, written: WrittenDevice) -> Result<Arc<dyn Device>> {
+        match written {
+            WrittenDevice::Origin => {
                 self.snapshot = None;
                 wait_until_freed(&self.family, 1)?;
                 self.snapshot = Some(self.live.snapshot()?);
             }
-            Which::Fork => {
+            WrittenDevice::Fork => {
                 self.live.rewind()?;
-                // The disk that the snapshot is of, the snapshot, the fork.
+                // Three layers exist: the snapshot's origin, the snapshot and the fork.
                 wait_until_freed(&self.family, 3)?;
             }
         }
@@ -71,85 +71,85 @@ impl Disk {
     }
 }
 
-/// All workers on one disk.
-struct Together {
+/// Variant with one disk for all workers.
+struct SharedDisk {
     name: &'static str,
-    which: Which,
+    written: WrittenDevice,
     disk: Disk,
-    beside: Beside,
+    extra_work: ExtraWork,
     locks: Option<Arc<Locks>>,
 }
 
-impl Variant for Together {
+impl Variant for SharedDisk {
     fn name(&self) -> &'static str {
         self.name
     }
 
-    fn fresh(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>> {
-        let device = self.disk.fresh(self.which)?;
+    fn prepare(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>> {
+        let device = self.disk.prepare(self.written)?;
         let device = match &self.locks {
-            Some(locks) => Arc::new(Locked { device, locks: Arc::clone(locks) }),
+            Some(locks) => Arc::new(LockedDevice { device, locks: Arc::clone(locks) }),
             None => device,
         };
         Ok(vec![device; workers])
     }
 
-    fn beside(&self) -> Beside {
-        self.beside
+    fn extra_work(&self) -> ExtraWork {
+        self.extra_work
     }
 }
 
-/// Every worker has a family of its own.
-struct Apart<'a> {
-    which: Which,
+/// Variant with a family of forks for each worker.
+struct DiskPerWorker<'a> {
+    written: WrittenDevice,
     pages: &'a [u8],
-    /// By number of workers.
+    /// Disks by the binary logarithm of the number of workers.
     disks: Vec<Vec<Disk>>,
 }
 
-impl Variant for Apart<'_> {
+impl Variant for DiskPerWorker<'_> {
     fn name(&self) -> &'static str {
         "each worker a family of its own"
     }
 
-    fn fresh(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>> {
-        let place = workers.ilog2() as usize;
-        while self.disks.len() <= place {
+    fn prepare(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>> {
+        let index = workers.ilog2() as usize;
+        while self.disks.len() <= index {
             self.disks.push(Vec::new());
         }
-        let disks = &mut self.disks[place];
+        let disks = &mut self.disks[index];
         let share = self.pages.len() / PAGE_BYTES / workers * PAGE_BYTES;
         while disks.len() < workers {
             let part = &self.pages[disks.len() * share..][..share];
-            disks.push(Disk::new(self.which, part, Beside::Nothing)?);
+            disks.push(Disk::new(self.written, part, ExtraWork::Nothing)?);
         }
-        disks.iter_mut().map(|disk| disk.fresh(self.which)).collect()
+        disks.iter_mut().map(|disk| disk.prepare(self.written)).collect()
     }
 }
 
-/// Writes of a disk with a live snapshot.
+/// Measures writes of a disk with a live snapshot.
 pub(super) fn origin(bench: &Bench) -> Result<Report> {
-    one(bench, Which::Origin, "forks: a RAM disk with a live snapshot, first writes")
+    run_table(bench, WrittenDevice::Origin, "forks: a RAM disk with a live snapshot, first writes")
 }
 
-/// Writes of a fork of a snapshot.
+/// Measures writes of a fork of a snapshot.
 pub(super) fn snapshot(bench: &Bench) -> Result<Report> {
-    one(bench, Which::Fork, "forks: a fork of a RAM snapshot, first writes")
+    run_table(bench, WrittenDevice::Fork, "forks: a fork of a RAM snapshot, first writes")
 }
 
-fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
+fn run_table(bench: &Bench, written: WrittenDevice, name: &'static str) -> Result<Report> {
     let data = Data::open(Set::Fio, bench.options.bytes(BYTES), bench.options)?;
     let pages = data.load()?;
-    let together = |name, beside, locks: Option<Locks>| -> Result<Box<dyn Variant + '_>> {
-        let (disk, locks) = (Disk::new(which, &pages, beside)?, locks.map(Arc::new));
-        Ok(Box::new(Together { name, which, disk, beside, locks }))
+    let shared_disk = |name, extra_work, locks: Option<Locks>| -> Result<Box<dyn Variant + '_>> {
+        let (disk, locks) = (Disk::new(written, &pages, extra_work)?, locks.map(Arc::new));
+        Ok(Box::new(SharedDisk { name, written, disk, extra_work, locks }))
     };
     let mut variants = vec![
-        together("as it is", Beside::Nothing, None)?,
-        Box::new(Apart { which, pages: &pages, disks: Vec::new() }),
-        together("table and codec, a lock a page", Beside::Codec, None)?,
-        together("table and codec, one lock", Beside::Codec, Some(Locks::one()))?,
-        together("table and codec, locks by bucket", Beside::Codec, Some(Locks::buckets()))?,
+        shared_disk("as it is", ExtraWork::Nothing, None)?,
+        Box::new(DiskPerWorker { written, pages: &pages, disks: Vec::new() }),
+        shared_disk("table and codec, a lock a page", ExtraWork::Codec, None)?,
+        shared_disk("table and codec, one lock", ExtraWork::Codec, Some(Locks::one()))?,
+        shared_disk("table and codec, locks by bucket", ExtraWork::Codec, Some(Locks::buckets()))?,
     ];
     let speeds = tables::run(bench.options.rounds(tables::ROUNDS, 2), &mut variants, &pages)?;
     let mut rows = tables::rows(&variants, &speeds);
@@ -157,23 +157,22 @@ fn one(bench: &Bench, which: Which, name: &'static str) -> Result<Report> {
     rows.extend(tables::ratios("a lock a page / locks by bucket", &speeds, [2, 4], None));
     let target = Some((2, Target::AtLeast(0.95)));
     rows.extend(tables::ratios("as it is / a family each", &speeds, [0, 1], target));
-    let what = match which {
-        Which::Origin => "every page moves to the snapshot, which is taken anew before each slice",
-        Which::Fork => "the fork is rewound before each slice",
+    let what = match written {
+        WrittenDevice::Origin => "every page moves to the snapshot; each slice has a new snapshot",
+        WrittenDevice::Fork => "the fork is rewound before each slice",
     };
     Ok(Report::new(name, data.description, pages.len() as u64, "lz4")
         .note(format!(
-            "Random 4 KiB writes, each page once, workers with pages of their own, one write of each \
-             at a time, worker n on CPU n modulo {}; {what}. Latency is of one write; taking the time \
-             is in it.",
+            "Random 4 KiB writes, each page once. Each worker has its own pages and one write at a time; \
+             worker n is on CPU n modulo {}. {what}. Latency is that of one write, including the clock.",
             crate::machine::allowed_cpus()?.len()
         ))
         .note(
-            "As it is: the library. Table and codec: the worker compresses the page itself and drops \
-             the object, and then writes a page of one pattern, which is nothing but the table's part \
-             of a write. One lock: a mutex around that part (slot, hand-over, counters; no codec, no \
-             pool), as dm-snapshot had one over its tables before Linux 5.2. By bucket: a shared \
-             read-write lock, then the page's bucket of complete and of pending exceptions, as since.",
+            "As it is: the library. Table and codec: the worker compresses the page and drops the object, then \
+             writes a same-filled page, which costs only the table's part of a write. One lock: a mutex around \
+             that part (slot, hand-over, counters; no codec, no pool), like dm-snapshot's lock before Linux \
+             5.2. By bucket: a shared read-write lock, then the page's bucket of complete and of pending \
+             exceptions, like dm-snapshot since.",
         )
         .rows(rows))
 }

@@ -1,4 +1,4 @@
-//! The NBD server that is measured: a process of its own, so that its CPU time is known.
+//! NBD server for the measurement, in a process of its own, so that its CPU time can be measured.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,24 +12,24 @@ use freestone::ram::ForkConfig;
 use super::{base_device, family};
 use crate::export::export;
 
-/// What it serves, and where.
+/// Device and socket of the server.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ServerArgs {
-    /// The device.
+    /// Device to serve
     #[arg(value_enum)]
-    pub kind: Served,
-    /// The base of the fork; the null device has its size.
+    pub kind: ServedDevice,
+    /// Base of the fork; the null device has its size
     pub base: PathBuf,
-    /// The socket.
+    /// Socket to listen on
     pub socket: PathBuf,
 }
 
-/// A device.
+/// A device to serve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Served {
+pub enum ServedDevice {
     /// A fork of the base.
     Fork,
-    /// Forgets everything.
+    /// A null device.
     Null,
 }
 
@@ -37,8 +37,8 @@ pub enum Served {
 pub fn serve(args: &ServerArgs) -> Result<()> {
     let base = base_device(&args.base)?;
     let device: Arc<dyn Device> = match args.kind {
-        Served::Null => Arc::new(Null::new(null::Config::plain(base.geometry().size, 512))?),
-        Served::Fork => Arc::new(family()?.fork(Arc::new(base), &ForkConfig::default())?),
+        ServedDevice::Null => Arc::new(Null::new(null::Config::plain(base.geometry().size, 512))?),
+        ServedDevice::Fork => Arc::new(family()?.fork(Arc::new(base), &ForkConfig::default())?),
     };
     let _server = export(device, &args.socket)?;
     loop {

@@ -1,5 +1,5 @@
-//! Workers that write pages of their own, each page once: throughput and latency of all of them,
-//! variant beside variant.
+//! Workers that write separate pages, each page once: throughput and latency of all workers, one
+//! variant beside another.
 
 use std::sync::{Arc, Barrier};
 use std::time::Instant;
@@ -14,53 +14,53 @@ use crate::data::Random;
 use crate::data::page_at;
 use crate::machine;
 
-/// Numbers of workers: the source's.
+/// Numbers of workers, as in the source.
 pub const WORKERS: [usize; 4] = [1, 2, 4, 8];
-/// Usual number of rounds.
+/// Default number of rounds.
 pub const ROUNDS: u32 = 11;
-/// Latencies are kept to so many digits, up to a minute.
+/// Significant digits of recorded latencies, and the largest latency, in nanoseconds (a minute).
 const DIGITS: u8 = 3;
 const LATENCY_NANOS_MAX: u64 = 60_000_000_000;
 
-/// A side of the comparison.
+/// Variant of the device or its locks that is measured.
 pub trait Variant {
-    /// What the rows call it.
+    /// Returns the name in the rows.
     fn name(&self) -> &'static str;
-    /// Makes it ready for one slice: no page was written since the snapshot. Returns a device for
-    /// each worker, perhaps the same.
-    fn fresh(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>>;
-    /// What a worker does beside each write, outside of every lock.
-    fn beside(&self) -> Beside {
-        Beside::Nothing
+    /// Prepares a slice, after which no page was written since the snapshot. Returns a device per
+    /// worker; workers may share one.
+    fn prepare(&mut self, workers: usize) -> Result<Vec<Arc<dyn Device>>>;
+    /// Returns the work that a worker does in addition to each write, outside of every lock.
+    fn extra_work(&self) -> ExtraWork {
+        ExtraWork::Nothing
     }
 }
 
-/// See [`Variant::beside`].
+/// Work in addition to a write. See [`Variant::extra_work`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Beside {
-    /// The write is all it does.
+pub enum ExtraWork {
+    /// No additional work.
     Nothing,
-    /// Compresses the page and drops the object; what is written then is a page of one pattern.
+    /// Compresses the page and drops the object; the write itself is of a same-filled page.
     Codec,
 }
 
-/// What a slice reached.
+/// Result of one slice.
 pub struct Speed {
-    /// Writes a second of all workers.
+    /// Writes per second of all workers.
     pub per_second: f64,
-    /// Of one write, in microseconds.
+    /// Mean latency of a write, in microseconds.
     pub mean: f64,
-    /// What 99 of 100 writes do not exceed, in microseconds.
+    /// 99th percentile of the latency, in microseconds.
     pub p99: f64,
 }
 
-/// An empty histogram of nanoseconds.
+/// Returns an empty histogram of nanoseconds.
 pub fn histogram() -> Result<Histogram<u64>> {
     Ok(Histogram::new_with_bounds(1, LATENCY_NANOS_MAX, DIGITS)?)
 }
 
-/// Runs all variants in turn, for every number of workers; the speeds by number of workers, then by
-/// variant, then by round.
+/// Runs all variants in turn, for every number of workers. The result is indexed by number of
+/// workers, variant and round.
 pub fn run(
     rounds: u32,
     variants: &mut [Box<dyn Variant + '_>],
@@ -71,20 +71,21 @@ pub fn run(
     for round in 0..rounds {
         for (workers, speeds) in WORKERS.into_iter().zip(&mut speeds) {
             let mut order: Vec<usize> = (0..variants.len()).collect();
-            // Another one begins in every round.
+            // Each round starts with a different variant.
             order.rotate_left(round as usize % variants.len());
             for number in order {
                 let variant = &mut variants[number];
-                let devices = variant.fresh(workers)?;
-                speeds[number].push(slice(&devices, variant.beside(), pages, u64::from(round))?);
+                let devices = variant.prepare(workers)?;
+                speeds[number].push(slice(&devices, variant.extra_work(), pages, u64::from(round))?);
             }
         }
     }
     Ok(speeds)
 }
 
-/// Every page is written once: a worker's share in an order that is the same for every variant.
-pub fn slice(devices: &[Arc<dyn Device>], beside: Beside, pages: &[u8], round: u64) -> Result<Speed> {
+/// Runs one slice, which writes every page once. Each worker writes its share in an order that is
+/// the same for every variant.
+pub fn slice(devices: &[Arc<dyn Device>], extra_work: ExtraWork, pages: &[u8], round: u64) -> Result<Speed> {
     let cpus = machine::allowed_cpus()?;
     let workers = devices.len();
     let share = (pages.len() / PAGE_BYTES / workers) as u64;
@@ -95,25 +96,26 @@ pub fn slice(devices: &[Arc<dyn Device>], beside: Beside, pages: &[u8], round: u
             .enumerate()
             .map(|(number, device)| {
                 let (start, cpu) = (&start, cpus[number % cpus.len()]);
-                // A device of the worker's own has only its share.
-                let alone = workers > 1 && device.geometry().size < pages.len() as u64;
+                // A device that is not shared has only the size of the worker's share.
+                let has_own_device = workers > 1 && device.geometry().size < pages.len() as u64;
                 scope.spawn(move || -> Result<_> {
                     let first = share * number as u64;
                     let order = Random::new(round << 8 | number as u64).permutation(share);
                     let mut latencies = histogram()?;
-                    // Whatever fails, the barrier is reached.
-                    let ready = machine::pin_to(cpu).and_then(|()| Work::new(beside));
+                    // Reach the barrier even after a failure, so that the other workers do not
+                    // hang.
+                    let ready = machine::pin_to(cpu).and_then(|()| WorkerState::new(extra_work));
                     start.wait();
-                    let mut work = ready?;
-                    let begun = Instant::now();
+                    let mut state = ready?;
+                    let started = Instant::now();
                     for page in order {
                         let content = page_at(pages, first as u32 + page);
-                        let at = u64::from(page) + if alone { 0 } else { first };
+                        let at = u64::from(page) + if has_own_device { 0 } else { first };
                         let from = Instant::now();
-                        work.write(&**device, at, content)?;
+                        state.write(&**device, at, content)?;
                         latencies.saturating_record(from.elapsed().as_nanos() as u64);
                     }
-                    Ok((begun, Instant::now(), latencies))
+                    Ok((started, Instant::now(), latencies))
                 })
             })
             .collect();
@@ -122,30 +124,30 @@ pub fn slice(devices: &[Arc<dyn Device>], beside: Beside, pages: &[u8], round: u
             .map(|worker| worker.join().ok().context("a worker panicked")?)
             .collect::<Result<Vec<_>>>()
     })?;
-    let begun = ends.iter().map(|(begun, ..)| *begun).min().context("no worker")?;
+    let started = ends.iter().map(|(started, ..)| *started).min().context("no worker")?;
     let ended = ends.iter().map(|(_, ended, _)| *ended).max().context("no worker")?;
     let mut all = histogram()?;
     for (_, _, latencies) in &ends {
         all.add(latencies)?;
     }
     Ok(Speed {
-        per_second: (share * workers as u64) as f64 / (ended - begun).as_secs_f64(),
+        per_second: (share * workers as u64) as f64 / (ended - started).as_secs_f64(),
         mean: all.mean() / 1e3,
         p99: all.value_at_quantile(0.99) as f64 / 1e3,
     })
 }
 
-/// What a worker has of its own.
-struct Work {
+/// Codec and page buffer of a worker.
+struct WorkerState {
     codec: Option<crate::bare::Ours>,
     pattern: Box<[u8; PAGE_BYTES]>,
 }
 
-impl Work {
-    fn new(beside: Beside) -> Result<Self> {
-        let codec = match beside {
-            Beside::Nothing => None,
-            Beside::Codec => Some(crate::bare::Ours::new()?),
+impl WorkerState {
+    fn new(extra_work: ExtraWork) -> Result<Self> {
+        let codec = match extra_work {
+            ExtraWork::Nothing => None,
+            ExtraWork::Codec => Some(crate::bare::Ours::new()?),
         };
         Ok(Self { codec, pattern: Box::new([0x5A; PAGE_BYTES]) })
     }
@@ -155,7 +157,7 @@ impl Work {
         if let Some(codec) = &mut self.codec {
             let mut scratch = freestone::codec::Scratch::new();
             std::hint::black_box(crate::bare::Codec::compress(codec, content, &mut scratch));
-            // Another pattern than the one before: the word changes.
+            // A different pattern for each page, so that the slot's word changes.
             let pattern = (page as u32).wrapping_mul(0x9E37_79B9) | 1;
             self.pattern.as_chunks_mut().0.fill(pattern.to_ne_bytes());
             data = &self.pattern;
@@ -164,13 +166,13 @@ impl Work {
     }
 }
 
-/// Throughput and latency of every variant, for every number of workers.
+/// Returns rows with throughput and latency of every variant, for every number of workers.
 pub fn rows(variants: &[Box<dyn Variant + '_>], speeds: &[Vec<Vec<Speed>>]) -> Vec<Row> {
     let mut rows = Vec::new();
     for (workers, speeds) in WORKERS.into_iter().zip(speeds) {
         for (variant, speeds) in variants.iter().zip(speeds) {
             let over = |number: fn(&Speed) -> f64| Summary::of(speeds.iter().map(number));
-            let what = format!("{}, {}", worded(workers), variant.name());
+            let what = format!("{}, {}", workers_text(workers), variant.name());
             rows.push(
                 Row::new(&what, Unit::Kiops, over(|speed| speed.per_second / 1e3))
                     .part("us, mean", over(|speed| speed.mean).median)
@@ -181,7 +183,8 @@ pub fn rows(variants: &[Box<dyn Variant + '_>], speeds: &[Vec<Vec<Speed>>]) -> V
     rows
 }
 
-/// The throughput of one variant over that of another, for every number of workers.
+/// Returns rows with the throughput of variant `of` relative to variant `to`, for every number of
+/// workers.
 pub fn ratios(
     what: &str,
     speeds: &[Vec<Vec<Speed>>],
@@ -195,7 +198,7 @@ pub fn ratios(
         .zip(speeds)
         .map(|(workers, speeds)| {
             let ratio = Summary::ratio(&walls(&speeds[of]), &walls(&speeds[to]));
-            let row = Row::ratio(format!("{}: {what}", worded(workers)), ratio)
+            let row = Row::ratio(format!("{}: {what}", workers_text(workers)), ratio)
                 .part("mean latency", means(&speeds[of]) / means(&speeds[to]));
             match target {
                 Some((at, target)) if at == workers => row.target(target).steady(),
@@ -205,6 +208,6 @@ pub fn ratios(
         .collect()
 }
 
-fn worded(workers: usize) -> String {
+fn workers_text(workers: usize) -> String {
     if workers == 1 { "1 worker".into() } else { format!("{workers} workers") }
 }

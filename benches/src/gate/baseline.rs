@@ -1,4 +1,4 @@
-//! The counts that a change is measured by, as they are committed.
+//! Committed baseline of instruction counts.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -6,18 +6,18 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
-/// Counts, and the build in which they were taken.
+/// Instruction counts, and the build in which they were measured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Baseline {
-    /// Compilers and flags.
+    /// Compilers and flags of the build.
     pub build: String,
-    /// Instructions of one request, by path.
+    /// Instructions per request, by name of the path.
     pub paths: BTreeMap<String, f64>,
 }
 
 impl Baseline {
-    /// To the tenth of an instruction: beyond that it is noise in a diff.
+    /// Creates a baseline. Counts are rounded to a tenth of an instruction to avoid noise in diffs.
     pub fn new(build: &str, paths: BTreeMap<String, f64>) -> Self {
         let paths = paths.into_iter().map(|(name, count)| (name, (count * 10.0).round() / 10.0)).collect();
         Self { build: build.into(), paths }
@@ -28,9 +28,9 @@ impl Baseline {
             format!("{}: no baseline; cargo xtask bench gate --accept makes one", path.display())
         })?;
         let baseline: Self =
-            serde_json::from_str(&text).with_context(|| format!("{} is no baseline", path.display()))?;
+            serde_json::from_str(&text).with_context(|| format!("{} is not a baseline", path.display()))?;
         let counts = baseline.paths.values().all(|count| count.is_finite() && *count > 0.0);
-        ensure!(counts, "{}: a count is not above 0", path.display());
+        ensure!(counts, "{}: every count must be above 0", path.display());
         Ok(baseline)
     }
 
@@ -45,11 +45,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_comes_back_as_it_was_saved_and_nonsense_does_not() {
+    fn baseline_round_trips_and_invalid_file_is_rejected() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("baseline.json");
-        let told = Baseline::load(&path).unwrap_err().to_string();
-        assert!(told.contains("--accept"), "{told}");
+        let error = Baseline::load(&path).unwrap_err().to_string();
+        assert!(error.contains("--accept"), "{error}");
         let baseline = Baseline::new("rustc 1", [("a".to_owned(), 1.26)].into());
         assert!((baseline.paths["a"] - 1.3).abs() < 1e-9);
         baseline.save(&path).unwrap();

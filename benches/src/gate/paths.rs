@@ -1,5 +1,4 @@
-//! The hot paths: each one a device, made and filled the same way whatever is counted, and a number
-//! of requests.
+//! Hot paths: each prepares a device and runs a fixed number of requests.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -15,7 +14,7 @@ use freestone::null::{self, Memory, Null};
 use freestone::ram::{self, ForkConfig, Ram};
 use freestone::zone::{self, State, Zones};
 
-use super::server::{Asked, Over};
+use super::server::{RequestKind, Transport};
 use crate::data::{Order, Random, fio_page};
 
 /// Pages of a disk.
@@ -23,16 +22,16 @@ const PAGES: u32 = 4096;
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Bytes of a disk.
 pub const DISK_BYTES: u64 = PAGES as u64 * PAGE;
-/// Zones of the zoned drive.
+/// Zones of the zoned device.
 const ZONES: u64 = 16;
-/// Requests that are counted. First writes and appends do each page once.
+/// Requests that are counted. First writes and appends access each page once.
 pub const REQUESTS: u64 = PAGES as u64;
-/// Callgrind's pattern of [`counted`], mangled or not.
+/// Callgrind pattern that matches [`counted`], mangled or not.
 pub const COUNTED: &str = "*gate*paths*counted*";
 
-/// A hot path; its name is what the baseline and the command line know it by.
+/// A hot path. The name identifies it in the baseline and on the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
-pub enum Hot {
+pub enum HotPath {
     RamRead,
     RamWrite,
     RamReadSame,
@@ -58,47 +57,48 @@ pub enum Hot {
     VhostUserWrite,
 }
 
-/// What the counted process does.
+/// Arguments of the process that callgrind counts.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Loop {
-    /// The path; those with a client have a server.
+    /// Path to run; paths with a client are counted in a server instead
     #[arg(value_enum)]
-    path: Hot,
-    /// How many requests.
+    path: HotPath,
+    /// Number of requests
     #[arg(value_parser = clap::value_parser!(u64).range(1..=REQUESTS))]
     count: u64,
 }
 
-/// What pages hold.
+/// Content of the pages.
 #[derive(Clone, Copy)]
 enum Content {
     Compressible,
-    /// One 32-bit pattern, another one in every page.
+    /// A 32-bit pattern, a different one in every page.
     Same,
 }
 
-impl Hot {
-    /// As it is typed.
+impl HotPath {
+    /// Returns the name in the baseline and on the command line.
     pub fn name(self) -> String {
         self.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
     }
 
-    /// For people.
+    /// Returns the description in the report.
     pub fn about(self) -> &'static str {
         match self {
             Self::RamRead => "read of a page in memory",
             Self::RamWrite => "write over a page",
             Self::RamReadSame => "read of a same-filled page",
             Self::RamWriteSame => "same-filled write over another",
-            // Most of what a codec's page takes is the codec; here a change of the engine alone is
-            // seen.
+            // Compression dominates the cost of other pages; without it a change of the engine
+            // alone is visible.
             Self::RamReadStored => "read of a page that is kept without a codec",
             Self::RamWriteStored => "write over a page, without a codec",
             Self::ForkReadThrough => "read of a page that only the snapshot below has",
             Self::ForkFirstWrite => "first write of a page that the snapshot has",
             Self::ForkFirstWriteStored => "first write of a page that the snapshot has, without a codec",
             Self::ForkRewrite => "write over a page of its own",
-            // The old page moves to the snapshot: no codec, so that the chain is what is seen.
+            // The old page moves to the snapshot. Without compression the cost of the chain is
+            // visible.
             Self::OriginFirstWriteStored => "first write of a page that a snapshot needs, without a codec",
             Self::SnapshotReadStored => "read of a snapshot's page that its origin has, without a codec",
             Self::ZoneAppend => "append to a zone with memory",
@@ -116,82 +116,82 @@ impl Hot {
         }
     }
 
-    /// What a client asks a server for, and how.
-    pub fn served(self) -> Option<(Over, Asked)> {
+    /// Returns transport and request kind if the path is counted in a server.
+    pub fn client_request(self) -> Option<(Transport, RequestKind)> {
         match self {
-            Self::NbdRead => Some((Over::Nbd, Asked::Read)),
-            Self::NbdWrite => Some((Over::Nbd, Asked::Write)),
-            Self::NbdCountedRead => Some((Over::NbdCounted, Asked::Read)),
-            Self::NbdCountedWrite => Some((Over::NbdCounted, Asked::Write)),
-            Self::VhostUserRead => Some((Over::VhostUser, Asked::Read)),
-            Self::VhostUserWrite => Some((Over::VhostUser, Asked::Write)),
+            Self::NbdRead => Some((Transport::Nbd, RequestKind::Read)),
+            Self::NbdWrite => Some((Transport::Nbd, RequestKind::Write)),
+            Self::NbdCountedRead => Some((Transport::NbdCounted, RequestKind::Read)),
+            Self::NbdCountedWrite => Some((Transport::NbdCounted, RequestKind::Write)),
+            Self::VhostUserRead => Some((Transport::VhostUser, RequestKind::Read)),
+            Self::VhostUserWrite => Some((Transport::VhostUser, RequestKind::Write)),
             _ => None,
         }
     }
 }
 
 impl Loop {
-    /// Runs it.
+    /// Runs the path.
     pub fn run(self) -> Result<()> {
         let Self { path, count } = self;
         let compressible = || pages(Content::Compressible);
         match path {
-            Hot::RamRead => reads(&filled(&compressible()?)?, count),
-            Hot::RamWrite => {
+            HotPath::RamRead => reads(&filled(&compressible()?)?, count),
+            HotPath::RamWrite => {
                 let pages = compressible()?;
                 writes(&filled(&pages)?, &pages, count)
             }
-            Hot::RamReadStored => reads(&filled_with(Algorithm::Store, &compressible()?)?, count),
-            Hot::RamWriteStored => {
+            HotPath::RamReadStored => reads(&filled_with(Algorithm::Store, &compressible()?)?, count),
+            HotPath::RamWriteStored => {
                 let pages = compressible()?;
                 writes(&filled_with(Algorithm::Store, &pages)?, &pages, count)
             }
-            Hot::RamReadSame => reads(&filled(&pages(Content::Same)?)?, count),
-            Hot::RamWriteSame => {
+            HotPath::RamReadSame => reads(&filled(&pages(Content::Same)?)?, count),
+            HotPath::RamWriteSame => {
                 let pages = pages(Content::Same)?;
                 writes(&filled(&pages)?, &pages, count)
             }
-            Hot::ForkReadThrough => {
+            HotPath::ForkReadThrough => {
                 let snapshot = filled(&compressible()?)?.snapshot()?;
                 reads(&snapshot.fork(&ForkConfig::default())?, count)
             }
-            Hot::ForkFirstWrite | Hot::ForkFirstWriteStored => {
+            HotPath::ForkFirstWrite | HotPath::ForkFirstWriteStored => {
                 let pages = compressible()?;
-                let stored = path == Hot::ForkFirstWriteStored;
+                let stored = path == HotPath::ForkFirstWriteStored;
                 let algorithm = if stored { Algorithm::Store } else { Algorithm::Lz4 };
                 let snapshot = filled_with(algorithm, &pages)?.snapshot()?;
                 first_writes(&snapshot.fork(&ForkConfig::default())?, &pages, count)
             }
-            Hot::ForkRewrite => {
+            HotPath::ForkRewrite => {
                 let pages = compressible()?;
                 let fork = filled(&pages)?.snapshot()?.fork(&ForkConfig::default())?;
                 fill(&fork, &pages)?;
                 writes(&fork, &pages, count)
             }
-            Hot::OriginFirstWriteStored => {
+            HotPath::OriginFirstWriteStored => {
                 let pages = compressible()?;
                 let origin = filled_with(Algorithm::Store, &pages)?;
                 let _snapshot = origin.snapshot()?;
                 first_writes(&origin, &pages, count)
             }
-            Hot::SnapshotReadStored => {
+            HotPath::SnapshotReadStored => {
                 let origin = filled_with(Algorithm::Store, &compressible()?)?;
                 reads(&origin.snapshot()?, count)
             }
-            Hot::ZoneAppend => appends(&zones()?, &compressible()?, count),
-            Hot::ZoneRead => reads(&full_zones(&compressible()?)?, count),
-            Hot::NullWrite => {
+            HotPath::ZoneAppend => appends(&zones()?, &compressible()?, count),
+            HotPath::ZoneRead => reads(&full_zones(&compressible()?)?, count),
+            HotPath::NullWrite => {
                 let null = Null::new(null::Config::plain(DISK_BYTES, 512))?;
                 writes(&null, &compressible()?, count)
             }
-            Hot::LayersRead => reads(&layers()?, count),
-            Hot::LayersWrite => writes(&layers()?, &compressible()?, count),
-            Hot::NbdRead
-            | Hot::NbdWrite
-            | Hot::NbdCountedRead
-            | Hot::NbdCountedWrite
-            | Hot::VhostUserRead
-            | Hot::VhostUserWrite => {
+            HotPath::LayersRead => reads(&layers()?, count),
+            HotPath::LayersWrite => writes(&layers()?, &compressible()?, count),
+            HotPath::NbdRead
+            | HotPath::NbdWrite
+            | HotPath::NbdCountedRead
+            | HotPath::NbdCountedWrite
+            | HotPath::VhostUserRead
+            | HotPath::VhostUserWrite => {
                 anyhow::bail!("{} is counted in a server", path.name())
             }
         }
@@ -203,14 +203,14 @@ fn pages(content: Content) -> Result<IoBuf> {
     for (number, page) in (0_u32..).zip(pages.chunks_exact_mut(PAGE_BYTES)) {
         match content {
             Content::Compressible => fio_page(u64::from(number), page),
-            // No pattern is zero.
+            // Pattern zero is avoided, because zero pages are special.
             Content::Same => page.as_chunks_mut().0.fill((number + 1).to_ne_bytes()),
         }
     }
     Ok(pages)
 }
 
-/// A RAM disk with those pages.
+/// Returns a RAM disk filled with the pages.
 fn filled(pages: &[u8]) -> Result<Ram> {
     filled_with(Algorithm::Lz4, pages)
 }
@@ -228,27 +228,27 @@ fn fill(ram: &Ram, pages: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// A null device that snapshots can be taken of, and whose requests are counted.
+/// Returns a null device under the layers that the program adds: snapshots and request counters.
 fn layers() -> Result<Counting> {
     let null = Arc::new(Null::new(null::Config::plain(DISK_BYTES, 512))?);
     Ok(Counting::new("null", Arc::new(Origin::new(null))))
 }
 
-/// An empty zoned drive with memory.
+/// Returns an empty zoned device with memory.
 fn zones() -> Result<Zones> {
     let memory = Memory::new(null::Config::plain(DISK_BYTES, 4096))?;
     let config = zone::Config { zone_size: DISK_BYTES / ZONES, ..zone::Config::default() };
     Ok(Zones::new(Arc::new(memory), config, State::Volatile, None)?)
 }
 
-/// Callgrind counts in here, and on this thread only: what threads of a device do beside it is a
-/// matter of time.
+/// Callgrind counts instructions in this function only, on this thread only: the work of a device's
+/// other threads depends on timing.
 #[inline(never)]
 fn counted(requests: impl FnOnce() -> Result<()>) -> Result<()> {
     black_box(requests())
 }
 
-/// Reads of random pages, as an export tries them.
+/// Reads random pages with `try_io`, as an export does.
 fn reads(device: &dyn Device, count: u64) -> Result<()> {
     let mut into = IoBuf::zeroed(PAGE_BYTES)?;
     counted(|| {
@@ -261,44 +261,44 @@ fn reads(device: &dyn Device, count: u64) -> Result<()> {
     })
 }
 
-/// Writes of random pages over random others.
+/// Overwrites random pages with random others.
 fn writes(device: &dyn Device, pages: &[u8], count: u64) -> Result<()> {
-    let (places, contents) = (Order::new(3, 0, PAGES), Order::new(4, 0, PAGES));
-    let mut both = places.choices(0, count).zip(contents.choices(0, count));
-    counted(|| both.try_for_each(|(place, content)| write(device, place, pages, content)))
+    let (slots, contents) = (Order::new(3, 0, PAGES), Order::new(4, 0, PAGES));
+    let mut both = slots.choices(0, count).zip(contents.choices(0, count));
+    counted(|| both.try_for_each(|(slot, content)| write(device, slot, pages, content)))
 }
 
-/// Writes of pages in random order, each once.
+/// Writes pages in random order, each once.
 fn first_writes(device: &dyn Device, pages: &[u8], count: u64) -> Result<()> {
-    let places = Random::new(5).permutation(u64::from(PAGES));
-    let mut both = places.into_iter().zip(Order::new(4, 0, PAGES).choices(0, count));
-    counted(|| both.try_for_each(|(place, content)| write(device, place, pages, content)))
+    let slots = Random::new(5).permutation(u64::from(PAGES));
+    let mut both = slots.into_iter().zip(Order::new(4, 0, PAGES).choices(0, count));
+    counted(|| both.try_for_each(|(slot, content)| write(device, slot, pages, content)))
 }
 
-fn write(device: &dyn Device, place: u32, pages: &[u8], content: u32) -> Result<()> {
+fn write(device: &dyn Device, slot: u32, pages: &[u8], content: u32) -> Result<()> {
     let data = &pages[content as usize * PAGE_BYTES..][..PAGE_BYTES];
-    let request = Request::write(u64::from(place) * PAGE, PAGE);
+    let request = Request::write(u64::from(slot) * PAGE, PAGE);
     let tried = device.try_io(&request, Buffer::Write(black_box(data)))?;
     ensure!(tried == Tried::Done, "a write had to wait");
     Ok(())
 }
 
-/// Appends, zone after zone.
+/// Appends to one zone after the other.
 fn appends(zones: &dyn Zoned, pages: &[u8], count: u64) -> Result<()> {
     counted(|| {
         for (number, page) in (0..count).zip(pages.chunks_exact(PAGE_BYTES)) {
             let zone = number * PAGE / (DISK_BYTES / ZONES) * (DISK_BYTES / ZONES);
-            let place = zones.try_append(zone, black_box(page), Flags::empty())?;
+            let offset = zones.try_append(zone, black_box(page), Flags::empty())?;
             ensure!(
-                place == Some(number * PAGE),
-                "an append to zone {zone} had to wait or went to {place:?}"
+                offset == Some(number * PAGE),
+                "an append to zone {zone} had to wait or went to {offset:?}"
             );
         }
         Ok(())
     })
 }
 
-/// A zoned drive that is full.
+/// Returns a full zoned device.
 fn full_zones(pages: &[u8]) -> Result<Zones> {
     let zones = zones()?;
     for (number, page) in (0_u64..).zip(pages.chunks_exact(PAGE_BYTES)) {
@@ -312,10 +312,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_path_runs_or_is_a_servers() {
-        for &path in Hot::value_variants() {
+    fn every_path_runs_or_needs_a_server() {
+        for &path in HotPath::value_variants() {
             let done = Loop { path, count: 20 }.run();
-            assert_eq!(done.is_ok(), path.served().is_none(), "{path:?}: {done:?}");
+            assert_eq!(done.is_ok(), path.client_request().is_none(), "{path:?}: {done:?}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The server that is counted: a process of its own with a null export, and the requests it gets.
+//! Server process of the gate, with a null export, and the client that sends it requests.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -20,99 +20,108 @@ use crate::fio_nbd::Direction;
 use crate::nbd_client::Client;
 use crate::virtio::{DEPTH_MAX, Load, Virtio};
 
-/// Size of the export.
+/// Size of the export, in bytes.
 const EXPORT_BYTES: u64 = 1 << 30;
-/// Requests of the shorter of the two runs whose difference counts.
+/// Requests of the shorter of the two runs. The difference of both excludes start and end of the
+/// server.
 pub const FEW: u64 = 1000;
-/// How long the server may take to listen, under valgrind on a busy machine.
+/// Time limit for the server to listen, under valgrind on a busy machine.
 const START_MAX: Duration = Duration::from_secs(60);
-/// Between two attempts to connect.
+/// Pause between two attempts to connect.
 const RETRY_EVERY: Duration = Duration::from_millis(20);
 
-/// What a client asks for, 4 KiB at a time.
+/// Request type; each request is 4 KiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Asked {
+pub enum RequestKind {
     Read,
     Write,
 }
 
-/// How it is asked.
+/// Protocol between client and server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Over {
+pub enum Transport {
     Nbd,
-    /// With counters and latencies of the requests.
+    /// NBD, with counters and latencies of the requests.
     NbdCounted,
     VhostUser,
 }
 
-/// Where it listens.
+/// Arguments of the server process.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ServerArgs {
-    /// For what.
+    /// Protocol to serve
     #[arg(value_enum)]
-    over: Over,
-    /// The socket.
+    transport: Transport,
+    /// Socket to listen on
     socket: PathBuf,
 }
 
 /// Serves until standard input ends.
 pub fn serve(args: &ServerArgs) -> Result<()> {
     let null = Arc::new(Null::new(null::Config::plain(EXPORT_BYTES, 512))?);
-    let until_told = || std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).context("standard input");
-    match args.over {
-        Over::Nbd | Over::NbdCounted => {
-            let counted = matches!(args.over, Over::NbdCounted);
+    let wait_for_stdin =
+        || std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).context("standard input");
+    match args.transport {
+        Transport::Nbd | Transport::NbdCounted => {
+            let counted = matches!(args.transport, Transport::NbdCounted);
             let device: Arc<dyn Device> =
                 if counted { Arc::new(Counting::new("device", null)) } else { null };
             let server = export(device, &args.socket)?;
-            until_told()?;
+            wait_for_stdin()?;
             server.shutdown(END_GRACE);
         }
-        Over::VhostUser => {
-            // How often it looks out is a matter of time.
+        Transport::VhostUser => {
+            // The number of polls of the queue depends on timing, so polling is disabled.
             let options = Options { look_out: false, ..Options::new(Budget::new(budget::DEFAULT_BYTES)) };
             let _export = Export::new(&args.socket, "null", null, options)?;
-            until_told()?;
+            wait_for_stdin()?;
         }
     }
     Ok(())
 }
 
-/// Instructions of a server from start to end, with `count` requests between. One at a time: how
-/// many a server finds in its socket at once would be a matter of chance.
-pub fn collected(mut command: Command, over: Over, asked: Asked, count: u64) -> Result<u64> {
+/// Returns the instructions of a server from start to end, with `count` requests in between. NBD
+/// requests are sent one at a time, because the number that a server finds in its socket at once
+/// depends on timing.
+pub fn count_instructions(
+    mut command: Command,
+    transport: Transport,
+    kind: RequestKind,
+    count: u64,
+) -> Result<u64> {
     let dir = tempfile::tempdir()?;
     let socket = dir.path().join("s");
     command
         .arg("gate-server")
-        .arg(over.to_possible_value().expect("none is skipped").get_name())
+        .arg(transport.to_possible_value().expect("every transport has a name").get_name())
         .arg(&socket);
     command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
-    let mut child = command.spawn().with_context(|| callgrind::MISSING)?;
-    let asking = match over {
-        Over::Nbd | Over::NbdCounted => {
-            connect(&mut child, || Client::connect(&socket)).and_then(|c| ask(c, asked, count))
+    let mut child = command.spawn().with_context(|| callgrind::VALGRIND_MISSING)?;
+    let result = match transport {
+        Transport::Nbd | Transport::NbdCounted => {
+            connect(&mut child, || Client::connect(&socket)).and_then(|c| send_requests(c, kind, count))
         }
-        Over::VhostUser => {
-            connect(&mut child, || Virtio::connect(&socket, 1)).and_then(|c| ask_virtio(c, asked, count))
-        }
+        Transport::VhostUser => connect(&mut child, || Virtio::connect(&socket, 1))
+            .and_then(|c| send_virtio_requests(c, kind, count)),
     };
-    if asking.is_err() {
-        // It may have ended already.
+    if result.is_err() {
+        // The process may have ended already.
         let _ = child.kill();
     }
-    // Closes its standard input, and so ends it.
-    let output = child.wait_with_output().context("the server's end")?;
-    asking.with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
-    callgrind::count_in(&output)
+    // Closing standard input ends the server.
+    let output = child.wait_with_output().context("waiting for the server")?;
+    result.with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+    callgrind::parse_count(&output)
 }
 
 fn connect<T>(child: &mut Child, attempt: impl Fn() -> Result<T>) -> Result<T> {
-    let begun = Instant::now();
+    let started = Instant::now();
     loop {
         match attempt() {
             Ok(client) => return Ok(client),
-            Err(error) if begun.elapsed() > START_MAX => return Err(error).context("the server"),
+            Err(error) if started.elapsed() > START_MAX => {
+                return Err(error).context("connecting to the server");
+            }
             Err(_) => std::thread::sleep(RETRY_EVERY),
         }
         if let Some(status) = child.try_wait()? {
@@ -121,25 +130,26 @@ fn connect<T>(child: &mut Child, attempt: impl Fn() -> Result<T>) -> Result<T> {
     }
 }
 
-fn ask(mut client: Client, asked: Asked, count: u64) -> Result<()> {
+fn send_requests(mut client: Client, kind: RequestKind, count: u64) -> Result<()> {
     let mut page = [0x5A; PAGE_BYTES];
     for number in 0..count {
         let offset = number * PAGE_BYTES as u64 % EXPORT_BYTES;
-        match asked {
-            Asked::Read => client.read(offset, &mut page)?,
-            Asked::Write => client.write(offset, &page)?,
+        match kind {
+            RequestKind::Read => client.read(offset, &mut page)?,
+            RequestKind::Write => client.write(offset, &page)?,
         }
     }
     client.end()
 }
 
-/// As many at once as a queue takes: so few wakes that their share does not count.
-fn ask_virtio(mut client: Virtio, asked: Asked, count: u64) -> Result<()> {
-    let direction = match asked {
-        Asked::Read => Direction::Read,
-        Asked::Write => Direction::Write,
+/// Sends as many requests at a time as a queue takes, so that the cost of notifications is
+/// negligible.
+fn send_virtio_requests(mut client: Virtio, kind: RequestKind, count: u64) -> Result<()> {
+    let direction = match kind {
+        RequestKind::Read => Direction::Read,
+        RequestKind::Write => Direction::Write,
     };
-    let load = Load { direction, depth: DEPTH_MAX, together: DEPTH_MAX };
+    let load = Load { direction, depth: DEPTH_MAX, batch: DEPTH_MAX };
     client.run(load, count, EXPORT_BYTES).map(drop)
 }
 
@@ -151,12 +161,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_are_answered() {
+    fn requests_reach_the_device() {
         let dir = tempfile::tempdir().unwrap();
         let memory = Arc::new(Memory::new(null::Config::plain(1 << 20, 512)).unwrap());
         let server = export(memory.clone(), &dir.path().join("s")).unwrap();
-        for asked in [Asked::Write, Asked::Read] {
-            ask(Client::connect(&dir.path().join("s")).unwrap(), asked, 10).unwrap();
+        for kind in [RequestKind::Write, RequestKind::Read] {
+            send_requests(Client::connect(&dir.path().join("s")).unwrap(), kind, 10).unwrap();
         }
         let mut pages = vec![0; 11 * PAGE_BYTES];
         memory.read_at(0, &mut pages).unwrap();

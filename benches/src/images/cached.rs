@@ -1,5 +1,5 @@
-//! Random reads of a fork over an image, all of which is cached and in the kernel's memory, beside one
-//! over a local file.
+//! `cached` part: random reads of a fork over an image that is fully cached and in memory, beside a
+//! fork over a local file.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,28 +10,28 @@ use freestone::device::{Blocking as _, Buffer, Device, IoBuf, Request, Tried};
 use freestone::ram::{Config, Family, ForkConfig, Ram};
 use freestone_report::{Report, Row, Summary, Target};
 
-use super::kit::Kit;
+use super::test_image::TestImage;
 use crate::data::Random;
 use crate::export::export;
 use crate::fio_nbd::{self, Amount, DEPTH, Direction, Load};
 use crate::measure::alternate;
 use crate::options::Options;
 
-/// Within 5 % of the local file.
+/// Target: at most 5 % slower than the local file.
 const SLOWER_MAX: f64 = 1.05;
-/// Pages of a larger read.
+/// Pages of a large read.
 const PAGES: u64 = 32;
-/// Slices of a client, and how long they are.
+/// Slices of the NBD client, and their length.
 const FIO_ROUNDS: u32 = 15;
 const FIO_ROUNDS_QUICK: u32 = 1;
 const FIO_MILLIS: u64 = 1000;
 const FIO_MILLIS_QUICK: u64 = 50;
 
-pub fn run(kit: &Kit, options: &Options) -> Result<Report> {
+pub fn run(test_image: &TestImage, options: &Options) -> Result<Report> {
     let fork = |base: Arc<dyn Device>| -> Result<Ram> {
         Ok(Family::new(Config::default())?.fork(base, &ForkConfig::default())?)
     };
-    let (local, stored) = (fork(kit.local()?)?, fork(kit.pulled()?)?);
+    let (local, stored) = (fork(test_image.local()?)?, fork(test_image.pulled()?)?);
     warm(&local)?;
     warm(&stored)?;
     let mut rows = Vec::new();
@@ -55,21 +55,22 @@ pub fn run(kit: &Kit, options: &Options) -> Result<Report> {
                 .part("file ns", crate::measure::median(&times[0].cpu)),
         );
     }
-    rows.push(over_nbd(kit, [local, stored], options)?);
-    Ok(Report::new("images: cached", kit.data.description.clone(), kit.data.bytes(), "none")
+    rows.push(over_nbd(test_image, [local, stored], options)?);
+    Ok(Report::new("images: cached", test_image.data.description.clone(), test_image.data.bytes(), "none")
         .note(
-            "Reads of a fork that holds nothing itself, by one thread, by its CPU time: over an image that was pulled, \
-             and over the file that was pushed. All that is read is in the page cache.",
+            "Reads of an empty fork by one thread, in CPU time: over an image that was pulled, and over the \
+             file that was pushed. Everything that is read is in the page cache.",
         )
         .note(format!(
-            "Over NBD: reads a second over a Unix socket, by fio ({DEPTH} in flight), of a server in this process."
+            "Over NBD: reads per second over a Unix socket, by fio ({DEPTH} in flight), from a server in this \
+             process."
         ))
         .rows(rows))
 }
 
-/// The same reads by a client.
-fn over_nbd(kit: &Kit, forks: [Ram; 2], options: &Options) -> Result<Row> {
-    let sockets = ["local", "stored"].map(|name| kit.socket(name));
+/// Runs the same reads through an NBD client.
+fn over_nbd(test_image: &TestImage, forks: [Ram; 2], options: &Options) -> Result<Row> {
+    let sockets = ["local", "stored"].map(|name| test_image.socket(name));
     let mut speeds = [Vec::new(), Vec::new()];
     let mut servers = Vec::new();
     for (fork, socket) in forks.into_iter().zip(&sockets) {
@@ -78,7 +79,7 @@ fn over_nbd(kit: &Kit, forks: [Ram; 2], options: &Options) -> Result<Row> {
     let time = Duration::from_millis(if options.quick { FIO_MILLIS_QUICK } else { FIO_MILLIS });
     for round in 0..options.rounds(FIO_ROUNDS, FIO_ROUNDS_QUICK) {
         for at in 0..sockets.len() {
-            // Every other round in the opposite order.
+            // Every other round uses the opposite order.
             let side = if round % 2 == 1 { sockets.len() - 1 - at } else { at };
             let amount = Amount::Time(time);
             let load = Load { direction: Direction::Read, block_bytes: 4096, connections: 1, amount, round };
@@ -93,7 +94,7 @@ fn over_nbd(kit: &Kit, forks: [Ram; 2], options: &Options) -> Result<Row> {
         .part("file reads/s", crate::measure::median(&file)))
 }
 
-/// Reads all of it.
+/// Reads the whole device twice, to bring it into memory.
 fn warm(device: &Ram) -> Result<()> {
     let mut buffer = IoBuf::zeroed(1 << 20)?;
     for _ in 0..2 {
@@ -107,7 +108,7 @@ fn warm(device: &Ram) -> Result<()> {
     Ok(())
 }
 
-/// How many of some reads would have waited.
+/// Reads at random and returns the number of reads that would have blocked.
 fn read(device: &Ram, buffer: &mut IoBuf, pages: u64, from: u64, count: u64) -> u64 {
     let places = device.geometry().size / (PAGE_BYTES as u64 * pages);
     let mut random = Random::new(from);

@@ -1,5 +1,5 @@
-//! Random reads of a fork over an image that is cached on the disk and not in memory, beside one over a
-//! local file that is not in memory either.
+//! `disk` part: random reads of a fork over an image that is cached on disk but not in memory, beside a
+//! fork over a local file that is not in memory either.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -14,39 +14,39 @@ use freestone::ram::{Config, Family, ForkConfig, Ram};
 use freestone_report::{Report, Row, Summary, Target};
 use rustix::fs::{Advice, fadvise};
 
-use super::kit::Kit;
+use super::test_image::TestImage;
 use crate::data::Random;
 use crate::measure::median;
 use crate::options::Options;
 
 const ROUNDS: u32 = 11;
 const ROUNDS_QUICK: u32 = 1;
-/// Reads of a slice, by all threads together.
+/// Reads per slice, of all threads together.
 const READS: u64 = 4000;
 const READS_QUICK: u64 = 200;
-/// Threads that read, each one page at a time.
+/// Numbers of reader threads, each with one page at a time.
 const THREADS: [u64; 2] = [1, 16];
-/// Of the speed of the local file.
+/// Target, relative to the local file.
 const SPEED_MIN: f64 = 0.8;
 
-pub fn run(kit: &Kit, options: &Options) -> Result<Report> {
+pub fn run(test_image: &TestImage, options: &Options) -> Result<Report> {
     let fork = |base: Arc<dyn Device>| -> Result<Ram> {
         Ok(Family::new(Config::default())?.fork(base, &ForkConfig::default())?)
     };
-    let sides = [fork(kit.local()?)?, fork(kit.pulled()?)?];
+    let sides = [fork(test_image.local()?)?, fork(test_image.pulled()?)?];
     let all = if options.quick { READS_QUICK } else { READS };
     let mut rows = Vec::new();
     for threads in THREADS {
         let mut speeds = [Vec::new(), Vec::new()];
         for round in 0..options.rounds(ROUNDS, ROUNDS_QUICK) {
             for at in 0..sides.len() {
-                // Every other round in the opposite order.
+                // Every other round uses the opposite order.
                 let side = if round % 2 == 1 { sides.len() - 1 - at } else { at };
-                forget(&kit.file)?;
-                forget(&kit.cache())?;
-                let begun = Instant::now();
+                drop_from_page_cache(&test_image.file)?;
+                drop_from_page_cache(&test_image.cache())?;
+                let started = Instant::now();
                 read(&sides[side], threads, all / threads, u64::from(round))?;
-                speeds[side].push((all / threads * threads) as f64 / begun.elapsed().as_secs_f64());
+                speeds[side].push((all / threads * threads) as f64 / started.elapsed().as_secs_f64());
             }
         }
         let [local, cached] = speeds;
@@ -61,22 +61,27 @@ pub fn run(kit: &Kit, options: &Options) -> Result<Report> {
                 .part("file reads/s", median(&local)),
         );
     }
-    Ok(Report::new("images: from the disk cache", kit.data.description.clone(), kit.data.bytes(), "none")
-        .note(
-            "Reads of a fork that holds nothing itself: over an image that was pulled, and over the file that was pushed, on \
-             one disk. Before each slice the kernel is told to forget what it has of both in memory; what the disk or the \
-             machine below keeps it does not know.",
-        )
-        .rows(rows))
+    Ok(Report::new(
+        "images: from the disk cache",
+        test_image.data.description.clone(),
+        test_image.data.bytes(),
+        "none",
+    )
+    .note(
+        "Reads of an empty fork: over an image that was pulled, and over the file that was pushed, both on \
+             one disk. Before each slice both are dropped from the page cache; caches of the disk or of the \
+             machine below remain.",
+    )
+    .rows(rows))
 }
 
-/// Has the kernel forget the content of a file, or of all files of a directory.
-fn forget(path: &Path) -> Result<()> {
+/// Drops a file, or all files of a directory, from the page cache.
+fn drop_from_page_cache(path: &Path) -> Result<()> {
     if path.is_dir() {
-        return fs::read_dir(path)?.try_for_each(|entry| forget(&entry?.path()));
+        return fs::read_dir(path)?.try_for_each(|entry| drop_from_page_cache(&entry?.path()));
     }
     let file = File::open(path)?;
-    // What is not written yet is not forgotten.
+    // Dirty pages cannot be dropped.
     file.sync_data()?;
     Ok(fadvise(&file, 0, None, Advice::DontNeed)?)
 }

@@ -1,4 +1,4 @@
-//! What of an image some reads ask for, and how many bytes that is in the store.
+//! Objects of an image that given reads need, with their sizes in the store.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,10 +9,10 @@ use freestone::store::format::name::Name;
 use freestone::store::format::{PAGE, SEGMENT_BYTES};
 use freestone::store::store::{MANIFESTS, MAPS, Store, TAGS, TRACES};
 
-use super::kit::{TAG, pushed, until};
 use super::replay::Read;
+use super::test_image::{TAG, deadline, pushed_image};
 
-/// Objects and their bytes.
+/// Number and bytes of objects.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Objects {
     pub count: u64,
@@ -26,7 +26,7 @@ impl Objects {
     }
 }
 
-/// What a host asks of an image, as it lies in the store.
+/// Objects that a host requests for an image, as they are in the store.
 #[derive(Debug, Clone)]
 pub struct Facts {
     /// Names and bytes of the chunks that are read.
@@ -36,21 +36,21 @@ pub struct Facts {
     pub domain: u64,
     pub tag: u64,
     pub manifest: u64,
-    /// None where it has no trace.
+    /// Bytes of the trace; 0 if the image has none.
     pub trace: u64,
 }
 
 impl Facts {
-    /// Of the image that the tag says.
+    /// Collects the facts of the image that the tag refers to.
     pub fn of(store: &Store, reads: &[Read]) -> Result<Self> {
-        let image = pushed(store)?;
-        let manifest = store.manifest(&image, until())?;
+        let image = pushed_image(store)?;
+        let manifest = store.manifest(&image, deadline())?;
         let (mut read, mut maps) = (BTreeMap::new(), Vec::new());
         for (segment, pages) in pages(reads) {
-            // From the youngest.
+            // Search the newest map first.
             let mut of_segment = Vec::new();
             for map in manifest.maps(segment).iter().rev() {
-                of_segment.push(store.map(&map.map, until())?);
+                of_segment.push(store.map(&map.map, deadline())?);
                 maps.push(bytes(store, &format!("{MAPS}{}", map.map))?);
             }
             for page in pages {
@@ -62,7 +62,7 @@ impl Facts {
                 }
             }
         }
-        ensure!(!read.is_empty(), "what is read is all zeroes");
+        ensure!(!read.is_empty(), "the reads cover only zeroes");
         Ok(Self {
             chunks: Objects::of(read.values().copied()),
             read,
@@ -76,10 +76,10 @@ impl Facts {
 }
 
 fn bytes(store: &Store, key: &str) -> Result<u64> {
-    Ok(store.head(key, until())?.with_context(|| format!("{key} is not there"))?.bytes)
+    Ok(store.head(key, deadline())?.with_context(|| format!("{key} does not exist"))?.bytes)
 }
 
-/// The pages that are read, by segments.
+/// Returns the pages that are read, by segment.
 fn pages(reads: &[Read]) -> BTreeMap<u32, BTreeSet<usize>> {
     let mut pages: BTreeMap<u32, BTreeSet<usize>> = BTreeMap::new();
     for Read { offset, len, .. } in reads {

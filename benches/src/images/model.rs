@@ -1,33 +1,33 @@
-//! What a fleet asks of a store when all of it starts at once: a calculation, which `fleet.rs` checks against
-//! what it counts.
+//! Model of the requests that a fleet sends to a store when all its servers start at once. `fleet.rs` compares
+//! the model with the requests that it counts.
 //!
-//! Of H hosts with S servers each, whose forks read C chunks of an image that M maps describe:
+//! For H hosts with S servers each, whose forks read C chunks of an image with M maps:
 //!
-//! | start | GET |
+//! | state of the caches | GET requests |
 //! |---|---|
-//! | nothing cached | H (C + M + 1) + H S (2 + p) |
-//! | all cached | H S (2 + p) |
-//! | all cached, and the image given by its hash, as in a server's state | H S p |
-//! | nothing: all is open, and cached | 0 |
+//! | empty | H (C + M + 1) + H S (2 + p) |
+//! | full | H S (2 + p) |
+//! | full, and the image given by its hash, as in a server's state | H S p |
+//! | full, and all servers running | 0 |
 //!
-//! Once a host: the chunks, the maps, the manifest. Once a server: `freestone.json` and the tag, and where p
-//! is 1, with prefetch, the trace. How many forks there are does not matter, nor how often they read. Nothing
-//! is listed or asked for by HEAD.
+//! Each host fetches chunks, maps and manifest once. Each server fetches `freestone.json` and the tag, and with
+//! prefetch (p = 1) the trace. The number of forks and of their reads does not matter. Nothing is listed, and
+//! HEAD is not used.
 //!
-//! What is fetched ahead of reads that go through an image in their order may not be read at last; it depends
-//! on time, and is no part of this.
+//! The model excludes chunks that are fetched ahead of sequential reads: whether they are read in the end
+//! depends on timing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use super::facts::Facts;
 
-/// What is asked for.
+/// Kind of a request by its object or method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
-    /// A chunk that is read.
+    /// A chunk that the reads need.
     Chunk,
-    /// One that nobody reads.
+    /// A chunk that no read needs.
     Ahead,
     Map,
     Manifest,
@@ -36,7 +36,7 @@ pub enum Kind {
     Domain,
     List,
     Head,
-    /// What nobody who reads asks: writes.
+    /// Anything that readers never send, such as a write.
     Other,
 }
 
@@ -57,29 +57,29 @@ impl Kind {
     }
 }
 
-/// Requests by what they ask for.
-pub type Asked = BTreeMap<Kind, u64>;
+/// Number of requests by kind.
+pub type RequestCounts = BTreeMap<Kind, u64>;
 
-/// How large a fleet is.
+/// Size of a fleet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fleet {
     pub hosts: u64,
-    /// Of each host.
+    /// Servers per host.
     pub servers: u64,
-    /// Of each server.
+    /// Forks per server.
     pub forks: u64,
 }
 
-/// How it starts.
+/// State of the caches when the servers start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
-    /// Nothing is cached.
+    /// Empty caches.
     Empty,
-    /// All is cached.
+    /// Full caches.
     Cached,
-    /// All is cached, and the image given by its hash.
+    /// Full caches, and the image given by its hash.
     Known,
-    /// It does not: all is open, and reads go on.
+    /// Running servers, which read again.
     Running,
 }
 
@@ -103,8 +103,8 @@ impl fmt::Display for Fleet {
 }
 
 impl Fleet {
-    /// GETs by what they ask for, and bytes of objects that come.
-    pub fn asks(self, start: Start, prefetch: bool, facts: &Facts) -> (Asked, u64) {
+    /// Returns the number of GETs by kind, and the bytes of the fetched objects.
+    pub fn expected_requests(self, start: Start, prefetch: bool, facts: &Facts) -> (RequestCounts, u64) {
         let of_hosts = if start == Start::Empty { self.hosts } else { 0 };
         let all = self.hosts * self.servers;
         let by_tag = if matches!(start, Start::Empty | Start::Cached) { all } else { 0 };
@@ -117,15 +117,16 @@ impl Fleet {
             (Kind::Tag, by_tag, by_tag * facts.tag),
             (Kind::Domain, by_tag, by_tag * facts.domain),
         ];
-        let asked = rows.iter().filter(|(_, count, _)| *count > 0).map(|(kind, count, _)| (*kind, *count));
-        (asked.collect(), rows.iter().map(|(.., bytes)| bytes).sum())
+        let request_counts =
+            rows.iter().filter(|(_, count, _)| *count > 0).map(|(kind, count, _)| (*kind, *count));
+        (request_counts.collect(), rows.iter().map(|(.., bytes)| bytes).sum())
     }
 }
 
-/// How many requests are not as they were to be, but for what is fetched ahead.
-pub fn off(counted: &Asked, model: &Asked) -> u64 {
+/// Returns the number of requests by which two counts differ, apart from chunks fetched ahead.
+pub fn mismatches(counted: &RequestCounts, model: &RequestCounts) -> u64 {
     let kinds = counted.keys().chain(model.keys()).collect::<BTreeSet<_>>();
-    let of = |asked: &Asked, kind| asked.get(kind).copied().unwrap_or(0);
+    let of = |request_counts: &RequestCounts, kind| request_counts.get(kind).copied().unwrap_or(0);
     kinds
         .into_iter()
         .filter(|kind| **kind != Kind::Ahead)
@@ -139,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn once_a_host_and_once_a_server() {
+    fn requests_scale_with_hosts_and_servers() {
         let facts = Facts {
             read: BTreeMap::new(),
             chunks: Objects { count: 600, bytes: 60_000 },
@@ -150,19 +151,20 @@ mod tests {
             trace: 4,
         };
         let fleet = Fleet { hosts: 1000, servers: 20, forks: 10 };
-        let total = |start, prefetch| fleet.asks(start, prefetch, &facts).0.values().sum::<u64>();
+        let total =
+            |start, prefetch| fleet.expected_requests(start, prefetch, &facts).0.values().sum::<u64>();
         assert_eq!(total(Start::Empty, true), 1000 * 603 + 20_000 * 3);
         assert_eq!(total(Start::Empty, false), 1000 * 603 + 20_000 * 2);
         assert_eq!((total(Start::Cached, true), total(Start::Cached, false)), (60_000, 40_000));
         assert_eq!((total(Start::Known, true), total(Start::Known, false)), (20_000, 0));
         assert_eq!((total(Start::Running, true), total(Start::Running, false)), (0, 0));
-        let (asked, bytes) = fleet.asks(Start::Empty, true, &facts);
+        let (request_counts, bytes) = fleet.expected_requests(Start::Empty, true, &facts);
         assert_eq!(bytes, 1000 * 60_103 + 20_000 * 7);
-        assert_eq!(off(&asked, &asked), 0);
-        let mut other = asked.clone();
+        assert_eq!(mismatches(&request_counts, &request_counts), 0);
+        let mut other = request_counts.clone();
         other.insert(Kind::Head, 3);
         other.insert(Kind::Ahead, 7);
         other.remove(&Kind::Manifest);
-        assert_eq!((off(&other, &asked), off(&asked, &other)), (1003, 1003));
+        assert_eq!((mismatches(&other, &request_counts), mismatches(&request_counts, &other)), (1003, 1003));
     }
 }

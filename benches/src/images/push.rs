@@ -1,5 +1,5 @@
-//! A push of real files over a line, beside zstd alone and the line alone; a second one after some pages
-//! changed.
+//! `push` part: a push of real files over a network link, beside zstd alone and the link alone, and a
+//! second push after some pages changed.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -13,30 +13,30 @@ use freestone::store::format::chunk::UNIT_BYTES;
 use freestone::store::push::Pushed;
 use freestone_report::{Report, Row, Target, Unit, mib};
 
-use super::kit::Kit;
 use super::remote::{BITS_PER_SECOND, Remote};
+use super::test_image::TestImage;
 use crate::data::Random;
 use crate::options::Options;
 
 const ROUNDS: u32 = 3;
 const ROUNDS_QUICK: u32 = 1;
-/// At least 0.8 of the slower of zstd and the line.
+/// Target: relative to the slower of zstd and the link, that is 0.8 of its speed.
 const SLOWER_MAX: f64 = 1.25;
-/// Of what the changed pages are compressed.
+/// Target: bytes of the second push, relative to the compressed changed pages.
 const CHANGED_MAX: f64 = 1.3;
-/// One page of so many changes.
+/// Divisor of the file's pages: the result is the number of changed pages.
 const CHANGED_OF: u64 = 100;
 
-pub fn run(kit: &Kit, remote: &Remote, options: &Options) -> Result<Report> {
+pub fn run(test_image: &TestImage, remote: &Remote, options: &Options) -> Result<Report> {
     let (mut times, mut bounds, mut zstds, mut lines) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut sent = 0;
     let mut last = None;
     for round in 0..options.rounds(ROUNDS, ROUNDS_QUICK) {
-        let zstd = zstd(kit)?;
+        let zstd = zstd(test_image)?;
         let prefix = format!("push-{}-{round}", std::process::id());
-        let begun = Instant::now();
-        let pushed = send(kit, remote, &prefix)?;
-        times.push(begun.elapsed().as_secs_f64());
+        let started = Instant::now();
+        let pushed = send(test_image, remote, &prefix)?;
+        times.push(started.elapsed().as_secs_f64());
         sent = pushed.sent.1;
         let line = (sent * 8) as f64 / BITS_PER_SECOND as f64;
         zstds.push(zstd);
@@ -50,62 +50,63 @@ pub fn run(kit: &Kit, remote: &Remote, options: &Options) -> Result<Report> {
         .part("zstd s", crate::measure::median(&zstds))
         .part("line s", crate::measure::median(&lines))
         .part("sent MiB", mib(sent));
-    let prefix = last.context("there is a round at least")?;
-    let changed = change(kit)?;
+    let prefix = last.context("at least one round")?;
+    let changed = change(test_image)?;
     let before = remote.bytes().0;
-    let begun = Instant::now();
-    let pushed = send(kit, remote, &prefix)?;
-    let seconds = begun.elapsed().as_secs_f64();
-    let went = remote.bytes().0 - before;
+    let started = Instant::now();
+    let pushed = send(test_image, remote, &prefix)?;
+    let seconds = started.elapsed().as_secs_f64();
+    let sent_bytes = remote.bytes().0 - before;
     ensure!(pushed.changed_pages <= changed.pages, "more pages changed than were written");
     let second = Row::one(
         "bytes of a second push / the changed pages, compressed",
         Unit::Ratio,
-        went as f64 / changed.packed as f64,
+        sent_bytes as f64 / changed.packed as f64,
     )
     .target(Target::AtMost(CHANGED_MAX))
-    .part("went MiB", mib(went))
+    .part("went MiB", mib(sent_bytes))
     .part("pages in units MiB", mib(changed.packed))
     .part("each by itself MiB", mib(changed.each))
     .part("s", seconds);
-    Ok(Report::new("images: push", kit.data.description.clone(), kit.data.bytes(), "zstd")
+    Ok(Report::new("images: push", test_image.data.description.clone(), test_image.data.bytes(), "zstd")
         .note(format!(
-            "Over a line of 20 ms to and fro and 1 Gbit/s, to {}. zstd: the program, level 3, two threads, of the same \
-             file; the line: the bytes of the chunks at its speed. The second push: after 1 % of the pages, at random, \
-             got other content (that of other pages, changed in 16 bytes); bytes are all that went over the line, with \
-             requests; the changed pages are compressed in units of 16, as a chunk has them.",
+            "Over a link with a round trip of 20 ms and 1 Gbit/s, to {}. zstd: the program, level 3, two \
+             threads, of the same file. The line: the bytes of the chunks at the speed of the link. The second \
+             push follows changes of 1 % of the pages, at random (content of other pages, changed in 16 \
+             bytes). Its bytes are all that were sent, including requests. The changed pages are compressed in \
+             units of 16, as in a chunk.",
             remote.name
         ))
         .rows(vec![first, second]))
 }
 
-fn send(kit: &Kit, remote: &Remote, prefix: &str) -> Result<Pushed> {
+fn send(test_image: &TestImage, remote: &Remote, prefix: &str) -> Result<Pushed> {
     let (store, is_new) = remote.store(prefix)?;
-    kit.push(&store, is_new)
+    test_image.push(&store, is_new)
 }
 
-/// Seconds that zstd takes for the file.
-fn zstd(kit: &Kit) -> Result<f64> {
-    let begun = Instant::now();
+/// Compresses the file with the zstd program and returns the seconds.
+fn zstd(test_image: &TestImage) -> Result<f64> {
+    let started = Instant::now();
     let mut command = Command::new("zstd");
-    command.args(["-3", "-T2", "-q", "-c"]).arg(&kit.file).stdout(Stdio::null());
+    command.args(["-3", "-T2", "-q", "-c"]).arg(&test_image.file).stdout(Stdio::null());
     ensure!(command.status().context("cannot start zstd")?.success(), "zstd failed");
-    Ok(begun.elapsed().as_secs_f64())
+    Ok(started.elapsed().as_secs_f64())
 }
 
-/// Pages that got other content.
-struct Changed {
+/// Pages that were changed.
+struct ChangedPages {
     pages: u64,
-    /// Bytes of them, compressed together in units.
+    /// Bytes of the pages when compressed together in units.
     packed: u64,
-    /// The same, each by itself.
+    /// Bytes of the pages when each is compressed separately.
     each: u64,
 }
 
 /// Writes other content to some pages of the file.
-fn change(kit: &Kit) -> Result<Changed> {
-    let file = File::options().read(true).write(true).open(&kit.file)?;
-    let count = kit.data.bytes() / PAGE_BYTES as u64;
+fn change(test_image: &TestImage) -> Result<ChangedPages> {
+    let file = File::options().read(true).write(true).open(&test_image.file)?;
+    let count = test_image.data.bytes() / PAGE_BYTES as u64;
     let mut random = Random::new(1);
     let mut pages = BTreeSet::new();
     while (pages.len() as u64) < count / CHANGED_OF {
@@ -121,10 +122,14 @@ fn change(kit: &Kit) -> Result<Changed> {
         content.extend_from_slice(&page);
     }
     let compressed = |bytes: usize| -> u64 { content.chunks(bytes).map(compressed_bytes).sum() };
-    Ok(Changed { pages: pages.len() as u64, packed: compressed(UNIT_BYTES), each: compressed(PAGE_BYTES) })
+    Ok(ChangedPages {
+        pages: pages.len() as u64,
+        packed: compressed(UNIT_BYTES),
+        each: compressed(PAGE_BYTES),
+    })
 }
 
-/// As many bytes as zstd makes of these, at level 3.
+/// Returns the compressed size by zstd at level 3.
 fn compressed_bytes(bytes: &[u8]) -> u64 {
     let mut out = vec![0; zstd_safe::compress_bound(bytes.len())];
     zstd_safe::compress(&mut out[..], bytes, 3).map_or(bytes.len(), |len| len.min(bytes.len())) as u64

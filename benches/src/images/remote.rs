@@ -1,4 +1,4 @@
-//! A store behind a line: 20 ms to and fro, 1 Gbit/s.
+//! Store behind a network link with a round trip of 20 ms and 1 Gbit/s.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -12,16 +12,16 @@ use freestone_objects::Options;
 use freestone_testkit::Latency;
 use freestone_testkit::s3::Server;
 
-use super::kit::begun;
+use super::test_image::open_or_create;
 
 pub const ROUND_TRIP: Duration = Duration::from_millis(20);
 pub const BITS_PER_SECOND: u64 = 1_000_000_000;
 const BUCKET: &str = "images";
 const REGION: &str = "us-east-1";
 
-/// A server of objects, this process's own or another, and the line to it.
+/// An object server, in this process or elsewhere, and the slow link to it.
 pub struct Remote {
-    /// It ends with this.
+    /// Server in this process, which ends on drop.
     _server: Option<Server>,
     line: Latency,
     bucket: String,
@@ -30,12 +30,12 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// The server at an endpoint, `http://ADDRESS:PORT`, with the credentials of the environment; else
-    /// one in this process.
+    /// Connects to the server at an endpoint, `http://ADDRESS:PORT`, with the credentials of the
+    /// environment, or starts one in this process.
     pub fn new(endpoint: Option<&str>, bucket: Option<&str>) -> Result<Self> {
         let (server, target) = if let Some(endpoint) = endpoint {
             let address = endpoint.strip_prefix("http://").unwrap_or(endpoint).trim_end_matches('/');
-            (None, address.parse::<SocketAddr>().context("an endpoint is http://ADDRESS:PORT")?)
+            (None, address.parse::<SocketAddr>().context("--endpoint must be http://ADDRESS:PORT")?)
         } else {
             let server = Server::start(&[BUCKET]);
             let address = server.address();
@@ -47,7 +47,7 @@ impl Remote {
         Ok(Self { anonymous: server.is_some(), _server: server, line, bucket, name })
     }
 
-    /// What lies under a name that nobody used yet.
+    /// Opens the objects under a prefix.
     fn objects(&self, prefix: &str) -> Result<Arc<dyn Objects>> {
         let options = Options {
             endpoint: Some(self.line.endpoint()),
@@ -58,12 +58,12 @@ impl Remote {
         Ok(freestone_objects::open(&format!("s3://{}/{prefix}", self.bucket), &options)?)
     }
 
-    /// A store there, begun if it is not.
+    /// Opens the store under a prefix, or creates it. Also returns whether it is new.
     pub fn store(&self, prefix: &str) -> Result<(Arc<Store>, bool)> {
-        begun(self.objects(prefix)?)
+        open_or_create(self.objects(prefix)?)
     }
 
-    /// What a device is told to have an image from there: one of a store, and what follows its URL.
+    /// Returns the device description of an image in the store. `image` follows the URL of the store.
     pub fn device(&self, prefix: &str, image: &str) -> String {
         let (bucket, endpoint) = (&self.bucket, self.line.endpoint());
         let anonymous = if self.anonymous { "yes" } else { "no" };
@@ -72,7 +72,7 @@ impl Remote {
         )
     }
 
-    /// What was asked of a store there so far, by method and key.
+    /// Returns the number of requests to a store so far, by method and key.
     pub fn requests(&self, prefix: &str) -> BTreeMap<(String, String), u64> {
         let of_store = format!("/{}/{prefix}/", self.bucket);
         let requests = self.line.requests().into_iter().filter_map(|((method, path), count)| {
@@ -83,7 +83,7 @@ impl Remote {
         requests.collect()
     }
 
-    /// Bytes that went there and came from there, with all that HTTP adds.
+    /// Returns the bytes sent and received, including HTTP headers.
     pub fn bytes(&self) -> (u64, u64) {
         self.line.bytes()
     }

@@ -1,5 +1,4 @@
-//! What a guest read while it started, and reading it again as it did: one read after the other, with the
-//! guest's own pauses between.
+//! Recorded reads of a guest's boot, and their replay: one read at a time, with the guest's own pauses.
 
 use std::thread;
 use std::time::Duration;
@@ -8,12 +7,12 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::options::Options;
 
-/// As `lab/record-boot.sh` writes it.
+/// Trace written by `lab/record-boot.sh`.
 const TRACE: &str = include_str!("../../data/boot.trace");
-/// The longest pause of a smoke run.
+/// Longest pause of a smoke run.
 const PAUSE_QUICK: Duration = Duration::from_millis(1);
 
-/// One read.
+/// A read of the guest.
 #[derive(Debug, Clone, Copy)]
 pub struct Read {
     pub offset: u64,
@@ -21,23 +20,23 @@ pub struct Read {
     pub pause: Duration,
 }
 
-/// The reads that lie on a disk of that size.
+/// Returns the recorded reads that lie within a disk of `bytes` bytes.
 pub fn reads(options: &Options, bytes: u64) -> Result<Vec<Read>> {
     let mut reads = Vec::new();
     for line in TRACE.lines().filter(|line| !line.starts_with('#')) {
         let mut numbers = line.split(' ').map(str::parse::<u64>);
-        let mut next = || numbers.next().and_then(Result::ok).with_context(|| format!("{line}: no read"));
+        let mut next = || numbers.next().and_then(Result::ok).with_context(|| format!("{line}: not a read"));
         let (offset, len, pause) = (next()?, next()? as usize, Duration::from_micros(next()?));
         let pause = if options.quick { pause.min(PAUSE_QUICK) } else { pause };
         if offset + len as u64 <= bytes {
             reads.push(Read { offset, len, pause });
         }
     }
-    ensure!(!reads.is_empty(), "the data is smaller than any read lies");
+    ensure!(!reads.is_empty(), "the data set is too small: no recorded read lies within it");
     Ok(reads)
 }
 
-/// All reads, after their pauses, if there are such: divided by a number.
+/// Replays the reads. `pauses` divides the guest's pauses; None omits them.
 pub fn replay(
     reads: &[Read],
     pauses: Option<u32>,

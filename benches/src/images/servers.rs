@@ -1,4 +1,4 @@
-//! Servers of the program, whose forks boot, and what goes over the line meanwhile.
+//! Servers of the real program with booting forks, and the traffic between them and the store.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::net::UnixStream;
@@ -16,44 +16,44 @@ use freestone::store::store::{CHUNKS, MANIFESTS, MAPS, Store, TAGS, TRACES, chun
 use tempfile::TempDir;
 
 use super::facts::Facts;
-use super::kit::{Kit, TAG, image, pushed, until};
-use super::model::{Asked, Fleet, Kind, Start};
+use super::model::{Fleet, Kind, RequestCounts, Start};
 use super::remote::Remote;
 use super::replay::{Read, reads, replay};
+use super::test_image::{TAG, TestImage, deadline, image, pushed_image};
 use crate::nbd_client::Client;
 use crate::options::Options;
-use crate::place::{Own, Place};
-use crate::served::{Patience, Server};
+use crate::run_dir::{RunDir, ServerDir};
+use crate::served::{Server, WaitLimits};
 
-/// How long servers may take that start together on a busy machine.
-const READY: Patience = Patience { most: Duration::from_secs(120), pause: Duration::from_millis(2) };
+/// Time limit for servers that start together on a busy machine.
+const READY: WaitLimits = WaitLimits { timeout: Duration::from_secs(120), pause: Duration::from_millis(2) };
 const END_MAX: Duration = Duration::from_secs(60);
-/// Nothing is under way where nothing came for so long.
+/// The link is quiet if no bytes were received for this time.
 const QUIET: Duration = Duration::from_millis(300);
 const QUIET_MAX: Duration = Duration::from_secs(60);
 
-/// A server of the program, and where its socket is.
-pub struct Running {
-    own: Own,
+/// A server process and the directory of its sockets.
+pub struct RunningServer {
+    server_dir: ServerDir,
     server: Server,
 }
 
-/// Requests by method and key.
+/// Number of requests by method and key.
 type Requests = BTreeMap<(String, String), u64>;
 
-/// What came over the line.
-pub struct Counted {
-    pub asked: Asked,
-    /// The most that one chunk was asked for.
-    pub most: u64,
+/// Traffic between the servers and the store.
+pub struct Traffic {
+    pub request_counts: RequestCounts,
+    /// Largest number of fetches of one chunk.
+    pub max_fetches: u64,
     pub bytes: u64,
 }
 
-/// What all starts have in common.
+/// Environment of all starts.
 pub struct Bench<'a> {
-    pub kit: &'a Kit,
+    pub test_image: &'a TestImage,
     pub remote: &'a Remote,
-    place: &'a Place,
+    run_dir: &'a RunDir,
     freestone: &'a Path,
     prefix: String,
     pub reads: Vec<Read>,
@@ -62,29 +62,29 @@ pub struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    /// Pushes the image, and the trace of a boot.
+    /// Pushes the image and the trace of a boot.
     pub fn new(
-        (kit, remote): (&'a Kit, &'a Remote),
-        place: &'a Place,
+        (test_image, remote): (&'a TestImage, &'a Remote),
+        run_dir: &'a RunDir,
         freestone: &'a Path,
         options: &Options,
     ) -> Result<Self> {
-        let mut reads = reads(options, kit.data.bytes())?;
+        let mut reads = reads(options, test_image.data.bytes())?;
         if options.quick {
-            apart(&mut reads, kit.data.bytes());
+            spread_reads(&mut reads, test_image.data.bytes());
         }
         let prefix = format!("fleet-{}", std::process::id());
         let (store, is_new) = remote.store(&prefix)?;
-        kit.push(&store, is_new)?;
-        note_trace(kit, &store, &reads)?;
+        test_image.push(&store, is_new)?;
+        record_trace(test_image, &store, &reads)?;
         let facts = Facts::of(&store, &reads)?;
-        let image = pushed(&store)?.to_string();
-        let bench = Self { kit, remote, place, freestone, prefix, reads, facts, image };
-        bench.quiet()?;
+        let image = pushed_image(&store)?.to_string();
+        let bench = Self { test_image, remote, run_dir, freestone, prefix, reads, facts, image };
+        bench.wait_until_quiet()?;
         Ok(bench)
     }
 
-    /// Words of a device over the store.
+    /// Returns the description of a device over the store.
     pub fn device(&self, start: Start, cache: &Path, prefetch: bool, hedge: Option<&str>) -> String {
         let image = if start == Start::Known { format!("@{}", self.image) } else { format!(":{TAG}") };
         let (device, cache) = (self.remote.device(&self.prefix, &image), cache.display());
@@ -93,34 +93,34 @@ impl<'a> Bench<'a> {
         format!("{device},cache={cache},prefetch={prefetch}{hedge}")
     }
 
-    /// Begins all servers, and has each fork boot as soon as its server is there. How long it took until the
-    /// last has.
+    /// Starts all servers, and boots each fork as soon as its server listens. Returns the seconds until all
+    /// have booted.
     pub fn start(
         &self,
         fleet: Fleet,
         device: &dyn Fn(u64) -> String,
         pauses: Option<u32>,
-    ) -> Result<(f64, Vec<Running>)> {
-        let begun = Instant::now();
+    ) -> Result<(f64, Vec<RunningServer>)> {
+        let started = Instant::now();
         let mut servers = Vec::new();
         for host in 0..fleet.hosts {
             for _ in 0..fleet.servers {
-                let own = self.place.server()?;
+                let server_dir = self.run_dir.server()?;
                 let mut command = Command::new(self.freestone);
                 command.arg("serve").arg(format!("golden={}", device(host)));
                 command.args((0..fleet.forks).map(|fork| format!("{}=fork,base=golden", name(fork))));
-                command.arg("--nbd").arg(format!("unix:{}", own.socket("nbd").display()));
-                command.arg("--control").arg(own.socket("control"));
+                command.arg("--nbd").arg(format!("unix:{}", server_dir.socket("nbd").display()));
+                command.arg("--control").arg(server_dir.socket("control"));
                 let server = Server::spawn(&command)?;
-                servers.push(Running { own, server });
+                servers.push(RunningServer { server_dir, server });
             }
         }
         self.boot(&mut servers, fleet.forks, pauses)?;
-        Ok((begun.elapsed().as_secs_f64(), servers))
+        Ok((started.elapsed().as_secs_f64(), servers))
     }
 
-    /// All forks of all servers boot, each with a connection of its own.
-    pub fn boot(&self, servers: &mut [Running], forks: u64, pauses: Option<u32>) -> Result<()> {
+    /// Boots all forks of all servers, each with its own connection.
+    pub fn boot(&self, servers: &mut [RunningServer], forks: u64, pauses: Option<u32>) -> Result<()> {
         let fork = |socket: &Path, fork: u64| -> Result<()> {
             let mut client = Client::connect_to(socket, &name(fork))?;
             let mut buffer = Vec::new();
@@ -130,31 +130,31 @@ impl<'a> Bench<'a> {
             })?;
             client.end()
         };
-        let server = |running: &mut Running| -> Result<()> {
-            let (socket, control) = (running.own.socket("nbd"), running.own.socket("control"));
-            // It listens there last of all.
+        let server = |running: &mut RunningServer| -> Result<()> {
+            let (socket, control) = (running.server_dir.socket("nbd"), running.server_dir.socket("control"));
+            // The control socket is the last one that a server opens.
             running.server.wait_for(READY, &mut || UnixStream::connect(&control).ok())?;
             thread::scope(|scope| {
                 let (fork, socket) = (&fork, &socket);
                 let booting = (0..forks).map(|number| scope.spawn(move || fork(socket, number)));
-                joined(booting.collect())
+                join_all(booting.collect())
             })
         };
         thread::scope(|scope| {
             let server = &server;
-            joined(servers.iter_mut().map(|running| scope.spawn(move || server(running))).collect())
+            join_all(servers.iter_mut().map(|running| scope.spawn(move || server(running))).collect())
         })
     }
 
-    pub fn ended(servers: Vec<Running>) -> Result<()> {
+    pub fn end_servers(servers: Vec<RunningServer>) -> Result<()> {
         servers.into_iter().try_for_each(|running| running.server.end(END_MAX))
     }
 
-    /// What was asked so far, when nothing is under way any more.
-    fn quiet(&self) -> Result<(Requests, u64)> {
-        let (begun, mut since, mut bytes) = (Instant::now(), Instant::now(), self.remote.bytes());
+    /// Waits until no requests are in flight. Returns the requests and the received bytes so far.
+    fn wait_until_quiet(&self) -> Result<(Requests, u64)> {
+        let (started, mut since, mut bytes) = (Instant::now(), Instant::now(), self.remote.bytes());
         while since.elapsed() < QUIET {
-            ensure!(begun.elapsed() < QUIET_MAX, "the line does not become quiet");
+            ensure!(started.elapsed() < QUIET_MAX, "the link to the store does not become quiet");
             thread::sleep(Duration::from_millis(10));
             let now = self.remote.bytes();
             if now != bytes {
@@ -164,13 +164,13 @@ impl<'a> Bench<'a> {
         Ok((self.remote.requests(&self.prefix), bytes.1))
     }
 
-    /// What came over the line while something was done.
-    pub fn counted<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<(T, Counted)> {
-        // Whatever was done before has become quiet, too.
+    /// Measures the traffic while `run` executes.
+    pub fn measure_traffic<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<(T, Traffic)> {
+        // All earlier activity ended in a call of `wait_until_quiet`.
         let (before, bytes_before) = (self.remote.requests(&self.prefix), self.remote.bytes().1);
         let done = run()?;
-        let (after, bytes_after) = self.quiet()?;
-        let (mut asked, mut most) = (Asked::new(), 0);
+        let (after, bytes_after) = self.wait_until_quiet()?;
+        let (mut request_counts, mut max_fetches) = (RequestCounts::new(), 0);
         let read: BTreeSet<String> = self.facts.read.keys().map(chunk_key).collect();
         for (request, count) in after {
             let count = count - before.get(&request).copied().unwrap_or(0);
@@ -191,46 +191,47 @@ impl<'a> Bench<'a> {
                 _ => Kind::Other,
             };
             if matches!(kind, Kind::Chunk | Kind::Ahead) {
-                most = most.max(count);
+                max_fetches = max_fetches.max(count);
             }
-            *asked.entry(kind).or_default() += count;
+            *request_counts.entry(kind).or_default() += count;
         }
-        Ok((done, Counted { asked, most, bytes: bytes_after - bytes_before }))
+        Ok((done, Traffic { request_counts, max_fetches, bytes: bytes_after - bytes_before }))
     }
 
     pub fn caches(&self, fleet: Fleet) -> Result<Vec<TempDir>> {
-        (0..fleet.hosts).map(|_| self.kit.empty_cache()).collect()
+        (0..fleet.hosts).map(|_| self.test_image.empty_cache()).collect()
     }
 }
 
-/// The name of a fork.
+/// Returns the name of a fork.
 fn name(fork: u64) -> String {
     format!("vm-{fork}")
 }
 
-/// What the first thread has that failed.
-fn joined(threads: Vec<thread::ScopedJoinHandle<'_, Result<()>>>) -> Result<()> {
-    let ended = threads.into_iter().map(|thread| thread.join().unwrap_or(Err(anyhow!("a thread panicked"))));
-    ended.fold(Ok(()), Result::and)
+/// Joins all threads and returns the first error.
+fn join_all(threads: Vec<thread::ScopedJoinHandle<'_, Result<()>>>) -> Result<()> {
+    let results =
+        threads.into_iter().map(|thread| thread.join().unwrap_or(Err(anyhow!("a thread panicked"))));
+    results.fold(Ok(()), Result::and)
 }
 
-/// Moves reads to every other chunk of the disk: none lies behind another then, and nothing is fetched ahead
-/// which depends on time. For a smoke run, all of which is to be as the model says.
-fn apart(reads: &mut [Read], bytes: u64) {
+/// Moves reads to every other chunk of the disk. Then no chunk follows another one, and nothing is fetched
+/// ahead, which would depend on time. For a smoke run, in which all requests must match the model.
+fn spread_reads(reads: &mut [Read], bytes: u64) {
     let block = CHUNK_BYTES as u64;
     let places = (bytes / block / 2).max(1);
     for read in reads {
-        let within = read.offset % block;
-        read.offset = read.offset / block % places * 2 * block + within;
-        read.len = read.len.min((block - within) as usize);
+        let offset_in_chunk = read.offset % block;
+        read.offset = read.offset / block % places * 2 * block + offset_in_chunk;
+        read.len = read.len.min((block - offset_in_chunk) as usize);
     }
 }
 
-/// Has the store know what a boot reads first.
-fn note_trace(kit: &Kit, store: &Arc<Store>, reads: &[Read]) -> Result<()> {
-    let cache = kit.empty_cache()?;
+/// Boots once and pushes the trace of the boot to the store.
+fn record_trace(test_image: &TestImage, store: &Arc<Store>, reads: &[Read]) -> Result<()> {
+    let cache = test_image.empty_cache()?;
     let image = image(store, cache.path(), false)?;
     replay(reads, None, |offset, len| Ok(image.read_at(offset, &mut IoBuf::zeroed(len)?)?))?;
-    image.push_trace(until())?;
+    image.push_trace(deadline())?;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Where one server has its state and its sockets, one server after the other.
+//! Files of a server that is restarted during a benchmark: its state directory and its sockets.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,71 +7,71 @@ use anyhow::Result;
 
 use super::Bench;
 use super::control::Control;
-use crate::place::Own;
+use crate::run_dir::ServerDir;
 use crate::served::Server;
 
-/// The directory, and the program.
+/// Directory of the server, and the program to start.
 pub struct Home {
-    own: Own,
+    server_dir: ServerDir,
     freestone: PathBuf,
 }
 
 impl Home {
     pub fn new(bench: &Bench<'_>) -> Result<Self> {
-        Ok(Self { own: bench.place.server()?, freestone: bench.freestone.clone() })
+        Ok(Self { server_dir: bench.run_dir.server()?, freestone: bench.freestone.clone() })
     }
 
-    /// A file of its own.
+    /// Returns the path of a file in the directory.
     pub fn file(&self, name: &str) -> PathBuf {
-        self.own.image(name)
+        self.server_dir.image(name)
     }
 
-    /// A socket of its own.
+    /// Returns the path of a socket in the directory.
     pub fn socket(&self, name: &str) -> PathBuf {
-        self.own.socket(name)
+        self.server_dir.socket(name)
     }
 
-    /// The directory of the state.
+    /// Returns the state directory.
     pub fn state(&self) -> PathBuf {
         self.file("state")
     }
 
-    /// Where the server shows its devices.
-    pub fn nbd(&self) -> PathBuf {
+    /// Returns the NBD socket of the server.
+    pub fn nbd_socket(&self) -> PathBuf {
         self.socket("nbd")
     }
 
-    /// A server without a state.
-    pub fn stateless(&self, words: &[&str]) -> Command {
+    /// Returns the command of a server without a state directory.
+    pub fn command_without_state(&self, words: &[&str]) -> Command {
         let mut command = Command::new(&self.freestone);
         command.arg("serve").args(words);
-        command.arg("--nbd").arg(unix(&self.nbd()));
-        // Not where the user's own server listens.
+        command.arg("--nbd").arg(unix(&self.nbd_socket()));
+        // The user's own server may listen at the default control socket.
         command.arg("--control").arg(self.socket("control"));
         command
     }
 
-    /// A server on the state.
-    pub fn stateful(&self, words: &[&str]) -> Command {
-        let mut command = self.stateless(words);
+    /// Returns the command of a server with a state directory.
+    pub fn command_with_state(&self, words: &[&str]) -> Command {
+        let mut command = self.command_without_state(words);
         command.arg("--state").arg(self.state());
         command
     }
 
-    /// Starts a server, and returns when it is ready.
+    /// Starts a server and waits until its control socket accepts connections.
     pub fn start(&self, command: &Command) -> Result<(Server, Control)> {
         let socket = self.socket("control");
         let server = Server::start_until(command, &|| Control::connect(&socket).is_ok())?;
         Ok((server, self.control()?))
     }
 
-    /// A connection to the server that runs.
+    /// Connects to the control socket of the running server.
     pub fn control(&self) -> Result<Control> {
         Control::connect(&self.socket("control"))
     }
 }
 
-/// A socket as an address.
+/// Returns the address of a Unix socket.
 pub fn unix(socket: &Path) -> String {
     format!("unix:{}", socket.display())
 }

@@ -1,15 +1,15 @@
-//! What lasts over restarts (`serve --state`, `keep=yes`), with the real program: what a state costs
-//! verbs, how long a start with many forks takes, how fast content is there again, how large
-//! increments are, and what writers notice of saves.
+//! `restarts` benchmark: persistence over restarts (`serve --state`, `keep=yes`), with the real
+//! program. Measures verbs with a state directory, starts with many forks, restores, the size of
+//! increments, and writes during saves.
 
-mod beside;
 mod control;
 mod home;
 mod increments;
-mod kept;
 mod many;
 mod restore;
+mod saved_disk;
 mod verbs;
+mod writes;
 
 use std::path::PathBuf;
 
@@ -17,54 +17,55 @@ use anyhow::Result;
 use clap::ValueEnum;
 use freestone_report::Report;
 
-use self::kept::Kept;
+use self::saved_disk::SavedDisk;
 use crate::options::{Options, Set};
 use crate::ours;
-use crate::place::Place;
+use crate::run_dir::RunDir;
 
-/// What it can be told.
+/// Options of the `restarts` benchmark.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// What to measure, separated by commas [default: all]
+    /// Parts to measure, separated by commas [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
     part: Vec<PartName>,
-    /// many: how many forks [default: 10000, with --quick 100]
+    /// many: number of forks [default: 10000, with --quick 100]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=60_000))]
     forks: Option<u32>,
-    /// The program to measure [default: the workspace's own, built as this program was, else the one
-    /// beside it]
+    /// Path of the `freestone` program to measure [default: the workspace's own, built with this
+    /// program's profile, else the one in this program's directory]
     #[arg(long)]
     freestone: Option<PathBuf>,
 }
 
-/// A part of it.
+/// A part of the benchmark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum PartName {
-    /// A fork with an export, with a state and without.
+    /// A fork with an export, with a state directory and without.
     Verbs,
-    /// The start of a server with many forks.
+    /// Start of a server with many forks.
     Many,
-    /// How fast a RAM disk's content is there again.
+    /// Time to restore the content of a RAM disk.
     Restore,
-    /// How large an increment is.
+    /// Size of an increment.
     Increments,
-    /// Writes while saves run.
+    /// Writes during saves.
     Writes,
 }
 
-/// What every part works with.
+/// Environment of all parts.
 struct Bench<'a> {
     args: &'a Args,
     options: &'a Options,
-    /// On the file system that is measured.
-    place: &'a Place,
+    /// Directory on the file system that is measured.
+    run_dir: &'a RunDir,
     freestone: PathBuf,
 }
 
-/// Runs the parts.
+/// Runs the selected parts.
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
-    let place = Place::new(&options.data_dir, "restarts-")?;
-    let bench = Bench { args, options, place: &place, freestone: ours::program(args.freestone.as_deref())? };
+    let run_dir = RunDir::new(&options.data_dir, "restarts-")?;
+    let bench =
+        Bench { args, options, run_dir: &run_dir, freestone: ours::program(args.freestone.as_deref())? };
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);
     let mut reports = Vec::new();
     let mut add = |report: Report| reports.push(report.print());
@@ -78,15 +79,15 @@ pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
         return Ok(reports);
     }
     for set in options.sets(&[Set::Real]) {
-        let kept = Kept::fill(&bench, set)?;
+        let saved_disk = SavedDisk::fill(&bench, set)?;
         if wanted(PartName::Restore) {
-            add(restore::run(&bench, &kept)?);
+            add(restore::run(&bench, &saved_disk)?);
         }
         if wanted(PartName::Increments) {
-            add(increments::run(&bench, &kept)?);
+            add(increments::run(&bench, &saved_disk)?);
         }
         if wanted(PartName::Writes) {
-            add(beside::run(&bench, &kept)?);
+            add(writes::run(&bench, &saved_disk)?);
         }
     }
     Ok(reports)

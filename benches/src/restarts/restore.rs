@@ -1,5 +1,5 @@
-//! How soon a kept disk can be read, and how soon all of it is in memory, beside plain reads of its
-//! file.
+//! `restore` part: time until a kept disk can be read and until all of it is in memory, compared
+//! with plain reads of its file.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -12,23 +12,24 @@ use freestone_report::{Report, Row, Summary, Target, Unit, mib};
 use rustix::fs::{Advice, fadvise};
 
 use super::Bench;
-use super::kept::{self, Kept};
+use super::saved_disk::{self, SavedDisk};
 use crate::data::Random;
 use crate::measure::median;
 use crate::nbd_client::Client;
-use crate::served::{Patience, Server};
+use crate::served::{Server, WaitLimits};
 
 const ROUNDS: u32 = 7;
 const ROUNDS_QUICK: u32 = 2;
-/// What plain reads read at once.
+/// Bytes per plain read.
 const READ_BYTES: usize = 1 << 20;
-/// Loading at half the speed of plain reads, or better.
+/// Target: loading at half the speed of plain reads or better.
 const LOAD_MAX: f64 = 2.0;
 const FIRST_READ_MAX_S: f64 = 0.2;
-/// Short, as it is part of what is measured.
-const CONNECT: Patience = Patience { most: Duration::from_secs(60), pause: Duration::from_micros(200) };
+/// Limits for connecting. The interval is short, as it is part of the measured time.
+const CONNECT: WaitLimits =
+    WaitLimits { timeout: Duration::from_secs(60), pause: Duration::from_micros(200) };
 
-/// The page cache has nothing of the file, or all of it.
+/// Content of the page cache: nothing of the file, or all of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cache {
     Cold,
@@ -37,28 +38,28 @@ enum Cache {
 
 /// Seconds, by round.
 #[derive(Default)]
-struct Times {
+struct RestoreTimes {
     plain: Vec<f64>,
     first: Vec<f64>,
     loaded: Vec<f64>,
 }
 
-pub(super) fn run(bench: &Bench<'_>, kept: &Kept) -> Result<Report> {
-    let (file, increments) = kept.files()?;
+pub(super) fn run(bench: &Bench<'_>, saved_disk: &SavedDisk) -> Result<Report> {
+    let (file, increments) = saved_disk.files()?;
     ensure!(increments.is_empty(), "the disk has increments already");
     let bytes = std::fs::metadata(&file)?.len();
     let mut rows = vec![
-        Row::one("the server's end, with the save of all", Unit::Seconds, kept.saving.as_secs_f64())
+        Row::one("the server's end, with the save of all", Unit::Seconds, saved_disk.save_time.as_secs_f64())
             .part("file MiB", mib(bytes)),
     ];
-    let mut times = [Times::default(), Times::default()];
+    let mut times = [RestoreTimes::default(), RestoreTimes::default()];
     for round in 0..bench.options.rounds(ROUNDS, ROUNDS_QUICK) {
         for cache in [Cache::Cold, Cache::Warm] {
             let times = &mut times[cache as usize];
             for restores in [round % 2 == 1, round % 2 == 0] {
                 prepare(&file, cache)?;
                 if restores {
-                    let (first, loaded) = restore(kept, round)?;
+                    let (first, loaded) = restore(saved_disk, round)?;
                     times.first.push(first);
                     times.loaded.push(loaded);
                 } else {
@@ -81,34 +82,35 @@ pub(super) fn run(bench: &Bench<'_>, kept: &Kept) -> Result<Report> {
         );
         rows.push(if name == "cold" { loaded.target(Target::AtMost(LOAD_MAX)) } else { loaded }.steady());
     }
-    Ok(Report::new("restarts: restore", kept.data.description.clone(), kept.bytes(), "lz4")
+    Ok(Report::new("restarts: restore", saved_disk.data.description.clone(), saved_disk.bytes(), "lz4")
         .note(
-            "A RAM disk with keep=yes, saved as one file at the end of the server. Plain reads: the file from its \
-             beginning, 1 MiB each. A restore: from before the server's process is made until its first answer to an \
-             NBD client (one page at a random place, which is compared), and until its thread that loads has ended and stat tells that all is in memory. \
-             These take turns; before each the file is dropped from the page cache (cold), or read (warm). The times \
-             of a restore have the start of the program in them.",
+            "A RAM disk with keep=yes, saved as one file when the server ended. Plain reads: the file \
+             sequentially, 1 MiB at a time. A restore: from before the server's process is started until its \
+             first reply to an NBD client (one random page, which is verified), and until its loader thread \
+             has ended and stat reports that everything is in memory. They take turns; before each the file is \
+             dropped from the page cache (cold) or read (warm). Times of a restore include the start of the \
+             program.",
         )
         .rows(rows))
 }
 
-/// Seconds until the first answer, and until all is in memory.
-fn restore(kept: &Kept, round: u32) -> Result<(f64, f64)> {
-    let page = Random::new(u64::from(round)).next_u64() % kept.pages;
+/// Returns the seconds until the first reply and until all is in memory.
+fn restore(saved_disk: &SavedDisk, round: u32) -> Result<(f64, f64)> {
+    let page = Random::new(u64::from(round)).next_u64() % saved_disk.pages;
     let mut content = [[0; PAGE_BYTES], [1; PAGE_BYTES]];
-    kept.data.read(page, &mut content[0])?;
-    let begun = Instant::now();
-    let mut server = Server::spawn(&kept.home.stateful(&[]))?;
-    // It listens before it shows the disk.
-    let mut client = server.wait_for(CONNECT, &mut || Client::connect(&kept.home.nbd()).ok())?;
+    saved_disk.data.read(page, &mut content[0])?;
+    let started = Instant::now();
+    let mut server = Server::spawn(&saved_disk.home.command_with_state(&[]))?;
+    // The server listens before it publishes the disk.
+    let mut client = server.wait_for(CONNECT, &mut || Client::connect(&saved_disk.home.nbd_socket()).ok())?;
     client.read(page * PAGE_BYTES as u64, &mut content[1])?;
-    let first = begun.elapsed().as_secs_f64();
-    ensure!(content[0] == content[1], "page {page} has not its content again");
-    let mut control = server.wait_for(CONNECT, &mut || kept.home.control().ok())?;
-    kept::wait_until_loaded(&mut server, &mut control)?;
-    let loaded = begun.elapsed().as_secs_f64();
+    let first = started.elapsed().as_secs_f64();
+    ensure!(content[0] == content[1], "page {page} has other content than before the restart");
+    let mut control = server.wait_for(CONNECT, &mut || saved_disk.home.control().ok())?;
+    saved_disk::wait_until_loaded(&mut server, &mut control)?;
+    let loaded = started.elapsed().as_secs_f64();
     client.end()?;
-    Kept::end(server)?;
+    SavedDisk::end(server)?;
     Ok((first, loaded))
 }
 
@@ -117,18 +119,18 @@ fn prepare(path: &Path, cache: Cache) -> Result<()> {
         Cache::Warm => read(path).map(drop),
         Cache::Cold => {
             let file = File::open(path)?;
-            // What is not on the disk yet stays.
+            // Dirty pages cannot be dropped.
             file.sync_all()?;
             fadvise(&file, 0, None, Advice::DontNeed).with_context(|| format!("{}", path.display()))
         }
     }
 }
 
-/// Seconds that plain reads of a file take.
+/// Reads a file sequentially and returns the seconds.
 fn read(path: &Path) -> Result<f64> {
     let mut buffer = vec![1; READ_BYTES];
-    let begun = Instant::now();
+    let started = Instant::now();
     let mut file = File::open(path)?;
     while file.read(&mut buffer)? > 0 {}
-    Ok(begun.elapsed().as_secs_f64())
+    Ok(started.elapsed().as_secs_f64())
 }

@@ -1,5 +1,5 @@
-//! What a state costs a verb: a fork with an export, with a state and without, beside one bare append
-//! that is made durable.
+//! `verbs` part: cost of a state directory for a verb. Compares a fork with an export, with and
+//! without a state directory, and a durable append to a file.
 
 use std::fs::File;
 use std::io::Write as _;
@@ -16,16 +16,16 @@ use crate::measure::median;
 
 const ROUNDS: u32 = 15;
 const ROUNDS_QUICK: u32 = 3;
-/// Forks of each side in a round.
+/// Forks per side in a round.
 const FORKS: usize = 25;
 const FORKS_QUICK: usize = 5;
 const BASE_BYTES: u64 = 64 << 20;
-/// About what a verb appends at once.
+/// Approximate bytes that a verb appends at once.
 const LINE_BYTES: usize = 256;
-/// What a state may cost more, in milliseconds.
+/// Target for the additional time with a state directory, in milliseconds.
 const COST_MAX_MS: f64 = 1.0;
 
-/// Who does it.
+/// Operation that is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
     Stateful,
@@ -42,8 +42,8 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
     let image = homes[0].file("base.img");
     File::create(&image)?.set_len(BASE_BYTES)?;
     let base = format!("base=file,path={},readonly=yes", image.display());
-    let (_stateful, with) = homes[0].start(&homes[0].stateful(&[&base]))?;
-    let (_stateless, without) = homes[1].start(&homes[1].stateless(&[&base]))?;
+    let (_server_with_state, with) = homes[0].start(&homes[0].command_with_state(&[&base]))?;
+    let (_server_without_state, without) = homes[1].start(&homes[1].command_without_state(&[&base]))?;
     let mut controls = [with, without];
     let mut file = File::options().append(true).create(true).open(homes[0].file("appended"))?;
     let mut millis = SIDES.map(|_| Vec::new());
@@ -53,12 +53,12 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
             let mut order = SIDES;
             order.rotate_left((round + number) % SIDES.len());
             for side in order {
-                let begun = Instant::now();
+                let started = Instant::now();
                 match side {
                     Side::Append => append(&mut file)?,
                     _ => fork(&mut controls[side as usize], &homes[side as usize], number)?,
                 }
-                of_round[side as usize].push(begun.elapsed().as_secs_f64() * 1e3);
+                of_round[side as usize].push(started.elapsed().as_secs_f64() * 1e3);
             }
         }
         for control in &mut controls {
@@ -71,31 +71,31 @@ pub(super) fn run(bench: &Bench<'_>) -> Result<Report> {
         }
     }
     let [with, without, append] = millis;
-    let more: Vec<f64> = with.iter().zip(&without).map(|(with, without)| with - without).collect();
-    let twice: Vec<f64> = append.iter().map(|once| once * 2.0).collect();
+    let added_millis: Vec<f64> = with.iter().zip(&without).map(|(with, without)| with - without).collect();
+    let two_appends: Vec<f64> = append.iter().map(|once| once * 2.0).collect();
     let row = |what: &str, of: &[f64]| Row::new(what, Unit::Millis, Summary::of(of.iter().copied()));
     Ok(Report::new("restarts: verbs", "", 0, "")
         .note(format!(
-            "A fork of a file, with an export at a Unix socket of its own, over the control socket. {rounds} rounds \
-             with {forks} forks of each side, one by one in turns; a round is its median. More: of the same round. \
-             A bare append: {LINE_BYTES} bytes behind a file in the same file system as the state, and fdatasync. A \
-             verb waits for two of these."
+            "A fork of a file, exported at its own Unix socket, over the control socket. {rounds} rounds with \
+             {forks} forks per side, one at a time in turns; a round counts with its median. More: the \
+             difference in the same round. A bare append: {LINE_BYTES} bytes appended to a file in the same \
+             file system as the state directory, and fdatasync. A verb waits for two of these."
         ))
         .rows(vec![
             row("a fork with an export, without a state", &without),
             row("a fork with an export, with a state", &with),
             row("a bare append and fdatasync", &append),
-            row("more with a state", &more)
+            row("more with a state", &added_millis)
                 .target(Target::AtMost(COST_MAX_MS))
-                .part("two bare appends", median(&twice)),
-            Row::over("more with a state / two bare appends", &more, &twice).steady(),
+                .part("two bare appends", median(&two_appends)),
+            Row::over("more with a state / two bare appends", &added_millis, &two_appends).steady(),
         ]))
 }
 
 fn fork(control: &mut Control, home: &Home, number: usize) -> Result<()> {
     let name = format!("fork-{number}");
-    let nbd = unix(&home.socket(&name));
-    control.call("fork", &json!({ "base": "base", "name": name, "nbd": nbd })).map(drop)
+    let nbd_socket = unix(&home.socket(&name));
+    control.call("fork", &json!({ "base": "base", "name": name, "nbd": nbd_socket })).map(drop)
 }
 
 fn append(file: &mut File) -> Result<()> {

@@ -1,4 +1,4 @@
-//! The backing file, and RAM disks over it.
+//! Backing file of the `writeback` benchmark, and RAM disks that use it.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -18,47 +18,47 @@ use crate::data::Data;
 use crate::process::{Spent, Watch};
 
 const COPY_PAGES: u64 = 256;
-/// How long the disk before may take to let go of the file.
+/// Time limit for the previous disk to close the file.
 const CLOSED_WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// A file that disks and fio use one after the other. It is removed when this is dropped.
+/// File that disks and fio use one after the other, removed on drop.
 pub struct BackingFile {
     path: PathBuf,
     bytes: u64,
 }
 
-/// How pages lie on the backing device.
+/// Layout of pages on the backing device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
-    /// Objects, tightly (`compressed_writeback=1`).
+    /// Compressed objects without padding (`compressed_writeback=1`).
     Packed,
-    /// A page a block (`compressed_writeback=0`).
+    /// A page per block (`compressed_writeback=0`).
     Plain,
 }
 
-/// A spill of a whole disk.
-pub struct Spilled {
-    /// Pages that were spilled.
+/// Result of writing back a whole disk.
+pub struct WritebackResult {
+    /// Pages that were written back.
     pub pages: u64,
-    /// Bytes written by the disk's own count.
+    /// Bytes that were written, by the disk's own count.
     pub bytes: u64,
-    /// What it took.
+    /// Resources used.
     pub spent: Spent,
 }
 
 impl BackingFile {
-    /// A sparse file with room for every page of `data_bytes`, in either layout.
+    /// Creates a sparse file large enough for every page of `data_bytes`, in either layout.
     pub fn new(dir: &Path, data_bytes: u64) -> Result<Self> {
         std::fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
         let path = dir.join(format!("freestone-writeback-{}.img", std::process::id()));
-        // Headers and ends of runs: 16 bytes a page and a little more.
+        // Add headers and ends of runs: 16 bytes per page and a little more.
         let bytes = (data_bytes + data_bytes / 32 + (16 << 20)).next_multiple_of(1 << 20);
         let this = Self { path, bytes };
         this.sparse()?;
         Ok(this)
     }
 
-    /// Empties it: no block of it is on the disk.
+    /// Deallocates all blocks of the file.
     pub fn sparse(&self) -> Result<()> {
         let sparse = || -> std::io::Result<()> {
             let mut options = OpenOptions::new();
@@ -70,30 +70,31 @@ impl BackingFile {
         sparse().with_context(|| format!("{}", self.path.display()))
     }
 
-    /// Writes all of it once, so that every block is there.
+    /// Writes the whole file once, so that every block is allocated.
     pub fn fill(&self) -> Result<()> {
         fio::run(&Job::sequential_writes(&self.path, self.bytes)).map(drop)
     }
 
-    /// Whether all of it has blocks on the disk.
+    /// Returns true if every block of the file is allocated.
     pub fn is_written(&self) -> Result<bool> {
         let metadata = std::fs::metadata(&self.path).with_context(|| format!("{}", self.path.display()))?;
-        // Unix counts blocks of 512 bytes, whatever the file system's are.
+        // `st_blocks` counts blocks of 512 bytes for every file system.
         Ok(metadata.blocks() * 512 >= self.bytes)
     }
 
-    /// Where the file lies.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// An empty disk over it, the only one at a time. The one before may let go of the file a
-    /// little after it was dropped, on the thread that drops the last of its requests.
+    /// Creates an empty disk over the file; only one may exist at a time. Waits for the previous
+    /// disk to close the file, which may happen a little after its drop, on the thread that drops
+    /// its last request.
     pub fn disk(&self, pages: u64, layout: Layout, mem_limit: u64) -> Result<Ram> {
         self.disk_over(pages, layout, mem_limit, |file| file)
     }
 
-    /// As [`disk`](Self::disk), over what `over` makes of the file.
+    /// Like [`disk`](Self::disk), over the device that `over` makes of the file.
     pub fn disk_over(
         &self,
         pages: u64,
@@ -101,10 +102,10 @@ impl BackingFile {
         mem_limit: u64,
         over: impl FnOnce(Arc<dyn Device>) -> Arc<dyn Device>,
     ) -> Result<Ram> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let file = loop {
             match file::File::open_for_spilling(&self.path, None) {
-                Err(file::SetupError::InUse { .. }) if begun.elapsed() < CLOSED_WAIT_MAX => {
+                Err(file::SetupError::InUse { .. }) if started.elapsed() < CLOSED_WAIT_MAX => {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 opened => break opened?,
@@ -122,12 +123,12 @@ impl BackingFile {
 
 impl Drop for BackingFile {
     fn drop(&mut self) {
-        // It may be gone already; there is nobody to tell.
+        // The file may be gone already; drop cannot report errors.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// Puts every `step`-th page of the data on the disk, in order.
+/// Writes every `step`-th page of the data to the disk, in order.
 pub fn fill(ram: &Ram, data: &Data, step: u64) -> Result<()> {
     let run = if step == 1 { COPY_PAGES } else { 1 };
     let mut buffer = IoBuf::zeroed(run as usize * PAGE_BYTES)?;
@@ -140,12 +141,12 @@ pub fn fill(ram: &Ram, data: &Data, step: u64) -> Result<()> {
     Ok(())
 }
 
-/// Marks all pages idle and spills them.
-pub fn spill(ram: &Ram) -> Result<Spilled> {
+/// Marks all pages idle and writes them back.
+pub fn spill(ram: &Ram) -> Result<WritebackResult> {
     ram.idle(Idle::All);
     let watch = Watch::start()?;
     let written = ram.writeback(&Writeback::Idle).map_err(|(_, error)| error)?;
     let spent = watch.stop()?;
-    anyhow::ensure!(written.pages > 0, "nothing was spilled");
-    Ok(Spilled { pages: written.pages, bytes: written.blocks * PAGE_BYTES as u64, spent })
+    anyhow::ensure!(written.pages > 0, "no page was written back");
+    Ok(WritebackResult { pages: written.pages, bytes: written.blocks * PAGE_BYTES as u64, spent })
 }

@@ -1,4 +1,4 @@
-//! fio as the measure of the disk.
+//! fio as the reference for the speed of the disk.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,34 +8,34 @@ use serde_json::Value;
 
 use crate::tool;
 
-/// One run of one job, with `O_DIRECT` and `io_uring`.
+/// A run of one fio job, with `O_DIRECT` and `io_uring`.
 pub struct Job<'a> {
     path: &'a Path,
     rw: &'static str,
     block: u32,
     depth: u32,
-    /// Bytes from the start of the file that it works on.
+    /// Size of the accessed range at the start of the file, in bytes.
     bytes: u64,
-    /// Bytes that it moves.
+    /// Bytes to transfer.
     io_bytes: u64,
     seed: u64,
 }
 
-/// What it reached.
+/// Result of a job.
 pub struct Speed {
     pub bytes_per_second: f64,
     pub operations_per_second: f64,
-    /// Its own CPU time, as a part of the time that it ran.
+    /// fio's CPU time, relative to the duration.
     pub cpu: f64,
 }
 
 impl<'a> Job<'a> {
-    /// Requests of 1 MiB, four at a time, from the start of the file.
+    /// Creates a job of sequential 1 MiB writes, four at a time, from the start of the file.
     pub fn sequential_writes(path: &'a Path, bytes: u64) -> Self {
         Self { path, rw: "write", block: 1 << 20, depth: 4, bytes, io_bytes: bytes, seed: 1 }
     }
 
-    /// Reads of 4 KiB, each block at most once, from the first `bytes` of the file.
+    /// Creates a job of 4 KiB reads, each block at most once, from the first `bytes` of the file.
     pub fn random_reads(path: &'a Path, bytes: u64, depth: u32, count: u64, seed: u64) -> Self {
         Self { path, rw: "randread", block: 4096, depth, bytes, io_bytes: (count * 4096).min(bytes), seed }
     }
@@ -44,9 +44,9 @@ impl<'a> Job<'a> {
 /// Runs a job to its end.
 pub fn run(job: &Job) -> Result<Speed> {
     let Job { path, rw, block, depth, bytes, io_bytes, seed } = job;
-    // In fio's option a colon separates file names.
+    // A colon separates file names in fio's option.
     let name = path.to_str().filter(|name| !name.contains(':'));
-    let Some(name) = name else { bail!("{}: fio takes no such name", path.display()) };
+    let Some(name) = name else { bail!("{}: fio does not accept this file name", path.display()) };
     let mut fio = Command::new("fio");
     fio.args(["--name=disk", "--ioengine=io_uring", "--direct=1", "--numjobs=1", "--thread=1"])
         .args(["--fallocate=none", "--output-format=json"])
@@ -60,14 +60,14 @@ pub fn run(job: &Job) -> Result<Speed> {
     parse(&tool::run(&mut fio, "fio")?, if *rw == "write" { "write" } else { "read" })
 }
 
-/// fio puts notes before its JSON now and then.
+/// Parses fio's output, which may have messages before the JSON.
 fn parse(output: &str, direction: &str) -> Result<Speed> {
     let json = output.find('{').map_or("", |at| &output[at..]);
     let value: Value = serde_json::from_str(json).context("fio's JSON")?;
     let job = &value["jobs"][0];
     let number =
         |value: &Value, name: &str| value[name].as_f64().with_context(|| format!("fio gave no {name}"));
-    ensure!(job["error"].as_i64() == Some(0), "fio met an error: {}", job["error"]);
+    ensure!(job["error"].as_i64() == Some(0), "fio reported error {}", job["error"]);
     let side = &job[direction];
     let cpu = (number(job, "usr_cpu")? + number(job, "sys_cpu")?) / 100.0;
     let speed = Speed {
@@ -84,7 +84,7 @@ mod tests {
     use super::parse;
 
     #[test]
-    fn the_numbers_of_the_direction_are_taken() {
+    fn result_of_direction_is_parsed() {
         let side = |bw| format!(r#"{{"bw_bytes": {bw}, "iops": {bw}.5}}"#);
         let text = |error| {
             let (read, write) = (side(7), side(9));

@@ -1,5 +1,5 @@
-//! Which share of a zipfian load memory serves when it has room for a quarter of the data, against
-//! exact LRU.
+//! `hits` part: share of a zipfian load that is served from memory, with room for a quarter of the
+//! data, compared with exact LRU.
 
 use std::time::Instant;
 
@@ -18,12 +18,12 @@ use crate::zipf::{Lru, Zipf};
 
 const THETA: f64 = 1.1;
 const SEED: u64 = 20;
-/// Accesses before the count begins, and counted ones, in multiples of the number of pages.
+/// Warm-up accesses and counted accesses, in multiples of the number of pages.
 const WARM: u64 = 2;
 const COUNTED: u64 = 10;
-/// The pool rounds an object up to this.
+/// Step to which the pool rounds up object sizes, in bytes.
 const CLASS_STEP_BYTES: usize = 16;
-/// What the low mark of spilling leaves of the limit.
+/// Low mark of the eviction, relative to the memory limit.
 const LOW_MARK: f64 = 0.90;
 
 pub(super) fn run(bench: &Bench) -> Result<Part> {
@@ -31,15 +31,15 @@ pub(super) fn run(bench: &Bench) -> Result<Part> {
     let limit = (sizes.stored / 4).next_multiple_of(PAGE_BYTES as u64);
     let file = BackingFile::new(&bench.dir, bench.data.bytes())?;
     let ram = file.disk(bench.data.pages, Layout::Packed, limit)?;
-    let begun = Instant::now();
+    let start = Instant::now();
     backing::fill(&ram, &bench.data, 1)?;
-    let fill_seconds = begun.elapsed().as_secs_f64();
+    let fill_seconds = start.elapsed().as_secs_f64();
     let lru = |capacity| lru_share(&sizes.rounded, capacity);
     let (exact, low) = (lru(limit), lru((limit as f64 * LOW_MARK) as u64));
     let before = ram.bd_stat();
-    let begun = Instant::now();
+    let start = Instant::now();
     let ours = our_share(&ram, &bench.data)?;
-    let seconds = begun.elapsed().as_secs_f64();
+    let seconds = start.elapsed().as_secs_f64();
     let after = ram.bd_stat();
     let percent = |share: f64| Summary::one(100.0 * share);
     let accesses = (bench.data.pages * COUNTED) as f64;
@@ -60,19 +60,21 @@ pub(super) fn run(bench: &Bench) -> Result<Part> {
             .part("MB/s", bench.data.bytes() as f64 / 1e6 / fill_seconds),
     ];
     let notes = vec![format!(
-        "Zipf: one thread reads pages by fio's zipf:{THETA} with its scattering, fixed seed, {WARM} x pages to warm up, {COUNTED} x pages \
-         counted; served from memory is what try_io does at once. mem_limit is a quarter of the compressed bytes. Exact LRU on the same \
-         trace (fill and warm-up included): it holds as many pages as fit mem_limit by the bytes of their objects, rounded up to the pool's \
-         {CLASS_STEP_BYTES}; it pays no fragmentation and needs no room to write. Same-filled pages are always in memory, on both sides."
+        "Zipf: one thread reads pages by fio's zipf:{THETA} with its scattering and a fixed seed, {WARM} x \
+         pages to warm up, {COUNTED} x pages counted. A page is served from memory if try_io completes it at \
+         once. mem_limit is a quarter of the compressed bytes. Exact LRU on the same trace (fill and warm-up \
+         included) holds as many pages as fit into mem_limit, with object sizes rounded up to the pool's \
+         {CLASS_STEP_BYTES}; it has no fragmentation and needs no room to write. Same-filled pages are always \
+         in memory, on both sides."
     )];
     Ok(Part { notes, rows })
 }
 
-/// What the pages' objects take.
+/// Sizes of the pages' objects.
 struct Sizes {
-    /// Bytes of all objects as they are.
+    /// Bytes of all objects, not rounded.
     stored: u64,
-    /// By page, rounded up to their class; 0 where the slot's word holds the page.
+    /// Bytes by page, rounded up to the size class; 0 if the slot's word holds the page.
     rounded: Vec<u16>,
 }
 
@@ -93,7 +95,7 @@ fn object_bytes(data: &Data) -> Result<Sizes> {
     Ok(sizes)
 }
 
-/// The pages that are read, and whether the read counts.
+/// Returns the pages to read, and whether each read counts.
 fn trace(pages: u64) -> impl Iterator<Item = (u32, bool)> {
     let mut zipf = Zipf::new(SEED, THETA, pages);
     (0..pages * (WARM + COUNTED)).map(move |at| (zipf.next() as u32, at >= pages * WARM))
@@ -123,14 +125,14 @@ fn our_share(ram: &Ram, data: &Data) -> Result<f64> {
             Tried::Done => hits += u64::from(counts),
             Tried::WouldBlock => {
                 ram.read_at(request.offset, &mut page)?;
-                // Not all: it would take as long as the reads.
+                // Verify a sample only: verifying every page would take as long as the reads.
                 if checked.is_multiple_of(16) {
                     data.read(u64::from(number), &mut expected)?;
-                    ensure!(page == expected, "page {number} came back from the disk with other content");
+                    ensure!(page == expected, "page {number} has other content after a read from the disk");
                 }
                 checked += 1;
             }
-            Tried::Partly(_) => bail!("a part of a page was read"),
+            Tried::Partly(_) => bail!("a read returned a part of a page"),
         }
     }
     Ok(hits as f64 / (data.pages * COUNTED) as f64)

@@ -1,5 +1,5 @@
-//! What spilling costs and reaches: against the kernel's old way, against the disk itself as fio
-//! drives it, and against an exact LRU; and what recompression gains.
+//! `writeback` benchmark: cost and speed of writeback compared with the kernel's old way, with fio
+//! on the same disk and with exact LRU, and the gain of recompression.
 
 pub mod backing;
 mod fio;
@@ -17,37 +17,37 @@ use freestone_report::{Report, Row};
 use crate::data::Data;
 use crate::options::{Options, Set};
 
-/// Data where `--size` does not say.
+/// Default data size, in bytes.
 const BYTES: u64 = 2 << 30;
-/// Below this much data the runs are too short, and targets say nothing.
+/// Minimum data size for targets. With less data the runs are too short.
 const JUDGED_BYTES: u64 = 1 << 30;
 
-/// What it can be told.
+/// Options of the `writeback` benchmark.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Directory for the backing files, on the disk to measure [default: that of --data-dir]
     #[arg(long)]
     dir: Option<PathBuf>,
-    /// What to measure, separated by commas [default: all]
+    /// Parts to measure, separated by commas [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
     part: Vec<PartName>,
 }
 
-/// A part of it.
+/// A part of the benchmark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum PartName {
-    /// A whole idle disk: against batch size 1 without compression, against fio's sequential
-    /// writes.
+    /// Writeback of a whole idle disk, against batch size 1 without compression and against fio's
+    /// sequential writes.
     Spill,
-    /// Random reads of spilled pages against fio's.
+    /// Random reads of written-back pages, against fio's.
     Reads,
-    /// The share of a zipfian load that memory serves, against exact LRU.
+    /// Share of a zipfian load that is served from memory, against exact LRU.
     Zipf,
-    /// What recompression gains (real files only).
+    /// Gain of recompression (real files only).
     Recompress,
 }
 
-/// What a part has to say.
+/// Notes and rows of a part.
 struct Part {
     notes: Vec<String>,
     rows: Vec<Row>,
@@ -59,20 +59,20 @@ impl Part {
     }
 }
 
-/// What every part works on.
+/// Environment of all parts.
 struct Bench<'a> {
     data: Data,
     dir: PathBuf,
     options: &'a Options,
 }
 
-/// Runs the parts on every data set.
+/// Runs the selected parts on every data set.
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let sets = options.sets(&[Set::Fio, Set::Real]);
-    sets.into_iter().map(|set| one(set, args, options)).collect()
+    sets.into_iter().map(|set| run_set(set, args, options)).collect()
 }
 
-fn one(set: Set, args: &Args, options: &Options) -> Result<Report> {
+fn run_set(set: Set, args: &Args, options: &Options) -> Result<Report> {
     let dir = args.dir.clone().unwrap_or_else(|| options.data_dir.clone());
     let bench = Bench { data: Data::open(set, options.bytes(BYTES), options)?, dir, options };
     let mut report = Report::new("writeback", bench.data.description.clone(), bench.data.bytes(), "lz4");
@@ -96,7 +96,7 @@ fn one(set: Set, args: &Args, options: &Options) -> Result<Report> {
         Set::Real => {}
     }
     if bench.data.bytes() < JUDGED_BYTES {
-        report.notes.push("Less than 1 GiB: the runs are too short, targets are not judged.".into());
+        report.notes.push("Less than 1 GiB: the runs are too short, so targets are not judged.".into());
         for row in &mut report.rows {
             (row.target, row.met) = (None, None);
         }

@@ -1,4 +1,5 @@
-//! Random reads of spilled pages, many at a time, against fio's on the same file.
+//! `reads` part: random reads of written-back pages, many at a time, against fio's on the same
+//! file.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
@@ -19,18 +20,18 @@ use crate::process::{Spent, Watch};
 
 const ROUNDS: u32 = 7;
 const DEPTH: usize = 32;
-/// Most reads of a round: about a second.
+/// Maximum reads of a round, which take about a second.
 const ROUND_READS: usize = 64 << 10;
-/// Reads whose content is compared, after the measured ones.
+/// Reads whose content is verified, after the measured ones.
 const CHECKED_READS: usize = 1024;
 
-/// Most reads, as a part of all, that may find their page in memory: where a random page follows
-/// one of the last by chance, the disk reads ahead. With few pages that happens often.
+/// Maximum share of reads that may find their page in memory. If a random page happens to follow
+/// one of the last, the disk reads ahead; with few pages that happens often.
 const INLINE_SHARE_MAX: f64 = 0.1;
 
-/// One round of ours.
+/// Result of a round on the RAM disk.
 struct Round {
-    /// Those that found their page in memory left out.
+    /// Reads that had to wait for the disk.
     reads: usize,
     inline: usize,
     spent: Spent,
@@ -40,9 +41,10 @@ pub(super) fn run(bench: &Bench) -> Result<Part> {
     let mut rows = layout(bench, Layout::Packed, "packed")?;
     rows.extend(layout(bench, Layout::Plain, "plain")?);
     let notes = vec![format!(
-        "Reads: 4 KiB from random spilled pages, {DEPTH} at a time, each page once; every read is tried inline and then submitted with a \
-         buffer of its own; those that are submitted together under one plug. fio: randread, bs=4k, iodepth={DEPTH}, io_uring, O_DIRECT, one job, on the blocks that the disk uses of \
-         the same file. Every page that is read comes back to memory (packed)."
+        "Reads: 4 KiB from random written-back pages, {DEPTH} at a time, each page once. Every read is tried \
+         inline and then submitted with its own buffer; reads that are submitted together share a plug. fio: \
+         randread, bs=4k, iodepth={DEPTH}, io_uring, O_DIRECT, one job, on the blocks of the same file that \
+         the disk uses. With the packed layout, every page that is read returns to memory."
     )];
     Ok(Part { notes, rows })
 }
@@ -99,7 +101,8 @@ fn rows(name: &str, target: f64, ours: &[Round], fio: &[Speed], blocks: u64) -> 
     ]
 }
 
-/// Pages that do not stay in their slot's word, in random order.
+/// Returns the pages that writeback moves to the disk, in random order. A same-filled page stays in
+/// its slot.
 fn spilled_pages(data: &Data) -> Result<Vec<u32>> {
     let mut page = [0; PAGE_BYTES];
     let mut spilled = Vec::new();
@@ -112,41 +115,41 @@ fn spilled_pages(data: &Data) -> Result<Vec<u32>> {
     Ok(spilled)
 }
 
-/// Where completions leave their buffers.
+/// Completed requests with their buffers.
 #[derive(Default)]
-struct Finished {
+struct Completed {
     list: Mutex<Vec<(device::Result<()>, IoBuf)>>,
-    some: Condvar,
+    non_empty: Condvar,
 }
 
-impl Finished {
+impl Completed {
     fn push(&self, outcome: device::Result<()>, buffer: IoBuf) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.push((outcome, buffer));
-        // Who waits found the list empty.
+        // A waiting thread found the list empty, so only the first entry needs a notification.
         if list.len() == 1 {
-            self.some.notify_one();
+            self.non_empty.notify_one();
         }
     }
 
-    /// Swaps what is there, at least one, with the empty `into`.
+    /// Waits for at least one entry and swaps the list with the empty `into`.
     fn take(&self, into: &mut Vec<(device::Result<()>, IoBuf)>) {
         let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         let mut list =
-            self.some.wait_while(list, |list| list.is_empty()).unwrap_or_else(PoisonError::into_inner);
+            self.non_empty.wait_while(list, |list| list.is_empty()).unwrap_or_else(PoisonError::into_inner);
         std::mem::swap(&mut *list, into);
     }
 }
 
 /// Reads every one of `pages`, `DEPTH` at a time.
 fn read_all(ram: &Ram, pages: &[u32]) -> Result<Round> {
-    let finished = Arc::new(Finished::default());
+    let completed = Arc::new(Completed::default());
     let mut free = (0..DEPTH).map(|_| IoBuf::zeroed(PAGE_BYTES)).collect::<Result<Vec<_>, _>>()?;
     let mut batch = Vec::with_capacity(DEPTH);
     let mut inline = 0;
     let mut pages = pages.iter();
     let total = pages.len();
-    let mut running = 0;
+    let mut in_flight = 0;
     let watch = Watch::start()?;
     loop {
         let plug = Plug::start();
@@ -158,17 +161,17 @@ fn read_all(ram: &Ram, pages: &[u32]) -> Result<Round> {
                 free.push(buffer);
                 continue;
             }
-            let finished = Arc::clone(&finished);
-            let done = Completion::new(move |outcome, buffer| finished.push(outcome, buffer));
+            let completed = Arc::clone(&completed);
+            let done = Completion::new(move |outcome, buffer| completed.push(outcome, buffer));
             ram.submit(request, buffer, done);
-            running += 1;
+            in_flight += 1;
         }
         drop(plug);
-        if running == 0 {
+        if in_flight == 0 {
             break;
         }
-        finished.take(&mut batch);
-        running -= batch.len();
+        completed.take(&mut batch);
+        in_flight -= batch.len();
         for (outcome, buffer) in batch.drain(..) {
             outcome?;
             free.push(buffer);
@@ -176,18 +179,18 @@ fn read_all(ram: &Ram, pages: &[u32]) -> Result<Round> {
     }
     let spent = watch.stop()?;
     let share = inline as f64 / total as f64;
-    ensure!(share <= INLINE_SHARE_MAX, "{inline} of {total} pages that were spilled are in memory");
+    ensure!(share <= INLINE_SHARE_MAX, "{inline} of {total} written-back pages are in memory");
     Ok(Round { reads: total - inline, inline, spent })
 }
 
-/// Spilled pages hold what was written.
+/// Verifies that written-back pages have their original content.
 fn check(ram: &Ram, data: &Data, pages: &[u32]) -> Result<()> {
     let mut expected = [0; PAGE_BYTES];
     let mut back = [0; PAGE_BYTES];
     for &page in pages {
         data.read(u64::from(page), &mut expected)?;
         device::Blocking::read_at(ram, u64::from(page) * PAGE_BYTES as u64, &mut back)?;
-        ensure!(back == expected, "page {page} came back from the disk with other content");
+        ensure!(back == expected, "page {page} has other content after a read from the disk");
     }
     Ok(())
 }

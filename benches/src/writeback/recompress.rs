@@ -1,4 +1,4 @@
-//! What recompression gains on real files, and what it costs.
+//! `recompress` part: gain and cost of recompression on real files.
 
 use std::time::{Duration, Instant};
 
@@ -13,26 +13,26 @@ use super::{Bench, Part, backing};
 use crate::data::Data;
 use crate::process::{Cpu, Watch};
 
-/// The automatic side takes what was not touched for so long.
+/// Idle time after which automatic recompression takes a page.
 const IDLE: Duration = Duration::from_secs(1);
-/// It has finished when nothing has shrunk for so long (with --quick the second)...
-const QUIET: [Duration; 2] = [Duration::from_secs(15), Duration::from_secs(4)];
-/// ... it has failed when nothing shrank from the start for so long ...
-const START: Duration = Duration::from_secs(60);
-/// ... or when it never ends.
-const PATIENCE: Duration = Duration::from_secs(1800);
+/// Automatic recompression has ended if no page shrank for this time (the second with --quick).
+const QUIET_TIME: [Duration; 2] = [Duration::from_secs(15), Duration::from_secs(4)];
+/// Automatic recompression has failed if no page shrank for this time from the start.
+const START_MAX: Duration = Duration::from_secs(60);
+/// Limit for the whole recompression.
+const TIME_MAX: Duration = Duration::from_secs(1800);
 const POLL: Duration = Duration::from_millis(100);
-/// Every so many pages one is compared afterwards.
+/// Every `CHECK_STEP`-th page is verified afterwards.
 const CHECK_STEP: u64 = 16;
 
-/// One side.
+/// Result of one side.
 struct Side {
     what: &'static str,
     stored: u64,
     pool: u64,
-    /// Spent on recompression.
+    /// CPU time of the recompression.
     cpu: Option<Cpu>,
-    /// Until the last page that shrank.
+    /// Time until the last page shrank.
     wall: Duration,
     parts: Vec<(&'static str, f64)>,
 }
@@ -63,9 +63,10 @@ pub(super) fn run(bench: &Bench) -> Result<Part> {
         rows.push(row);
     }
     let notes = vec![
-        "Recompress: compr_data_size and, after compact, mem_used_total, over those of lz4 alone. By hand: all pages idle, \
-         zstd level 3 without a dictionary. Automatic: zstd with a dictionary trained on the disk's own pages, from 1 s \
-         of idleness on. CPU: of all threads, without filling the disk; us over all pages."
+        "Recompress: compr_data_size and, after compact, mem_used_total, relative to lz4 alone. By hand: all \
+         pages idle, zstd level 3 without a dictionary. Automatic: zstd with a dictionary trained on the \
+         disk's own pages, for pages idle for 1 s. CPU: of all threads, without filling the disk; us: averaged \
+         over all pages."
             .to_owned(),
     ];
     Ok(Part { notes, rows })
@@ -103,20 +104,23 @@ fn manual(bench: &Bench, zstd: Secondary) -> Result<Side> {
 }
 
 fn automatic(bench: &Bench, stored_lz4: u64) -> Result<Side> {
-    // It may begin while the disk is still filled: what filling costs comes from a disk that does
-    // not.
+    // Recompression may start while the disk is still being filled. So the cost of filling is
+    // measured with a disk that does not recompress.
     let watch = Watch::start()?;
     drop(filled(bench, Config::default())?);
     let fill = watch.stop()?.cpu;
     let watch = Watch::start()?;
     let ram = filled(bench, Config { auto_recompress: Some(IDLE), ..Config::default() })?;
-    let begun = Instant::now();
-    let (mut stored, mut changed) = (ram.mm_stat().compr_data_size, begun);
-    let quiet = QUIET[usize::from(bench.options.quick)];
+    let started = Instant::now();
+    let (mut stored, mut changed) = (ram.mm_stat().compr_data_size, started);
+    let quiet = QUIET_TIME[usize::from(bench.options.quick)];
     while stored >= stored_lz4 || changed.elapsed() < quiet {
-        let elapsed = begun.elapsed();
-        ensure!(stored < stored_lz4 || elapsed < START, "automatic recompression did nothing in {START:?}");
-        ensure!(elapsed < PATIENCE, "automatic recompression did not finish in {PATIENCE:?}");
+        let elapsed = started.elapsed();
+        ensure!(
+            stored < stored_lz4 || elapsed < START_MAX,
+            "automatic recompression did nothing in {START_MAX:?}"
+        );
+        ensure!(elapsed < TIME_MAX, "automatic recompression did not finish in {TIME_MAX:?}");
         std::thread::sleep(POLL);
         let now = ram.mm_stat().compr_data_size;
         if now != stored {
@@ -125,10 +129,10 @@ fn automatic(bench: &Bench, stored_lz4: u64) -> Result<Side> {
     }
     let cpu = watch.stop()?.cpu - fill;
     check(&ram, &bench.data)?;
-    Ok(side("automatic, zstd with a dictionary", &ram, Some(cpu), changed - begun))
+    Ok(side("automatic, zstd with a dictionary", &ram, Some(cpu), changed - started))
 }
 
-/// Pages hold what was written.
+/// Verifies that pages have their original content.
 fn check(ram: &Ram, data: &Data) -> Result<()> {
     let mut expected = [0; PAGE_BYTES];
     let mut back = [0; PAGE_BYTES];

@@ -1,4 +1,5 @@
-//! Memory backing: requests of 128 KiB beside memcpy, over the same amount of memory.
+//! `memcpy` part: memory backing with requests of 128 KiB, compared with memcpy over the same
+//! amount of memory.
 
 use std::hint::black_box;
 
@@ -12,36 +13,36 @@ use crate::data::Random;
 use crate::measure::{alternate, median};
 use crate::options::Options;
 
-/// Memory where `--size` does not say.
+/// Default size of the memory, in bytes.
 const BYTES: u64 = 512 << 20;
-/// The request of the target, and a smaller one.
+/// Request sizes: the one with a target, and a smaller one.
 const REQUESTS_BYTES: [usize; 2] = [128 << 10, PAGE_BYTES];
-/// How much longer than memcpy a large request may take.
+/// Target for large requests, relative to memcpy.
 const TARGET: Target = Target::AtMost(1.15);
 
 pub fn run(options: &Options) -> Result<Report> {
     let bytes = options.bytes(BYTES) / REQUESTS_BYTES[0] as u64 * REQUESTS_BYTES[0] as u64;
     let memory = Memory::new(Config::plain(bytes, 4096))?;
     let mut plain = IoBuf::zeroed(bytes as usize)?;
-    // Both have all of their memory before anything is measured.
+    // Allocate all memory of both before the measurement.
     plain.fill(0x5A);
     for (n, piece) in plain.chunks(REQUESTS_BYTES[0]).enumerate() {
         memory.write_at((n * REQUESTS_BYTES[0]) as u64, piece, Flags::empty())?;
     }
     let mut rows = Vec::new();
     for (request, target) in REQUESTS_BYTES.into_iter().zip([Some(TARGET), None]) {
-        rows.extend(one_size(&memory, &mut plain, request, target, options)?);
+        rows.extend(run_size(&memory, &mut plain, request, target, options)?);
     }
     Ok(Report::new("zones: memory backing", "one byte", bytes, "none")
         .note(
-            "Requests at random places to a null device with memory_backed=1, all of it written \
-             before, and copies at the same places from and to one plain allocation of the same size. \
-             Times by the thread's CPU clock.",
+            "Requests at random offsets to a null device with memory_backed=1 that was filled before, and \
+             copies at the same offsets from and to one plain allocation of the same size. CPU time of the \
+             thread.",
         )
         .rows(rows))
 }
 
-fn one_size(
+fn run_size(
     memory: &Memory,
     plain: &mut [u8],
     request: usize,
@@ -49,9 +50,9 @@ fn one_size(
     options: &Options,
 ) -> Result<Vec<Row>> {
     let device: &dyn Device = black_box(memory);
-    let places = (plain.len() / request) as u64;
-    let order = Random::new(request as u64).permutation(places);
-    let place = |n: u64| order[(n % places) as usize] as usize * request;
+    let count_of_offsets = (plain.len() / request) as u64;
+    let order = Random::new(request as u64).permutation(count_of_offsets);
+    let offset = |n: u64| order[(n % count_of_offsets) as usize] as usize * request;
     let mut buffers = [IoBuf::zeroed(request)?, IoBuf::zeroed(request)?];
     let data = [IoBuf::zeroed(request)?, IoBuf::zeroed(request)?];
     let [ours, theirs] = &mut buffers;
@@ -61,14 +62,15 @@ fn one_size(
         &mut [
             &mut |from, count| {
                 for n in from..from + count {
-                    let asked = Request::read(place(n) as u64, request as u64);
-                    failed +=
-                        u64::from(device.try_io(&asked, Buffer::Read(black_box(ours))) != Ok(Tried::Done));
+                    let io_request = Request::read(offset(n) as u64, request as u64);
+                    failed += u64::from(
+                        device.try_io(&io_request, Buffer::Read(black_box(ours))) != Ok(Tried::Done),
+                    );
                 }
             },
             &mut |from, count| {
                 for n in from..from + count {
-                    theirs.copy_from_slice(black_box(&plain[place(n)..][..request]));
+                    theirs.copy_from_slice(black_box(&plain[offset(n)..][..request]));
                     black_box(&mut *theirs);
                 }
             },
@@ -80,14 +82,14 @@ fn one_size(
         &mut [
             &mut |from, count| {
                 for n in from..from + count {
-                    let asked = Request::write(place(n) as u64, request as u64);
-                    let tried = device.try_io(&asked, Buffer::Write(black_box(&data[0])));
+                    let io_request = Request::write(offset(n) as u64, request as u64);
+                    let tried = device.try_io(&io_request, Buffer::Write(black_box(&data[0])));
                     failed_writes += u64::from(tried != Ok(Tried::Done));
                 }
             },
             &mut |from, count| {
                 for n in from..from + count {
-                    plain[place(n)..][..request].copy_from_slice(black_box(&data[1]));
+                    plain[offset(n)..][..request].copy_from_slice(black_box(&data[1]));
                     black_box(&mut *plain);
                 }
             },

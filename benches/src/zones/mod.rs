@@ -1,5 +1,5 @@
-//! Test drives: what the contract itself costs, memory backing against memcpy, and what a lock a
-//! zone gains over one a device.
+//! `zones` benchmark: test devices. Measures the cost of the device contract, memory backing
+//! against memcpy, and a lock per zone against one per device.
 
 mod floor;
 mod memcpy;
@@ -11,26 +11,26 @@ use freestone_report::Report;
 
 use crate::options::Options;
 
-/// What it can be told.
+/// Options of the `zones` benchmark.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// What to measure, separated by commas [default: all]
+    /// Parts to measure, separated by commas [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
     part: Vec<PartName>,
 }
 
-/// A part of it.
+/// A part of the benchmark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum PartName {
-    /// Operations a second of the null device without backing.
+    /// Operations per second of the null device without backing.
     Floor,
     /// 128 KiB requests to memory backing, beside memcpy.
     Memcpy,
-    /// Threads on many zones: a lock a zone beside one lock a device.
+    /// Threads on many zones: a lock per zone beside one lock per device.
     Scaling,
 }
 
-/// Runs the parts.
+/// Runs the selected parts.
 pub fn run(args: &Args, options: &Options) -> Result<Vec<Report>> {
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);
     let mut reports = Vec::new();

@@ -1,9 +1,9 @@
-//! The source's experiment: threads on many zones, with a lock a zone and with one lock around the
-//! device.
+//! `scaling` part, the source's experiment: threads on many zones, with a lock per zone and with
+//! one lock around the device.
 //!
-//! Readers read 4 KiB at random places; writers write 4 KiB at a time to zones of their own, one
-//! after the other, each reset before it is written. The one lock is the benchmark's: it is held
-//! around every call of an equal device.
+//! Readers read 4 KiB at random offsets. Each writer writes 4 KiB at a time to zones of its own,
+//! one after the other, and resets each zone first. The single lock belongs to the benchmark: it is
+//! held around every call of an equal device.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,98 +24,99 @@ use crate::machine;
 use crate::measure::median;
 use crate::options::Options;
 
-/// Numbers of threads: the source's.
+/// Numbers of threads, as in the source.
 pub const THREADS: [usize; 4] = [1, 2, 4, 8];
-/// So many threads have a device each, for comparison.
+/// Number of threads of the comparison with a device per thread.
 pub const THREADS_APART: usize = 2;
-/// Zones of every device.
+/// Zones per device.
 pub const ZONES: u64 = 64;
-/// Length of a zone without backing; with it, `--size` is divided by the zones.
+/// Length of a zone without backing, in bytes. With memory backing, `--size` is divided by the
+/// zones.
 const NULL_ZONE_BYTES: u64 = 256 << 20;
 const MEMORY_BYTES: u64 = 512 << 20;
-/// Open and active zones, where they are limited: more than there are writers.
+/// Limit of open and active zones, larger than the number of writers.
 pub const LIMIT: u32 = 14;
-/// What two threads on one device are to reach of two that have a device each.
+/// Target for two threads on one device, relative to two threads with a device each.
 const SHARED_TARGET: f64 = 0.95;
-/// Operations between two looks at the clock's flag.
+/// Operations between two checks of the stop flag.
 const BATCH: u64 = 32;
 const PAGE: u64 = PAGE_BYTES as u64;
 
-/// What the threads work on.
+/// Devices and locks of a variant.
 pub struct Side {
     name: &'static str,
-    /// One for all threads, or one for each.
+    /// A device for all threads, or one per thread.
     devices: Vec<Arc<Zones>>,
     locks: Locks,
 }
 
-/// What is taken around a call, beside the device's own locks.
+/// Locks held around a call, in addition to the device's own locks.
 pub enum Locks {
-    /// Nothing.
+    /// No lock.
     None,
-    /// One lock, around every call.
+    /// A single lock, around every call.
     One(Mutex<()>),
-    /// A lock a zone, around every read: the device takes none for it.
+    /// A lock per zone, around every read; the device itself takes none for reads.
     Reads(Box<[CachePadded<Mutex<()>>]>),
 }
 
 impl Locks {
-    /// One lock.
+    /// Creates a single lock.
     pub fn one() -> Self {
         Self::One(Mutex::default())
     }
 
-    /// A lock a zone for reads.
+    /// Creates a lock per zone for reads.
     pub fn reads() -> Self {
         Self::Reads((0..ZONES).map(|_| CachePadded::default()).collect())
     }
 }
 
 impl Side {
-    /// With `devices` equal devices.
+    /// Creates a side with `devices` equal devices.
     pub fn new(name: &'static str, devices: usize, locks: Locks, shape: Shape) -> Result<Self> {
         let devices = (0..devices).map(|_| device(shape)).collect::<Result<Vec<_>>>()?;
         Ok(Self { name, devices, locks })
     }
 }
 
-/// Whose speeds are compared; places in the list of sides.
+/// Indexes of the compared sides.
 const OURS: usize = 0;
 const ONE_LOCK: usize = 1;
 const APART: usize = 2;
 
-/// What the threads do.
+/// Operations of the threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Load {
-    /// At random places.
+    /// Reads at random offsets.
     Reads,
-    /// Zones of their own, one after the other.
+    /// Writes to zones of each thread's own, one after the other.
     Writes,
 }
 
-/// What the zones lie over.
+/// Parameters of a zoned device.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
-    /// Of one zone.
+    /// Length of a zone in bytes.
     pub zone_bytes: u64,
-    /// Data is kept.
+    /// If true, the device stores data in memory.
     pub memory: bool,
-    /// Open and active zones are limited to [`LIMIT`].
+    /// If true, open and active zones are limited to [`LIMIT`].
     pub limits: bool,
 }
 
-/// A report for each backing.
+/// Returns a report for each backing.
 pub fn run(options: &Options) -> Result<Vec<Report>> {
-    [false, true].into_iter().map(|memory| one_backing(memory, options)).collect()
+    [false, true].into_iter().map(|memory| run_backing(memory, options)).collect()
 }
 
-fn one_backing(memory: bool, options: &Options) -> Result<Report> {
+fn run_backing(memory: bool, options: &Options) -> Result<Report> {
     let zone_bytes = zone_bytes(memory, options);
     let mut rows = Vec::new();
     for limits in [false, true] {
         let shape = Shape { zone_bytes, memory, limits };
         for load in [Load::Reads, Load::Writes] {
-            rows.extend(one_load(shape, load, options)?);
+            rows.extend(run_load(shape, load, options)?);
         }
     }
     let cpus = machine::allowed_cpus()?.len();
@@ -126,9 +127,9 @@ fn one_backing(memory: bool, options: &Options) -> Result<Report> {
         "none",
     )
     .note(format!(
-        "4 KiB operations a second of all threads on the wall clock, {ZONES} zones of {} MiB, \
-         with limits {LIMIT} open and active; thread n is pinned to CPU n modulo {cpus}. Readers \
-         read at random places, writers fill zones of their own and reset each before.",
+        "4 KiB operations per second of all threads in wall-clock time, {ZONES} zones of {} MiB, with limits \
+         {LIMIT} open and active; thread n is pinned to CPU n modulo {cpus}. Readers read at random offsets. \
+         Writers fill their own zones and reset each zone first.",
         zone_bytes >> 20
     ))
     .note(
@@ -138,12 +139,12 @@ fn one_backing(memory: bool, options: &Options) -> Result<Report> {
     .rows(rows))
 }
 
-/// Length of a zone, a power of two.
+/// Returns the length of a zone, a power of two.
 pub fn zone_bytes(memory: bool, options: &Options) -> u64 {
     if memory { 1 << (options.bytes(MEMORY_BYTES) / ZONES).max(PAGE).ilog2() } else { NULL_ZONE_BYTES }
 }
 
-fn one_load(shape: Shape, load: Load, options: &Options) -> Result<Vec<Row>> {
+fn run_load(shape: Shape, load: Load, options: &Options) -> Result<Vec<Row>> {
     let mut sides = Vec::new();
     for (name, devices, locks) in [
         ("a lock a zone", 1, Locks::None),
@@ -189,8 +190,9 @@ fn one_load(shape: Shape, load: Load, options: &Options) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// A device of the shape. Its memory is filled once: reads find it there, and writes take pages
-/// that a reset gave back, so that how many the kernel still has to give is not what is compared.
+/// Creates a device of the shape. Memory backing is filled once: then reads find data, and writes
+/// use pages that a reset freed, so that the comparison does not include page allocation by the
+/// kernel.
 fn device(shape: Shape) -> Result<Arc<Zones>> {
     let config = Config { discard: shape.memory, ..Config::plain(ZONES * shape.zone_bytes, 4096) };
     let backing: Arc<dyn Device> =
@@ -214,7 +216,7 @@ fn device(shape: Shape) -> Result<Arc<Zones>> {
     Ok(zones)
 }
 
-/// Runs `threads` threads for `length`; their operations a second.
+/// Runs `threads` threads for `length` and returns the operations per second.
 pub fn slice(side: &Side, load: Load, threads: usize, round: u32, length: Duration) -> Result<f64> {
     let cpus = machine::allowed_cpus()?;
     let (start, stop) = (Barrier::new(threads + 1), AtomicBool::new(false));
@@ -223,20 +225,21 @@ pub fn slice(side: &Side, load: Load, threads: usize, round: u32, length: Durati
             .map(|thread| {
                 let (start, stop, cpu) = (&start, &stop, cpus[thread % cpus.len()]);
                 scope.spawn(move || -> Result<f64> {
-                    // Whatever fails, the barrier is reached.
+                    // Reach the barrier even after a failure, so that the other threads do not
+                    // hang.
                     let ready = machine::pin_to(cpu).and_then(|()| Worker::new(side, thread, threads));
                     start.wait();
                     let mut worker = ready?;
-                    let begun = Instant::now();
+                    let started = Instant::now();
                     let ops = match load {
                         Load::Reads => {
                             worker.reads(Random::new(u64::from(round) << 8 | thread as u64), stop)?
                         }
                         Load::Writes => worker.writes(stop)?,
                     };
-                    let speed = ops as f64 / begun.elapsed().as_secs_f64();
+                    let speed = ops as f64 / started.elapsed().as_secs_f64();
                     if load == Load::Writes {
-                        // What is left open would count against the limit of the next ones.
+                        // Zones left open would count against the limit in the next slices.
                         worker.reset()?;
                     }
                     Ok(speed)
@@ -245,18 +248,18 @@ pub fn slice(side: &Side, load: Load, threads: usize, round: u32, length: Durati
             .collect();
         start.wait();
         std::thread::sleep(length);
-        // Relaxed: the flag carries no data; joining the threads orders what they did.
+        // Relaxed: the flag carries no data; joining the threads orders their work.
         stop.store(true, Ordering::Relaxed);
         workers.into_iter().map(|worker| worker.join().ok().context("a worker panicked")?).sum()
     })
 }
 
-/// A thread and what it works on.
+/// State of a thread.
 struct Worker<'a> {
     device: &'a Zones,
     locks: &'a Locks,
     zone_bytes: u64,
-    /// Its zones are this one and every `step`th after it.
+    /// Current zone. The thread uses zone `first` and every `step`-th zone after it.
     zone: u64,
     first: u64,
     step: u64,
@@ -273,9 +276,9 @@ impl<'a> Worker<'a> {
         Ok(Self { device, locks: &side.locks, zone_bytes, zone: first, first, step, buffer })
     }
 
-    /// What is held for a write or a reset, or for a read of this byte.
+    /// Takes the lock for a write or a reset, or for a read at the given offset.
     #[inline]
-    fn locked(&self, read: Option<u64>) -> Option<MutexGuard<'a, ()>> {
+    fn lock_for(&self, read: Option<u64>) -> Option<MutexGuard<'a, ()>> {
         let lock = match (self.locks, read) {
             (Locks::One(one), _) => one,
             (Locks::Reads(zones), Some(at)) => &zones[(at / self.zone_bytes) as usize],
@@ -286,27 +289,27 @@ impl<'a> Worker<'a> {
 
     fn reads(&mut self, mut random: Random, stop: &AtomicBool) -> Result<u64> {
         let pages = ZONES * self.zone_bytes / PAGE;
-        let (mut ops, mut missed) = (0, 0_u64);
+        let (mut ops, mut failed) = (0, 0_u64);
         // Relaxed: see `slice`.
         while !stop.load(Ordering::Relaxed) {
             for _ in 0..BATCH {
-                // Without backing nothing is copied, as in the kernel; with it the flag changes
-                // nothing.
+                // Without backing nothing is copied, as in the kernel; with backing the flag has no
+                // effect.
                 let request = Request::read(random.next_u64() % pages * PAGE, PAGE).with(Flags::UNREAD);
-                let held = self.locked(Some(request.offset));
+                let guard = self.lock_for(Some(request.offset));
                 let tried = self.device.try_io(&request, Buffer::Read(black_box(&mut self.buffer)));
-                drop(held);
-                missed += u64::from(tried != Ok(Tried::Done));
+                drop(guard);
+                failed += u64::from(tried != Ok(Tried::Done));
             }
             ops += BATCH;
         }
-        ensure!(missed == 0, "{missed} reads failed or had to wait");
+        ensure!(failed == 0, "{failed} reads failed or had to wait");
         Ok(ops)
     }
 
     fn writes(&mut self, stop: &AtomicBool) -> Result<u64> {
         self.reset()?;
-        let (mut ops, mut missed, mut at) = (0, 0_u64, 0);
+        let (mut ops, mut failed, mut at) = (0, 0_u64, 0);
         // Relaxed: see `slice`.
         while !stop.load(Ordering::Relaxed) {
             for _ in 0..BATCH {
@@ -319,20 +322,20 @@ impl<'a> Worker<'a> {
                     at = 0;
                 }
                 let request = Request::write(self.zone * self.zone_bytes + at, PAGE);
-                let held = self.locked(None);
+                let guard = self.lock_for(None);
                 let tried = self.device.try_io(&request, Buffer::Write(black_box(&self.buffer)));
-                drop(held);
-                missed += u64::from(tried != Ok(Tried::Done));
+                drop(guard);
+                failed += u64::from(tried != Ok(Tried::Done));
                 at += PAGE;
             }
             ops += BATCH;
         }
-        ensure!(missed == 0, "{missed} writes failed or had to wait");
+        ensure!(failed == 0, "{failed} writes failed or had to wait");
         Ok(ops)
     }
 
     fn reset(&self) -> Result<()> {
-        let _held = self.locked(None);
+        let _guard = self.lock_for(None);
         Ok(self.device.zone_op(ZoneOp::Reset, self.zone * self.zone_bytes)?)
     }
 }

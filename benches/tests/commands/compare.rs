@@ -1,5 +1,5 @@
-//! `compare` measures every side, says what is missing, and leaves no server behind. Speed is not
-//! judged here.
+//! Tests of `compare`: every side is measured, missing peers are reported, and no server is left
+//! behind. Speed is not judged.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::{names, part, program, reported, row};
+use crate::{names, part, program, row, run_and_read_reports};
 
-/// `compare` with short slices, on servers that are built already where the whole workspace is
-/// under test.
+/// Returns a `compare` command with short slices. If the workspace's program is built already, the
+/// command uses it.
 fn compare(dir: &Path, pairs: &str) -> Command {
     let mut command = program();
     command.args([
@@ -35,9 +35,9 @@ fn compare(dir: &Path, pairs: &str) -> Command {
     command
 }
 
-/// What a run of `compare` reported; it leaves nothing behind.
-fn compared(command: &mut Command, dir: &Path) -> Vec<Value> {
-    let reports = reported(command, &dir.join("compare.json"));
+/// Runs `compare` and returns its reports. Fails if the run leaves files behind.
+fn run_compare(command: &mut Command, dir: &Path) -> Vec<Value> {
+    let reports = run_and_read_reports(command, &dir.join("compare.json"));
     let left: Vec<_> = std::fs::read_dir(dir.join("data")).unwrap().map(|e| e.unwrap().path()).collect();
     assert!(left.is_empty(), "{left:?}");
     for report in &reports {
@@ -64,7 +64,7 @@ fn notes(report: &Value) -> String {
 fn compare_measures_every_side() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let reports =
-        compared(compare(dir.path(), "1").args(["--peers", "installed", "--require-peers"]), dir.path());
+        run_compare(compare(dir.path(), "1").args(["--peers", "installed", "--require-peers"]), dir.path());
     assert_eq!(
         names(&reports),
         [
@@ -100,18 +100,18 @@ fn compare_measures_every_side() {
             assert!(row["median"].as_f64().unwrap() > 0.0, "{row}");
         }
         for pair in ["null / nbdkit null", "null / qemu-nbd null-co"] {
-            // It has no median where slices so short are too far apart.
+            // Slices this short may differ too much for a median.
             row(&reports[4], &format!("{load}: {pair}"));
         }
     }
     let stored = |report: &Value, side: &str| {
         row(report, &format!("memory a stored byte: {side}"))["median"].as_f64().unwrap()
     };
-    // The pages compress to less than half; what is not compressed takes its size, wherever it
-    // lies.
+    // The pages compress to less than half. Uncompressed ones take their whole size, in any
+    // location.
     assert!(stored(&reports[1], "ram") > 0.4 && stored(&reports[1], "nbdkit memory zstd") > 0.4);
     assert!(stored(&reports[1], "nbdkit memory sparse") > 1.0);
-    assert!(stored(&reports[1], "qemu-nbd raw in tmpfs") > 1.0, "its file is not counted");
+    assert!(stored(&reports[1], "qemu-nbd raw in tmpfs") > 1.0, "the file in tmpfs is not counted");
     for (side, least) in [("nbdkit cow", 7.9), ("qemu-nbd qcow2 overlay", 7.9)] {
         let row = row(&reports[3], &format!("memory a stored byte: {side}"));
         assert!(part(row, "on disk MiB") > least, "{row}");
@@ -120,7 +120,7 @@ fn compare_measures_every_side() {
 
 #[test]
 #[ignore = "slow lane"]
-fn a_peer_that_cannot_be_had_is_told_or_an_error() {
+fn missing_peer_is_reported_or_an_error() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let fakes = dir.path().join("fakes");
     std::fs::create_dir(&fakes).unwrap();
@@ -136,40 +136,40 @@ fn a_peer_that_cannot_be_had_is_told_or_an_error() {
         command.arg("--peers-dir").arg(dir.path().join("peers"));
         command
     };
-    let reports = compared(&mut compare("debian13"), dir.path());
+    let reports = run_compare(&mut compare("debian13"), dir.path());
     let notes = notes(&reports[0]);
-    assert!(notes.contains("Debian 13's peers could not be had"), "{notes}");
+    assert!(notes.contains("Debian 13's peers are not available"), "{notes}");
     assert!(notes.contains("Absent: nbdkit null: ") && notes.contains("nbdkit is broken here"), "{notes}");
     for what in ["nbdkit null", "null / nbdkit null"] {
         let absent = row(&reports[0], &format!("4 KiB reads, 4 connections: {what}"));
         assert!(absent["median"].is_null() && absent["count"] == 0, "{absent}");
     }
-    let there = row(&reports[0], "4 KiB reads, 4 connections: qemu-nbd null-co");
-    assert!(there["median"].as_f64().unwrap() > 0.0, "{there}");
+    let present = row(&reports[0], "4 KiB reads, 4 connections: qemu-nbd null-co");
+    assert!(present["median"].as_f64().unwrap() > 0.0, "{present}");
     assert!(!dir.path().join("peers").exists());
 
     for (peers, why) in [("installed", "nbdkit is broken here"), ("debian13", "Debian")] {
         let out = compare(peers).arg("--require-peers").output().unwrap();
-        let told = String::from_utf8_lossy(&out.stderr);
-        assert!(!out.status.success() && told.contains(why), "{told}");
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(!out.status.success() && stderr.contains(why), "{stderr}");
     }
 }
 
 #[test]
-fn an_interrupted_compare_leaves_no_server() {
+fn interrupted_compare_leaves_no_server() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    // All three servers name the base, which lies in there.
-    let place = dir.path().join("data").join("compare-").display().to_string();
+    // The command lines of all three servers contain the base, which is in this directory.
+    let run_dir_prefix = dir.path().join("data").join("compare-").display().to_string();
     let servers = || {
         let all = std::fs::read_dir("/proc")
             .unwrap()
             .filter_map(|entry| std::fs::read_to_string(entry.ok()?.path().join("cmdline")).ok());
-        all.filter(|line| line.contains(&place)).count()
+        all.filter(|line| line.contains(&run_dir_prefix)).count()
     };
     let wait_for = |what: &dyn Fn() -> bool| {
-        let begun = Instant::now();
+        let started = Instant::now();
         while !what() {
-            assert!(begun.elapsed().as_secs() < 60, "{} servers", servers());
+            assert!(started.elapsed().as_secs() < 60, "{} servers", servers());
             std::thread::sleep(Duration::from_millis(10));
         }
     };
@@ -182,7 +182,7 @@ fn an_interrupted_compare_leaves_no_server() {
         kill_process(Pid::from_child(&running), signal).unwrap();
         assert!(!running.wait().unwrap().success());
         wait_for(&|| servers() == 0);
-        // Nobody can tidy up after a kill.
+        // A killed run cannot remove its directory.
         let left = std::fs::read_dir(dir.path().join("data")).unwrap().count();
         assert_eq!(left, usize::from(signal == Signal::KILL));
     }

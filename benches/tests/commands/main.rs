@@ -1,5 +1,5 @@
-//! The program of the benchmarks: every command runs and says what it measured. Speed is not judged
-//! here.
+//! Tests of the benchmark program: every command runs and reports measured values. Speed is not
+//! judged.
 
 mod compare;
 mod quick;
@@ -13,16 +13,16 @@ fn program() -> Command {
     Command::new(env!("CARGO_BIN_EXE_freestone-benches"))
 }
 
-/// The reports of a command that writes to `json`, and has to succeed.
-fn reported(command: &mut Command, json: &Path) -> Vec<Value> {
-    document(command.arg("--json").arg(json), json)["reports"].as_array().unwrap().clone()
+/// Runs a command that must succeed with `--json` and returns its reports.
+fn run_and_read_reports(command: &mut Command, json: &Path) -> Vec<Value> {
+    run_and_read_json(command.arg("--json").arg(json), json)["reports"].as_array().unwrap().clone()
 }
 
-/// What a command that has to succeed writes.
-fn document(command: &mut Command, json: &Path) -> Value {
+/// Runs a command that must succeed and returns its JSON.
+fn run_and_read_json(command: &mut Command, json: &Path) -> Value {
     let out = command.output().unwrap();
-    let told = [out.stdout, out.stderr].map(|told| String::from_utf8_lossy(&told).into_owned());
-    assert!(out.status.success(), "{}\n{}", told[0], told[1]);
+    let output = [out.stdout, out.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    assert!(out.status.success(), "{}\n{}", output[0], output[1]);
     serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap()
 }
 

@@ -1,24 +1,25 @@
-//! The benchmarks run and write JSON that makes sense. Speed is not judged here.
+//! Tests of all benchmarks except `compare`: they run and write plausible JSON. Speed is not
+//! judged.
 
 use std::path::Path;
 
 use serde_json::Value;
 
-use crate::{document, names, part, program, reported, row};
+use crate::{names, part, program, row, run_and_read_json, run_and_read_reports};
 
-// The kernel device is named so that it is not there: a test leaves the machine as it was.
+// The zram device does not exist, so a test leaves the machine unchanged.
 fn run(bench: &str, dir: &Path) -> Value {
     let json = dir.join(format!("{bench}.json"));
     let mut command = program();
     command.args([bench, "--quick", "--size", "32M", "--zram", "zram999", "--set", "fio,real", "--json"]);
-    let value = document(command.arg(&json).arg("--data-dir").arg(dir.join("data")), &json);
+    let value = run_and_read_json(command.arg(&json).arg("--data-dir").arg(dir.join("data")), &json);
     assert_eq!(value["reports"].as_array().unwrap().len(), 2, "one report a data set");
     for report in value["reports"].as_array().unwrap() {
         assert_eq!(report["name"], bench);
         assert_eq!(report["data_bytes"], 32 << 20);
         for row in report["rows"].as_array().unwrap() {
             let number = |key: &str| row[key].as_f64().unwrap();
-            // Differences of two measurements may go either way.
+            // A difference of two measurements may be negative.
             let difference = row["unit"] == "points" || row["unit"] == "micros";
             assert!(number("median").is_finite() && (difference || number("median") >= 0.0), "{row}");
             assert!(number("min") <= number("median") && number("median") <= number("max"), "{row}");
@@ -58,14 +59,14 @@ fn threads_compares_one_to_eight() {
 }
 
 #[test]
-fn memory_counts_what_is_there() {
+fn memory_overhead_and_released_share_are_plausible() {
     let dir = tempfile::tempdir().unwrap();
     let value = run("memory", dir.path());
     for report in value["reports"].as_array().unwrap() {
         for when in ["after the fill", "rewritten", "compacted"] {
             let overhead = row(report, &format!("overhead {when}"))["median"].as_f64().unwrap();
-            // Not a bound on quality: a disk cannot take less than its compressed bytes, nor twice
-            // as much.
+            // Sanity check: a disk takes at least its compressed bytes, and less than twice as
+            // much.
             assert!((1.0..2.0).contains(&overhead), "{when}: {overhead}");
         }
         let returned = row(report, "returned by discarding all")["median"].as_f64().unwrap();
@@ -76,7 +77,7 @@ fn memory_counts_what_is_there() {
 #[test]
 #[ignore = "slow lane"]
 fn writeback_runs_every_part() {
-    // Not in /tmp, whose file system may know no direct I/O.
+    // /tmp may be on a file system without direct I/O.
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let value = run("writeback", dir.path());
     let median = |row: &Value| row["median"].as_f64().unwrap();
@@ -90,7 +91,7 @@ fn writeback_runs_every_part() {
                 part(spilled, "pages") > 1000.0 && part(spilled, "pages") <= part(spilled, "of"),
                 "{spilled}"
             );
-            // What the disk says it wrote, the kernel saw.
+            // The kernel's count must agree with the disk's own.
             assert!(
                 part(spilled, "by the kernel's count") >= 0.99 * part(spilled, "written MiB"),
                 "{spilled}"
@@ -130,13 +131,13 @@ fn writeback_runs_every_part() {
 #[test]
 #[ignore = "slow lane"]
 fn forks_runs_every_part() {
-    // Not in /tmp, whose file system may know no direct I/O.
+    // /tmp may be on a file system without direct I/O.
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let data = dir.path().join("data");
     let small = ["--quick", "--size", "4M", "--pairs", "3", "--set", "fio", "--dirty", "4M", "--base", "32M"];
     let mut command = program();
     command.arg("forks").args(small).args(["--busy", "8", "--forks", "20", "--cycles", "100", "--data-dir"]);
-    let reports = reported(command.arg(&data), &dir.path().join("forks.json"));
+    let reports = run_and_read_reports(command.arg(&data), &dir.path().join("forks.json"));
     assert_eq!(
         names(&reports),
         [
@@ -152,7 +153,7 @@ fn forks_runs_every_part() {
     );
     for report in &reports {
         for row in report["rows"].as_array().unwrap() {
-            // A ratio that is not sure has no median and is not judged.
+            // An unsteady ratio has no median and is not judged.
             assert_eq!(row["median"].is_null(), row["refused"].as_bool().unwrap(), "{row}");
             assert_eq!(row["target"].is_null(), row["met"].is_null(), "{row}");
             assert!(!(row["refused"] == true && row["met"].is_boolean()), "{row}");
@@ -184,7 +185,7 @@ fn zones_runs_every_part() {
     let dir = tempfile::tempdir().unwrap();
     let mut command = program();
     command.args(["zones", "--quick", "--size", "16M", "--pairs", "3", "--slice-ms", "5"]);
-    let reports = reported(&mut command, &dir.path().join("zones.json"));
+    let reports = run_and_read_reports(&mut command, &dir.path().join("zones.json"));
     assert_eq!(
         names(&reports),
         [
@@ -216,7 +217,7 @@ fn zones_runs_every_part() {
 #[test]
 #[ignore = "slow lane"]
 fn restarts_runs_every_part() {
-    // Not in /tmp, which may be in memory: nothing is durable there, and nothing takes time.
+    // /tmp may be in memory, where durable writes take no time.
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let data = dir.path().join("data");
     let mut command = program();
@@ -225,7 +226,8 @@ fn restarts_runs_every_part() {
     if freestone.exists() {
         command.arg("--freestone").arg(freestone);
     }
-    let reports = reported(command.arg("--data-dir").arg(&data), &dir.path().join("restarts.json"));
+    let reports =
+        run_and_read_reports(command.arg("--data-dir").arg(&data), &dir.path().join("restarts.json"));
     assert_eq!(
         names(&reports),
         [
@@ -247,10 +249,10 @@ fn restarts_runs_every_part() {
         assert!(part(loaded, "s") > 0.0 && part(loaded, "plain MiB/s") > 0.0, "{loaded}");
     }
     let increment = row(&reports[3], "increment / compressed bytes of the changed pages");
-    // Not a bound on quality: less than the pages, or as much as the disk, would be none of these.
+    // Sanity check: an increment is larger than its pages and much smaller than the disk.
     let over = increment["median"].as_f64().unwrap();
     assert!((1.0..4.0).contains(&over), "{increment}");
-    // Whether a save was seen depends on how long it takes.
+    // Short saves may go unnoticed.
     row(&reports[4], "writes while a save runs / before it");
     let left: Vec<_> = std::fs::read_dir(data).unwrap().map(|e| e.unwrap().path()).collect();
     assert!(left.is_empty(), "{left:?}");
@@ -258,7 +260,7 @@ fn restarts_runs_every_part() {
 
 #[test]
 #[ignore = "slow lane"]
-fn clients_are_measured_beside_each_other() {
+fn clients_runs_every_part() {
     let dir = tempfile::tempdir().unwrap();
     let mut command = program();
     command.args(["clients", "--quick"]);
@@ -267,7 +269,8 @@ fn clients_are_measured_beside_each_other() {
         command.arg("--freestone").arg(freestone);
     }
     let data = dir.path().join("data");
-    let reports = reported(command.arg("--data-dir").arg(&data), &dir.path().join("clients.json"));
+    let reports =
+        run_and_read_reports(command.arg("--data-dir").arg(&data), &dir.path().join("clients.json"));
     assert_eq!(names(&reports), ["clients: connects", "clients: a storm of connects", "clients: stalled"]);
     let median = |report: &Value, what: &str| row(report, what)["median"].as_f64().unwrap();
     assert!(median(&reports[0], "CPU a connect") > 0.0);
@@ -277,9 +280,9 @@ fn clients_are_measured_beside_each_other() {
     assert!(median(&reports[1], "connects a second") > 0.0);
     for load in ["4 KiB reads", "128 KiB reads"] {
         for others in ["a slow reader", "one that never reads", "64 that never read"] {
-            // All of them are answered, whatever the others hold of the server's memory.
-            let kept = row(&reports[2], &format!("{load} beside {others} / beside nobody"));
-            assert!(kept["median"].as_f64().unwrap() > 0.0, "{kept}");
+            // The measured clients make progress even though the others occupy the server's memory.
+            let ratio = row(&reports[2], &format!("{load} beside {others} / beside nobody"));
+            assert!(ratio["median"].as_f64().unwrap() > 0.0, "{ratio}");
         }
     }
     let left: Vec<_> = std::fs::read_dir(data).unwrap().map(|e| e.unwrap().path()).collect();
@@ -287,12 +290,12 @@ fn clients_are_measured_beside_each_other() {
 }
 
 #[test]
-fn images_are_read_from_memory_and_disk_and_pushed() {
+fn images_runs_cached_disk_and_push_parts() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let mut command = program();
     command.args(["images", "--quick", "--part", "cached,disk,push", "--size", "32M", "--set", "fio"]);
     command.arg("--data-dir").arg(dir.path().join("data"));
-    let reports = reported(&mut command, &dir.path().join("images.json"));
+    let reports = run_and_read_reports(&mut command, &dir.path().join("images.json"));
     assert_eq!(names(&reports), ["images: cached", "images: from the disk cache", "images: push"]);
     for what in ["4 KiB at random: image / file", "128 KiB at random: image / file"] {
         assert!(part(row(&reports[0], what), "image ns") > 0.0);
@@ -305,10 +308,10 @@ fn images_are_read_from_memory_and_disk_and_pushed() {
     }
 }
 
-/// What fleets of several sizes ask of a store is counted, and is what the model says.
+/// Counts the requests of fleets of several sizes to a store, and compares them with the model.
 #[test]
 #[ignore = "slow lane"]
-fn images_boot_and_fleets_ask_what_the_model_says() {
+fn images_fleet_requests_match_model() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let data = dir.path().join("data");
     let mut command = program();
@@ -317,7 +320,7 @@ fn images_boot_and_fleets_ask_what_the_model_says() {
     if freestone.exists() {
         command.arg("--freestone").arg(freestone);
     }
-    let reports = reported(command.arg("--data-dir").arg(&data), &dir.path().join("images.json"));
+    let reports = run_and_read_reports(command.arg("--data-dir").arg(&data), &dir.path().join("images.json"));
     assert_eq!(
         names(&reports),
         ["images: boot", "images: fleet", "images: fleets and the model", "images: what 1000 hosts ask"]
@@ -333,11 +336,11 @@ fn images_boot_and_fleets_ask_what_the_model_says() {
         let requests = row(&reports[1], &format!("{trace}: requests"));
         assert_eq!((part(requests, "tags"), part(requests, "maps")), (3.0, 1.0), "{requests}");
         let bytes = row(&reports[1], &format!("{trace}: bytes that came / chunks that were read"));
-        // What describes the image comes as well, so it cannot be less.
+        // The image's metadata is transferred too, so the ratio is above 1.
         assert!(bytes["median"].as_f64().unwrap() > 1.0 && bytes["met"] == true, "{bytes}");
     }
-    let counted = reports[2]["rows"].as_array().unwrap();
-    assert!(counted.iter().all(|row| row["met"] == true), "{counted:#?}");
+    let write_baseline = reports[2]["rows"].as_array().unwrap();
+    assert!(write_baseline.iter().all(|row| row["met"] == true), "{write_baseline:#?}");
     let (alone, two) = ("1 host, 1 server, 1 fork", "2 hosts, 2 servers, 2 forks");
     let of = |fleet: &str, start: &str| {
         row(&reports[2], &format!("{fleet}: {start}, trace known: requests that the model has not")).clone()
@@ -353,7 +356,7 @@ fn images_boot_and_fleets_ask_what_the_model_says() {
 }
 
 #[test]
-fn the_loop_for_callgrind_runs_without_it() {
+fn callgrind_loop_runs_without_valgrind() {
     for request in ["read", "write"] {
         for content in ["compressible", "same"] {
             for disk in [None, Some("--backed"), Some("--fork")] {
@@ -369,7 +372,7 @@ fn the_loop_for_callgrind_runs_without_it() {
 
 #[test]
 #[ignore = "slow lane"]
-fn the_gate_fails_on_a_rise_and_on_nothing_else() {
+fn gate_fails_only_on_a_rise() {
     let dir = tempfile::tempdir().unwrap();
     let baseline = dir.path().join("baseline.json");
     let gate = || {
@@ -378,36 +381,36 @@ fn the_gate_fails_on_a_rise_and_on_nothing_else() {
         let out = command.arg("--json").arg(dir.path().join("gate.json")).output().unwrap();
         (out.status.success(), String::from_utf8_lossy(&out.stderr).into_owned())
     };
-    let (ok, told) = gate();
-    assert!(!ok && told.contains("--accept"), "{told}");
-    let counted = |null: u32, nbd: u32| {
+    let (ok, stderr) = gate();
+    assert!(!ok && stderr.contains("--accept"), "{stderr}");
+    let write_baseline = |null: u32, nbd: u32| {
         let text = format!(r#"{{"build":"another","paths":{{"null-write":{null},"nbd-read":{nbd}}}}}"#);
         std::fs::write(&baseline, text).unwrap();
     };
-    // No request takes so many instructions, nor so few.
-    counted(1_000_000, 1_000_000);
-    let (ok, told) = gate();
-    assert!(ok, "{told}");
-    counted(1_000_000, 10);
-    let (ok, told) = gate();
-    assert!(!ok && told.contains("nbd-read rose") && !told.contains("null-write rose"), "{told}");
+    // No request takes as many instructions as the first baseline, or as few as the second.
+    write_baseline(1_000_000, 1_000_000);
+    let (ok, stderr) = gate();
+    assert!(ok, "{stderr}");
+    write_baseline(1_000_000, 10);
+    let (ok, stderr) = gate();
+    assert!(!ok && stderr.contains("nbd-read rose") && !stderr.contains("null-write rose"), "{stderr}");
 }
 
 #[test]
-fn what_is_not_installed_is_named() {
+fn missing_tool_is_named_in_error() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     for (bench, tool) in
         [(&["writeback", "--quick", "--set", "fio"][..], "fio"), (&["instructions"], "valgrind")]
     {
         let mut command = program();
         let out = command.args(bench).arg("--data-dir").arg(dir.path()).env("PATH", "").output().unwrap();
-        let told = String::from_utf8_lossy(&out.stderr);
-        assert!(!out.status.success() && told.contains(tool), "{told}");
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(!out.status.success() && stderr.contains(tool), "{stderr}");
     }
 }
 
 #[test]
-fn bad_options_are_refused() {
+fn invalid_options_are_rejected() {
     for bad in [
         &["codec", "--size", "32"][..],
         &["codec", "--size", "1T"],

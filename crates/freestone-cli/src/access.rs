@@ -1,6 +1,6 @@
-//! Who may connect to the sockets of a server: the options that say so, and whom they mean here.
+//! Mode, owner and group of a server's sockets: the options, and the lookup of user and group names.
 #![expect(unsafe_code)]
-// UNSAFETY: users and groups are known to the C library, also those of a directory service.
+// UNSAFETY: only the C library can look up users and groups of a directory service (NSS).
 
 use std::ffi::{CString, c_char, c_int};
 use std::mem::MaybeUninit;
@@ -15,25 +15,27 @@ use tracing::warn;
 
 use crate::error::Usage;
 
-/// An entry of the lists of users and groups is read into so much at first, and at most.
+/// Initial buffer size for an entry of the user or group database, in bytes.
 const ENTRY_BYTES: usize = 1 << 10;
+/// Largest buffer size for an entry, in bytes. A larger entry fails with ERANGE.
 const ENTRY_BYTES_MAX: usize = 1 << 20;
 
-const SOCKET_MODE_HELP: &str = "Mode of the NBD and vhost-user sockets that the server makes: who may write them may \
-                                connect [default: 0600]";
+const SOCKET_MODE_HELP: &str =
+    "Mode of NBD and vhost-user sockets; clients with write permission may connect [default: 0600]";
 const CONTROL_MODE_HELP: &str =
-    "Mode of the control socket; who may write it does what the server may do [default: 0600]";
+    "Mode of the control socket; users with write permission control the server [default: 0600]";
 
-/// The options.
+/// Options for the permissions of sockets.
 #[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Socket permissions")]
 pub struct AccessArgs {
     /// Mode of sockets.
     #[arg(long, value_name = "OCTAL", help = SOCKET_MODE_HELP, value_parser = access::mode)]
     socket_mode: Option<u32>,
-    /// Their owner, by name or number; another user than the server's takes root
+    /// Owner of these sockets, by name or number; another user than the server's needs root
     #[arg(long, value_name = "USER")]
     socket_user: Option<String>,
-    /// Their group, by name or number; one of the server's user's groups, or any where that is root
+    /// Group of these sockets, by name or number; root may use any group
     #[arg(long, value_name = "GROUP")]
     socket_group: Option<String>,
     /// Mode of the control socket.
@@ -42,42 +44,42 @@ pub struct AccessArgs {
     /// Owner of the control socket
     #[arg(long, value_name = "USER")]
     control_user: Option<String>,
-    /// Its group
+    /// Group of the control socket
     #[arg(long, value_name = "GROUP")]
     control_group: Option<String>,
-    /// Mode of the socket of --control-read-only [default: 0600]
+    /// Mode of the read-only control socket [default: 0600]
     #[arg(long, value_name = "OCTAL", value_parser = access::mode)]
     control_read_only_mode: Option<u32>,
-    /// Its owner
+    /// Owner of the read-only control socket
     #[arg(long, value_name = "USER")]
     control_read_only_user: Option<String>,
-    /// Its group
+    /// Group of the read-only control socket
     #[arg(long, value_name = "GROUP")]
     control_read_only_group: Option<String>,
 }
 
-/// Who may connect, as it was said and as it is.
+/// Permissions of a socket, as configured and as numbers.
 #[derive(Debug, Default, Clone)]
-pub struct Who {
-    /// As it was said.
+pub struct SocketAccess {
+    /// The configured text.
     pub words: AccessWords,
-    /// In numbers.
-    pub is: Access,
+    /// Mode, user and group as numbers.
+    pub resolved: Access,
 }
 
-/// Of all the sockets of a server.
+/// Permissions of all sockets of a server.
 #[derive(Debug, Default, Clone)]
-pub struct AccessOf {
-    /// Those of devices.
-    pub sockets: Who,
+pub struct ServerAccess {
+    /// NBD and vhost-user sockets.
+    pub sockets: SocketAccess,
     /// The control socket.
-    pub control: Who,
-    /// The one that changes nothing.
-    pub control_read_only: Who,
+    pub control: SocketAccess,
+    /// The read-only control socket.
+    pub control_read_only: SocketAccess,
 }
 
-impl AccessOf {
-    /// What the command line says, and of the rest what the file says.
+impl ServerAccess {
+    /// Combines command line and file. An option of the command line overrides the key of the file.
     pub fn new(args: &AccessArgs, file: Option<(&FileConfig, &Path)>) -> Result<Self, Usage> {
         let words = |mode: Option<u32>, user: &Option<String>, group: &Option<String>| AccessWords {
             mode,
@@ -92,9 +94,9 @@ impl AccessOf {
             file.map(|(file, path)| (words(file).clone(), format!("{}: ", path.display())))
         };
         Ok(Self {
-            sockets: Who::new(sockets, "socket", of_file(|file| &file.sockets))?,
-            control: Who::new(control, "control", of_file(|file| &file.control_socket))?,
-            control_read_only: Who::new(
+            sockets: SocketAccess::new(sockets, "socket", of_file(|file| &file.sockets))?,
+            control: SocketAccess::new(control, "control", of_file(|file| &file.control_socket))?,
+            control_read_only: SocketAccess::new(
                 read_only,
                 "control_read_only",
                 of_file(|file| &file.control_read_only_socket),
@@ -103,9 +105,9 @@ impl AccessOf {
     }
 }
 
-impl AccessOf {
-    /// All of them, behind what their keys begin with.
-    pub fn each(&self) -> [(&'static str, &Who); 3] {
+impl ServerAccess {
+    /// Returns the permissions of each socket with the prefix of its keys.
+    pub fn each(&self) -> [(&'static str, &SocketAccess); 3] {
         [
             ("socket", &self.sockets),
             ("control", &self.control),
@@ -113,29 +115,29 @@ impl AccessOf {
         ]
     }
 
-    /// Refuses what is said of a socket that is not there.
+    /// Fails if permissions are set for the read-only control socket, and the server has none.
     pub fn check_read_only(&self, is_there: bool) -> Result<(), Usage> {
         match self.control_read_only.words.keys("control_read_only").first() {
             Some((key, _)) if !is_there => {
                 let key = key.replace('_', "-");
-                Err(Usage(format!("--{key}: without --control-read-only there is no such socket")))
+                Err(Usage(format!("--{key}: needs --control-read-only")))
             }
             _ => Ok(()),
         }
     }
 
-    /// Warns where a mode lets others in, and the directory, which is ours alone, does not.
-    pub fn warn_of_private(&self, dir: &Path, sockets_are_there: bool, control_is_there: bool) {
-        for (is_there, who, what, option) in [
-            (sockets_are_there, &self.sockets, "socket", "--nbd"),
-            (control_is_there, &self.control, "control", "--control"),
+    /// Warns about permissions without effect: only the owner can enter `dir`, where the sockets are.
+    pub fn warn_of_private(&self, dir: &Path, has_sockets: bool, has_control: bool) {
+        for (is_in_dir, access, prefix, option) in [
+            (has_sockets, &self.sockets, "socket", "--nbd"),
+            (has_control, &self.control, "control", "--control"),
         ] {
-            if is_there && who.is != Access::default() {
-                let said: Vec<_> =
-                    who.words.keys(what).into_iter().map(|(key, value)| format!("{key}={value}")).collect();
+            if is_in_dir && access.resolved != Access::default() {
+                let keys = access.words.keys(prefix).into_iter();
+                let keys: Vec<_> = keys.map(|(key, value)| format!("{key}={value}")).collect();
                 warn!(
-                    "{}: nobody else may enter {}; name another place with {option}",
-                    said.join(" "),
+                    "{}: only the owner may enter {}; choose another path with {option}",
+                    keys.join(" "),
                     dir.display()
                 );
             }
@@ -143,24 +145,24 @@ impl AccessOf {
     }
 }
 
-impl Who {
+impl SocketAccess {
     fn new(args: AccessWords, what: &str, file: Option<(AccessWords, String)>) -> Result<Self, Usage> {
-        // Each is asked for where it is said, so that what is wrong is named as it stands there.
-        resolved(&args, |part| format!("--{}-{part}", what.replace('_', "-")))?;
+        // Each source is resolved by itself, so that an error names the option or key of that source.
+        resolve(&args, |part| format!("--{}-{part}", what.replace('_', "-")))?;
         let words = match file {
             Some((words, at)) => {
-                resolved(&words, |part| format!("{at}{what}_{part}"))?;
+                resolve(&words, |part| format!("{at}{what}_{part}"))?;
                 args.or(words)
             }
             None => args,
         };
-        let is = resolved(&words, |part| format!("{what}_{part}"))?;
-        Ok(Self { words, is })
+        let resolved = resolve(&words, |part| format!("{what}_{part}"))?;
+        Ok(Self { words, resolved })
     }
 }
 
-/// Whom the words mean here; `key` names what is wrong.
-fn resolved(words: &AccessWords, key: impl Fn(&str) -> String) -> Result<Access, Usage> {
+/// Looks up user and group. `key` returns the option or key to name in an error.
+fn resolve(words: &AccessWords, key: impl Fn(&str) -> String) -> Result<Access, Usage> {
     let number = |part: &'static str, text: &Option<String>, find: Find| {
         let Some(text) = text else { return Ok(None) };
         let number =
@@ -172,22 +174,28 @@ fn resolved(words: &AccessWords, key: impl Fn(&str) -> String) -> Result<Access,
     Ok(Access { mode: words.mode.unwrap_or(Access::default().mode), user, group })
 }
 
-/// The number of a user. Half a sentence where there is none.
+/// Returns the number of a user.
+///
+/// # Errors
+/// The end of a sentence that begins with the name.
 pub fn find_user(text: &str) -> Result<u32, String> {
     find_number(text, "user", user_of)
 }
 
-/// The number of a group. Half a sentence where there is none.
+/// Returns the number of a group.
+///
+/// # Errors
+/// The end of a sentence that begins with the name.
 pub fn find_group(text: &str) -> Result<u32, String> {
     find_number(text, "group", group_of)
 }
 
-/// The number of a user or group by its name; `None` where there is none.
+/// Returns the number of a user or group by its name, or `None` if the name is unknown.
 type Find = fn(&str) -> Result<Option<u32>, c_int>;
 
 fn find_number(text: &str, part: &str, find: Find) -> Result<u32, String> {
     if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
-        // The last number means nobody at all.
+        // 4294967295 means "no change" to chown.
         let number = text.parse().ok().filter(|number| *number != u32::MAX);
         return number.ok_or_else(|| {
             format!("must be a {part} of this machine: a name, or a number below 4294967295")
@@ -203,41 +211,42 @@ fn find_number(text: &str, part: &str, find: Find) -> Result<u32, String> {
 }
 
 fn user_of(name: &str) -> Result<Option<u32>, c_int> {
-    entry_of(name, |name, entry, room, len, found| {
-        // SAFETY: `entry_of` says what they point to.
-        unsafe { libc::getpwnam_r(name, entry, room, len, found) }
+    entry_of(name, |name, entry, buffer, len, found| {
+        // SAFETY: `entry_of` passes valid pointers and the size of the buffer.
+        unsafe { libc::getpwnam_r(name, entry, buffer, len, found) }
     })
     .map(|entry| entry.map(|entry: libc::passwd| entry.pw_uid))
 }
 
 fn group_of(name: &str) -> Result<Option<u32>, c_int> {
-    entry_of(name, |name, entry, room, len, found| {
-        // SAFETY: as above.
-        unsafe { libc::getgrnam_r(name, entry, room, len, found) }
+    entry_of(name, |name, entry, buffer, len, found| {
+        // SAFETY: `entry_of` passes valid pointers and the size of the buffer.
+        unsafe { libc::getgrnam_r(name, entry, buffer, len, found) }
     })
     .map(|entry| entry.map(|entry: libc::group| entry.gr_gid))
 }
 
-/// Asks for an entry. `ask` gets a name that ends with zero, room for the entry, room of that many
-/// bytes for its texts, and where it says that it was found. Of the entry only numbers may be used:
-/// the texts are gone.
+/// Looks up an entry of the user or group database. `look_up` gets the name with a terminating zero, the
+/// entry, the buffer for its strings with the size, and the result pointer. The caller may use only the
+/// numbers of the returned entry: its strings point into a buffer that is freed.
 fn entry_of<T: Copy>(
     name: &str,
-    ask: impl Fn(*const c_char, *mut T, *mut c_char, usize, *mut *mut T) -> c_int,
+    look_up: impl Fn(*const c_char, *mut T, *mut c_char, usize, *mut *mut T) -> c_int,
 ) -> Result<Option<T>, c_int> {
     let Ok(name) = CString::new(name) else { return Ok(None) };
-    let mut room: Vec<c_char> = vec![0; ENTRY_BYTES];
+    let mut buffer: Vec<c_char> = vec![0; ENTRY_BYTES];
     loop {
         let mut entry = MaybeUninit::<T>::uninit();
         let mut found = ptr::null_mut();
-        let errno = ask(name.as_ptr(), entry.as_mut_ptr(), room.as_mut_ptr(), room.len(), &raw mut found);
+        let errno =
+            look_up(name.as_ptr(), entry.as_mut_ptr(), buffer.as_mut_ptr(), buffer.len(), &raw mut found);
         match errno {
-            // SAFETY: where it was found, it was written.
+            // SAFETY: the function has written the entry if `found` is not null.
             0 if !found.is_null() => return Ok(Some(unsafe { entry.assume_init() })),
-            // Some of the services say it so that there is no such name.
+            // Some NSS services report an unknown name with an error number.
             0 | libc::ENOENT | libc::ESRCH => return Ok(None),
             libc::EINTR => {}
-            libc::ERANGE if room.len() < ENTRY_BYTES_MAX => room.resize(room.len() * 2, 0),
+            libc::ERANGE if buffer.len() < ENTRY_BYTES_MAX => buffer.resize(buffer.len() * 2, 0),
             errno => return Err(errno),
         }
     }
@@ -248,7 +257,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_numbers_are_found() {
+    fn find_number_accepts_names_and_numbers() {
         assert_eq!(find_number("root", "user", user_of), Ok(0));
         assert_eq!(find_number("root", "group", group_of), Ok(0));
         assert_eq!(find_number("12345", "group", group_of), Ok(12345));

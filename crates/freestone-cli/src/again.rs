@@ -39,7 +39,7 @@ pub fn begin(service: &Arc<Service>) {
     let weak = Arc::downgrade(service);
     if let Err(why) = thread::Builder::new().name("exports".into()).spawn(move || run(&weak)) {
         service.exports.absent.end_retries();
-        error!("exports that are not published are not retried: no thread: {why}");
+        error!("cannot start the thread that retries exports: {why}");
     }
 }
 
@@ -53,7 +53,7 @@ fn run(service: &Weak<Service>) {
         }
         if names.is_empty() {
             service.exports.absent.end_retries();
-            // Unless one has come since the look.
+            // An export may have been added since `names` was read.
             if !service.exports.absent.begin_retries() {
                 return;
             }
@@ -71,12 +71,12 @@ fn try_again(service: &Service, name: &str) -> Result<(), Fault> {
     let claim = service.claim("publish", name)?;
     let seen = service.exports.absent.seen(name);
     let Some(entry) = service.registry.find(name) else { return Ok(()) };
-    // Else the server ends.
+    // Fails only if the server is shutting down.
     let Ok(entered) = service.records.enter(&[name]) else { return Ok(()) };
     show(service, &claim, &entry, &seen);
     drop(entered);
     if service.exports.absent.of(name).is_empty() {
-        info!("{name}: published again wherever it was");
+        info!("{name}: all exports are published again");
     }
     if recording::differs(service, &entry) {
         Recording::begin(service, &claim, "publish", &[name])?.commit()?;

@@ -1,4 +1,4 @@
-//! Lists of who may connect, as they are said: `10.0.0.0/8`, `::1`, `uid:1000`, `gid:NAME`.
+//! Allow lists as text: `10.0.0.0/8`, `::1`, `uid:1000`, `gid:NAME`.
 
 use std::path::Path;
 
@@ -9,25 +9,27 @@ use freestone_spec::config::FileConfig;
 use crate::access::{find_group, find_user};
 use crate::error::Usage;
 
-/// What `--allow` of a verb does.
-pub const HELP: &str = "Let only these connect there, for all that is published there: networks (10.0.0.0/8, ::1) by \
-                        TCP, uid:USER and gid:GROUP at Unix sockets";
+/// Help of the option `--allow` of verbs.
+pub const HELP: &str = "Clients that may connect to this address: networks (10.0.0.0/8, ::1) for TCP, uid:USER and gid:GROUP \
+    for Unix sockets; applies to all exports there";
 
-/// What such words say; users and groups by name are those of now. Half a sentence where they cannot be
-/// meant.
+/// Parses an allow list. User and group names are looked up once, now.
+///
+/// # Errors
+/// The end of a sentence that begins with the option or key.
 pub fn parse(words: &[String]) -> Result<AllowList, String> {
     if words.is_empty() {
-        return Err("nobody could connect; without a list whoever reaches it can".into());
+        return Err("the list is empty, so no client could connect; omit it to admit every client".into());
     }
     if words.len() > MAX_ALLOWED {
         return Err(format!("{} words, at most {MAX_ALLOWED} are allowed", words.len()));
     }
-    let who = words.iter().map(|word| one(word).map_err(|why| format!("{word}: {why}")));
-    Ok(AllowList::new(who.collect::<Result<Vec<_>, _>>()?))
+    let entries = words.iter().map(|word| parse_entry(word).map_err(|why| format!("{word}: {why}")));
+    Ok(AllowList::new(entries.collect::<Result<Vec<_>, _>>()?))
 }
 
-/// Who may connect to the addresses of a server: by its command line, else by its file. True: by the
-/// command line.
+/// Returns the allow list of the server's addresses, from the command line or else from the file. The
+/// boolean is true if the list comes from the command line.
 pub fn of_server(
     line: &[String],
     file: Option<(&FileConfig, &Path)>,
@@ -43,7 +45,7 @@ pub fn of_server(
     Ok(Some((list, false)))
 }
 
-fn one(word: &str) -> Result<Who, String> {
+fn parse_entry(word: &str) -> Result<Who, String> {
     if let Some(user) = word.strip_prefix("uid:") {
         return find_user(user).map(Who::User);
     }
@@ -53,34 +55,34 @@ fn one(word: &str) -> Result<Who, String> {
     Who::network(word).map_err(|why| why.to_string())
 }
 
-/// The words of a list.
+/// Returns the entries of a list as text.
 pub fn words(list: &AllowList) -> Vec<String> {
     list.entries().iter().map(ToString::to_string).collect()
 }
 
-/// Refuses a list by which nobody could ever connect at an address.
+/// Fails if no entry of the list can match a client of the address.
 pub fn check(list: &AllowList, address: &Address) -> Result<(), String> {
     match address {
         Address::Unix(_) => check_local(list, address),
         Address::Tcp { host, .. } if !list.has_networks_for(host) => {
-            Err(format!("{address}: {list} has no network from which somebody could come there"))
+            Err(format!("{address}: {list} has no network that can reach this address"))
         }
         Address::Tcp { .. } => Ok(()),
-        Address::Stdin => Err("--single serves the one client that is there already".into()),
+        Address::Stdin => Err("--single serves one client, which is already connected".into()),
     }
 }
 
-/// The same of a Unix socket.
+/// Fails if no entry of the list can match a client of a Unix socket.
 pub fn check_local(list: &AllowList, address: &dyn std::fmt::Display) -> Result<(), String> {
     if list.has_users() {
         return Ok(());
     }
-    Err(format!("{address}: {list} has no uid: or gid:, and at a Unix socket nobody comes from a network"))
+    Err(format!("{address}: {list} has no uid: or gid: entry, and networks do not apply to Unix sockets"))
 }
 
-/// A list for people.
+/// Returns a list as text for users.
 pub fn shown(list: Option<&AllowList>) -> String {
-    list.map_or_else(|| "whoever can".to_owned(), ToString::to_string)
+    list.map_or_else(|| "every client".to_owned(), ToString::to_string)
 }
 
 #[cfg(test)]
@@ -92,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_read_and_what_cannot_be_meant_is_said() {
+    fn parse_accepts_each_kind_and_names_invalid_entry() {
         let list = of(&["uid:root", "gid:root", "10.0.0.0/8", "uid:1000", "gid:7", "::1", "uid:0"]).unwrap();
         assert_eq!(words(&list), ["10.0.0.0/8", "::1", "uid:0", "uid:1000", "gid:0", "gid:7"]);
         assert_eq!(parse(&words(&list)), Ok(list));
@@ -103,27 +105,27 @@ mod tests {
             ("uid:-1", "there is no such user"),
             ("uid:4294967295", "below 4294967295"),
             ("user:root", "must be a network (10.0.0.0/8"),
-            ("10.0.0.1/8", "10.0.0.0/8 is meant?"),
+            ("10.0.0.1/8", "; use 10.0.0.0/8"),
             ("", "must be a network"),
         ] {
             let said = of(&[word]).unwrap_err();
             assert!(said.starts_with(&format!("{word}: ")) && said.contains(why), "{said}");
         }
-        assert!(of(&[]).unwrap_err().starts_with("nobody could connect"));
+        assert!(of(&[]).unwrap_err().starts_with("the list is empty"));
         assert!(of(&["::1"; MAX_ALLOWED + 1]).unwrap_err().starts_with("257 words, at most 256"));
     }
 
     #[test]
-    fn lists_that_let_nobody_in_are_refused() {
+    fn check_list_without_possible_client_fails() {
         let checked = |words: &[&str], address: &str| check(&of(words).unwrap(), &address.parse().unwrap());
         assert_eq!(checked(&["uid:0", "10.0.0.0/8"], "unix:/a"), Ok(()));
         assert_eq!(checked(&["uid:0", "10.0.0.0/8"], "tcp:127.0.0.1:1"), Ok(()));
         let said = checked(&["10.0.0.0/8"], "unix:/a").unwrap_err();
         assert_eq!(
             said,
-            "unix:/a: 10.0.0.0/8 has no uid: or gid:, and at a Unix socket nobody comes from a network"
+            "unix:/a: 10.0.0.0/8 has no uid: or gid: entry, and networks do not apply to Unix sockets"
         );
         let said = checked(&["uid:0", "::1"], "tcp:127.0.0.1:1").unwrap_err();
-        assert_eq!(said, "tcp:127.0.0.1:1: ::1,uid:0 has no network from which somebody could come there");
+        assert_eq!(said, "tcp:127.0.0.1:1: ::1,uid:0 has no network that can reach this address");
     }
 }

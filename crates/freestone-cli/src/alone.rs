@@ -1,4 +1,4 @@
-//! Exports of one device alone: a socket for a virtual machine, a block device of this machine.
+//! Exports outside of the NBD server, each for one device: a vhost-user-blk socket or a ublk block device.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,30 +14,30 @@ use tracing::warn;
 use crate::limited::Limited;
 use crate::places::{Place, Wanted};
 
-/// One of these.
+/// A vhost-user-blk or ublk export.
 pub enum Alone {
-    /// A socket for a virtual machine.
+    /// A vhost-user-blk socket.
     VhostUser(vhost_user::Export),
     /// A block device of this machine.
     Ublk(ublk::Export),
 }
 
-/// What was made at a place.
+/// A new export.
 pub enum Shown {
-    /// At this address, with the port that was chosen.
+    /// An NBD export at this address. A port 0 has been replaced by the chosen port.
     Nbd(Address),
-    /// As an export of its own, which can be taken away again.
+    /// A vhost-user-blk or ublk export.
     Alone(Arc<Alone>),
 }
 
-/// Nobody new uses an export while this lives.
-pub enum Held<'a> {
+/// Guard that holds new clients (vhost-user) or new requests (ublk) of an export.
+pub enum HeldExport<'a> {
     VhostUser(vhost_user::Held<'a>),
     Ublk(ublk::Held<'a>),
 }
 
 impl Alone {
-    /// How it is written: `vhost-user:PATH`, or `/dev/ublkbN`.
+    /// Returns the address: `vhost-user:PATH` or `/dev/ublkbN`.
     pub fn address(&self) -> String {
         match self {
             Self::VhostUser(export) => format!("vhost-user:{}", path_text::text(export.path())),
@@ -45,7 +45,7 @@ impl Alone {
         }
     }
 
-    /// What was asked for, without limits.
+    /// Returns the specification of the export, without limits.
     pub fn wanted(&self) -> Wanted {
         let place = match self {
             Self::VhostUser(export) => Place::VhostUser(export.path().to_owned()),
@@ -58,7 +58,7 @@ impl Alone {
         Wanted { place, read_only: self.is_read_only(), allow, limits: LimitSpec::default() }
     }
 
-    /// Whether it cannot be written.
+    /// Returns true if clients cannot write.
     pub fn is_read_only(&self) -> bool {
         match self {
             Self::VhostUser(export) => export.is_read_only(),
@@ -66,7 +66,7 @@ impl Alone {
         }
     }
 
-    /// Whether a machine is connected, or a block device is mounted or otherwise somebody's.
+    /// Returns true if a virtual machine is connected, or the block device is mounted or otherwise in use.
     pub fn is_used(&self) -> bool {
         match self {
             Self::VhostUser(export) => export.is_connected(),
@@ -74,8 +74,16 @@ impl Alone {
         }
     }
 
-    /// Connections, as far as they can be counted without a question that others would notice: to ask
-    /// whether a block device is used is to open it.
+    /// Returns true if a virtual machine is connected whose driver may have cached content.
+    pub fn is_driven(&self) -> bool {
+        match self {
+            Self::VhostUser(export) => export.is_driven(),
+            Self::Ublk(_) => false,
+        }
+    }
+
+    /// Returns the number of connections. Returns 0 for a block device: finding out needs an exclusive open
+    /// of the device, which could make an open by another program fail.
     pub fn connections(&self) -> usize {
         match self {
             Self::VhostUser(export) => export.is_connected().into(),
@@ -83,19 +91,19 @@ impl Alone {
         }
     }
 
-    /// See the exports' own `hold`.
-    pub fn hold(&self) -> Held<'_> {
+    /// Holds new clients (vhost-user) or new requests (ublk) until the guard is dropped.
+    pub fn hold(&self) -> HeldExport<'_> {
         match self {
-            Self::VhostUser(export) => Held::VhostUser(export.hold()),
-            Self::Ublk(export) => Held::Ublk(export.hold()),
+            Self::VhostUser(export) => HeldExport::VhostUser(export.hold()),
+            Self::Ublk(export) => HeldExport::Ublk(export.hold()),
         }
     }
 
-    /// Shows this device from now on.
+    /// Replaces the exported device.
     pub fn replace(&self, new: &Entry, limited: Option<&Limited>) {
         let Some(device) = new.way() else { return };
         if let Some(Err(error)) = limited.map(|limited| limited.join(&device)) {
-            warn!("{}: its limits are not kept, as a thread cannot be started: {error}", self.address());
+            warn!("{}: limits are not enforced: cannot start a thread: {error}", self.address());
         }
         device.tally().set_place(&self.address());
         let failures = Arc::clone(&new.failures);
@@ -105,7 +113,7 @@ impl Alone {
         }
     }
 
-    /// The device has another size.
+    /// Announces a new size of the device to clients.
     pub fn resized(&self) {
         match self {
             Self::VhostUser(export) => export.resized(),
@@ -117,7 +125,7 @@ impl Alone {
         }
     }
 
-    /// Has it end once what is in flight is done.
+    /// Ends the export in the background, after the requests in flight have completed.
     pub fn begin_to_end(&self) {
         match self {
             Self::VhostUser(export) => export.begin_to_end(),
@@ -125,7 +133,7 @@ impl Alone {
         }
     }
 
-    /// The same, and waits for that. False: it was not done after `grace`.
+    /// Ends the export and waits for it. Returns false if requests are still in flight after `grace`.
     pub fn end(&self, grace: Duration) -> bool {
         match self {
             Self::VhostUser(export) => export.end(grace),
@@ -134,20 +142,20 @@ impl Alone {
     }
 }
 
-impl Held<'_> {
-    /// See the exports' own `cut`. Whether a connection ended by that.
+impl HeldExport<'_> {
+    /// Cuts clients off like a loss of power. Returns true if a connection ended.
     pub fn cut(&self) -> bool {
         match self {
             Self::VhostUser(held) => held.cut(),
             Self::Ublk(held) => {
-                // The block device stays.
+                // Fails the requests that have arrived. The block device remains.
                 held.cut();
                 false
             }
         }
     }
 
-    /// Waits until nothing of it is with the device. False: something is at `end`.
+    /// Waits until the device has no requests of the export in flight. Returns false if it has some at `end`.
     pub fn wait_gone(&self, end: Instant) -> bool {
         match self {
             Self::VhostUser(held) => held.wait_gone(end),
@@ -156,7 +164,8 @@ impl Held<'_> {
     }
 }
 
-/// Ends them at the same time; what is not done after `grace` lets go of its device later.
+/// Ends all exports at the same time. An export with requests in flight after `grace` releases its device
+/// later.
 pub fn end_all(exports: &[Arc<Alone>], grace: Duration) {
     for export in exports {
         export.begin_to_end();

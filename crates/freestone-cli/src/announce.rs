@@ -1,4 +1,4 @@
-//! Where everything is: for who started a server, and for the command that it runs for.
+//! Announces the addresses of a new server: on standard output, and to the command of `--run`.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -11,7 +11,8 @@ use crate::paths;
 use crate::service::Service;
 use crate::started_by;
 
-/// The command has the limit of open files that we were started with: programs may not expect more.
+/// Returns the shell for the command of `--run`, with the addresses in its environment. `open_files` is the
+/// soft limit of open files before the server raised it: programs may not expect a higher one.
 pub fn run_command(command: &str, open_files: Option<u64>, service: &Service, control: &Path) -> Command {
     let exports = service.exports.nbd.exports();
     let export = exports.iter().find(|e| e.default).or(exports.first());
@@ -39,7 +40,7 @@ pub fn run_command(command: &str, open_files: Option<u64>, service: &Service, co
     shell
 }
 
-/// Says where everything is. If nobody listens to stdout, the server serves all the same.
+/// Prints the addresses of all exports, and the next commands to try. Ignores a closed stdout.
 pub fn announce(service: &Service, control: &Path) {
     // Writing to a string cannot fail.
     let mut text = String::new();
@@ -54,7 +55,7 @@ pub fn announce(service: &Service, control: &Path) {
     }
     for entry in service.registry.all() {
         if service.withheld.has(entry.name()) {
-            let _ = writeln!(text, "{}", withheld(service, entry.name()));
+            let _ = writeln!(text, "{}", withheld_message(service, entry.name()));
         }
     }
     for seed in service.registry.seeds() {
@@ -79,8 +80,8 @@ fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
-/// What people are told of a device that is withheld.
-fn withheld(service: &Service, name: &str) -> String {
+/// Returns the line about a withheld device.
+fn withheld_message(service: &Service, name: &str) -> String {
     let content_of = service.saves.behind_of(name);
     let changed_base = service.saves.changed_base_of(name);
     let what = match (service.withheld.why_whole(name), content_of, changed_base) {
@@ -99,7 +100,7 @@ mod tests {
     use super::quote;
 
     #[test]
-    fn words_are_quoted() {
+    fn quote_escapes_single_quotes() {
         assert_eq!(quote("a b'c"), r"'a b'\''c'");
     }
 }

@@ -1,15 +1,13 @@
-//! What a file changes in a server that runs.
+//! Applies a configuration file to a running server.
 //!
-//! A file declares only what it made: devices and exports that were made at run time stay, unless
-//! they are to be pruned. Nothing is done where something could not be.
+//! A plan lists all changes before the first one is made, and fails if one of them is impossible. Devices and exports
+//! that no file has declared remain, unless `prune` is set.
 
 use std::collections::HashSet;
 use std::fmt;
-use std::io::{self, Write as _};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
-use std::thread;
 
 use freestone_nbd::{Address, AllowList};
 use freestone_spec::config::FileConfig;
@@ -18,7 +16,7 @@ use freestone_spec::kinds::{Entry, Spec};
 use freestone_spec::refusal::Errno;
 use freestone_state::State;
 use serde_json::{Map, Value};
-use tracing::{error, info, warn};
+use tracing::warn;
 
 use crate::allow;
 use crate::claims::Claim;
@@ -30,10 +28,10 @@ use crate::places::{Place, Seen, Wanted};
 use crate::recording::Recording;
 use crate::saves;
 use crate::service::Service;
-use crate::started_by;
 
-/// What can be set at run time, of all the keys. What is not there any more is set to the second.
-const SETTABLE: [(&str, Option<&str>); 17] = [
+/// Keys that can be changed at run time. If the file no longer has the key, it is set to the second value; `None`
+/// means that the key cannot be removed.
+const SETTABLE: [(&str, Option<&str>); 19] = [
     ("disksize", None),
     ("size", None),
     ("mem_limit", Some("none")),
@@ -51,34 +49,36 @@ const SETTABLE: [(&str, Option<&str>); 17] = [
     ("iops_burst", Some("0")),
     ("bps_burst", Some("0")),
     ("max_clients", Some("0")),
+    ("keep", Some("no")),
+    ("on_lost", Some("withhold")),
 ];
 
-/// How far a file goes.
-#[expect(clippy::struct_excessive_bools, reason = "each is a word of its own")]
+/// Options of applying a configuration.
+#[expect(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 #[derive(Debug, Clone, Copy)]
 pub struct Extent {
-    /// What no file declares goes, too.
+    /// Also remove devices and exports that no file declares.
     pub prune: bool,
-    /// Also where clients are connected; they are cut off.
+    /// Continue if clients are connected; their connections are closed.
     pub force: bool,
-    /// Only says what would change.
+    /// Only return the changes, without making them.
     pub check: bool,
-    /// What earlier files declared stays where it is not said: this is no file.
+    /// Keep devices of earlier files that are not declared now: the source is a command line, not a file.
     pub adds: bool,
 }
 
-/// One change.
+/// A change of a device, an export or an allow list.
 #[derive(Debug)]
 enum Change {
     Remove(String),
-    Hide(String, Place),
+    Unpublish(String, Place),
     Set(String, Map<String, Value>),
     Create(Box<Declared>),
-    ShowHome(String),
+    PublishHome(String),
     AllowHome(AllowList),
     Allow(String, Place, Option<AllowList>),
-    Show(String, Wanted),
-    /// At the place, what is wanted there lets through something else.
+    Publish(String, Wanted),
+    /// Sets the limits of the export at this address to those of the specification.
     Limit(String, Place, Wanted),
     Withhold(String, Seen),
 }
@@ -87,7 +87,7 @@ impl fmt::Display for Change {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Remove(name) => write!(f, "remove {name}"),
-            Self::Hide(name, place) => write!(f, "unpublish {name} from {place}"),
+            Self::Unpublish(name, place) => write!(f, "unpublish {name} from {place}"),
             Self::Set(name, attrs) => {
                 write!(f, "set {name}")?;
                 attrs
@@ -95,10 +95,10 @@ impl fmt::Display for Change {
                     .try_for_each(|(attr, value)| write!(f, " {attr}={}", value.as_str().unwrap_or_default()))
             }
             Self::Create(declared) => write!(f, "create {}", declared.spec.words),
-            Self::ShowHome(name) => write!(f, "publish {name}"),
+            Self::PublishHome(name) => write!(f, "publish {name}"),
             Self::AllowHome(list) => write!(f, "allow {list} at the addresses of the server"),
             Self::Allow(_, place, list) => write!(f, "allow {} at {place}", allow::shown(list.as_ref())),
-            Self::Show(name, wanted) => {
+            Self::Publish(name, wanted) => {
                 let how = if wanted.read_only { ", read-only" } else { "" };
                 write!(f, "publish {name} at {}{how}", wanted.place)?;
                 wanted.limits.words().try_for_each(|(key, text)| write!(f, ", {key}={text}"))
@@ -118,7 +118,7 @@ impl fmt::Display for Change {
     }
 }
 
-/// Brings in what the file at `path` says. Answers the changes, which were made unless it is a check.
+/// Applies the file at `path`. Returns the changes, which were made unless `extent.check` is set.
 pub fn apply(service: &Service, path: &Path, extent: Extent) -> Result<Vec<String>, Fault> {
     let invalid = |error: anyhow::Error| Fault::failed(Errno::EINVAL, format!("{error:#}"));
     let file = declared::read(path).map_err(invalid)?;
@@ -133,26 +133,26 @@ pub fn apply(service: &Service, path: &Path, extent: Extent) -> Result<Vec<Strin
         && let Some(is) = service.exports.fixed_home_allow()
         && is != *list
     {
-        let why = format!("{}: allow: the command line of the server says {is}, which holds", path.display());
+        let why = format!("{}: allow: --allow of the server ({is}) takes precedence", path.display());
         return Err(Fault::failed(Errno::EBUSY, why));
     }
-    bring_in_all(service, &devices, home, extent)
+    apply_all(service, &devices, home, extent)
 }
 
-/// Who is to be let in at the addresses of the server.
+/// Parses the allow list of the server's addresses, and checks it against each of them.
 fn home_list(service: &Service, words: &[String]) -> Result<AllowList, String> {
     let list = allow::parse(words)?;
     service.exports.home().iter().try_for_each(|address| allow::check(&list, address))?;
     Ok(list)
 }
 
-/// Brings in these devices.
-pub fn bring_in(service: &Service, devices: &[Declared], extent: Extent) -> Result<Vec<String>, Fault> {
-    bring_in_all(service, devices, None, extent)
+/// Applies these devices without a file.
+pub fn apply_devices(service: &Service, devices: &[Declared], extent: Extent) -> Result<Vec<String>, Fault> {
+    apply_all(service, devices, None, extent)
 }
 
-/// The same, and who may connect to the addresses of the server, where that is said.
-fn bring_in_all(
+/// Applies these devices, and the allow list of the server's addresses if there is one.
+fn apply_all(
     service: &Service,
     devices: &[Declared],
     home: Option<AllowList>,
@@ -165,8 +165,9 @@ fn bring_in_all(
     own.extend(all.iter().filter(|entry| entry.template.is_none()).map(|entry| entry.name()));
     let shared: Vec<&str> = devices.iter().filter_map(|device| device.spec.kind.below()).collect();
     own.extend(devices.iter().flat_map(|device| device.spec.kind.changes()));
-    let beside: Vec<String> = devices.iter().flat_map(|device| beside(service, device)).collect();
-    own.extend(beside.iter().map(String::as_str));
+    let neighbors: Vec<String> =
+        devices.iter().flat_map(|device| neighbors_of_new_lists(service, device)).collect();
+    own.extend(neighbors.iter().map(String::as_str));
     let own: Vec<&str> = own.into_iter().collect();
     let claim = service.claim_over_all("apply", &own, &shared)?;
     let mut changes = Plan { service, devices, extent }.changes()?;
@@ -180,9 +181,9 @@ fn bring_in_all(
     let (mut done, count) = (Vec::new(), changes.len());
     for change in changes {
         let text = change.to_string();
-        if let Err(fault) = make(service, &claim, change, extent) {
+        if let Err(fault) = apply_change(service, &claim, change, extent) {
             let message = format!("{}; {} of {count} changes were made", fault.message, done.len());
-            // Those are kept.
+            // The changes that were made remain.
             recording.commit()?;
             return Err(Fault { message, ..fault });
         }
@@ -195,17 +196,17 @@ fn bring_in_all(
     Ok(done)
 }
 
-/// Who is to be let in otherwise than now, at places of a device that are there.
-fn lists(service: &Service, device: &Declared) -> Vec<(Place, Option<AllowList>)> {
+/// Returns the existing exports of a device whose allow list changes, with the new list.
+fn new_lists(service: &Service, device: &Declared) -> Vec<(Place, Option<AllowList>)> {
     let name = &device.spec.name;
     let known = service.declarations.of(name);
     let of = |asked: &Wanted| {
-        // Of port 0 there may be several.
+        // With port 0 several exports may have equal addresses.
         let is_other = |before: &Wanted| device.exports.contains(before) && before != asked;
         let of_place = |(before, _): &&(Wanted, Place)| before.place == asked.place && !is_other(before);
         let before = known.iter().find(|(before, _)| before == asked).or_else(|| known.iter().find(of_place));
         let place = before.map_or(&asked.place, |(_, at)| at);
-        // Without a list a file says nothing of one that no file has said.
+        // A missing list means no change, unless an earlier file had set a list.
         let is_said = asked.allow.is_some() || before.is_some_and(|(before, _)| before.allow.is_some());
         let is_new = service.exports.differs(name, place, asked.allow.as_ref());
         (is_said && is_new).then(|| (place.clone(), asked.allow.clone()))
@@ -213,9 +214,9 @@ fn lists(service: &Service, device: &Declared) -> Vec<(Place, Option<AllowList>)
     device.exports.iter().filter_map(of).collect()
 }
 
-/// What else is published where that changes: the list is of an address, and so of all that is there.
-fn beside(service: &Service, device: &Declared) -> Vec<String> {
-    let addresses = lists(service, device).into_iter().filter_map(|(place, _)| match place {
+/// Returns the names of all exports at the addresses whose list changes: the list applies to all of them.
+fn neighbors_of_new_lists(service: &Service, device: &Declared) -> Vec<String> {
+    let addresses = new_lists(service, device).into_iter().filter_map(|(place, _)| match place {
         Place::Nbd(address) => Some(address),
         Place::VhostUser(_) | Place::Ublk(_) => None,
     });
@@ -223,10 +224,11 @@ fn beside(service: &Service, device: &Declared) -> Vec<String> {
     all.map(|export| export.name).collect()
 }
 
-/// What concerns the server as a whole is for its next start.
+/// Fails if the file changes a setting of the whole server, which takes effect only at a start.
 fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(), Fault> {
     let differs = |key: &str, is: String| {
-        let why = format!("{}: {key}: the server has {is}; this changes with a restart only", path.display());
+        let why =
+            format!("{}: {key}: the server uses {is}; restart the server to change this", path.display());
         Err(Fault::failed(Errno::EBUSY, why))
     };
     let same = |key: &str, said: &str, is: Option<&String>| {
@@ -236,7 +238,7 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
     let mut home = service.exports.home();
     home.retain(|address| *address != Address::Stdin);
     let is_home = |text: &String| match parse_address(text, Some(&file.base)) {
-        // It has another port each time.
+        // Port 0 stands for the port chosen at the start.
         Ok(Address::Tcp { host, port: 0, .. }) => {
             home.iter().any(|at| matches!(at, Address::Tcp { host: other, .. } if *other == host))
         }
@@ -296,7 +298,7 @@ fn check_server(service: &Service, file: &FileConfig, path: &Path) -> Result<(),
     Ok(())
 }
 
-/// What is to be changed, and whether that can be.
+/// Computes the changes, and fails if one is impossible.
 struct Plan<'a> {
     service: &'a Service,
     devices: &'a [Declared],
@@ -308,7 +310,7 @@ impl Plan<'_> {
         let mut changes = Vec::new();
         let removed = self.removals(&mut changes)?;
         for device in self.devices {
-            for (place, list) in lists(self.service, device) {
+            for (place, list) in new_lists(self.service, device) {
                 let is_planned = |change: &Change| matches!(change, Change::Allow(_, at, _) if at.is(&place));
                 if !changes.iter().any(is_planned) {
                     changes.push(Change::Allow(device.spec.name.clone(), place, list));
@@ -320,12 +322,12 @@ impl Plan<'_> {
             let name = &device.spec.name;
             match self.service.registry.find(name) {
                 Some(entry) if entry.template.is_some() => {
-                    let why = "was made for a connection to a template";
+                    let why = "is the fork of a connection to a template";
                     return Err(Fault::failed(Errno::EEXIST, format!("{}{name}: {why}", device.at)));
                 }
                 Some(entry) => self.change(device, &entry, &mut changes)?,
                 None if self.service.records.is_pending(name) => {
-                    warn!("{name}: is left as it is, as its server has not answered yet");
+                    warn!("{name}: not changed: its server has not answered yet");
                 }
                 None => {
                     let takes = device.spec.kind.takes();
@@ -346,7 +348,7 @@ impl Plan<'_> {
         Ok(changes)
     }
 
-    /// What goes, those that stand on others first; their names.
+    /// Adds the removals, dependent devices first. Returns the names of removed devices.
     fn removals(&self, changes: &mut Vec<Change>) -> Result<HashSet<String>, Fault> {
         let service = self.service;
         let declared: HashSet<&str> = self.devices.iter().map(|device| device.spec.name.as_str()).collect();
@@ -376,8 +378,8 @@ impl Plan<'_> {
         Ok(removed)
     }
 
-    /// Where a device that is withheld is to be seen once it no longer is.
-    fn seen_once(&self, device: &Declared, entry: &Arc<Entry>, is: &Seen) -> Seen {
+    /// Returns the exports that a withheld device gets when it is released.
+    fn exports_when_released(&self, device: &Declared, entry: &Arc<Entry>, is: &Seen) -> Seen {
         let home = self.service.belongs_at_home(device.spec.publish, entry);
         let stays = |wanted: &Wanted| !device.exports.iter().any(|other| other.place.is(&wanted.place));
         let by_hand =
@@ -392,7 +394,7 @@ impl Plan<'_> {
         Seen { home, exports: by_hand.cloned().chain(of_file).collect() }
     }
 
-    /// What changes of a device that is there.
+    /// Adds the changes of an existing device.
     fn change(&self, device: &Declared, entry: &Arc<Entry>, changes: &mut Vec<Change>) -> Result<(), Fault> {
         let (service, name) = (self.service, entry.name());
         let attrs = differences(entry, &device.spec)
@@ -401,8 +403,8 @@ impl Plan<'_> {
             changes.push(Change::Set(name.to_owned(), attrs));
         }
         if let Some(is) = service.withheld.of(name) {
-            // No file says that what is lost may be seen, but where, once it may be.
-            let seen = self.seen_once(device, entry, &is);
+            // A file cannot release a withheld device, only change its later exports.
+            let seen = self.exports_when_released(device, entry, &is);
             if !seen.is_same(&is) {
                 changes.push(Change::Withhold(name.to_owned(), seen));
             }
@@ -410,7 +412,7 @@ impl Plan<'_> {
         }
         let live = service.exports.wanted(name);
         let known = service.declarations.of(name);
-        // What is absent is tried again anyhow, if it is asked for as before.
+        // Absent exports are retried anyhow, unless their specification changes.
         let absent = service.exports.absent.seen(name);
         let is_asked = |is: &Wanted, asked: &Wanted| {
             let place = if is.place.has_chosen_port_of(&asked.place) { &is.place } else { &asked.place };
@@ -421,7 +423,7 @@ impl Plan<'_> {
             let is_other = |asked: &Wanted| asked.place.is(&export.place);
             let goes = *declared || self.extent.prune || device.exports.iter().any(is_other);
             if goes && !device.exports.iter().any(|asked| is_asked(export, asked)) {
-                changes.push(Change::Hide(name.to_owned(), export.place.clone()));
+                changes.push(Change::Unpublish(name.to_owned(), export.place.clone()));
             }
         }
         let is_shown = |wanted: &Wanted| {
@@ -438,10 +440,10 @@ impl Plan<'_> {
             device.exports.iter().any(by)
         };
         for export in live.iter().filter(|export| !is_wanted(&export.place)) {
-            // Also one that is to be seen otherwise at the same place.
-            let again = device.exports.iter().any(|wanted| wanted.place.is(&export.place));
-            if self.extent.prune || again || known.iter().any(|(_, at)| at.is(&export.place)) {
-                changes.push(Change::Hide(name.to_owned(), export.place.clone()));
+            // An export that changes at the same address is unpublished first.
+            let is_republished = device.exports.iter().any(|wanted| wanted.place.is(&export.place));
+            if self.extent.prune || is_republished || known.iter().any(|(_, at)| at.is(&export.place)) {
+                changes.push(Change::Unpublish(name.to_owned(), export.place.clone()));
             }
         }
         let home = service.exports.home();
@@ -449,9 +451,9 @@ impl Plan<'_> {
         let at_home: Vec<_> = at_home.cloned().collect();
         let belongs = service.belongs_at_home(device.spec.publish, entry);
         if belongs && at_home.len() < home.len() && !absent.home {
-            changes.push(Change::ShowHome(name.to_owned()));
+            changes.push(Change::PublishHome(name.to_owned()));
         } else if !belongs {
-            changes.extend(at_home.into_iter().map(|at| Change::Hide(name.to_owned(), Place::Nbd(at))));
+            changes.extend(at_home.into_iter().map(|at| Change::Unpublish(name.to_owned(), Place::Nbd(at))));
         }
         for wanted in device.exports.iter().filter(|wanted| is_shown(wanted)) {
             let is_there = |is: &&Wanted| {
@@ -464,12 +466,15 @@ impl Plan<'_> {
         }
         let is_absent = |wanted: &&Wanted| absent.exports.iter().any(|(export, _)| is_asked(export, wanted));
         let missing = device.exports.iter().filter(|wanted| !is_shown(wanted) && !is_absent(wanted));
-        changes.extend(missing.map(|wanted| Change::Show(name.to_owned(), wanted.clone())));
+        changes.extend(missing.map(|wanted| Change::Publish(name.to_owned(), wanted.clone())));
         Ok(())
     }
 }
 
-/// What is to be set so that a device is as it is asked for; or why that cannot be.
+/// Returns the attributes to set so that the device has its new specification.
+///
+/// # Errors
+/// The end of a sentence: the difference cannot be set at run time.
 fn differences(entry: &Entry, asked: &Spec) -> Result<Map<String, Value>, String> {
     let now = entry.words.now(&entry.spec);
     let is = Spec::from_entries(now.clone()).map_err(|_| "was restored from a file".to_owned())?;
@@ -492,31 +497,29 @@ fn differences(entry: &Entry, asked: &Spec) -> Result<Map<String, Value>, String
             Some(value) => probe.put(key, value),
             None => probe.pairs.retain(|(known, _)| known != key),
         }
-        // Other words may mean the same.
+        // Different spellings can mean the same value.
         if Spec::from_entries(probe).is_ok_and(|probe| probe.is_same(&is)) {
             continue;
         }
-        let usual = SETTABLE.iter().find(|(settable, _)| *settable == key);
+        let settable = SETTABLE.iter().find(|(settable, _)| *settable == key);
         let is = of(&now.pairs, key).unwrap_or_else(|| "not set".into());
-        let Some((_, without)) = usual else {
-            return Err(format!("{key}: is {is} as long as the device is there; remove it first"));
+        let Some((_, without)) = settable else {
+            return Err(format!("{key}: is {is} and cannot be changed; remove the device first"));
         };
-        let Some(value) = wanted.or_else(|| without.map(str::to_owned)) else {
-            return Err(format!("{key}: is {is}, and the file does not say what it is to be"));
-        };
-        let attr = if key == "size" { "disksize" } else { key };
-        attrs.insert(attr.to_owned(), value.into());
+        let value = wanted.or_else(|| without.map(str::to_owned));
+        let value = value.ok_or_else(|| format!("{key}: is {is}, and the file does not set it"))?;
+        attrs.insert(if key == "size" { "disksize" } else { key }.to_owned(), value.into());
     }
     Ok(attrs)
 }
 
-fn make(service: &Service, claim: &Claim<'_>, change: Change, extent: Extent) -> Result<(), Fault> {
+fn apply_change(service: &Service, claim: &Claim<'_>, change: Change, extent: Extent) -> Result<(), Fault> {
     let (exports, declarations) = (&service.exports, &service.declarations);
     match change {
         Change::Remove(name) => {
             service.remove(claim, &service.find(&name)?, extent.force)?;
         }
-        Change::Hide(name, place) => {
+        Change::Unpublish(name, place) => {
             exports.hide_at(claim, &*service.find(&name)?, &place, extent.force)?;
             declarations.forget_export(&name, &place);
         }
@@ -540,7 +543,7 @@ fn make(service: &Service, claim: &Claim<'_>, change: Change, extent: Extent) ->
                 }
             }
         }
-        Change::Withhold(name, seen) => service.withheld.put(&name, seen),
+        Change::Withhold(name, seen) => service.withheld.set_seen(&name, seen),
         Change::AllowHome(list) => exports.set_home_allow(&list),
         Change::Allow(name, place, list) => {
             exports.set_allow(&name, &place, list.as_ref());
@@ -554,46 +557,11 @@ fn make(service: &Service, claim: &Claim<'_>, change: Change, extent: Extent) ->
             exports.limit_at(claim, &*service.find(&name)?, &at, limits)?;
             declarations.limit_export(&name, &at.place, limits);
         }
-        Change::ShowHome(name) => exports.publish_home(claim, &service.find(&name)?)?,
-        Change::Show(name, wanted) => {
+        Change::PublishHome(name) => exports.publish_home(claim, &service.find(&name)?)?,
+        Change::Publish(name, wanted) => {
             let shown = exports.show_at(claim, &service.find(&name)?, &wanted)?;
             declarations.declare_export(&name, &wanted, &shown);
         }
     }
     Ok(())
-}
-
-/// Reads the files of TLS again and brings in what the file says now, in the background: the server
-/// may be told to end meanwhile.
-pub fn again(service: &Weak<Service>, file: Option<&Path>) {
-    let (service, file) = (Weak::clone(service), file.map(Path::to_owned));
-    let work = move || {
-        let Some(service) = service.upgrade() else { return };
-        started_by::reloading();
-        let exports = &service.exports;
-        match exports.tls.renew(&exports.nbd) {
-            Ok(()) if exports.tls.mode().is_some() => info!("the files of TLS were read again"),
-            Ok(()) => {}
-            Err(why) => error!("{why}; TLS goes on with what it had"),
-        }
-        let Some(file) = file else { return started_by::ready(service.registry.all().len()) };
-        let applied =
-            apply(&service, &file, Extent { prune: false, force: false, check: false, adds: false });
-        started_by::ready(service.registry.all().len());
-        match applied {
-            Ok(changes) => {
-                let mut out = io::stdout().lock();
-                // Nobody may listen any more.
-                let _ = changes
-                    .iter()
-                    .try_for_each(|change| writeln!(out, "{change}"))
-                    .and_then(|()| out.flush());
-                info!("{}: {} changes were made", file.display(), changes.len());
-            }
-            Err(fault) => error!("{}", fault.message),
-        }
-    };
-    if let Err(why) = thread::Builder::new().name("apply".into()).spawn(work) {
-        error!("cannot start the thread that applies the file: {why}");
-    }
 }

@@ -1,15 +1,16 @@
-//! Who works on which device. Verbs that change one device run one after the other, in the order in
-//! which they came; verbs on others are not held up. A name is claimed before there is a device,
-//! and until there is none any more, so two verbs that make or remove the same one never meet.
+//! Claims: locks by device name that serialize verbs.
 //!
-//! A verb claims all that it needs at once, and holds it for as long as it works, also while it
-//! waits for a disk or for clients that are cut off. Each claim has a number, and stands in the
-//! queue of every name that it wants under that number. It is granted when nothing that it could
-//! meet stands before it in any of these queues. So the waits of claims go from higher to lower
-//! numbers, and no ring can come about.
+//! Verbs that change the same device run one after the other, in the order of their requests. A verb claims
+//! a name before the device exists, and releases it after the device is gone, so two verbs cannot create or
+//! remove the same device at the same time.
 //!
-//! Addresses are claimed in the same way, with devices claimed already; devices are never claimed
-//! by who has an address. So the waits for addresses end.
+//! A verb claims all names at once, and holds them until it ends, even while it waits for a disk or for
+//! clients that are cut off. Each claim has a number, and is queued under that number for each of its names.
+//! A claim is granted when none of its queues has a conflicting claim with a lower number. Claims wait only
+//! for lower numbers, so they cannot deadlock.
+//!
+//! Addresses are claimed in the same way. Lock order: devices, then addresses. A verb that has claimed an
+//! address claims no device.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -21,13 +22,13 @@ use freestone_spec::refusal::Errno;
 use crate::control::protocol::Fault;
 use freestone::mutants::{self, Mutant};
 
-/// How long a verb waits for one that runs on the same device, counted from when that one began: so
-/// a long queue is no error, and a disk that hangs holds up nobody for longer.
+/// Longest wait for a running verb on the same device, counted from the start of that verb. A long queue of
+/// short verbs does not fail, and a hung disk blocks other verbs for no longer than this.
 const WAIT_MAX: Duration = Duration::from_secs(30);
-/// How often one looks again that waits for others that wait themselves.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Interval at which a claim checks its queues while it waits for claims that are not granted either.
+const RECHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The claims of a server. One lock, held to look at queues and to change them.
+/// The claims of a server. The lock is held only while queues are read or changed.
 #[derive(Default)]
 pub struct Claims {
     queues: Mutex<Queues>,
@@ -37,101 +38,101 @@ pub struct Claims {
 struct Queues {
     next: u64,
     /// By name, then by number.
-    names: HashMap<String, BTreeMap<u64, Wish>>,
+    names: HashMap<String, BTreeMap<u64, QueuedClaim>>,
 }
 
-struct Wish {
+struct QueuedClaim {
     verb: &'static str,
-    /// Others may have it, too, if they share it as well.
+    /// Other shared claims may hold the name at the same time.
     shared: bool,
+    /// Time of the grant, or `None` while the claim waits.
     granted: Option<Instant>,
-    bell: Arc<Condvar>,
+    wakeup: Arc<Condvar>,
 }
 
-/// Devices that a verb has for itself, or shares, until this is dropped.
+/// Guard of devices or of an address that a verb has claimed.
 pub struct Claim<'a> {
     claims: &'a Claims,
     number: u64,
     names: Vec<String>,
 }
 
-/// What stands before a wish.
-struct Before<'a> {
+/// A claim that another claim waits for.
+struct BlockingClaim<'a> {
     name: &'a str,
     verb: &'static str,
     granted: Option<Instant>,
 }
 
 impl Claims {
-    /// Devices by name for a verb: `own` for it alone, `shared` with others that only need them to
-    /// stay as they are.
+    /// Claims devices by name: `own` exclusively, `shared` together with other verbs that only need the
+    /// device to remain unchanged.
     pub fn devices(&self, verb: &'static str, own: &[&str], shared: &[&str]) -> Result<Claim<'_>, Fault> {
         let mut wanted: BTreeMap<String, bool> =
             shared.iter().map(|name| ((*name).to_owned(), true)).collect();
         wanted.extend(own.iter().map(|name| ((*name).to_owned(), false)));
-        // Not for addresses, too: who has devices claims those beside them, and would wait for
-        // itself.
+        // Not for addresses: a verb claims them in addition to its devices, and would wait for itself.
         if mutants::on(Mutant::OneVerbAtATime) {
             wanted.insert("every verb".to_owned(), false);
         }
         self.claim(verb, wanted)
     }
 
-    /// An address for a verb alone. No device is claimed by who has it.
+    /// Claims an address exclusively. The holder must not claim devices.
     pub fn address(&self, verb: &'static str, address: &Address) -> Result<Claim<'_>, Fault> {
-        // Names of devices have no '='.
+        // Device names cannot contain '='.
         self.claim(verb, BTreeMap::from([(format!("={address}"), false)]))
     }
 
     fn claim(&self, verb: &'static str, wanted: BTreeMap<String, bool>) -> Result<Claim<'_>, Fault> {
-        let bell = Arc::new(Condvar::new());
+        let wakeup = Arc::new(Condvar::new());
         let mut queues = self.lock();
         let number = queues.next;
         queues.next += 1;
         for (name, &shared) in &wanted {
-            let wish = Wish { verb, shared, granted: None, bell: Arc::clone(&bell) };
-            queues.names.entry(name.clone()).or_default().insert(number, wish);
+            let waiting = QueuedClaim { verb, shared, granted: None, wakeup: Arc::clone(&wakeup) };
+            queues.names.entry(name.clone()).or_default().insert(number, waiting);
         }
-        // From here on it goes from the queues when it is dropped.
+        // Dropping the claim removes it from the queues.
         let claim = Claim { claims: self, number, names: wanted.into_keys().collect() };
         loop {
-            let Some(before) = queues.before(&claim) else {
+            let Some(blocker) = queues.blocker_of(&claim) else {
                 queues.grant(&claim);
                 return Ok(claim);
             };
-            let left = before.granted.map(|since| WAIT_MAX.saturating_sub(since.elapsed()));
+            let left = blocker.granted.map(|since| WAIT_MAX.saturating_sub(since.elapsed()));
             if left == Some(Duration::ZERO) {
                 let why =
-                    format!("{}: {} is running there", before.name.trim_start_matches('='), before.verb);
-                // Before the claim, which locks them to leave.
+                    format!("{}: {} is running there", blocker.name.trim_start_matches('='), blocker.verb);
+                // Unlocked before `claim` is dropped, which takes the lock.
                 drop(queues);
                 return Err(Fault::failed(Errno::EBUSY, why));
             }
-            let rung = bell.wait_timeout(queues, left.unwrap_or(LOOK_EVERY));
-            queues = rung.unwrap_or_else(PoisonError::into_inner).0;
+            let woken = wakeup.wait_timeout(queues, left.unwrap_or(RECHECK_INTERVAL));
+            queues = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, Queues> {
-        // Nothing in here can be half done.
+        // A panic cannot leave the queues inconsistent, so poisoning is ignored.
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Queues {
-    /// Something that a claim has to wait for: what has run for longest, else anything.
-    fn before<'a>(&self, claim: &'a Claim<'_>) -> Option<Before<'a>> {
-        let mut found: Option<Before<'a>> = None;
+    /// Returns a claim that blocks this one: the one granted first, or else a waiting one.
+    fn blocker_of<'a>(&self, claim: &'a Claim<'_>) -> Option<BlockingClaim<'a>> {
+        let mut found: Option<BlockingClaim<'a>> = None;
         for name in &claim.names {
             let Some(queue) = self.names.get(name) else { continue };
-            let shared = queue.get(&claim.number).is_some_and(|wish| wish.shared);
-            for (_, wish) in queue.range(..claim.number).filter(|(_, wish)| !(shared && wish.shared)) {
-                let longer = match (wish.granted, found.as_ref().and_then(|found| found.granted)) {
+            let shared = queue.get(&claim.number).is_some_and(|queued| queued.shared);
+            for (_, queued) in queue.range(..claim.number).filter(|(_, queued)| !(shared && queued.shared)) {
+                let longer = match (queued.granted, found.as_ref().and_then(|found| found.granted)) {
                     (Some(this), Some(other)) => this < other,
                     (this, _) => this.is_some() || found.is_none(),
                 };
                 if longer {
-                    found = Some(Before { name, verb: wish.verb, granted: wish.granted });
+                    found = Some(BlockingClaim { name, verb: queued.verb, granted: queued.granted });
                 }
             }
         }
@@ -140,8 +141,8 @@ impl Queues {
 
     fn grant(&mut self, claim: &Claim<'_>) {
         for name in &claim.names {
-            if let Some(wish) = self.names.get_mut(name).and_then(|queue| queue.get_mut(&claim.number)) {
-                wish.granted = Some(Instant::now());
+            if let Some(queued) = self.names.get_mut(name).and_then(|queue| queue.get_mut(&claim.number)) {
+                queued.granted = Some(Instant::now());
             }
         }
     }
@@ -157,15 +158,15 @@ impl Drop for Claim<'_> {
                 queues.names.remove(name);
                 continue;
             }
-            // Whose turn it may be now: the first one, and those that share it with that.
-            for (at, wish) in queue.values().enumerate() {
-                if at > 0 && !wish.shared {
+            // Wakes the first claim, and the shared claims directly behind a shared first one.
+            for (at, queued) in queue.values().enumerate() {
+                if at > 0 && !queued.shared {
                     break;
                 }
-                if wish.granted.is_none() {
-                    wish.bell.notify_one();
+                if queued.granted.is_none() {
+                    queued.wakeup.notify_one();
                 }
-                if !wish.shared {
+                if !queued.shared {
                     break;
                 }
             }
@@ -182,11 +183,11 @@ mod tests {
     use super::Claims;
 
     #[test]
-    fn a_device_is_one_verbs_or_shared_and_others_are_not_held_up() {
+    fn claim_waits_in_order_and_shared_claims_coexist() {
         let claims = Claims::default();
         let first = claims.devices("remove", &["a"], &[]).unwrap();
         drop(claims.devices("remove", &["b"], &[]).unwrap());
-        let (order, came) = mpsc::channel();
+        let (order, received) = mpsc::channel();
         thread::scope(|scope| {
             let claim = |verb, own: &'static [&str], shared: &'static [&str]| {
                 let (order, claims) = (order.clone(), &claims);
@@ -202,12 +203,12 @@ mod tests {
             };
             claim("snapshot", &["c", "a"], &[]);
             claim("fork", &["d"], &["a"]);
-            // Behind the snapshot, which waits.
+            // Queued behind the waiting snapshot.
             claim("merge", &["c"], &[]);
-            assert_eq!(came.try_recv(), Err(mpsc::TryRecvError::Empty));
+            assert_eq!(received.try_recv(), Err(mpsc::TryRecvError::Empty));
             drop(first);
-            assert_eq!(came.recv(), Ok("snapshot"));
-            let mut others = [came.recv().unwrap(), came.recv().unwrap()];
+            assert_eq!(received.recv(), Ok("snapshot"));
+            let mut others = [received.recv().unwrap(), received.recv().unwrap()];
             others.sort_unstable();
             assert_eq!(others, ["fork", "merge"]);
         });
@@ -219,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn many_claims_of_many_names_in_any_order_are_all_granted_and_never_two_of_one() {
+    fn concurrent_claims_are_exclusive_and_all_granted() {
         const NAMES: [&str; 4] = ["a", "b", "c", "d"];
         let claims = Claims::default();
         let inside: [AtomicUsize; 4] = Default::default();

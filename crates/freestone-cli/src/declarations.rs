@@ -1,4 +1,5 @@
-//! What files have declared so far: that is theirs to take away again.
+//! Devices and exports that configuration files have declared. A later file removes those that it no longer
+//! declares; devices and exports made by verbs remain.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,22 +10,23 @@ use freestone_spec::limits::LimitSpec;
 use crate::alone::Shown;
 use crate::places::{Place, Wanted};
 
-/// By device: the places, and where those came to be. Locked for a look or a change.
+/// Declared exports by device: the specification, and the actual address with the port that was chosen. The
+/// lock is held only while the map is read or changed.
 #[derive(Default)]
 pub struct Declarations(Mutex<HashMap<String, Vec<(Wanted, Place)>>>);
 
 impl Declarations {
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Vec<(Wanted, Place)>>> {
-        // Nothing in here can be half done.
+        // A panic cannot leave the map inconsistent, so poisoning is ignored.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A device is a file's.
+    /// Records that a file has declared a device.
     pub fn declare(&self, name: &str) {
         self.lock().entry(name.to_owned()).or_default();
     }
 
-    /// So is this export of it.
+    /// Records that a file has declared an export of a device.
     pub fn declare_export(&self, name: &str, wanted: &Wanted, shown: &Shown) {
         let place = match shown {
             Shown::Nbd(address) => Place::Nbd(address.clone()),
@@ -33,7 +35,7 @@ impl Declarations {
         self.lock().entry(name.to_owned()).or_default().push((wanted.clone(), place));
     }
 
-    /// Who may connect to an export of a file is said otherwise.
+    /// Changes the allow list of a declared export.
     pub fn allow(&self, name: &str, place: &Place, list: Option<&AllowList>) {
         if let Some(exports) = self.lock().get_mut(name) {
             for (wanted, _) in exports.iter_mut().filter(|(_, at)| at.is(place)) {
@@ -42,7 +44,7 @@ impl Declarations {
         }
     }
 
-    /// It lets through something else.
+    /// Changes the limits of a declared export.
     pub fn limit_export(&self, name: &str, place: &Place, limits: LimitSpec) {
         for (wanted, at) in self.lock().get_mut(name).into_iter().flatten() {
             if at.is(place) || at == place {
@@ -51,34 +53,34 @@ impl Declarations {
         }
     }
 
-    /// A device is gone.
+    /// Removes a device and its exports.
     pub fn forget(&self, name: &str) {
         self.lock().remove(name);
     }
 
-    /// All devices.
+    /// Returns the names of all declared devices.
     pub fn names(&self) -> Vec<String> {
         self.lock().keys().cloned().collect()
     }
 
-    /// Whether a device is a file's.
+    /// Returns true if a file has declared the device.
     pub fn has(&self, name: &str) -> bool {
         self.lock().contains_key(name)
     }
 
-    /// The exports of one.
+    /// Returns the declared exports of a device.
     pub fn of(&self, name: &str) -> Vec<(Wanted, Place)> {
         self.lock().get(name).cloned().unwrap_or_default()
     }
 
-    /// Its exports are gone.
+    /// Removes all exports of a device.
     pub fn forget_exports(&self, name: &str) {
         if let Some(exports) = self.lock().get_mut(name) {
             exports.clear();
         }
     }
 
-    /// An export is gone.
+    /// Removes an export of a device.
     pub fn forget_export(&self, name: &str, place: &Place) {
         if let Some(exports) = self.lock().get_mut(name) {
             exports.retain(|(_, at)| at != place);

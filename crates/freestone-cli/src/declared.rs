@@ -1,5 +1,5 @@
-//! Devices that a file declares, with the places where they are to be seen: checked as far as that
-//! goes without opening anything.
+//! Devices that a configuration file declares, with their exports. Nothing is opened: only the text is
+//! checked.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -13,30 +13,30 @@ use freestone_spec::limits::LimitSpec;
 use crate::error::Usage;
 use crate::places::{Place, Wanted};
 
-/// A device, and where it is to be seen beside the addresses of the server.
+/// A declared device with its exports, except those at the addresses of the server.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Declared {
-    /// The device.
+    /// Specification of the device.
     pub spec: Spec,
-    /// The places.
+    /// Exports.
     pub exports: Vec<Wanted>,
-    /// Where it was said, in front of what is wrong with it: `FILE: line N: `, or nothing.
+    /// Position in the file as a prefix of errors, `FILE: line N: `. Empty for the command line.
     pub at: String,
 }
 
 impl Declared {
-    /// One of the command line.
+    /// Returns a device of the command line.
     pub fn word(spec: Spec) -> Self {
         Self { spec, exports: Vec::new(), at: String::new() }
     }
 
-    /// Whether a file says it.
+    /// Returns true if a file declares the device.
     pub fn is_of_file(&self) -> bool {
         !self.at.is_empty()
     }
 }
 
-/// Reads a file.
+/// Reads a configuration file.
 pub fn read(path: &Path) -> Result<FileConfig> {
     config::read(path).map_err(|error| match error {
         ConfigError::Content(why) => Usage(why).into(),
@@ -44,11 +44,11 @@ pub fn read(path: &Path) -> Result<FileConfig> {
     })
 }
 
-/// The devices of the file at `path`, each as often as it says.
+/// Returns the devices of the file at `path`. A table with `count` gives that many devices.
 pub fn devices(file: &FileConfig, path: &Path) -> Result<Vec<Declared>, Usage> {
     let mut names = HashSet::new();
     let mut devices = Vec::new();
-    // By address: the first device there, and its list.
+    // By address, the first device exported there and its allow list.
     let mut lists: HashMap<Place, (String, Option<AllowList>)> = HashMap::new();
     for words in &file.devices {
         let at = |line: usize, why: String| Usage(format!("{}: line {line}: {why}", path.display()));
@@ -74,7 +74,7 @@ pub fn devices(file: &FileConfig, path: &Path) -> Result<Vec<Declared>, Usage> {
                     let (other, list) = lists.entry(one.place.clone()).or_insert_with(first);
                     if *list != one.allow {
                         let why = format!(
-                            "export: allow: is of {} as a whole, and {other} says otherwise",
+                            "export: allow: must be the same for all exports at {}, and {other} has another list",
                             one.place
                         );
                         return Err(of_device(export.line, why));
@@ -92,13 +92,14 @@ pub fn devices(file: &FileConfig, path: &Path) -> Result<Vec<Declared>, Usage> {
     Ok(devices)
 }
 
-/// Refuses a list of who may connect to an address of the server, which has its own, or none.
+/// Fails if an export sets an allow list at an address of the server that differs from the server's list.
 pub fn check_lists(devices: &[Declared], home: &[Address], list: Option<&AllowList>) -> Result<(), Usage> {
     for Declared { spec, exports, at } in devices {
         let is_other = |wanted: &&Wanted| wanted.allow.is_some() && wanted.allow.as_ref() != list;
         for Wanted { place, .. } in exports.iter().filter(is_other) {
             if matches!(place, Place::Nbd(address) if home.contains(address)) && place.is_fixed() {
-                let why = format!("export: allow: {place} is an address of the server, and has its list");
+                let why =
+                    format!("export: allow: {place} is an address of the server; set its list with --allow");
                 return Err(Usage(format!("{at}{}: {why}", spec.name)));
             }
         }
@@ -106,18 +107,17 @@ pub fn check_lists(devices: &[Declared], home: &[Address], list: Option<&AllowLi
     Ok(())
 }
 
-/// The names of what these are to have to themselves.
+/// Returns the names of devices that these devices use exclusively.
 pub fn taken(devices: &[Declared]) -> HashSet<&str> {
     devices.iter().flat_map(|device| device.spec.kind.takes()).map(|takes| takes.name).collect()
 }
 
-/// Shows what is published as block devices, too.
+/// Adds a ublk export to each published device.
 pub fn as_block_devices(devices: &mut [Declared]) {
     let taken: HashSet<String> = taken(devices).into_iter().map(str::to_owned).collect();
     for device in devices {
         let spec = &device.spec;
-        // A template is nobody's device, and what another has to itself is nobody's to see, unless that
-        // was said.
+        // By default a device that another one uses exclusively is not published. A template has no data.
         let published = spec.publish.unwrap_or_else(|| !taken.contains(&spec.name));
         let is_template = matches!(spec.kind, KindSpec::Template(_));
         let limits = LimitSpec::default();
@@ -128,7 +128,7 @@ pub fn as_block_devices(devices: &mut [Declared]) {
     }
 }
 
-/// Refuses a device that stands on one which does not come before it.
+/// Fails if a device needs a device that is not declared before it.
 pub fn check_order(devices: &[Declared]) -> Result<(), Usage> {
     let mut there = HashSet::new();
     for Declared { spec, at, .. } in devices {

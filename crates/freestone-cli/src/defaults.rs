@@ -1,39 +1,39 @@
-//! Whose the empty name is at an address: a client that asks for nothing must not get another device
-//! because the one that it had is not there after a restart.
+//! Reservations of the default export (the empty name) of each address across a restart: if the device that
+//! had it is missing, a client must not get another device instead.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use freestone_nbd::Address;
 
-/// By address, the device that had it, until it is there again or gone for good. Locked for a look or a
-/// change.
+/// By address, the device for which the default export is reserved, until the device is published there or
+/// removed. The lock is held only while the map is read or changed.
 #[derive(Default)]
 pub struct Defaults(Mutex<HashMap<Address, String>>);
 
 impl Defaults {
     fn lock(&self) -> MutexGuard<'_, HashMap<Address, String>> {
-        // Nothing in here can be half done.
+        // A panic cannot leave the map inconsistent, so poisoning is ignored.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A device had it when a server ended.
+    /// Reserves the default export of an address for a device.
     pub fn reserve(&self, address: Address, name: &str) {
         self.lock().insert(address, name.to_owned());
     }
 
-    /// Whether a device may have it.
+    /// Returns true if the default export is not reserved for another device.
     pub fn is_free_for(&self, address: &Address, name: &str) -> bool {
         self.lock().get(address).is_none_or(|owner| owner == name)
     }
 
-    /// Where a device is to have it again.
+    /// Returns the addresses reserved for a device.
     pub fn of(&self, name: &str) -> Vec<Address> {
         let reserved = self.lock();
         reserved.iter().filter(|(_, owner)| *owner == name).map(|(address, _)| address.clone()).collect()
     }
 
-    /// A device is seen at an address.
+    /// Removes the reservation of a device that is now published at the address.
     pub fn settle(&self, address: &Address, name: &str) {
         let mut reserved = self.lock();
         if reserved.get(address).is_some_and(|owner| owner == name) {
@@ -41,7 +41,7 @@ impl Defaults {
         }
     }
 
-    /// A device is seen nowhere any more.
+    /// Removes all reservations of a device.
     pub fn release(&self, name: &str) {
         self.lock().retain(|_, owner| owner != name);
     }

@@ -1,5 +1,5 @@
-//! The end of a server: what its devices hold back is made durable, whatever verbs hold and disks
-//! do.
+//! Server shutdown: flushes and closes all devices within a deadline, even if verbs still hold devices or a
+//! disk hangs. Also tracks devices whose removal has not finished.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -12,25 +12,26 @@ use freestone_spec::kinds::Entry;
 use freestone_spec::machine::give_back_heap;
 use tracing::error;
 
-/// How long the devices may take for that, all together.
+/// Longest time to flush, close and remove all devices together.
 pub const FLUSH_MAX: Duration = Duration::from_secs(60);
-/// Pause before a device is asked again whose power is just off.
+/// Pause before the next flush of a device in a simulated power cut.
 const GONE_PAUSE: Duration = Duration::from_millis(20);
-/// Devices are often removed one after the other; what they leave is given back once.
-const GIVE_BACK_PAUSE: Duration = Duration::from_secs(1);
-/// Pause before it is looked again whether all has let go of a device.
-const CLOSING_PAUSE: Duration = Duration::from_millis(1);
+/// Delay before freed memory is returned to the system. Devices are often removed one after the other, and
+/// one call serves all of them.
+const HEAP_TRIM_DELAY: Duration = Duration::from_secs(1);
+/// Poll interval while waiting for the last reference to a device.
+const CLOSE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Flushes all devices at the same time. What could not be flushed until `end` is logged by name;
-/// how many those were.
+/// Flushes all devices at the same time, until `end` at most. Logs each device that could not be flushed,
+/// and returns their number.
 pub fn flush(entries: &[Arc<Entry>], end: Instant) -> usize {
-    let devices: Vec<_> = entries.iter().filter_map(|entry| Some((entry, flushed(entry)?))).collect();
-    let (tell, told) = mpsc::channel();
+    let devices: Vec<_> = entries.iter().filter_map(|entry| Some((entry, flush_target(entry)?))).collect();
+    let (sender, outcomes) = mpsc::channel();
     let begin = |at: usize| {
-        let tell = tell.clone();
+        let sender = sender.clone();
         let done = Completion::new(move |outcome, _| {
-            // One that comes too late is told to nobody.
-            let _ = tell.send((at, outcome));
+            // The receiver may be gone after the deadline.
+            let _ = sender.send((at, outcome));
         });
         let device: &Arc<dyn Device> = &devices[at].1;
         device.submit(Request::flush(), IoBuf::empty(), done);
@@ -39,8 +40,8 @@ pub fn flush(entries: &[Arc<Entry>], end: Instant) -> usize {
     let mut failed = 0;
     (0..devices.len()).for_each(&begin);
     while left.contains(&true) {
-        match told.recv_timeout(end.saturating_duration_since(Instant::now())) {
-            // A verb has switched it off, and not on again yet.
+        match outcomes.recv_timeout(end.saturating_duration_since(Instant::now())) {
+            // A power cut by a verb is in progress.
             Ok((at, Err(Error::Gone))) if devices[at].0.layers.quiesce.is_some() && Instant::now() < end => {
                 thread::sleep(GONE_PAUSE);
                 begin(at);
@@ -66,41 +67,41 @@ pub fn flush(entries: &[Arc<Entry>], end: Instant) -> usize {
     failed
 }
 
-/// What has to be flushed of a device: without faults and pace, which are for its clients.
-fn flushed(entry: &Entry) -> Option<Arc<dyn Device>> {
+/// Returns the layer of a device to flush, below faults and pace, which only concern clients. Returns `None`
+/// if nothing needs a flush.
+fn flush_target(entry: &Entry) -> Option<Arc<dyn Device>> {
     if entry.is_read_only() {
         return None;
     }
     match (entry.kind.cow(), &entry.layers.quiesce) {
-        // What it has answered is on its COW device. Where that holds anything back it is one of
-        // the others.
+        // Completed writes are on the COW device, which is flushed as a device of its own if necessary.
         (Some(_), _) => None,
         (None, Some(quiesce)) => Some(Arc::clone(quiesce) as _),
         (None, None) => entry.device().cloned(),
     }
 }
 
-/// What says beside its data how it was closed: origins and the COW devices of their snapshots. The
-/// last to let go of one says so, and that may be a thread that ends a merge or answers a request,
-/// after all entries are gone.
+/// Devices that record a clean close beside their data: origins and the COW devices of their snapshots. The
+/// owner of the last reference writes that record. This can be a thread that ends a merge or completes a
+/// request, after all entries have been dropped.
 pub struct Closing(Vec<(String, Weak<dyn Device>)>);
 
 impl Closing {
-    /// Of these devices.
+    /// Returns those of the devices that record a clean close.
     pub fn of(entries: &[Arc<Entry>]) -> Self {
         let closes = |entry: &Arc<Entry>| Some((entry.name().to_owned(), entry.kind.closes()?));
         Self(entries.iter().filter_map(closes).collect())
     }
 
-    /// Waits until all are closed. Those that are not until `end` are logged by name; how many
-    /// those were.
+    /// Waits until all devices are closed, until `end` at most. Logs each device that is not closed, and
+    /// returns their number.
     pub fn wait(mut self, end: Instant) -> usize {
         loop {
             self.0.retain(|(_, device)| device.strong_count() > 0);
             if self.0.is_empty() || Instant::now() >= end {
                 break;
             }
-            thread::sleep(CLOSING_PAUSE);
+            thread::sleep(CLOSE_POLL_INTERVAL);
         }
         for (name, _) in &self.0 {
             error!("{name}: could not be closed in time");
@@ -109,27 +110,27 @@ impl Closing {
     }
 }
 
-/// Devices that are no longer registered and not gone yet: what ends them may wait for their disks.
+/// Devices that are no longer registered but not destroyed yet: their destructors may wait for disks.
 #[derive(Default)]
-pub struct Leaving {
+pub struct PendingRemovals {
     names: Mutex<Vec<String>>,
-    one_is_gone: Condvar,
-    /// A thread gives back what they left, soon.
-    giving_back: Arc<AtomicBool>,
+    one_has_ended: Condvar,
+    /// A thread that returns freed memory to the system is waiting for its delay.
+    is_trim_pending: Arc<AtomicBool>,
 }
 
-/// A device leaves until this is dropped.
-pub struct Leaves<'a>(&'a Leaving, &'a str);
+/// Guard of the removal of one device.
+pub struct PendingRemoval<'a>(&'a PendingRemovals, &'a str);
 
-impl Leaving {
-    /// A device is about to leave.
-    pub fn begin<'a>(&'a self, name: &'a str) -> Leaves<'a> {
+impl PendingRemovals {
+    /// Begins the removal of a device, which ends when the guard is dropped.
+    pub fn begin<'a>(&'a self, name: &'a str) -> PendingRemoval<'a> {
         self.lock().push(name.to_owned());
-        Leaves(self, name)
+        PendingRemoval(self, name)
     }
 
-    /// Waits until all have left. Those that have not until `end` are logged by name; how many
-    /// those were.
+    /// Waits for all removals, until `end` at most. Logs each device whose removal has not ended, and
+    /// returns their number.
     pub fn wait(&self, end: Instant) -> usize {
         let mut names = self.lock();
         loop {
@@ -137,7 +138,7 @@ impl Leaving {
             if names.is_empty() || left.is_zero() {
                 break;
             }
-            names = self.one_is_gone.wait_timeout(names, left).unwrap_or_else(PoisonError::into_inner).0;
+            names = self.one_has_ended.wait_timeout(names, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         for name in names.iter() {
             error!("{name}: could not be removed in time, unflushed writes may be lost");
@@ -145,38 +146,39 @@ impl Leaving {
         names.len()
     }
 
-    /// Many small pieces of memory go with a device, and the allocator would keep them.
-    fn give_back(&self) {
-        if self.giving_back.swap(true, SeqCst) {
+    /// Returns freed memory to the system after a delay. A device frees many small allocations, which the
+    /// allocator would keep.
+    fn trim_heap_later(&self) {
+        if self.is_trim_pending.swap(true, SeqCst) {
             return;
         }
-        let giving_back = Arc::clone(&self.giving_back);
-        let give_back = move || {
-            thread::sleep(GIVE_BACK_PAUSE);
-            giving_back.store(false, SeqCst);
+        let is_trim_pending = Arc::clone(&self.is_trim_pending);
+        let trim = move || {
+            thread::sleep(HEAP_TRIM_DELAY);
+            is_trim_pending.store(false, SeqCst);
             give_back_heap();
         };
-        if thread::Builder::new().name("give-back".into()).spawn(give_back).is_err() {
-            // The next one to leave tries again.
-            self.giving_back.store(false, SeqCst);
+        if thread::Builder::new().name("give-back".into()).spawn(trim).is_err() {
+            // The next removal tries again.
+            self.is_trim_pending.store(false, SeqCst);
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<String>> {
-        // Nothing in here can be half done.
+        // A panic cannot leave the list inconsistent, so poisoning is ignored.
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Drop for Leaves<'_> {
+impl Drop for PendingRemoval<'_> {
     fn drop(&mut self) {
         let mut names = self.0.lock();
         if let Some(at) = names.iter().position(|name| name == self.1) {
             names.swap_remove(at);
         }
-        self.0.one_is_gone.notify_all();
+        self.0.one_has_ended.notify_all();
         drop(names);
-        self.0.give_back();
+        self.0.trim_heap_later();
     }
 }
 
@@ -191,12 +193,13 @@ mod tests {
     use freestone_spec::kinds::build;
     use freestone_spec::kinds::registry::Registry;
 
-    /// How often it is asked to flush, and what it says; `None` is nothing.
+    /// A device that counts flushes.
     struct Drive {
         below: Arc<dyn Device>,
-        says: Option<Result<()>>,
-        asked: AtomicUsize,
-        unanswered: Mutex<Vec<Completion>>,
+        /// Outcome of a flush, or `None` if it does not complete.
+        outcome: Option<Result<()>>,
+        flushes: AtomicUsize,
+        held: Mutex<Vec<Completion>>,
     }
 
     impl Device for Drive {
@@ -210,10 +213,10 @@ mod tests {
 
         fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
             assert_eq!(request, Request::flush());
-            self.asked.fetch_add(1, SeqCst);
-            match self.says {
+            self.flushes.fetch_add(1, SeqCst);
+            match self.outcome {
                 Some(outcome) => done.complete(outcome, buffer),
-                None => self.unanswered.lock().unwrap().push(done),
+                None => self.held.lock().unwrap().push(done),
             }
         }
 
@@ -222,32 +225,32 @@ mod tests {
         }
     }
 
-    fn drive(says: Option<Result<()>>) -> (Arc<Drive>, Arc<Entry>) {
+    fn drive(outcome: Option<Result<()>>) -> (Arc<Drive>, Arc<Entry>) {
         let null = build("n=null,size=1M".parse().unwrap(), &Arc::new(Registry::default())).unwrap();
         let below = Arc::clone(null.device().unwrap());
-        let drive = Arc::new(Drive { below, says, asked: 0.into(), unanswered: Mutex::default() });
+        let drive = Arc::new(Drive { below, outcome, flushes: 0.into(), held: Mutex::default() });
         let device = Some(Arc::clone(&drive) as _);
         let entry = Entry::new(null.spec.clone(), Box::new(NullData::Nothing), device, Vec::new());
         (drive, Arc::new(entry))
     }
 
     #[test]
-    fn one_that_hangs_holds_up_no_other_and_all_that_failed_are_counted() {
+    fn flush_counts_failures_and_does_not_wait_for_hung_drive() {
         let outcomes = [None, Some(Err(Error::Media)), Some(Ok(())), None, Some(Ok(()))];
         let (drives, entries): (Vec<_>, Vec<_>) = outcomes.into_iter().map(drive).unzip();
         let began = Instant::now();
         assert_eq!(flush(&entries, began + Duration::from_millis(50)), 3);
         assert!(began.elapsed() < Duration::from_secs(30));
-        assert!(drives.iter().all(|drive| drive.asked.load(SeqCst) == 1));
-        assert_eq!(flush(&entries[4..], began), 0, "what is answered at once needs no time");
-        // Answers that come later are heard by nobody.
+        assert!(drives.iter().all(|drive| drive.flushes.load(SeqCst) == 1));
+        assert_eq!(flush(&entries[4..], began), 0, "an immediate completion needs no time");
+        // Completions after the deadline are ignored.
         for drive in drives {
-            drive.unanswered.lock().unwrap().clear();
+            drive.held.lock().unwrap().clear();
         }
     }
 
     #[test]
-    fn a_thread_that_lets_go_late_is_waited_for() {
+    fn closing_waits_for_last_reference() {
         let dir = tempfile::tempdir().unwrap();
         let spec = format!("f=file,path={},size=1M", dir.path().join("f").display());
         let entry = Arc::new(build(spec.parse().unwrap(), &Arc::new(Registry::default())).unwrap());
@@ -263,13 +266,13 @@ mod tests {
     }
 
     #[test]
-    fn who_leaves_is_waited_for() {
-        let leaving = Leaving::default();
-        assert_eq!(leaving.wait(Instant::now() + Duration::from_secs(3600)), 0);
-        let one = leaving.begin("a");
-        assert_eq!(leaving.wait(Instant::now() + Duration::from_millis(10)), 1);
+    fn pending_removal_is_waited_for() {
+        let removals = PendingRemovals::default();
+        assert_eq!(removals.wait(Instant::now() + Duration::from_secs(3600)), 0);
+        let one = removals.begin("a");
+        assert_eq!(removals.wait(Instant::now() + Duration::from_millis(10)), 1);
         thread::scope(|scope| {
-            let waits = scope.spawn(|| leaving.wait(Instant::now() + Duration::from_secs(3600)));
+            let waits = scope.spawn(|| removals.wait(Instant::now() + Duration::from_secs(3600)));
             drop(one);
             assert_eq!(waits.join().unwrap(), 0);
         });

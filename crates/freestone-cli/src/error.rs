@@ -1,4 +1,4 @@
-//! What goes wrong for a user, and the exit status that says so.
+//! Errors of the program: their output on stderr, and the exit status.
 
 use std::env;
 use std::io::{self, Write as _};
@@ -10,37 +10,37 @@ use thiserror::Error;
 use crate::control::protocol::Fault;
 use crate::output;
 
-/// The user asked for something that cannot be meant: exit status 2, as clap's own errors.
+/// An invalid command line or configuration. The exit status is 2, as for clap's own errors.
 #[derive(Debug, Error)]
 #[error("{0}")]
 pub struct Usage(pub String);
 
-/// Our output could not be written.
+/// A failed write to standard output.
 #[derive(Debug, Error)]
 #[error("cannot write to stdout")]
 pub struct Stdout(#[from] io::Error);
 
 /// Exit status of a failure.
 pub const STATUS_FAILURE: u8 = 1;
-/// Exit status of a wrong command line.
+/// Exit status of an invalid command line.
 pub const STATUS_USAGE: u8 = 2;
 
-/// The exit status for an error.
+/// Returns the exit status for an error.
 pub fn status(error: &anyhow::Error) -> u8 {
     let usage = error.is::<Usage>() || error.downcast_ref::<Fault>().is_some_and(Fault::is_usage);
     if usage { STATUS_USAGE } else { STATUS_FAILURE }
 }
 
-/// Whether the command line asks for JSON. Errors are told in it then, those of the command line
-/// itself among them: so it is looked for before that is understood.
+/// Returns true if the command line has the option `--json`. Scans the arguments, because errors of parsing
+/// the command line are reported in JSON as well.
 pub fn wants_json() -> bool {
     env::args_os().skip(1).take_while(|arg| arg != "--").any(|arg| arg == "--json")
 }
 
-/// Tells an error on stderr: one line for people, or `{"error": ...}` with the object that the
-/// control socket answers with.
+/// Prints an error on stderr: one line of text, or `{"error": ...}` with the error object of the control
+/// socket.
 pub fn tell(error: &anyhow::Error) {
-    // One line, whatever the parts hold.
+    // Messages of causes can contain line breaks.
     let sentence = format!("{error:#}").replace('\n', " ");
     let line = if wants_json() {
         let fault = match error.downcast_ref::<Fault>() {
@@ -52,7 +52,7 @@ pub fn tell(error: &anyhow::Error) {
     } else {
         format!("freestone: {sentence}")
     };
-    // If stderr is gone, there is nobody to tell.
+    // A closed stderr is ignored.
     let _ = output::Stderr.write_all(format!("{line}\n").as_bytes());
 }
 
@@ -64,11 +64,11 @@ fn errno(error: &anyhow::Error) -> Errno {
     }
 }
 
-/// Tells what is wrong with the command line; help and version come here as well.
+/// Prints an error of the command line, or the output of `--help` and `--version`, and exits.
 pub fn tell_usage(error: &clap::Error) -> ! {
     if error.use_stderr() && wants_json() {
         let text = error.to_string();
-        // The rest is a hint, and how the command is used.
+        // Hint and usage follow after an empty line.
         let first = text.split("\n\n").next().unwrap_or_default();
         let words: Vec<_> = first.trim_start_matches("error: ").split_whitespace().collect();
         tell(&Usage(words.join(" ")).into());
@@ -77,7 +77,7 @@ pub fn tell_usage(error: &clap::Error) -> ! {
     error.exit()
 }
 
-/// The reader of our output went away (`| head`): nothing to complain about.
+/// Returns true if the reader of standard output is gone (`| head`), which is not an error.
 pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<Stdout>().is_some_and(|Stdout(e)| e.kind() == io::ErrorKind::BrokenPipe)
 }

@@ -1,4 +1,4 @@
-//! Where a device is to be seen now, as verbs tell it.
+//! Exports in the results of verbs.
 
 use freestone_nbd::{Address, AllowList, ExportInfo};
 use serde::{Deserialize, Serialize};
@@ -7,39 +7,39 @@ use serde_json::Value;
 use crate::allow::words;
 use crate::alone::Alone;
 
-/// Where a device is published.
+/// An export of a device.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Export {
     /// `unix:PATH`, `tcp:HOST:PORT`, `vhost-user:PATH` or `/dev/ublkbN`.
     pub address: String,
-    /// What an NBD client is given.
+    /// URI for NBD clients.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uri: Option<String>,
-    /// Clients cannot write there.
+    /// Clients cannot write.
     pub read_only: bool,
-    /// Also found under the empty name.
+    /// The export is also available under the empty name.
     pub default: bool,
     /// Every connection gets a fork of its own.
     pub template: bool,
     /// Open connections.
     pub connections: usize,
-    /// Who may connect, where not all may who can.
+    /// Allow list; empty if every client may connect.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allow: Vec<String>,
-    /// What it lets through, where that is limited: by key, 0 for no limit.
+    /// Limits by key, 0 for no limit. `None` if the export has no limits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<Value>,
 }
 
 impl Export {
-    /// What a client is given.
+    /// Returns the URI, or else the address.
     pub fn place(&self) -> &str {
         self.uri.as_ref().unwrap_or(&self.address)
     }
 }
 
 impl Export {
-    /// An export of the NBD server at an address with this list.
+    /// Returns an NBD export, at an address with this allow list.
     pub fn of_nbd(info: &ExportInfo, allow: Option<&AllowList>) -> Self {
         Self {
             address: info.address.to_string(),

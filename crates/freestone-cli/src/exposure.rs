@@ -1,28 +1,29 @@
-//! Addresses where others than this machine's users can connect.
+//! Addresses that other machines can reach.
 
 use std::net::ToSocketAddrs as _;
 
 use freestone_nbd::Address;
 
-/// Whether they can. A name of a host is looked up.
+/// Returns true if other machines can connect to the address. Resolves a host name; an unknown one counts as
+/// reachable.
 pub fn is_open(address: &Address) -> bool {
     let Address::Tcp { host, port } = address else { return false };
     let resolved = (host.as_str(), *port).to_socket_addrs();
     !resolved.is_ok_and(|mut all| all.all(|at| at.ip().to_canonical().is_loopback()))
 }
 
-/// Says that they can.
+/// Logs that other machines can connect without TLS.
 pub fn warn(address: &Address) {
     tracing::warn!(
-        "{address}: not encrypted, and open to whoever reaches the port: who connects reads and writes"
+        "{address}: not encrypted, and open to other machines: every client that connects can read and write"
     );
 }
 
-/// Why it is not listened there.
+/// Returns the error for an address that other machines could use without TLS.
 pub fn refusal(address: &Address) -> String {
     format!(
-        "{address}: other machines can connect there, without TLS; start the server with --tls require, or say \
-         --allow-plaintext where the network is yours"
+        "{address}: other machines can connect without TLS; start the server with --tls require, or with \
+         --allow-plaintext if you trust the network"
     )
 }
 
@@ -31,7 +32,7 @@ mod tests {
     use super::is_open;
 
     #[test]
-    fn only_loopback_is_private() {
+    fn is_open_only_beyond_loopback() {
         for (address, open) in [
             ("unix:/a", false),
             ("tcp:127.0.0.1:10809", false),

@@ -1,5 +1,4 @@
-//! What comes through the control socket, for the checks of very many inputs: without sockets. No
-//! part of the library's interface.
+//! Control protocol without sockets, for fuzzing. Not part of the library's interface.
 
 use std::sync::Arc;
 
@@ -7,22 +6,22 @@ use freestone_nbd::Limits;
 use freestone_spec::kinds::Spec;
 use serde_json::Value;
 
-use crate::access::AccessOf;
+use crate::access::ServerAccess;
 use crate::control::protocol::Fault;
 use crate::control::server::{Handler, answer_to};
 use crate::service::Service;
 use crate::tls::Tls;
 
-/// Devices behind a control socket that is not there.
+/// A server with devices but without sockets.
 pub struct Control(Arc<Service>);
 
 impl Control {
-    /// With these devices, each as on the command line.
+    /// Creates the devices, each written as on the command line.
     ///
     /// # Errors
-    /// A sentence: they cannot be set up.
+    /// The message of the first device that cannot be created.
     pub fn new(devices: &[&str]) -> Result<Self, String> {
-        let service = Service::new(Limits::default(), AccessOf::default(), Tls::default());
+        let service = Service::new(Limits::default(), ServerAccess::default(), Tls::default());
         for device in devices {
             let spec: Spec = device.parse().map_err(|error| format!("{error}"))?;
             let claim = service.claim_new("open", [&spec]).map_err(|fault| fault.message)?;
@@ -31,7 +30,7 @@ impl Control {
         Ok(Self(service))
     }
 
-    /// What a connection says to a line. Requests that `runs` does not want are refused.
+    /// Returns the response to a request line. Requests that `runs` rejects fail.
     pub fn answer(&self, line: &[u8], runs: fn(&str, Option<&Value>) -> bool) -> Vec<u8> {
         answer_to(line, &|method, params| {
             if runs(method, params.as_ref()) {

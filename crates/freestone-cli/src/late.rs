@@ -1,9 +1,9 @@
-//! Devices of a state whose servers do not answer at once. A start leaves them, and what belongs to
-//! them, to a thread, and serves the others meanwhile.
+//! Devices of a state whose remote servers (NBD, Ceph, object storage) do not answer at once. The start
+//! leaves them to a thread, and serves the other devices meanwhile.
 //!
-//! Devices are left or made by families: what stands on one another. So nobody sees an origin before
-//! the merge of its snapshot goes on. Until then such a device is missing, and the state keeps what it
-//! knows of it.
+//! Devices that depend on one another form a group, and a group is created as a whole, so no client can use
+//! an origin before the merge of its snapshot continues. Until then the devices count as missing, and the
+//! state keeps their records.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Weak};
@@ -17,71 +17,71 @@ use tracing::{error, warn};
 use crate::control::protocol::Fault;
 use crate::records::PENDING;
 use crate::service::Service;
-use crate::start::{self, Again, Begun};
+use crate::start::{self, NewDevice, RestartContext};
 
-/// How long a start waits for servers before it leaves their devices.
+/// How long a start waits for remote servers before it leaves their devices to the thread.
 pub const GRACE: Duration = Duration::from_secs(1);
 
-/// Devices that a start has left.
-pub struct Late {
-    families: Vec<Vec<Device>>,
-    again: Again,
+/// Devices that a start has left to the thread.
+pub struct PendingDevices {
+    groups: Vec<Vec<Device>>,
+    context: RestartContext,
     ahead: OpenAhead,
 }
 
-/// Makes the devices of a state again, in its order, but for those that stand on a server which has not
-/// answered when it is `until`.
-pub fn of_state(
+/// Creates the devices of a state in its order, except groups with a remote server that has not answered by
+/// `until`. `None` waits for all servers.
+pub fn set_up_state(
     service: &Service,
     topology: &Topology,
     until: Option<Instant>,
-) -> Result<(Vec<Begun>, Late), Fault> {
-    let mut again = Again::new(service, topology.clone())?;
+) -> Result<(Vec<NewDevice>, PendingDevices), Fault> {
+    let mut context = RestartContext::new(service, topology.clone())?;
     let specs: Vec<Spec> = topology.devices().filter_map(|device| device.words.parse().ok()).collect();
     let ahead = service.registry.ahead.begin(specs.iter());
-    let families = pending(topology, &ahead, until);
-    let left: HashSet<&str> = families.iter().flatten().map(|device| device.name.as_str()).collect();
+    let groups = pending_groups(topology, &ahead, until);
+    let left: HashSet<&str> = groups.iter().flatten().map(|device| device.name.as_str()).collect();
     let there = topology.devices().filter(|device| !left.contains(device.name.as_str()));
-    let begun = there.filter_map(|device| start::begin(service, device, &mut again)).collect();
+    let created = there.filter_map(|device| start::set_up(service, device, &mut context)).collect();
     for name in left {
         warn!("{name}: {PENDING}; the device is served as soon as it does");
         service.records.miss(name, PENDING);
     }
-    Ok((begun, Late { families, again, ahead }))
+    Ok((created, PendingDevices { groups, context, ahead }))
 }
 
-/// Families of devices whose servers have not answered when it is `until`, or that stand on such a
-/// device; each in the order of the state.
-fn pending(topology: &Topology, ahead: &OpenAhead, until: Option<Instant>) -> Vec<Vec<Device>> {
-    let mut families: Vec<BTreeMap<usize, &Device>> = Vec::new();
-    let mut family_of: HashMap<&str, usize> = HashMap::new();
+/// Waits until all servers have answered, or until `until`. Returns the groups with a device whose server has
+/// not answered, each in the order of the state.
+fn pending_groups(topology: &Topology, ahead: &OpenAhead, until: Option<Instant>) -> Vec<Vec<Device>> {
+    let mut groups: Vec<BTreeMap<usize, &Device>> = Vec::new();
+    let mut group_of: HashMap<&str, usize> = HashMap::new();
     for (number, device) in topology.devices().enumerate() {
         let needs = device.words.parse::<Spec>().map(|spec| needs(&spec)).unwrap_or_default();
         let joined: BTreeSet<usize> =
-            needs.iter().filter_map(|name| family_of.get(name.as_str()).copied()).collect();
+            needs.iter().filter_map(|name| group_of.get(name.as_str()).copied()).collect();
         let mut joined = joined.into_iter();
-        let family = joined.next().unwrap_or_else(|| {
-            families.push(BTreeMap::new());
-            families.len() - 1
+        let group = joined.next().unwrap_or_else(|| {
+            groups.push(BTreeMap::new());
+            groups.len() - 1
         });
         for other in joined {
-            let members = std::mem::take(&mut families[other]);
-            family_of.extend(members.values().map(|member| (member.name.as_str(), family)));
-            families[family].extend(members);
+            let members = std::mem::take(&mut groups[other]);
+            group_of.extend(members.values().map(|member| (member.name.as_str(), group)));
+            groups[group].extend(members);
         }
-        family_of.insert(&device.name, family);
-        families[family].insert(number, device);
+        group_of.insert(&device.name, group);
+        groups[group].insert(number, device);
     }
-    let waits = |family: &BTreeMap<usize, &Device>, is_pending: &dyn Fn(&str) -> bool| {
-        family.values().any(|device| is_pending(&device.name))
+    let waits = |group: &BTreeMap<usize, &Device>, is_pending: &dyn Fn(&str) -> bool| {
+        group.values().any(|device| is_pending(&device.name))
     };
-    families.retain(|family| waits(family, &|name| ahead.is_pending(name)));
-    ahead.wait(until, |is_pending| (!families.iter().any(|family| waits(family, is_pending))).then_some(()));
-    families.retain(|family| waits(family, &|name| ahead.is_pending(name)));
-    families.into_iter().map(|family| family.into_values().cloned().collect()).collect()
+    groups.retain(|group| waits(group, &|name| ahead.is_pending(name)));
+    ahead.wait(until, |is_pending| (!groups.iter().any(|group| waits(group, is_pending))).then_some(()));
+    groups.retain(|group| waits(group, &|name| ahead.is_pending(name)));
+    groups.into_iter().map(|group| group.into_values().cloned().collect()).collect()
 }
 
-/// The names of what a device stands on.
+/// Returns the names of devices that a device needs.
 fn needs(spec: &Spec) -> Vec<String> {
     let kind = &spec.kind;
     let base = kind.fork().map(|fork| fork.base.as_str());
@@ -90,30 +90,30 @@ fn needs(spec: &Spec) -> Vec<String> {
     all.chain(takes.iter().map(|takes| takes.name)).map(str::to_owned).collect()
 }
 
-impl Late {
-    /// Makes and shows the devices as soon as their servers answer.
+impl PendingDevices {
+    /// Creates and publishes each group as soon as its servers answer.
     pub fn begin(self, service: &Arc<Service>) {
-        if self.families.is_empty() {
+        if self.groups.is_empty() {
             return;
         }
         let weak = Arc::downgrade(service);
         if let Err(why) = thread::Builder::new().name("late".into()).spawn(move || self.run(&weak)) {
-            error!("devices of servers that have not answered yet are not there: no thread: {why}");
+            error!("cannot start the thread that opens devices of slow servers: {why}");
         }
     }
 
     fn run(mut self, service: &Weak<Service>) {
-        while !self.families.is_empty() {
-            let families = &self.families;
+        while !self.groups.is_empty() {
+            let groups = &self.groups;
             let next = self.ahead.wait(None, |is_pending| {
-                families.iter().position(|family| !family.iter().any(|device| is_pending(&device.name)))
+                groups.iter().position(|group| !group.iter().any(|device| is_pending(&device.name)))
             });
-            // The server ends.
+            // `None` means that the server is shutting down.
             let (Some(next), Some(service)) = (next, service.upgrade()) else { return };
-            let family = self.families.swap_remove(next);
-            let names: Vec<&str> = family.iter().map(|device| device.name.as_str()).collect();
+            let group = self.groups.swap_remove(next);
+            let names: Vec<&str> = group.iter().map(|device| device.name.as_str()).collect();
             let Ok(_entered) = service.records.enter(&names) else { return };
-            if let Err(fault) = start::show_late(&service, &family, &mut self.again) {
+            if let Err(fault) = start::publish_late(&service, &group, &mut self.context) {
                 error!("{}", fault.message);
             }
         }

@@ -18,6 +18,7 @@ mod export;
 mod exports;
 mod exposure;
 mod handshake;
+mod help;
 mod http;
 #[doc(hidden)]
 pub mod inputs;
@@ -26,6 +27,7 @@ mod late;
 mod limited;
 mod loops;
 mod metrics;
+mod mounts;
 mod outlet;
 mod output;
 mod page;
@@ -34,6 +36,9 @@ mod places;
 mod process;
 mod recording;
 mod records;
+#[doc(hidden)]
+pub mod reference;
+mod reload;
 mod restoring;
 mod saves;
 mod serve;
@@ -51,13 +56,14 @@ mod verbs;
 mod withheld;
 
 use std::env;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io::{self, IsTerminal as _};
 use std::process::ExitCode;
 
 use anyhow::Result;
-use clap::{CommandFactory as _, Parser as _};
+use clap::{CommandFactory as _, FromArgMatches as _};
 use freestone::device::{REQUEST_SPANS, span_requests};
+use freestone_spec::renamed;
 use tracing::Level;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::fmt::format::FmtSpan;
@@ -65,15 +71,24 @@ use tracing_subscriber::prelude::*;
 
 use cli::{Cli, Command};
 use verbs::long::{LongCall, ask_long};
-use verbs::names::{Order, ask_each};
+use verbs::names::{Manner, Order, ask_each};
 use verbs::{Call, ask, ask_in_parts, delta};
 
-/// The whole program: reads the command line, does what it says, returns the exit status.
+/// Runs the program: parses the command line, runs the subcommand, and returns the exit status.
 pub fn main() -> ExitCode {
-    let cli = Cli::try_parse().unwrap_or_else(|error| error::tell_usage(&error));
+    let args: Vec<OsString> = env::args_os().collect();
+    if let Some(text) = help_of_topic(&args) {
+        return help::print(&text);
+    }
+    let (args, renamed) = with_present_names(args);
+    let cli = parser().try_get_matches_from(args).and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = cli.unwrap_or_else(|error| error::tell_usage(&error));
     start_log(&cli);
+    for (former, present) in renamed {
+        tracing::warn!("{former}: is deprecated, use {present}");
+    }
     if let Err(error) = process::survive_file_size_limit() {
-        tracing::warn!("SIGXFSZ stays deadly: {error}");
+        tracing::warn!("cannot handle SIGXFSZ, so the file size limit would end the program: {error}");
     }
     let code = match run(cli.command) {
         Ok(code) => code,
@@ -87,16 +102,46 @@ pub fn main() -> ExitCode {
     code
 }
 
-/// The parser of the command line, for what is made from it: manual pages, completions.
+/// Returns the parser of the command line, for manual pages and completions.
 #[doc(hidden)]
 pub fn parser() -> clap::Command {
-    Cli::command()
+    help::grouped(Cli::command())
+}
+
+/// Returns the help for `freestone help TOPIC`, if the topic is not a subcommand.
+fn help_of_topic(args: &[OsString]) -> Option<String> {
+    let [_, help, topic] = args else { return None };
+    if help != "help" {
+        return None;
+    }
+    help::devices::topic(topic.to_str()?, &Cli::command())
+}
+
+/// Replaces former names of options. Returns the arguments, and the replaced ones with their present form.
+fn with_present_names(args: Vec<OsString>) -> (Vec<OsString>, Vec<(String, String)>) {
+    let mut replaced = Vec::new();
+    let mut is_option = true;
+    let args = args.into_iter().map(|arg| {
+        is_option &= arg != "--";
+        let Some(former) = arg.to_str().filter(|_| is_option) else { return arg };
+        let Some(present) = renamed::option(former) else { return arg };
+        replaced.push((former.to_owned(), present.clone()));
+        present.into()
+    });
+    let args = args.collect();
+    (args, replaced)
+}
+
+/// Returns the reference of device kinds, for a manual page.
+#[doc(hidden)]
+pub fn device_help() -> String {
+    help::devices::all()
 }
 
 fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Serve(args) => return serve::serve(&args),
-        Command::UblkOwner(line) => return ublk_owner::tell(&line),
+        Command::UblkOwner(line) => return ublk_owner::print_owner(&line),
         Command::Wait(call) => verbs::wait::wait(&call.args, &call.common),
         Command::Shutdown(call) => verbs::shutdown::ask(&call.args, &call.common),
         Command::List(call) => ask::<verbs::list::List>(&call.args, &call.common),
@@ -111,13 +156,14 @@ fn run(command: Command) -> Result<ExitCode> {
                 &args.names,
                 Order::LastFirst,
                 of,
-                Some(&long),
+                Manner::Long(&long),
                 &common,
             );
         }
         Command::Reset(Call { args, common }) => {
             let of = |name: &str| args.of(name);
-            return ask_each::<verbs::reset::Reset>(&args.names, Order::Named, of, None, &common);
+            let manner = Manner::Around(mounts::remount::around);
+            return ask_each::<verbs::reset::Reset>(&args.names, Order::Named, of, manner, &common);
         }
         Command::Compact(LongCall { args, long, common }) => {
             return ask_long::<verbs::compact::Compact>(&args, &long, &common);
@@ -140,7 +186,7 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Trace(call) => ask::<verbs::trace::Trace>(&call.args, &call.common),
         Command::Images(line) => verbs::images::images(&line),
-        Command::Prune(line) => return verbs::images::prune(&line),
+        Command::Prune(line) => return verbs::prune::prune(&line),
         Command::Publish(call) => ask::<verbs::publish::Publish>(&call.args.checked()?, &call.common),
         Command::Fork(call) => ask::<verbs::fork::Fork>(&call.args.try_into()?, &call.common),
         Command::Snapshot(call) => ask::<verbs::snapshot::Snapshot>(&call.args.try_into()?, &call.common),
@@ -166,7 +212,8 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Cancel(call) => ask::<verbs::cancel::Cancel>(&call.args.into(), &call.common),
         Command::Rewind(Call { args, common }) => {
             let of = |name: &str| args.of(name);
-            return ask_each::<verbs::rewind::Rewind>(&args.names, Order::Named, of, None, &common);
+            let manner = Manner::Around(mounts::remount::around);
+            return ask_each::<verbs::rewind::Rewind>(&args.names, Order::Named, of, manner, &common);
         }
         Command::BlockState(call) => {
             let next = verbs::block_state::Params::next;
@@ -176,13 +223,15 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::PowerCut(call) => ask::<verbs::power_cut::PowerCut>(&call.args, &call.common),
         Command::Mark(call) => ask::<verbs::mark::Mark>(&call.args, &call.common),
         Command::Release(call) => ask::<verbs::release::Release>(&call.args, &call.common),
+        Command::Mount(call) => mounts::mount::ask(&call.args, &call.common),
+        Command::Umount(call) => return mounts::umount::ask(&call.args, &call.common),
         Command::Unpublish(call) => ask::<verbs::unpublish::Unpublish>(&call.args, &call.common),
     }?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether a variable of the environment says anything (<https://no-color.org>).
-fn is_said(variable: Option<&OsStr>) -> bool {
+/// Returns true if an environment variable is set and not empty (<https://no-color.org>).
+fn is_set(variable: Option<&OsStr>) -> bool {
     variable.is_some_and(|value| !value.is_empty())
 }
 
@@ -194,18 +243,18 @@ fn start_log(cli: &Cli) {
         (false, 2) => LevelFilter::DEBUG,
         (false, _) => LevelFilter::TRACE,
     };
-    let asked: Option<Targets> = env::var("RUST_LOG").ok().and_then(|asked| asked.parse().ok());
-    let wanted = asked.unwrap_or_else(|| Targets::new().with_default(level));
-    if wanted.would_enable(REQUEST_SPANS, &Level::TRACE) {
+    let targets: Option<Targets> = env::var("RUST_LOG").ok().and_then(|text| text.parse().ok());
+    let targets = targets.unwrap_or_else(|| Targets::new().with_default(level));
+    if targets.would_enable(REQUEST_SPANS, &Level::TRACE) {
         span_requests();
     }
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(|| output::Stderr)
-        .with_ansi(io::stderr().is_terminal() && !is_said(env::var_os("NO_COLOR").as_deref()))
+        .with_ansi(io::stderr().is_terminal() && !is_set(env::var_os("NO_COLOR").as_deref()))
         // A closed stderr must not end the server.
         .log_internal_errors(false)
-        // A span without events in it, as a request is, would not be seen.
+        // Without this, spans that contain no events (requests) are not logged.
         .with_span_events(FmtSpan::CLOSE)
-        .with_filter(wanted);
+        .with_filter(targets);
     tracing_subscriber::registry().with(lines).init();
 }

@@ -1,4 +1,4 @@
-//! What one export lets through.
+//! Limits of one export: number of clients, requests and bytes per second.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -7,13 +7,13 @@ use freestone::device::Counting;
 use freestone::places::Places;
 use freestone_spec::limits::LimitSpec;
 
-/// One export: what it lets through, on the ways into its device. Of a template each connection has a
-/// way of its own, and so all the limits for itself.
+/// Limits of an export, applied to each of its paths into the device. Each connection to a template has its
+/// own path, and so its own limits.
 #[derive(Default)]
 pub struct Limited {
-    /// Who is connected to it.
+    /// Limit and count of connected clients.
     pub places: Arc<Places>,
-    /// Locked for a look or a change.
+    /// The lock is held only while the state is read or changed.
     state: Mutex<State>,
 }
 
@@ -24,7 +24,7 @@ struct State {
 }
 
 impl Limited {
-    /// One that lets through that.
+    /// Returns an export with these limits.
     pub fn new(limits: LimitSpec) -> Self {
         let limited = Self::default();
         limited.places.set(limits.max_clients.into());
@@ -33,14 +33,14 @@ impl Limited {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing in here can be half done.
+        // A panic cannot leave the state inconsistent, so poisoning is ignored.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Another way is limited as well.
+    /// Applies the limits to another path into the device.
     ///
     /// # Errors
-    /// A thread could not be started.
+    /// The thread that limited requests need could not be started.
     pub fn join(&self, way: &Arc<Counting>) -> io::Result<()> {
         let mut state = self.lock();
         way.set_limits(&state.limits.rates)?;
@@ -49,15 +49,15 @@ impl Limited {
         Ok(())
     }
 
-    /// What it lets through.
+    /// Returns the limits.
     pub fn limits(&self) -> LimitSpec {
         self.lock().limits
     }
 
-    /// It lets through that from now on.
+    /// Changes the limits.
     ///
     /// # Errors
-    /// A thread could not be started.
+    /// The thread that limited requests need could not be started.
     pub fn set(&self, limits: LimitSpec) -> io::Result<()> {
         let mut state = self.lock();
         for way in state.ways.iter().filter_map(Weak::upgrade) {
@@ -68,7 +68,7 @@ impl Limited {
         Ok(())
     }
 
-    /// The ways that there are.
+    /// Returns the paths into the device that are in use.
     pub fn ways(&self) -> Vec<Arc<Counting>> {
         self.lock().ways.iter().filter_map(Weak::upgrade).collect()
     }

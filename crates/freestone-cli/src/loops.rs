@@ -1,9 +1,8 @@
-//! Devices of kind `nbd` that lead back to this server.
+//! Loop check: refuses devices of kind `nbd` that connect to this server itself.
 //!
-//! Such a device would wait for a request that the server carries out with that same device, or with
-//! one that stands on it. Which exports are safe changes with every verb, so none is: a device and an
-//! address of the server that are one place exclude one another. What stands between (a forwarder,
-//! another server that leads back here) is not seen.
+//! A request of such a device could wait for the device itself, or for a device over it. Every verb can
+//! change which exports would be safe, so the check ignores the export name: a device must not connect to any
+//! address of the server. Indirect loops, through a port forwarder or another server, are not detected.
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, ToSocketAddrs, UdpSocket};
@@ -18,7 +17,7 @@ use freestone_spec::refusal::Errno;
 
 use crate::control::protocol::Fault;
 
-/// Refuses a device that is an export of a server which listens at these addresses.
+/// Fails if the device connects to one of these addresses of the server.
 pub fn check_device(spec: &Spec, addresses: &[Address]) -> Result<(), Fault> {
     let Some(uri) = spec.kind.uri() else { return Ok(()) };
     let Some(at) = addresses.iter().find(|address| leads_to(&uri.place, address)) else { return Ok(()) };
@@ -27,7 +26,7 @@ pub fn check_device(spec: &Spec, addresses: &[Address]) -> Result<(), Fault> {
     Err(Fault::failed(Errno::EINVAL, why))
 }
 
-/// Refuses an address of the server to which one of its devices leads.
+/// Fails if a device of the server connects to this address.
 pub fn check_address(registry: &Registry, address: &Address) -> Result<(), Fault> {
     for entry in registry.remote() {
         if entry.spec.kind.uri().is_some_and(|uri| leads_to(&uri.place, address)) {
@@ -40,47 +39,46 @@ pub fn check_address(registry: &Registry, address: &Address) -> Result<(), Fault
     Ok(())
 }
 
-/// Whether who connects to `place` comes to a server that listens at `address`. A name of a host is
-/// looked up.
+/// Returns true if a connection to `place` reaches a server that listens at `address`. Resolves host names.
 fn leads_to(place: &Place, address: &Address) -> bool {
     match (place, address) {
-        (Place::Unix(to), Address::Unix(at)) => is_one_socket(to, at),
+        (Place::Unix(to), Address::Unix(at)) => is_same_socket(to, at),
         (Place::Tcp { host, port }, Address::Tcp { host: at, port: listens }) => {
-            port == listens && (host == at || is_one_host(host, at, *port))
+            port == listens && (host == at || is_same_host(host, at, *port))
         }
         _ => false,
     }
 }
 
-fn is_one_socket(to: &Path, at: &Path) -> bool {
+fn is_same_socket(to: &Path, at: &Path) -> bool {
     let identity = |path: &Path| fs::metadata(path).ok().map(|file| (file.dev(), file.ino()));
     match (identity(to), identity(at)) {
         (Some(to), Some(at)) => to == at,
-        // One is not there yet: it is where its directory is.
+        // A socket that does not exist yet is compared by directory and name.
         _ => in_directory(to) == in_directory(at),
     }
 }
 
-/// The path without links, but for the last part.
+/// Returns the path with symbolic links resolved in all parts except the last.
 fn in_directory(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return path };
     fs::canonicalize(parent).map_or_else(|_| path.clone(), |parent| parent.join(name))
 }
 
-fn is_one_host(to: &str, at: &str, port: u16) -> bool {
+fn is_same_host(to: &str, at: &str, port: u16) -> bool {
     let (to, at) = (addresses(to, port), addresses(at, port));
-    to.iter().any(|to| at.contains(to) || (at.iter().any(IpAddr::is_unspecified) && is_ours(*to)))
+    to.iter().any(|to| at.contains(to) || (at.iter().any(IpAddr::is_unspecified) && is_local(*to)))
 }
 
 fn addresses(host: &str, port: u16) -> Vec<IpAddr> {
-    // One that is not known leads nowhere.
+    // No connection can reach an unknown host.
     let Ok(found) = (host, port).to_socket_addrs() else { return Vec::new() };
     found.map(|at| at.ip().to_canonical()).collect()
 }
 
-/// Whether an address is one of this machine: then a socket can have it.
-fn is_ours(at: IpAddr) -> bool {
+/// Returns true if an address belongs to this machine, so that a socket can be bound to it.
+fn is_local(at: IpAddr) -> bool {
     let unspecified: [IpAddr; 2] = [Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()];
     unspecified.contains(&at) || UdpSocket::bind((at, 0)).is_ok()
 }
@@ -95,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_of_this_machine_lead_to_a_wildcard() {
+    fn leads_to_matches_local_hosts_with_wildcard() {
         for (to, at, same) in [
             ("nbd://127.0.0.1:7/x", "tcp:127.0.0.1:7", true),
             ("nbd://127.0.0.1:8/x", "tcp:127.0.0.1:7", false),
@@ -106,7 +104,7 @@ mod tests {
             ("nbd://0.0.0.0", "tcp:0.0.0.0:10809", true),
             ("nbd://[::ffff:127.0.0.1]:7", "tcp:127.0.0.1:7", true),
             ("nbd://127.0.0.1:7", "tcp:[::]:7", true),
-            // Of documentation, and nobody's.
+            // An address reserved for documentation.
             ("nbd://192.0.2.1", "tcp:0.0.0.0:10809", false),
             ("nbd://192.0.2.1:7", "tcp:192.0.2.1:7", true),
             ("nbd+unix:///x?socket=/a", "tcp:0.0.0.0:10809", false),
@@ -116,13 +114,13 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_is_one_under_each_of_its_names() {
+    fn leads_to_follows_links_to_socket() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name).display().to_string();
         let uri = |path: String| format!("nbd+unix:///x?socket={path}");
         let address = |path: String| format!("unix:{path}");
         std::os::unix::fs::symlink(dir.path(), dir.path().join("link")).unwrap();
-        // Nothing is there yet.
+        // The socket does not exist yet.
         assert!(leads(&uri(at("s")), &address(at("link/s"))));
         assert!(!leads(&uri(at("s")), &address(at("t"))));
         let _socket = std::os::unix::net::UnixListener::bind(dir.path().join("s")).unwrap();

@@ -1,4 +1,4 @@
-//! The program `freestone`; all of it is in the library beside.
+//! The program `freestone`. The library contains all of its code.
 
 use std::process::ExitCode;
 

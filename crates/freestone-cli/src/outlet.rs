@@ -27,7 +27,7 @@ struct Shared {
     capacity: usize,
     /// Held for a copy of text, never across a system call that writes.
     state: Mutex<State>,
-    /// Text waits, or the writer thread has written all of it.
+    /// Signaled when text is appended, and when the writer thread has written all text.
     changed: Condvar,
 }
 
@@ -36,10 +36,11 @@ struct State {
     waiting: Vec<u8>,
     /// Lines dropped since the writer thread last took the buffer.
     dropped: u64,
-    /// Texts appended so far, and how many of them are written.
+    /// Number of texts appended so far.
     appended: u64,
+    /// Number of texts written so far.
     written: u64,
-    /// Nobody waits for the writer thread until it has written something.
+    /// The stream is stalled: appending threads do not wait until the writer thread makes progress.
     is_stalled: bool,
 }
 
@@ -168,12 +169,12 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(60);
 
     fn start(stream: OwnedFd) -> (Outlet, Receiver<u64>) {
-        let (tell, told) = mpsc::channel();
-        let outlet = Outlet::start("writer", stream, CAPACITY, move |lines| _ = tell.send(lines));
-        (outlet.unwrap(), told)
+        let (sender, reports) = mpsc::channel();
+        let outlet = Outlet::start("writer", stream, CAPACITY, move |lines| _ = sender.send(lines));
+        (outlet.unwrap(), reports)
     }
 
-    /// A pipe that takes nothing more, and how much is in it.
+    /// Returns a full pipe and the number of bytes in it.
     fn full_pipe() -> (OwnedFd, OwnedFd, usize) {
         let (reader, writer) = rustix::pipe::pipe().unwrap();
         fcntl_setfl(&writer, OFlags::NONBLOCK).unwrap();
@@ -192,9 +193,9 @@ mod tests {
             if is_blocking {
                 fcntl_setfl(&writer, OFlags::empty()).unwrap();
             }
-            let (outlet, told) = start(writer);
+            let (outlet, reports) = start(writer);
             outlet.push(LINE);
-            // The writer thread has taken the first line, and waits for the pipe with it.
+            // Waits until the writer thread has taken the first line and is blocked on the pipe.
             while !outlet.shared.lock().waiting.is_empty() {
                 thread::yield_now();
             }
@@ -204,7 +205,7 @@ mod tests {
             outlet.flush(Duration::from_millis(1));
             let mut reader = File::from(reader);
             reader.read_exact(&mut vec![0; filled]).unwrap();
-            assert_eq!(told.recv_timeout(PATIENCE), Ok(DROPPED as u64));
+            assert_eq!(reports.recv_timeout(PATIENCE), Ok(DROPPED as u64));
             outlet.push(b"end\n");
             outlet.flush(PATIENCE);
             let mut text = vec![0; LINE.len() + CAPACITY + 4];
@@ -216,22 +217,22 @@ mod tests {
     #[test]
     fn push_larger_than_capacity_is_written_whole() {
         let (reader, writer) = rustix::pipe::pipe().unwrap();
-        let (outlet, told) = start(writer);
+        let (outlet, reports) = start(writer);
         outlet.push(&[b'x'; 3 * CAPACITY]);
         outlet.flush(PATIENCE);
         File::from(reader).read_exact(&mut [0; 3 * CAPACITY]).unwrap();
-        assert!(told.try_recv().is_err());
+        assert!(reports.try_recv().is_err());
     }
 
     #[test]
     fn push_to_closed_pipe_is_not_reported() {
         let (reader, writer) = rustix::pipe::pipe().unwrap();
         drop(reader);
-        let (outlet, told) = start(writer);
+        let (outlet, reports) = start(writer);
         for _ in 0..10 {
             outlet.push(LINE);
             outlet.flush(PATIENCE);
         }
-        assert!(told.try_recv().is_err());
+        assert!(reports.try_recv().is_err());
     }
 }

@@ -13,17 +13,17 @@ use rustix::stdio::{stderr, stdout};
 
 use crate::outlet::Outlet;
 
-/// Bytes of log lines that may wait: some ten thousand lines.
+/// Size of the buffer for log lines, in bytes: about ten thousand lines.
 const LOG_BYTES: usize = 1 << 20;
-/// Bytes of standard output that may wait beside the announcement of the exports.
+/// Size of the buffer for standard output, in bytes. The announcement of the exports may be larger.
 const OUT_BYTES: usize = 64 << 10;
-/// How long the end of the process waits for each stream to be written.
+/// How long the process waits for each stream before it exits.
 const END_PATIENCE: Duration = Duration::from_secs(1);
 
 static LOG: OnceLock<Outlet> = OnceLock::new();
 static OUT: OnceLock<Outlet> = OnceLock::new();
 
-/// Standard error. Each call of `write` takes whole lines.
+/// Standard error. Each call of `write` must pass whole lines.
 pub struct Stderr;
 
 /// Detaches the server from its standard output and error: from here on no thread waits for
@@ -59,14 +59,14 @@ pub fn print(text: &str) {
     }
 }
 
-/// Waits a short while until everything is written. Called before the process ends.
+/// Waits until everything is written, for at most [`END_PATIENCE`] per stream. Called before the process exits.
 pub fn flush() {
     for outlet in [&OUT, &LOG].into_iter().filter_map(OnceLock::get) {
         outlet.flush(END_PATIENCE);
     }
 }
 
-/// [Flushes](flush) when dropped, also by a panic of the main thread.
+/// [Flushes](flush) when dropped, including during a panic of the main thread.
 pub struct FlushAtEnd;
 
 impl Drop for FlushAtEnd {

@@ -1,5 +1,4 @@
-//! Where sockets are when nothing was said: `$XDG_RUNTIME_DIR/freestone`, else a private directory
-//! in /tmp.
+//! Default paths of sockets: in `$XDG_RUNTIME_DIR/freestone`, or else in a private directory in /tmp.
 
 use std::fs::{self, DirBuilder, Permissions};
 use std::io;
@@ -16,16 +15,18 @@ pub const NBD_SOCKET: &str = "nbd.sock";
 /// Name of the control socket in the directory.
 pub const CONTROL_SOCKET: &str = "control.sock";
 
-/// The path of a control socket, for who says none with `--control`.
+/// Environment variable with the path of the control socket, used without `--control`.
 pub const CONTROL_VARIABLE: &str = "FREESTONE_CONTROL";
 
-/// What that variable says.
+/// Returns the control socket of the environment variable, if set.
 pub fn control_of_environment() -> Option<PathBuf> {
     std::env::var_os(CONTROL_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
 
-/// The directory. Not created here; where it exists it is checked to be ours, so that nobody can
-/// put a socket of their own in our way.
+/// Returns the directory of the sockets, without creating it.
+///
+/// # Errors
+/// The directory exists and other users can enter it: they could replace the sockets.
 pub fn runtime_dir() -> Result<PathBuf> {
     let dir = std::env::var_os("XDG_RUNTIME_DIR")
         .map(PathBuf::from)
@@ -42,7 +43,7 @@ fn fallback(tmp: &Path) -> PathBuf {
     tmp.join(format!("freestone-{}", rustix::process::geteuid().as_raw()))
 }
 
-/// A server for one command is nobody else's: its sockets go to a fresh directory.
+/// Creates a temporary directory for the sockets of `serve --run`, which serves only its command.
 pub fn private_dir() -> Result<TempDir> {
     tempfile::Builder::new()
         .prefix("freestone-")
@@ -51,7 +52,7 @@ pub fn private_dir() -> Result<TempDir> {
         .context("cannot create a directory for the sockets")
 }
 
-/// An NBD address; a relative path in it starts at `base`, or where the program was started.
+/// Parses an NBD address. A relative path starts at `base`, or else at the working directory.
 pub fn parse_address(text: &str, base: Option<&Path>) -> Result<Address, String> {
     match text.parse::<Address>().map_err(|e| e.to_string())? {
         Address::Unix(path) => {
@@ -63,7 +64,7 @@ pub fn parse_address(text: &str, base: Option<&Path>) -> Result<Address, String>
     }
 }
 
-/// An address as [`parse_address`] takes it, whatever bytes its path has.
+/// Returns an address as text for [`parse_address`]. The path may contain any bytes.
 pub fn address_text(address: &Address) -> String {
     match address {
         Address::Unix(path) => format!("unix:{}", path_text::text(path)),
@@ -71,7 +72,7 @@ pub fn address_text(address: &Address) -> String {
     }
 }
 
-/// Creates the directory with mode 0700, or checks the one that is there.
+/// Creates the directory with mode 0700, or checks an existing one.
 pub fn create_private(dir: &Path) -> Result<()> {
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
@@ -81,15 +82,15 @@ pub fn create_private(dir: &Path) -> Result<()> {
     }
 }
 
-/// A directory (no symbolic link) of ours that nobody else can enter.
+/// Fails unless `dir` is a directory (not a symbolic link) of this user that no other user can enter.
 fn check_private(dir: &Path) -> Result<()> {
     let at = dir.display();
-    let meta = fs::symlink_metadata(dir).with_context(|| format!("{at}: cannot look at the directory"))?;
+    let meta = fs::symlink_metadata(dir).with_context(|| format!("{at}: cannot examine the directory"))?;
     if !meta.is_dir() {
-        bail!("{at}: not a directory; move it away, or name the sockets with --nbd and --control");
+        bail!("{at}: not a directory; rename it, or choose other paths with --nbd and --control");
     }
     if meta.uid() != rustix::process::geteuid().as_raw() {
-        bail!("{at}: belongs to user {}, not to us; name the sockets with --nbd and --control", meta.uid());
+        bail!("{at}: belongs to another user ({}); choose other paths with --nbd and --control", meta.uid());
     }
     if meta.mode() & 0o077 != 0 {
         bail!("{at}: others may enter it (mode {:04o}); chmod 700 it", meta.mode() & 0o7777);
@@ -109,7 +110,7 @@ mod tests {
     use super::{check_private, create_private, fallback};
 
     #[test]
-    fn the_private_directory_is_private() {
+    fn create_private_rejects_open_mode_and_symlink() {
         let tmp = tempfile::tempdir().unwrap();
         let dir = fallback(tmp.path());
         create_private(&dir).unwrap();

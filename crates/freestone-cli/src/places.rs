@@ -1,4 +1,5 @@
-//! Places where a device is to be seen, as they are asked for: in words, in JSON, in a file.
+//! Specifications of exports: where a device is published, and with which permissions and limits. They come
+//! from command lines, requests and configuration files.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -12,14 +13,14 @@ use freestone_ublk as ublk;
 use crate::allow;
 use crate::paths::{address_text, parse_address};
 
-/// One of them.
+/// Address of an export.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Place {
     /// An NBD address.
     Nbd(Address),
-    /// The socket of a virtual machine.
+    /// A vhost-user-blk socket.
     VhostUser(PathBuf),
-    /// A block device of this machine, with so many queues; 0: what the machine has CPUs for.
+    /// A ublk block device with this number of queues. 0 stands for one queue per CPU, up to the limit.
     Ublk(u16),
 }
 
@@ -33,30 +34,30 @@ impl fmt::Display for Place {
     }
 }
 
-/// A place, and how it is to be seen there.
+/// Specification of an export.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wanted {
-    /// Where.
+    /// The address.
     pub place: Place,
-    /// Nobody writes there.
+    /// Clients cannot write.
     pub read_only: bool,
-    /// Who may connect there. `None`: whoever can; at an address that is listened on already, who may.
+    /// Allow list. `None` admits every client, or keeps the list of an address that is already open.
     pub allow: Option<AllowList>,
-    /// What it lets through.
+    /// Limits.
     pub limits: LimitSpec,
 }
 
-/// Where a device is to be seen.
+/// All exports of a device.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Seen {
-    /// At the addresses of the server.
+    /// The device is exported at the addresses of the server.
     pub home: bool,
-    /// Where else, and whether a file says so.
+    /// Other exports. The boolean is true if a configuration file declares the export.
     pub exports: Vec<(Wanted, bool)>,
 }
 
 impl Seen {
-    /// Whether it is at the same places, in whatever order.
+    /// Returns true if both have the same exports, in any order.
     pub fn is_same(&self, other: &Self) -> bool {
         let all_there = self.exports.iter().all(|export| other.exports.contains(export));
         self.home == other.home && self.exports.len() == other.exports.len() && all_there
@@ -64,12 +65,13 @@ impl Seen {
 }
 
 impl Place {
-    /// Whether it is the same one whenever it is asked for: port 0 is another one each time.
+    /// Returns true unless the port is 0, which stands for a new port each time.
     pub fn is_fixed(&self) -> bool {
         !matches!(self, Self::Nbd(Address::Tcp { port: 0, .. }))
     }
 
-    /// Whether it is the same one. Of port 0 there are as many as are asked for.
+    /// Returns true if both are the same address. Port 0 is never the same; a device has one block device, so
+    /// the number of queues is ignored.
     pub fn is(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Nbd(Address::Tcp { port: 0, .. }), _) => false,
@@ -78,7 +80,7 @@ impl Place {
         }
     }
 
-    /// Whether it is the address whose port was chosen where `asked` is port 0.
+    /// Returns true if `asked` has port 0, and this address has the same host with the chosen port.
     pub fn has_chosen_port_of(&self, asked: &Self) -> bool {
         match (self, asked) {
             (Self::Nbd(Address::Tcp { host, .. }), Self::Nbd(Address::Tcp { host: asked, port: 0 })) => {
@@ -88,25 +90,30 @@ impl Place {
         }
     }
 
-    /// The list of who may connect there that these words say.
+    /// Parses an allow list for this address.
     ///
     /// # Errors
-    /// Half a sentence: they cannot be meant, or nobody could connect.
+    /// The end of a sentence: the list is invalid, or no client could connect.
     pub fn allow(&self, words: &[String]) -> Result<AllowList, String> {
         let list = allow::parse(words)?;
         match self {
             Self::Nbd(address) => allow::check(&list, address)?,
             Self::VhostUser(_) => allow::check_local(&list, self)?,
-            Self::Ublk(_) => return Err("the mode of a block device says who may use it".into()),
+            Self::Ublk(_) => {
+                return Err("does not apply to a block device, whose file mode controls access".into());
+            }
         }
         Ok(list)
     }
 
-    /// Refuses limits that have no meaning there, with half a sentence.
+    /// Fails for limits that do not apply to this kind of address.
+    ///
+    /// # Errors
+    /// The end of a sentence.
     pub fn check_limits(&self, limits: &LimitSpec) -> Result<(), String> {
         let why = match self {
             Self::VhostUser(_) => "the socket of a virtual machine has one client at a time",
-            Self::Ublk(_) => "a block device is not connected to",
+            Self::Ublk(_) => "a block device has no connections",
             Self::Nbd(_) => return Ok(()),
         };
         match limits.max_clients {
@@ -115,7 +122,10 @@ impl Place {
         }
     }
 
-    /// The socket of a virtual machine; the error is half a sentence that follows the text.
+    /// Parses the address of a vhost-user-blk socket.
+    ///
+    /// # Errors
+    /// The end of a sentence that begins with the option or key.
     pub fn vhost_user(text: &str, base: Option<&Path>) -> Result<Self, String> {
         match parse_address(text, base)? {
             Address::Unix(path) => Ok(Self::VhostUser(path)),
@@ -125,7 +135,10 @@ impl Place {
         }
     }
 
-    /// A block device; the error is a half sentence.
+    /// Returns a block device with this number of queues.
+    ///
+    /// # Errors
+    /// The end of a sentence: the number is out of range.
     pub fn ublk(queues: Option<u16>) -> Result<Self, String> {
         match queues {
             None => Ok(Self::Ublk(0)),
@@ -136,10 +149,10 @@ impl Place {
 }
 
 impl Wanted {
-    /// What a file asks for; relative paths start at `base`.
+    /// Parses an export of a file. Relative paths start at `base`.
     ///
     /// # Errors
-    /// Half a sentence.
+    /// The end of a sentence that begins with the device.
     pub fn of(words: &ExportWords, base: &Path) -> Result<Self, String> {
         let ExportWords { nbd, vhost_user, queues, read_only, allow, limits, .. } = words;
         let place = match (nbd, vhost_user) {
@@ -158,7 +171,7 @@ impl Wanted {
         Ok(Self { place, read_only: *read_only, allow, limits })
     }
 
-    /// Whether it was asked for so, whoever may connect and whatever is let through.
+    /// Returns true if address and `read_only` are equal. Ignores allow list and limits.
     pub fn is_asked_as(&self, other: &Self) -> bool {
         self.place == other.place && self.read_only == other.read_only
     }

@@ -1,8 +1,8 @@
-//! How verbs change what is there after the next start.
+//! Records the changes of verbs in the state, for the next start.
 //!
-//! A verb begins a [`Recording`] of the names that it has claimed, before it does anything. When all is
-//! done it commits: what is then to be said of these names is asked of the devices and exports
-//! themselves, so no verb says it in words of its own.
+//! A verb begins a [`Recording`] of the names that it has claimed, before its first change. When it is done,
+//! it commits: the recording reads the current devices and exports with these names and writes their records.
+//! No verb writes records itself.
 
 use std::env;
 use std::path::PathBuf;
@@ -18,19 +18,19 @@ use crate::places::{Place, Seen, Wanted};
 use crate::records::{Entered, export, refused, too_late};
 use crate::service::Service;
 
-/// A change of devices that has begun.
+/// A pending change of the state. Dropping it without [`commit`](Self::commit) records nothing.
 pub struct Recording<'a> {
     service: &'a Service,
     names: Vec<String>,
-    /// Devices that could not be made again are forgotten, too.
+    /// Also remove the records of missing devices.
     forgets_missing: bool,
     change: Option<(&'a State, Change<'a>)>,
-    /// Dropped after the change.
+    /// Guard that delays the shutdown; dropped after the change.
     _entered: Option<Entered<'a>>,
 }
 
 impl<'a> Recording<'a> {
-    /// A verb is about to change these devices, which it has claimed.
+    /// Begins a change of these devices, which the verb has claimed. Does nothing without a state.
     pub fn begin(service: &'a Service, _: &Claim<'_>, verb: &str, names: &[&str]) -> Result<Self, Fault> {
         let Some(state) = service.records.state() else {
             return Ok(Self {
@@ -48,7 +48,7 @@ impl<'a> Recording<'a> {
         Ok(Self { service, names, forgets_missing: false, change, _entered: Some(entered) })
     }
 
-    /// All is done. Durable when this returns.
+    /// Writes the records of the changed devices. They are durable on return.
     pub fn commit(mut self) -> Result<(), Fault> {
         let Some((state, mut change)) = self.change.take() else { return Ok(()) };
         let (service, names) = (self.service, &self.names);
@@ -63,7 +63,7 @@ impl<'a> Recording<'a> {
                         change.put(now);
                     }
                 }
-                // It is as little there as before.
+                // The device was missing before the verb, and still is.
                 (None, Some(_)) if !self.forgets_missing && service.records.why_missing(name).is_some() => {}
                 (None, Some(_)) => {
                     found.push(name);
@@ -72,12 +72,12 @@ impl<'a> Recording<'a> {
                 (None, None) => {}
             }
         }
-        // After the look at the exports: where it is not over yet, none of them had gone then.
+        // Checked after the exports were read: a shutdown before that may have removed some of them.
         if service.records.is_over() {
             return Err(too_late(&names.join(", ")));
         }
         change.commit().map_err(|error| refused(&error))?;
-        // Not before: a save must not go over the content of a device that stays in the state.
+        // Only after the commit: until then a save must not overwrite the content of a device in the state.
         for name in found {
             service.records.found(name);
             if self.forgets_missing {
@@ -88,13 +88,13 @@ impl<'a> Recording<'a> {
         Ok(())
     }
 
-    /// Has [`commit`](Self::commit) also forget devices that could not be made again.
+    /// Makes [`commit`](Self::commit) also remove the records of missing devices.
     pub fn forget_missing(&mut self) {
         self.forgets_missing = true;
     }
 }
 
-/// Where a device is to be seen; where it is withheld, once it no longer is.
+/// Returns the exports of a device. For a withheld device, returns the exports that it gets when released.
 pub fn seen(service: &Service, name: &str) -> Seen {
     if let Some(seen) = service.withheld.of(name) {
         return seen;
@@ -105,13 +105,13 @@ pub fn seen(service: &Service, name: &str) -> Seen {
         let declared = is_declared(&wanted.place);
         (wanted, declared)
     };
-    // What cannot be shown now stays.
+    // Absent exports remain in the state.
     let absent = service.exports.absent.seen(name);
     let exports = service.exports.wanted(name).into_iter().map(with).chain(absent.exports).collect();
     Seen { home: absent.home || service.exports.is_at_home(name), exports }
 }
 
-/// What is to be known of a device after the next start.
+/// Returns the record of a device.
 fn device(service: &Service, entry: &Entry, seen: &Seen) -> Device {
     let name = entry.name();
     let left_out = mutants::on(Mutant::ExportsForgotten);
@@ -121,21 +121,25 @@ fn device(service: &Service, entry: &Entry, seen: &Seen) -> Device {
     default_at.extend(live.map(|export| export.address));
     let mut default_at: Vec<String> = default_at.iter().map(address_text).collect();
     default_at.sort_unstable();
-    let withheld = service.withheld.has(name);
-    // Of a withheld device the base that it was last shown with, so that the next start says why.
-    let shown_with = service.records.state().filter(|_| withheld).and_then(|state| state.find(name));
+    // A withheld device keeps the base with which it was last published, so that the next start can report
+    // the reason.
+    let shown_with =
+        service.records.state().filter(|_| service.withheld.has(name)).and_then(|state| state.find(name));
     let base = match shown_with {
         Some(device) => device.base,
-        None => base_identities(service, &entry.spec).into_iter().map(|(_, identity)| identity).collect(),
+        None => base_identities(service, &entry.spec, entry.is_kept())
+            .into_iter()
+            .map(|(_, identity)| identity)
+            .collect(),
     };
-    // A version that understands these may serve the state again.
+    // Records that this version cannot parse are kept for a version that can.
     let unread = service.exports.absent.unread(name).into_iter().map(|export| export.record);
     Device {
         name: name.to_owned(),
         uuid: entry.identity.uuid.simple().to_string(),
         generation: entry.identity.generation,
-        withheld,
-        // It goes on.
+        withheld: service.withheld.has_lost(name),
+        // The content changes from now on.
         saved: None,
         base,
         words: words(entry),
@@ -148,15 +152,15 @@ fn device(service: &Service, entry: &Entry, seen: &Seen) -> Device {
 
 /// Returns the files of the base that kept content lies over, each with its identity. The content of
 /// a device that is not kept ends with its server, so its base may change.
-pub fn base_identities(service: &Service, spec: &Spec) -> Vec<(PathBuf, String)> {
-    let base = spec.kind.below().filter(|_| spec.keep).and_then(|base| service.registry.find(base));
+pub fn base_identities(service: &Service, spec: &Spec, keep: bool) -> Vec<(PathBuf, String)> {
+    let base = spec.kind.below().filter(|_| keep).and_then(|base| service.registry.find(base));
     base.map(|base| base.kind.file_identities()).unwrap_or_default()
 }
 
-/// The words that make it again, wherever the next server is started.
+/// Returns the specification that creates the device again, independent of the working directory.
 fn words(entry: &Entry) -> String {
     let mut words = entry.words.now(&entry.spec);
-    // What may be overwritten was said of one time.
+    // `force` applied to the creation only. `publish` is recorded as exports.
     words.pairs.retain(|(key, _)| key != "force" && key != "publish");
     match env::current_dir() {
         Ok(here) => words.with_base(&here).to_string(),
@@ -164,7 +168,7 @@ fn words(entry: &Entry) -> String {
     }
 }
 
-/// What a server begins with, before anybody sees it: each with where it is to be seen.
+/// Records the devices of a starting server with their exports, before any client can connect.
 pub fn put<'a>(service: &Service, devices: impl Iterator<Item = (&'a Entry, Seen)>) -> Result<(), Fault> {
     let Some(state) = service.records.state() else { return Ok(()) };
     let now = devices.map(|(entry, seen)| device(service, entry, &seen));
@@ -172,7 +176,7 @@ pub fn put<'a>(service: &Service, devices: impl Iterator<Item = (&'a Entry, Seen
     service.records.put_all(changed)
 }
 
-/// Whether a device is otherwise than what is kept.
+/// Returns true if a device differs from its record.
 pub fn differs(service: &Service, entry: &Entry) -> bool {
     let known = |state: &State| state.find(entry.name());
     let now = || device(service, entry, &seen(service, entry.name()));

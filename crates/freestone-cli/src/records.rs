@@ -1,5 +1,5 @@
-//! What is there after the next start (`serve --state`), beside the devices and exports themselves:
-//! [`recording`](crate::recording) has how verbs change it.
+//! The state of a server (`serve --state`): devices and exports that the next start restores.
+//! [`recording`](crate::recording) writes the changes of verbs.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,65 +16,66 @@ use crate::control::protocol::Fault;
 use crate::paths::{address_text, parse_address};
 use crate::places::{Place, Wanted};
 
-/// Why what is said of the next start is refused.
-pub const NEEDS_STATE: &str = "says what the next start does, of a server with a state: serve --state DIR";
+/// Error for a key that only matters at the next start, without a state directory.
+pub const NEEDS_STATE: &str = "needs a server with a state directory: serve --state DIR";
 
-/// Why a device is missing that is made again when its server answers.
+/// Reason of a missing device that is created as soon as its remote server answers.
 pub const PENDING: &str = "its server has not answered yet";
 
-/// How long the end of the server waits for changes that are under way.
+/// How long the shutdown waits for pending changes.
 const END_WAIT: Duration = Duration::from_secs(2);
 
-/// Nothing, where the server keeps no state.
+/// The state and its pending changes. Empty if the server has no state directory.
 #[derive(Default)]
 pub struct Records {
     state: OnceLock<State>,
-    /// The server ends, and its exports go: where devices are to be seen from now on is not where the
-    /// next start shows them.
+    /// The shutdown removes exports: changes must no longer be recorded.
     over: AtomicBool,
-    /// Changes that have begun. Locked for a look or a change.
-    under_way: Mutex<UnderWay>,
-    one_is_over: Condvar,
-    /// Devices that could not be made again, and why. Locked for a look or a change.
+    /// Pending changes. The lock is held only while the count is read or changed.
+    pending: Mutex<PendingChanges>,
+    change_ended: Condvar,
+    /// Reasons of missing devices: those that could not be created again. The lock is held only while the map
+    /// is read or changed.
     missing: Mutex<BTreeMap<String, String>>,
 }
 
-/// See [`Records::end`].
+/// Pending changes of the state.
 #[derive(Default)]
-struct UnderWay {
-    changes: usize,
-    ends: bool,
+struct PendingChanges {
+    count: usize,
+    /// The server is shutting down: see [`Records::end`].
+    is_closed: bool,
 }
 
-/// A change that has begun: the end of the server waits for it.
+/// Guard of a pending change. The shutdown waits until it is dropped.
 pub struct Entered<'a>(&'a Records);
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        self.0.under_way().changes -= 1;
-        self.0.one_is_over.notify_all();
+        self.0.pending().count -= 1;
+        self.0.change_ended.notify_all();
     }
 }
 
 impl Records {
-    /// From now on.
+    /// Uses this state from now on.
     pub fn keep(&self, state: State) {
-        // Once, before there are verbs.
+        // Called once, before verbs can run.
         let _ = self.state.set(state);
     }
 
-    /// The state, where there is one.
+    /// Returns the state, or `None` without a state directory.
     pub fn state(&self) -> Option<&State> {
         self.state.get()
     }
 
-    /// Commits what is to be known of these devices when the server begins or ends.
+    /// Writes records at the start or end of the server.
     pub fn put_all(&self, devices: Vec<Device>) -> Result<(), Fault> {
         let Some(state) = self.state.get().filter(|_| !devices.is_empty()) else { return Ok(()) };
         state.put("serve", devices).map_err(|error| refused(&error))
     }
 
-    /// Commits that these devices are gone, as the start that made them has failed.
+    /// Removes the records of devices after the start that created them has failed.
     pub fn forget_all(&self, names: &[&str]) -> Result<(), Fault> {
         let Some(state) = self.state.get().filter(|_| !names.is_empty()) else { return Ok(()) };
         let committed = state.begin("serve", names).and_then(|mut change| {
@@ -86,7 +87,7 @@ impl Records {
         committed.map_err(|error| refused(&error))
     }
 
-    /// The server ends, and these saves have what the devices hold.
+    /// Records at shutdown that these saves, by name and time, contain the current content of the devices.
     pub fn put_saved(&self, saved: &[(String, u64)]) -> Result<(), Fault> {
         let Some(state) = self.state.get() else { return Ok(()) };
         let with = |(name, stamp): &(String, u64)| {
@@ -97,74 +98,77 @@ impl Records {
         self.put_all(saved.iter().filter_map(with).collect())
     }
 
-    /// Whether the server has ended, for changes that came too late.
+    /// Returns true if changes are no longer recorded, because the shutdown removes exports.
     pub fn is_over(&self) -> bool {
         self.over.load(Ordering::SeqCst)
     }
 
-    fn under_way(&self) -> MutexGuard<'_, UnderWay> {
-        // Nothing in here can be half done.
-        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+    fn pending(&self) -> MutexGuard<'_, PendingChanges> {
+        // A panic cannot leave the count inconsistent, so poisoning is ignored.
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A change begins, and goes on until the guard is dropped; not where the server ends.
+    /// Begins a change, which ends when the guard is dropped.
+    ///
+    /// # Errors
+    /// The server is shutting down.
     pub fn enter(&self, names: &[&str]) -> Result<Entered<'_>, Fault> {
-        let mut under_way = self.under_way();
-        if under_way.ends {
+        let mut pending = self.pending();
+        if pending.is_closed {
             return Err(too_late(&names.join(", ")));
         }
-        under_way.changes += 1;
+        pending.count += 1;
         Ok(Entered(self))
     }
 
-    /// A device is there again, or another one in its place; or nobody wants it any more.
+    /// Removes a device from the missing ones: it exists again, was replaced, or was given up.
     pub fn found(&self, name: &str) {
         self.missing().remove(name);
     }
 
-    /// The server ends: no change begins any more, and those under way are waited for a while, before
-    /// exports go. One that has not committed by then is refused.
+    /// Closes the records at shutdown, before exports are removed. New changes fail. Waits for pending changes
+    /// for a short time; a change that commits later fails.
     pub fn end(&self) {
-        let mut under_way = self.under_way();
-        under_way.ends = true;
-        let waited = self.one_is_over.wait_timeout_while(under_way, END_WAIT, |all| all.changes > 0);
+        let mut pending = self.pending();
+        pending.is_closed = true;
+        let waited = self.change_ended.wait_timeout_while(pending, END_WAIT, |pending| pending.count > 0);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
         self.over.store(true, Ordering::SeqCst);
     }
 
     fn missing(&self) -> MutexGuard<'_, BTreeMap<String, String>> {
-        // Nothing in here can be half done.
+        // A panic cannot leave the map inconsistent, so poisoning is ignored.
         self.missing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A device could not be made again; what is known of it stays.
+    /// Marks a device as missing: it could not be created again. Its record remains.
     pub fn miss(&self, name: &str, why: &str) {
         let why = why.strip_prefix(name).and_then(|why| why.strip_prefix(": ")).unwrap_or(why);
         self.missing().insert(name.to_owned(), why.to_owned());
     }
 
-    /// Those devices, and why.
+    /// Returns the missing devices with their reasons.
     pub fn all_missing(&self) -> Vec<(String, String)> {
         self.missing().iter().map(|(name, why)| (name.clone(), why.clone())).collect()
     }
 
-    /// Returns true if a device is made again when its server answers.
+    /// Returns true if a device waits for its remote server.
     pub fn is_pending(&self, name: &str) -> bool {
         self.missing().get(name).is_some_and(|why| why == PENDING)
     }
 
-    /// Why the device of that name could not be made again.
+    /// Returns the reason why a device is missing.
     pub fn why_missing(&self, name: &str) -> Option<String> {
         self.missing().get(name).cloned()
     }
 }
 
-/// Why a verb fails that would change these devices when the server ends.
+/// Returns the error for a change during the shutdown.
 pub fn too_late(names: &str) -> Fault {
     Fault::failed(Errno::ECANCELED, format!("{names}: the server is shutting down"))
 }
 
-/// Why a verb fails whose change cannot be kept.
+/// Returns the error for a change that the state cannot record.
 pub fn refused(error: &StateError) -> Fault {
     let errno = match error {
         StateError::Write(_, error) => match error.kind() {
@@ -173,10 +177,10 @@ pub fn refused(error: &StateError) -> Fault {
         },
         _ => Errno::EIO,
     };
-    Fault::failed(errno, format!("the state is not kept: {error}"))
+    Fault::failed(errno, format!("cannot update the state: {error}"))
 }
 
-/// A place as a record has it.
+/// Returns the record of an export.
 pub fn export(wanted: &Wanted, declared: bool) -> Export {
     let read_only = wanted.read_only;
     let allow = wanted.allow.as_ref().map(allow::words).unwrap_or_default();
@@ -191,17 +195,20 @@ pub fn export(wanted: &Wanted, declared: bool) -> Export {
     }
 }
 
-/// A place as it is in a record; half a sentence where it is none.
+/// Parses the record of an export.
+///
+/// # Errors
+/// The end of a sentence that begins with the device.
 pub fn wanted(export: &Export) -> Result<Wanted, String> {
     let place = match export {
         Export { nbd: Some(text), .. } => Place::Nbd(parse_address(text, None)?),
         Export { vhost_user: Some(text), .. } => Place::vhost_user(text, None)?,
         Export { ublk: Some(queues), .. } => Place::Ublk(*queues),
-        _ => return Err("an export is nowhere".into()),
+        _ => return Err("an export has no address".into()),
     };
     let is_allowed = !export.allow.is_empty();
     let allow = is_allowed.then(|| allow::parse(&export.allow)).transpose();
-    let allow = allow.map_err(|why| format!("an export is not shown: allow: {why}"))?;
+    let allow = allow.map_err(|why| format!("an export is not published: allow: {why}"))?;
     let mut words = LimitWords::default();
     for (key, text) in &export.limits {
         if !words.take(key, text)? {

@@ -1,4 +1,5 @@
-//! How what was saved becomes devices again: the base that it needs, the family that it is in.
+//! Restores devices from a file: finds the base of the forks in it, and the family of RAM disks sharing one
+//! pool that the devices join.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,37 +15,36 @@ use serde_json::{Map, Value};
 
 use crate::job::Watched;
 
-/// Keys that are not of the family, but of what is restored: clients cannot write, and who they are.
-pub const OWN_KEYS: [&str; 2] = ["readonly", TLS_CLIENTS];
-/// The latter, which forks have as well.
+/// Keys of each restored device, not of its family.
+pub const OWN_KEYS: [&str; 4] = ["readonly", TLS_CLIENTS, "keep", "on_lost"];
+/// Key that restored forks have as well.
 pub const TLS_CLIENTS: &str = "tls_clients";
-/// The base that is missing has to be there on a server.
-pub const CREATE_BASE: &str = "which no device here is; create that base first";
+/// End of the error for a missing base, on a server.
+pub const CREATE_BASE: &str = "which does not exist on this server; create that base first";
 
-/// What was asked for besides the file.
+/// Parameters of a restore.
 pub struct Asked<'a> {
-    /// The name of a family that is made.
+    /// Name of the family that is created, if the file has no forks.
     pub name: &'a str,
-    /// A RAM disk with the keys that were given.
+    /// Specification of a RAM disk with the given keys.
     pub disk: &'a KindSpec,
-    /// These keys.
+    /// The given keys.
     pub said: &'a Map<String, Value>,
-    /// What is told of a base that is not there.
+    /// End of the error for a missing base.
     pub no_base: &'static str,
 }
 
-/// The devices of a file. Nobody else has them.
+/// Restored devices, not registered yet.
 pub struct Restored {
-    /// What its forks were made of.
+    /// Base of the forks.
     pub base: Option<Arc<Entry>>,
-    /// What takes pages of the family that begins with them.
+    /// Backing device of a new family.
     pub backing: Option<Arc<Entry>>,
-    /// In the order of the file, each with the name that it was saved with.
+    /// Devices in the order of the file, each with its saved name.
     pub devices: Vec<(String, Ram)>,
 }
 
-/// A RAM disk with keys of a family, and what else such a disk has but its size, which is the
-/// file's.
+/// Returns the specification of a RAM disk with these keys. Its size is a placeholder: the file has the sizes.
 pub fn disk<'a>(label: &str, keys: impl Iterator<Item = (&'a String, &'a Value)>) -> Result<Spec, SpecError> {
     let mut entries = Entries::new(label, "ram")?;
     entries.add("disksize", "1M")?;
@@ -55,7 +55,7 @@ pub fn disk<'a>(label: &str, keys: impl Iterator<Item = (&'a String, &'a Value)>
     Spec::from_entries(entries)
 }
 
-/// Makes all devices of a file. `None`: it was ended early, and nothing is left.
+/// Restores all devices of a file. Returns `None` if the job was cancelled; then no device remains.
 pub fn make(
     registry: &Registry,
     file: &Path,
@@ -94,17 +94,20 @@ pub fn make(
     }
 }
 
-/// What the forks of a device read where they have nothing of their own.
+/// Returns a device as the base of forks.
 pub fn as_base(entry: &Entry) -> Base {
     match (entry.kind.memory_snapshot(), entry.device()) {
         (Some(snapshot), _) => Base::Snapshot(Ram::clone(snapshot)),
         (None, Some(device)) => Base::Device(Arc::clone(device)),
-        (None, None) => unreachable!("a template is no base"),
+        (None, None) => unreachable!("a template cannot be a base"),
     }
 }
 
-/// The base that the forks in a file were made of, among the devices that are there; `no_base` is
-/// told where it is not.
+/// Returns the device that is the base of the forks in a file, or `None` if the file has no forks or the
+/// search was cancelled.
+///
+/// # Errors
+/// No device is that base; `no_base` ends the message. Or the file has several bases.
 pub fn find_base(
     registry: &Registry,
     contents: &Contents,
@@ -115,7 +118,7 @@ pub fn find_base(
         [] => return Ok(None),
         [wanted] => wanted,
         [..] => {
-            let why = "its devices were made from several bases, which cannot share one family here";
+            let why = "its devices were made from several bases; restore supports only one";
             return Err(Refusal::failed(Errno::EINVAL, why));
         }
     };
@@ -128,7 +131,7 @@ pub fn find_base(
         if device.geometry().size != wanted.size {
             continue;
         }
-        // One that cannot be read is not it.
+        // A device that cannot be read does not match.
         let known = BaseIdentity::of_unless(device, wanted.check, cancelled);
         if known == Ok(Some(*wanted)) {
             return Ok(Some(entry));
@@ -142,14 +145,14 @@ pub fn find_base(
     Err(Refusal::failed(Errno::ENODEV, format!("{device} was made from {wanted}, {no_base}")))
 }
 
-/// The family of disks that stand on nothing, and the device that takes its pages. They are compressed
-/// as they were, unless something else was said.
+/// Creates the family for devices without a base, and returns it with its backing device. Unless the keys
+/// say otherwise, the pages are compressed as in the file.
 fn own_family(
     registry: &Registry,
     contents: &Contents,
     asked: &Asked<'_>,
 ) -> Result<(Family, Option<Arc<Entry>>), Refusal> {
-    let KindSpec::Ram(disk) = asked.disk else { unreachable!("it was made as one") };
+    let KindSpec::Ram(disk) = asked.disk else { unreachable!("`disk` creates a RAM disk") };
     let mut family = disk.family.clone();
     let size = contents.devices.iter().map(|device| device.size).sum();
     if let (false, Some(first)) = (asked.said.contains_key("comp_algorithm"), contents.devices.first()) {
@@ -163,7 +166,7 @@ fn own_family(
     Ok((family, backing))
 }
 
-/// Why nothing was restored.
+/// Returns the error of a failed restore.
 pub fn refused(error: &RestoreError) -> Refusal {
     let errno = match error {
         RestoreError::Foreign(_) | RestoreError::Newer { .. } | RestoreError::Incomplete(_) => Errno::EINVAL,
@@ -172,6 +175,6 @@ pub fn refused(error: &RestoreError) -> Refusal {
         RestoreError::NoMemory => Errno::ENOMEM,
         _ => Errno::EIO,
     };
-    let hint = if errno == Errno::ENOSPC { "; a larger mem_limit, or a backing_dev, makes room" } else { "" };
+    let hint = if errno == Errno::ENOSPC { "; use a larger mem_limit, or a backing_dev" } else { "" };
     Refusal::failed(errno, format_args!("{error}{hint}"))
 }

@@ -1,5 +1,5 @@
-//! `freestone serve`: sets up what was asked for, runs until it is told to end, leaves nothing
-//! behind.
+//! `freestone serve`: creates the devices and sockets, serves until a signal, a verb or the command of `--run`
+//! ends the server, and then flushes and removes everything.
 
 mod plan;
 
@@ -26,86 +26,92 @@ use tracing::{error, info, warn};
 use self::plan::Plan;
 use crate::access::AccessArgs;
 use crate::announce::{announce, run_command};
-use crate::apply;
 use crate::control::server::ControlServer;
 use crate::control::socket::{PrivateSocket, SocketPath};
 use crate::declared::Declared;
 use crate::ending::{self, Closing};
 use crate::handshake::HandshakeArgs;
+use crate::help;
 use crate::http::HttpServer;
 use crate::late;
 use crate::metrics::{MetricsArgs, MetricsOf, MetricsSite};
 use crate::output;
 use crate::page::{PageArgs, PageSite};
 use crate::process;
+use crate::reload;
 use crate::saves::Saves;
 use crate::service::Service;
 use crate::single;
 use crate::standby::Standby;
-use crate::start::{self, Begun};
+use crate::start::{self, NewDevice};
 use crate::started_by::{self, Pidfile};
-use crate::state_args::{Asked, StateArgs};
+use crate::state_args::{StateArgs, StateSettings};
 use crate::tls::TlsArgs;
-use crate::until::{self, Ended, Event, Events};
+use crate::until::{self, Event, Events, WaitOutcome};
 use crate::verbs;
 
-/// What is served where nothing was said.
+/// Device that is served if none is specified.
 const DEFAULT_DEVICE: &str = "ram0=ram,disksize=1G";
-/// How long requests in flight may take when the server ends.
+/// How long the shutdown waits for requests in flight.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
-/// How long the end of the server waits for verbs in the background.
+/// How long the shutdown waits for jobs.
 const JOBS_GRACE: Duration = Duration::from_secs(2);
 
-const NBD_HELP: &str = "Listen for NBD clients at unix:PATH or tcp:HOST:PORT [default: unix:nbd.sock in \
-                        $XDG_RUNTIME_DIR/freestone, else in /tmp/freestone-UID; with --run in a fresh directory]";
+const NBD_HELP: &str = "NBD address to listen on, unix:PATH or tcp:HOST:PORT; can be repeated [default: unix:nbd.sock in \
+    $XDG_RUNTIME_DIR/freestone, else in /tmp/freestone-UID; with --run in a new directory]";
 
-const ALLOW_HELP: &str = "Let only these connect to the addresses of --nbd: networks (10.0.0.0/8, ::1) by TCP, \
-                          uid:USER and gid:GROUP at Unix sockets";
+const ALLOW_HELP: &str = "Clients that may connect to the addresses of --nbd: networks (10.0.0.0/8, ::1) for TCP, uid:USER and \
+    gid:GROUP for Unix sockets";
 
-const CONTROL_HELP: &str = "Where the control socket goes [default: $FREESTONE_CONTROL, but for --run; else control.sock \
-                            in the same directory; with --single nowhere]";
+const CONTROL_HELP: &str = "Path of the control socket [default: $FREESTONE_CONTROL unless --run, else control.sock in the same \
+    directory; none with --single]";
 
-const UBLK_HELP: &str = "Show what is published as block devices of this machine, too: /dev/ublkbN, which are \
-                         printed; what a killed server left of them is removed";
+const UBLK_HELP: &str = "Also export devices as block devices of this machine (/dev/ublkbN, printed); removes those that a \
+    killed server left";
 
-const MAX_CONNECTIONS_HELP: &str = "Serve at most N NBD connections at one time; each can hold 35 MiB \
-                                    [default: 1024]";
+const MAX_CONNECTIONS_HELP: &str =
+    "Limit of NBD connections, each with up to 35 MiB of buffers [default: 1024]";
 
-const MAX_MEMORY_HELP: &str = "Hold at most SIZE of data for requests of all connections; further ones wait \
-                               [default: 256M]";
+const MAX_MEMORY_HELP: &str =
+    "Limit of request data in flight over all connections; further requests wait [default: 256M]";
+
+// Headings of the options in the help.
+const ADDRESSES: &str = "Addresses";
+const LIMITS: &str = "Connection limits";
+const CONFIGURATION: &str = "Configuration";
+const PROCESS: &str = "Process";
 
 /// The command line of `serve`.
 #[derive(Debug, Args)]
 #[allow(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct ServeArgs {
-    /// NAME=KIND[,key=value]..., KIND is ram, fork, snapshot, template, null, file, qcow2 or nbd
+    /// Devices, see below [default: ram0=ram,disksize=1G]
     #[arg(value_name = "DEVICE", value_parser = verbs::keys::words_parser())]
     devices: Vec<String>,
     /// NBD addresses.
-    #[arg(long, value_name = "ADDR", help = NBD_HELP, value_parser = verbs::keys::words_parser())]
+    #[arg(long, value_name = "ADDR", help = NBD_HELP, help_heading = ADDRESSES, value_parser = verbs::keys::words_parser())]
     nbd: Vec<String>,
-    /// Who may connect to these.
-    #[arg(long, value_name = "WHO", help = ALLOW_HELP, value_delimiter = ',')]
+    /// Allow list of the NBD addresses.
+    #[arg(long, value_name = "WHO", help = ALLOW_HELP, help_heading = ADDRESSES, value_delimiter = ',')]
     allow: Vec<String>,
-    /// Block devices.
-    #[arg(long, help = UBLK_HELP)]
+    /// ublk block devices.
+    #[arg(long, help = UBLK_HELP, help_heading = ADDRESSES)]
     ublk: bool,
-    /// The control socket.
-    #[arg(long, value_name = "PATH", help = CONTROL_HELP)]
+    /// Control socket.
+    #[arg(long, value_name = "PATH", help = CONTROL_HELP, help_heading = ADDRESSES)]
     control: Option<PathBuf>,
-    /// A second control socket, at which only what changes nothing is answered
-    #[arg(long, value_name = "PATH")]
+    /// Second control socket that accepts only commands that change nothing
+    #[arg(long, value_name = "PATH", help_heading = ADDRESSES)]
     control_read_only: Option<PathBuf>,
-    /// Most connections.
-    #[arg(long, value_name = "N", help = MAX_CONNECTIONS_HELP)]
+    /// Limit of connections.
+    #[arg(long, value_name = "N", help = MAX_CONNECTIONS_HELP, help_heading = LIMITS)]
     #[arg(value_parser = clap::value_parser!(u32).range(config::MAX_CONNECTIONS_RANGE))]
     max_connections: Option<u32>,
-    /// Memory for requests.
-    #[arg(long, value_name = "SIZE", help = MAX_MEMORY_HELP, value_parser = config::memory_in_flight)]
+    /// Limit of memory for requests in flight.
+    #[arg(long, value_name = "SIZE", help = MAX_MEMORY_HELP, help_heading = LIMITS, value_parser = config::memory_in_flight)]
     max_memory_in_flight: Option<u64>,
     #[command(flatten)]
     handshake: HandshakeArgs,
-    /// The state.
     #[command(flatten)]
     state: StateArgs,
     #[command(flatten)]
@@ -116,48 +122,48 @@ pub struct ServeArgs {
     metrics: MetricsArgs,
     #[command(flatten)]
     page: PageArgs,
-    /// Serve the one client that is connected to standard input, and end when it ends; as inetd,
-    /// systemd (Accept=yes) and ssh start servers
-    #[arg(long, conflicts_with_all = ["nbd", "run"])]
+    /// Serve one client on standard input and exit when it leaves, for inetd, systemd (Accept=yes) and ssh
+    #[arg(long, conflicts_with_all = ["nbd", "run"], help_heading = PROCESS)]
     single: bool,
-    /// A TOML file with devices ([[device]]) and what the options above say; the command line adds
-    /// devices and replaces the rest
-    #[arg(long, value_name = "FILE")]
+    /// TOML file with devices ([[device]]) and options; the command line adds devices and overrides options
+    #[arg(long, value_name = "FILE", help_heading = CONFIGURATION)]
     config: Option<PathBuf>,
-    /// Check the devices, the file and the options, and end; nothing is opened
-    #[arg(long)]
+    /// Check devices, file and options without opening anything, then exit
+    #[arg(long, help_heading = CONFIGURATION)]
     check: bool,
-    /// Write the process number to FILE once the server is ready; it is removed at the end
-    #[arg(long, value_name = "FILE")]
+    /// Write the process number to FILE once the server is ready; removed at the end
+    #[arg(long, value_name = "FILE", help_heading = PROCESS)]
     pidfile: Option<PathBuf>,
-    /// End when the process that has started the server ends
-    #[arg(long)]
+    /// Exit when the parent process exits
+    #[arg(long, help_heading = PROCESS)]
     exit_with_parent: bool,
-    /// Serve while sh -c CMD runs, and end with its exit status; $uri, $nbd, $unixsocket and
-    /// $control are set
-    #[arg(long, value_name = "CMD")]
+    /// Serve while `sh -c CMD` runs and exit with its status; sets $uri, $nbd, $unixsocket and $control
+    #[arg(long, value_name = "CMD", help_heading = PROCESS)]
     run: Option<String>,
+    /// Print the keys of all kinds of device
+    #[arg(long, help_heading = "Help", exclusive = true)]
+    help_devices: bool,
 }
 
-/// How the devices were left.
-struct Flushed {
-    /// How many could not be flushed.
+/// Result of flushing the devices at shutdown.
+struct FlushResult {
+    /// Number of devices that could not be saved, flushed or removed.
     failed: usize,
-    /// When the server has ended, whatever does not.
+    /// Deadline of the shutdown.
     end: Instant,
 }
 
-/// A server that listens. However this ends, a panic included, its sockets go with it, and what
-/// clients may have written is saved and flushed.
+/// A listening server. Dropping it, even during a panic, removes its sockets, and saves and flushes the
+/// devices.
 struct Running {
     service: Arc<Service>,
-    /// Clients may have come, and the devices are not flushed since.
+    /// Clients may have connected, and the devices have not been flushed since.
     is_in_use: bool,
-    /// The control sockets.
+    /// Control sockets.
     controls: Vec<Arc<ControlServer>>,
-    /// For who watches.
+    /// HTTP servers of the metrics and the web page.
     http: Vec<HttpServer>,
-    /// The NBD sockets of the command line.
+    /// NBD sockets of the server's addresses.
     sockets: Vec<SocketPath>,
     pidfile: Option<Pidfile>,
     private: Option<TempDir>,
@@ -167,13 +173,13 @@ impl Running {
     fn start(plan: Plan, events: &Events) -> Result<Self> {
         let Plan { devices, addresses, sockets, control, access, tls, limits, ublk, state: asked, .. } = plan;
         let Plan { metrics, page, private, control_read_only, allow, .. } = plan;
-        let (control_access, read_only_access) = (access.control.is, access.control_read_only.is);
+        let (control_access, read_only_access) = (access.control.resolved, access.control_read_only.resolved);
         let service = Service::new(limits, access, tls);
         let registry = Arc::downgrade(&service.registry);
         events.at_signal(move || _ = registry.upgrade().map(|registry| registry.ahead.abandon()));
         service.exports.tls.begin(&service.exports.nbd)?;
         if let Some(control) = &control {
-            // First of all, because that tells whether another server is there.
+            // First, because this detects another running server.
             PrivateSocket::clear(control)?;
             let _ = service.control.set(control.clone());
         }
@@ -197,25 +203,26 @@ impl Running {
         };
         let known = asked.as_ref().map(|asked| start::open(&service, asked, &devices)).transpose()?;
         if let Some(empty) = known.as_ref().filter(|topology| topology.devices().next().is_none()) {
-            // Marks content that belongs to no device.
+            // Marks saved content that does not belong to a device.
             service.saves.find(empty)?;
         }
         let known = known.filter(|topology| topology.devices().next().is_some());
         let is_applied = asked.as_ref().is_some_and(|asked| asked.apply);
         let of_state = known.is_some();
-        let (mut begun, late, changes) = match known {
+        let (mut created, pending, changes) = match known {
             Some(topology) => {
-                // Devices that are to be changed must exist.
+                // Devices must exist before `--apply` can change them.
                 let until = (!is_applied).then(|| Instant::now() + late::GRACE);
-                let (begun, late) = late::of_state(&service, &topology, until)?;
-                (begun, Some(late), is_applied.then_some(devices))
+                let (created, pending) = late::set_up_state(&service, &topology, until)?;
+                (created, Some(pending), is_applied.then_some(devices))
             }
-            None => (start::of_words(&service, devices)?, None, None),
+            None => (start::set_up_declared(&service, devices)?, None, None),
         };
         if of_state && mutants::on(Mutant::GoesOnEarly) {
-            start::keep(&service, &mut begun);
+            start::record_devices(&service, &mut created);
         }
-        // What may fail comes first: then the state says that its devices go on, and clients see them.
+        // Steps that can fail come first. Then the state records that its devices are in use, and clients can
+        // connect.
         for address in &addresses {
             if let Address::Unix(path) = service.exports.listen_home(address)? {
                 let socket =
@@ -237,47 +244,46 @@ impl Running {
             running.http.push(server);
         }
         Saves::run(&service).context("cannot start the thread that saves")?;
-        if begun.iter().any(Begun::is_block_device) {
-            remove_left_behind();
+        if created.iter().any(NewDevice::is_block_device) {
+            remove_stale_block_devices();
         }
         running.is_in_use = true;
         if of_state {
-            start::keep(&service, &mut begun);
-            start::merge(&service, &mut begun);
+            start::record_devices(&service, &mut created);
+            start::begin_merges(&service, &mut created);
         } else {
-            start::show_new(&service, &begun)?;
+            start::publish_new(&service, &created)?;
         }
-        running.show(&begun, of_state, changes.zip(asked), &control_access, &read_only_access)?;
-        if let Some(late) = late {
-            late.begin(&service);
+        running.publish(&created, of_state, changes.zip(asked), &control_access, &read_only_access)?;
+        if let Some(pending) = pending {
+            pending.begin(&service);
         }
         Ok(running)
     }
 
-    /// Shows the devices of a state, makes the changes that were asked for, and then serves the control
-    /// sockets.
-    fn show(
+    /// Publishes the devices of the state, applies the changes of `--apply`, and then opens the control sockets.
+    fn publish(
         &mut self,
-        begun: &[Begun],
+        created: &[NewDevice],
         of_state: bool,
-        changes: Option<(Vec<Declared>, Asked)>,
+        changes: Option<(Vec<Declared>, StateSettings)>,
         control_access: &Access,
         read_only_access: &Access,
     ) -> Result<()> {
         let service = &self.service;
         if of_state {
-            start::show(service, begun)?;
+            start::publish(service, created)?;
         }
         if let Some((devices, asked)) = changes {
-            start::bring_in(service, &devices, asked.has_file)?;
+            start::apply_declared(service, &devices, asked.has_file)?;
         }
-        tell_left(service);
+        log_leftover_files(service);
         if let Some(control) = service.control_read_only.get() {
             let socket = PrivateSocket::bind(control, read_only_access)?;
             let answers = Arc::new(verbs::ReadOnly(Arc::clone(service)));
             self.controls.push(Arc::new(ControlServer::start_read_only(socket, answers)?));
         }
-        // Last of all: where it is, all is ready.
+        // Last, because the existence of the control socket means that the server is ready.
         if let Some(control) = service.control.get() {
             let socket = PrivateSocket::bind(control, control_access)?;
             self.controls.push(Arc::new(ControlServer::start(socket, Arc::clone(service) as _)?));
@@ -285,56 +291,58 @@ impl Running {
         Ok(())
     }
 
-    /// Refuses further work, and returns what ends, saves and flushes the rest.
-    fn begin_end(&mut self) -> impl FnOnce() -> Flushed + Send + 'static + use<> {
+    /// Begins the shutdown: refuses new work. Returns a function that ends the rest, and saves and flushes the
+    /// devices.
+    fn begin_end(&mut self) -> impl FnOnce() -> FlushResult + Send + 'static + use<> {
         self.is_in_use = false;
         self.service.jobs.end_all();
         self.service.registry.ahead.abandon();
         for entry in self.service.registry.all() {
-            // What is held back keeps devices alive, which flush when they end.
+            // Held requests keep devices alive, which are flushed when they are dropped.
             if let Some(faults) = &entry.layers.faults {
                 faults.close();
             }
         }
         let all = self.service.registry.all();
-        let waits: Vec<_> = all.iter().flat_map(|entry| self.service.exports.no_waiting(entry)).collect();
+        let no_waiting: Vec<_> =
+            all.iter().flat_map(|entry| self.service.exports.no_waiting(entry)).collect();
         drop(all);
         self.service.records.end();
         let (service, controls) = (Arc::clone(&self.service), self.controls.clone());
         move || {
-            // First of all: each connection has a thread and descriptors, which the rest may need.
+            // First, because the following steps may need the threads and descriptors of connections.
             service.exports.shutdown(SHUTDOWN_GRACE);
-            // Verbs write, too.
+            // Before the flush, because verbs write to devices as well.
             for control in controls {
                 control.stop();
             }
             service.jobs.wait_ended(JOBS_GRACE);
             if let Some(time) = service.saves.timeout() {
-                started_by::ending_within("content is saved", time + ending::FLUSH_MAX);
+                started_by::ending_within("saving content", time + ending::FLUSH_MAX);
             }
             let unsaved = Saves::end(&service);
-            started_by::ending("devices are flushed");
+            started_by::ending("flushing devices");
             let end = Instant::now() + ending::FLUSH_MAX;
             let failed = unsaved + ending::flush(&service.registry.all(), end) + service.leaving.wait(end);
-            drop((service, waits));
-            Flushed { failed, end }
+            drop((service, no_waiting));
+            FlushResult { failed, end }
         }
     }
 
-    /// Ends the server with grace, on that thread; `events` hears when that is done. Then [`Drop`] has
-    /// nothing left to wait for but what a disk does not do at once.
-    fn shutdown(&mut self, thread: Standby, events: Sender<Event>) -> Receiver<Flushed> {
-        let end = self.begin_end();
+    /// Shuts the server down on the given thread, and sends [`Event::Ended`] when that is done. Afterwards
+    /// [`Drop`] can only wait for disks.
+    fn shutdown(&mut self, thread: Standby, events: Sender<Event>) -> Receiver<FlushResult> {
+        let finish = self.begin_end();
         let (sender, flushed) = mpsc::channel();
         thread.run(move || {
             let _ended = SendEnded(events);
-            let _ = sender.send(end());
+            let _ = sender.send(finish());
         });
         flushed
     }
 
-    /// Closes the devices until `end`, on that thread; `events` hears when that is done. Returns a channel for
-    /// the number of devices that could not be closed.
+    /// Closes the devices on the given thread, until `end` at most, and sends [`Event::Ended`] when that is done.
+    /// Returns a channel for the number of devices that could not be closed.
     fn close(self, thread: Standby, events: Sender<Event>, end: Instant) -> Receiver<usize> {
         let (sender, unclosed) = mpsc::channel();
         thread.run(move || {
@@ -346,7 +354,7 @@ impl Running {
         unclosed
     }
 
-    /// Removes what is visible to others, waiting for nobody.
+    /// Removes sockets, pidfile and temporary directory, without waiting.
     fn remove_paths(&mut self) {
         for control in &self.controls {
             control.remove_path();
@@ -362,7 +370,7 @@ struct SendEnded(Sender<Event>);
 
 impl Drop for SendEnded {
     fn drop(&mut self) {
-        // The main thread exists until it has received this, or does not wait for it any more.
+        // Fails only if the main thread no longer waits for the event.
         let _ = self.0.send(Event::Ended);
     }
 }
@@ -370,8 +378,8 @@ impl Drop for SendEnded {
 impl Drop for Running {
     fn drop(&mut self) {
         if self.is_in_use {
-            let end = self.begin_end();
-            end();
+            let finish = self.begin_end();
+            finish();
         }
         self.controls.clear();
         self.http.clear();
@@ -379,13 +387,17 @@ impl Drop for Running {
     }
 }
 
-/// Runs the server. Returns the exit status: 0, or that of the command of `--run`.
+/// Runs the server. Returns the exit status: 0, the status of the command of `--run`, or 1 if devices could not
+/// be saved, flushed or closed.
 pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
+    if args.help_devices {
+        return Ok(help::print(&help::devices::all()));
+    }
     if args.check {
         let devices = Plan::new(args)?.devices.len();
         let plural = if devices == 1 { "" } else { "s" };
-        // A closed pipe has heard enough.
-        let _ = writeln!(io::stdout(), "{devices} device{plural}, nothing is wrong with the words");
+        // A closed stdout is ignored.
+        let _ = writeln!(io::stdout(), "{devices} device{plural}: the configuration is valid");
         return Ok(ExitCode::SUCCESS);
     }
     let parent = started_by::parent();
@@ -393,12 +405,12 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
     keep_large_blocks_apart();
     let open_files = process::raise_open_files();
     output::detach()?;
-    // Dropped after the server, whose end may log.
+    // Dropped after the server, whose shutdown may log.
     let _flush = output::FlushAtEnd;
     started_by::open_manager();
-    // Before any socket exists, so that no signal can leave one behind.
+    // Before a socket exists: a signal with its default action would leave the socket behind.
     let events = Events::listen()?;
-    let standby = |name| Standby::start(name).context("cannot start the threads of the end");
+    let standby = |name| Standby::start(name).context("cannot start the threads of the shutdown");
     let (ender, closer) = (standby("shutdown")?, standby("close")?);
     if args.exit_with_parent {
         started_by::end_with(parent)?;
@@ -408,45 +420,45 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode> {
     let control = plan.control.clone().unwrap_or_default();
     let mut running = Running::start(plan, &events)?;
     let end = events.sender();
-    // It waits for its end, or has done so.
+    // A failed send is ignored: the server has ended.
     let _ = running.service.end.set(Box::new(move || _ = end.send(Event::Signal(SIGTERM))));
-    // From here on every error is an orderly end.
-    let outcome = serve_until_told(&mut running, args, client, &events, &control, open_files);
+    // From here on an error leads to a clean shutdown.
+    let outcome = serve_until_end(&mut running, args, client, &events, &control, open_files);
     info!("ending");
-    started_by::ending("requests are answered");
+    started_by::ending("waiting for requests");
     if mutants::on(Mutant::EndStartsThread) && Standby::start("shutdown").is_err() {
-        at_once(1);
+        exit_at_once(1);
     }
     let flushed = running.shutdown(ender, events.sender());
-    if let Ended::Signal(signal) = until::ended(&events, None) {
-        // Told twice: at once.
+    if let WaitOutcome::Signal(signal) = until::wait_for_end(&events, None) {
+        // A second signal ends the process at once.
         running.remove_paths();
-        at_once(until::STATUS_OF_SIGNAL_0 + signal);
+        exit_at_once(until::STATUS_OF_SIGNAL_0 + signal);
     }
-    let Flushed { failed, end } = flushed.recv().unwrap_or(Flushed { failed: 1, end: Instant::now() });
-    // What else devices do when they end is not what a client waits for, and not waited for longer
-    // than that.
+    let FlushResult { failed, end } =
+        flushed.recv().unwrap_or(FlushResult { failed: 1, end: Instant::now() });
+    // Clients do not depend on the rest of the shutdown, so paths are removed before devices are closed.
     running.remove_paths();
-    started_by::ending("devices are closed");
+    started_by::ending("closing devices");
     let unclosed = running.close(closer, events.sender(), end);
-    let unclosed = match until::ended(&events, Some(end)) {
+    let unclosed = match until::wait_for_end(&events, Some(end)) {
         // The thread sends the number before it ends, unless it panics.
-        Ended::Well => unclosed.recv().unwrap_or(1),
-        Ended::Signal(signal) => at_once(until::STATUS_OF_SIGNAL_0 + signal),
-        Ended::Late => {
-            error!("a disk or a verb does not end: its devices are not closed");
+        WaitOutcome::Ended => unclosed.recv().unwrap_or(1),
+        WaitOutcome::Signal(signal) => exit_at_once(until::STATUS_OF_SIGNAL_0 + signal),
+        WaitOutcome::TimedOut => {
+            error!("a disk hangs or a verb is still running: some devices are not closed");
             1
         }
     };
-    // A verb that hangs on a disk did not end with the rest.
+    // A verb may still be writing a temporary file to a hung disk.
     replace::abandon();
-    // The next start cannot know that a device was closed in order that was not closed in time.
+    // A device that was not closed in time lacks the record of a clean close, so the exit status must report it.
     let is_incomplete = unclosed > 0 || failed > 0 && !mutants::on(Mutant::EndHidesLoss);
     outcome.map(|status| ExitCode::from(if is_incomplete && status == 0 { 1 } else { status }))
 }
 
-/// Serves until something asks for the end. Returns the exit status of the command of `--run`, or 0.
-fn serve_until_told(
+/// Serves until an event ends the server. Returns the exit status of the command of `--run`, or 0.
+fn serve_until_end(
     running: &mut Running,
     args: &ServeArgs,
     client: Option<single::Client>,
@@ -457,13 +469,13 @@ fn serve_until_told(
     running.pidfile = args.pidfile.as_deref().map(Pidfile::write).transpose()?;
     started_by::ready(running.service.registry.all().len());
     if args.run.is_some() || client.is_some() {
-        // Standard output is the command's, or the client's.
+        // Standard output belongs to the command or the client.
         for seed in running.service.registry.seeds() {
             warn!("{seed}");
         }
     }
     if let Some(command) = &args.run {
-        return until::command_ends(events, run_command(command, open_files, &running.service, control));
+        return until::run_to_exit(events, run_command(command, open_files, &running.service, control));
     }
     match client {
         Some(client) => client.serve(&running.service, events.sender())?,
@@ -473,32 +485,32 @@ fn serve_until_told(
     let had_terminal = until::has_terminal();
     let has_files = config.is_some() || running.service.exports.tls.mode().is_some();
     let on_hangup = || {
-        // Else it is the terminal that hung up.
-        let is_meant = has_files && (!had_terminal || until::has_terminal());
-        if is_meant {
-            apply::again(&service, config);
+        // A terminal that hangs up ends the server; a SIGHUP of another source reloads the files.
+        let is_reload = has_files && (!had_terminal || until::has_terminal());
+        if is_reload {
+            reload::reload_in_background(&service, config);
         }
-        is_meant
+        is_reload
     };
-    until::signalled(events, &on_hangup).map(|()| 0)
+    until::wait_for_end_request(events, &on_hangup).map(|()| 0)
 }
 
-fn at_once(status: i32) -> ! {
+fn exit_at_once(status: i32) -> ! {
     replace::abandon();
     output::flush();
     std::process::exit(status)
 }
 
-/// Block devices of servers that were killed.
-fn remove_left_behind() {
+/// Removes ublk devices of killed servers.
+fn remove_stale_block_devices() {
     match freestone_ublk::remove_left_behind() {
         Ok(ids) => ids.iter().for_each(|id| warn!("/dev/ublkb{id}: was left by a killed server: removed")),
-        Err(error) => warn!("block devices that a killed server left are not removed: {error}"),
+        Err(error) => warn!("cannot remove the block devices of killed servers: {error}"),
     }
 }
 
-/// Logs what a crash has left beside the images.
-fn tell_left(service: &Service) {
+/// Logs files that a crash has left beside the images.
+fn log_leftover_files(service: &Service) {
     let mut looked = HashSet::new();
     for entry in service.registry.all() {
         if let Some((path, _)) = entry.spec.kind.image()

@@ -1,4 +1,4 @@
-//! What the verbs work on: the devices, and where they are to be seen.
+//! The server that verbs work on: devices, exports, state and jobs, and operations over several of them.
 
 use std::collections::HashSet;
 use std::fs;
@@ -12,75 +12,75 @@ use freestone_nbd::Limits;
 use freestone_spec::attrs;
 use freestone_spec::entries::{a_kind, nearest};
 use freestone_spec::kinds::registry::Registry;
-use freestone_spec::kinds::{self, Entry, Identity, KindSpec, Spec, build};
+use freestone_spec::kinds::{self, Entry, Identity, KindSpec, RESTART_KEYS, Spec, build};
 use freestone_spec::refusal::Errno;
 use serde_json::{Map, Value};
 
-use crate::access::AccessOf;
+use crate::access::ServerAccess;
 use crate::claims::{Claim, Claims};
 use crate::control::protocol::Fault;
 use crate::declarations::Declarations;
-use crate::ending::Leaving;
+use crate::ending::PendingRemovals;
 use crate::exports::{Absent, Exports, check_own};
 use crate::job::Jobs;
 use crate::metrics::rates::Rates;
 use crate::places::{Place, Seen, Wanted};
 use crate::records::{self, Records};
-use crate::saves::{self, Saves};
+use crate::saves::Saves;
 use crate::tls::Tls;
 use crate::withheld::Withheld;
 
-/// The state behind the control socket.
+/// The server as seen by the verbs.
 ///
-/// Lock order: claims of devices, all that a verb needs at once; the claim of an address; a base's
-/// family; then, for a look or a change and never during a wait, the addresses, the registry, what
-/// runs. Claims are held while a verb waits for disks and for clients that are cut off, and hold up
-/// who wants the same device. The NBD server, connections to templates, readers of statistics and
-/// `release` claim nothing.
+/// Lock order: the claims of devices, all at once; the claim of an address; the family of a base; then the
+/// addresses, the registry and the jobs, which are locked only to read or change them, never during a wait. A
+/// verb holds its claims while it waits for disks or for clients that are cut off, and so blocks other verbs
+/// on the same devices. The NBD server, connections to templates, readers of statistics and `release` claim
+/// nothing.
 pub struct Service {
-    /// The devices.
+    /// Devices.
     pub registry: Arc<Registry>,
-    /// Where they are published.
+    /// Exports of the devices.
     pub exports: Exports,
-    /// What takes long and tells how far it is.
+    /// Long-running jobs with progress.
     pub jobs: Jobs,
-    /// Devices that are just being removed.
-    pub leaving: Leaving,
-    /// What files have declared.
+    /// Devices whose removal has not ended.
+    pub leaving: PendingRemovals,
+    /// Devices and exports that configuration files have declared.
     pub declarations: Declarations,
-    /// What is there after the next start.
+    /// State for the next start.
     pub records: Records,
-    /// What has lost its content, and is not seen.
+    /// Devices that are withheld from clients, mostly because they have lost content.
     pub withheld: Withheld,
-    /// Content that is there after the next start.
+    /// Saved content for the next start.
     pub saves: Saves,
-    /// Of the server.
+    /// Limits of NBD connections.
     pub limits: Limits,
-    /// Who may connect to its sockets.
-    pub access: AccessOf,
-    /// Its own socket, once that is known.
+    /// Permissions of the sockets.
+    pub access: ServerAccess,
+    /// Path of the control socket, once known.
     pub control: OnceLock<PathBuf>,
-    /// The socket that changes nothing, where there is one.
+    /// Path of the read-only control socket, if there is one.
     pub control_read_only: OnceLock<PathBuf>,
-    /// Where metrics are, once that is known.
+    /// URL of the metrics, once known.
     pub metrics_url: OnceLock<String>,
-    /// Where the page is, once that is known.
+    /// URL of the web page, once known.
     pub http_url: OnceLock<String>,
-    /// When the server began.
+    /// Time of the start.
     pub began: Instant,
-    /// How busy devices are, for who watches.
+    /// Rates of requests and bytes, for metrics and the web page.
     pub rates: Rates,
-    /// Has the server end.
+    /// Shuts the server down.
     pub end: OnceLock<Box<dyn Fn() + Send + Sync>>,
-    /// The command line has all that is published shown as block devices, too.
+    /// Set by `--ublk`: every published device also gets a ublk export.
     pub as_block_devices: AtomicBool,
     claims: Claims,
     this: Weak<Self>,
 }
 
 impl Service {
-    /// A service without devices.
-    pub fn new(limits: Limits, access: AccessOf, tls: Tls) -> Arc<Self> {
+    /// Returns a server without devices.
+    pub fn new(limits: Limits, access: ServerAccess, tls: Tls) -> Arc<Self> {
         let registry = Arc::<Registry>::default();
         Arc::new_cyclic(|this| Self {
             this: Weak::clone(this),
@@ -97,36 +97,36 @@ impl Service {
             rates: Rates::default(),
             end: OnceLock::new(),
             as_block_devices: AtomicBool::new(false),
-            exports: Exports::new(limits, access.sockets.is, tls, Arc::clone(&registry)),
+            exports: Exports::new(limits, access.sockets.resolved, tls, Arc::clone(&registry)),
             access,
             registry,
             jobs: Jobs::default(),
-            leaving: Leaving::default(),
+            leaving: PendingRemovals::default(),
             claims: Claims::default(),
         })
     }
 
-    /// Itself, for what goes on when a verb has ended.
+    /// Returns a reference for threads that outlive a verb.
     pub fn weak(&self) -> Weak<Self> {
         Weak::clone(&self.this)
     }
 
-    /// Waits for the right to change a device, or the name of one.
+    /// Claims a device, or a name for a new one.
     pub fn claim(&self, verb: &'static str, name: &str) -> Result<Claim<'_>, Fault> {
         self.claims.devices(verb, &[name], &[])
     }
 
-    /// The same for several at once.
+    /// Claims several devices at once.
     pub fn claim_all(&self, verb: &'static str, names: &[&str]) -> Result<Claim<'_>, Fault> {
         self.claims.devices(verb, names, &[])
     }
 
-    /// Waits for the right to change a device, while another one stays as it is.
+    /// Claims a device exclusively, and the device below as shared.
     pub fn claim_over(&self, verb: &'static str, name: &str, below: &str) -> Result<Claim<'_>, Fault> {
         self.claims.devices(verb, &[name], &[below])
     }
 
-    /// Waits for the right to make these devices of what they are to stand on.
+    /// Claims new devices, and the devices that they need.
     pub fn claim_new<'a>(
         &self,
         verb: &'static str,
@@ -141,7 +141,7 @@ impl Service {
         self.claims.devices(verb, &own, &shared)
     }
 
-    /// Waits for the right to change devices, while others stay as they are.
+    /// Claims devices exclusively, and the devices below as shared.
     pub fn claim_over_all(
         &self,
         verb: &'static str,
@@ -151,7 +151,7 @@ impl Service {
         self.claims.devices(verb, names, below)
     }
 
-    /// The device of that name.
+    /// Returns the device with this name.
     pub fn find(&self, name: &str) -> Result<Arc<Entry>, Fault> {
         self.registry.find(name).ok_or_else(|| {
             let entries = self.registry.all();
@@ -161,41 +161,42 @@ impl Service {
         })
     }
 
-    /// The RAM disk, fork or snapshot in memory of that name; `can` is what only such a device can.
+    /// Returns the RAM disk, fork or memory snapshot with this name. `can` is the operation that other kinds do
+    /// not support, as the end of the error.
     pub fn find_ram(&self, name: &str, can: &str) -> Result<Arc<Ram>, Fault> {
         let entry = self.find(name)?;
         let only = || Fault::failed(Errno::EOPNOTSUPP, format!("{name}: only a ram device {can}"));
         entry.kind.ram().cloned().ok_or_else(only)
     }
 
-    // ---- coming and going -----------------------------------------------------------------------
+    // ---- creating and removing ------------------------------------------------------------------
 
-    /// Sets a device up and publishes it at home, where that is asked.
+    /// Creates a device, and publishes it at the addresses of the server if `publish` is set.
     pub fn create(&self, claim: &Claim<'_>, spec: Spec, publish: bool) -> Result<Arc<Entry>, Fault> {
         if self.records.is_pending(&spec.name) {
-            let why = "is of the state, and its server has not answered yet; wait for it or remove it";
+            let why = "exists in the state, but its server has not answered yet; wait for it or remove it";
             return Err(Fault::failed(Errno::EBUSY, format!("{}: {why}", spec.name)));
         }
         let entry = self.make(spec, None)?;
         if publish && let Err(fault) = self.exports.publish_home(claim, &entry) {
-            // All or nothing.
+            // An unpublished device must not remain.
             self.undo(claim, &entry);
             return Err(fault);
         }
         Ok(entry)
     }
 
-    /// Sets a device up, one that was there before if it has an identity.
+    /// Creates a device. A device of the state keeps its identity.
     pub fn make(&self, spec: Spec, identity: Option<Identity>) -> Result<Arc<Entry>, Fault> {
         self.check_new(&spec)?;
         let mut entry = build(spec, &self.registry)?;
         if let Some(identity) = identity {
             entry.identity = identity;
         }
-        saves::check(&self.registry, &entry)?;
+        self.check_keep(&entry)?;
         let entry = Arc::new(entry);
         self.add(&entry)?;
-        // An address may have been opened meanwhile, which saw no such device.
+        // Another verb may have opened an address before the device was registered.
         if let Err(fault) = self.exports.check_leads_away(&entry.spec) {
             let _ = self.registry.remove(&entry);
             return Err(fault);
@@ -203,8 +204,8 @@ impl Service {
         Ok(entry)
     }
 
-    /// The device of that name, if it was asked for with the same words; else as
-    /// [`create`](Self::create). True: it was made.
+    /// Returns the existing device if its specification is the same, or else [creates](Self::create) it. The
+    /// boolean is true if the device was created.
     pub fn create_if_absent(
         &self,
         claim: &Claim<'_>,
@@ -223,7 +224,7 @@ impl Service {
         Err(Fault::failed(Errno::EEXIST, other))
     }
 
-    /// Shows a device wherever it is to be seen.
+    /// Publishes all exports of a device, until the first error.
     pub fn show(&self, claim: &Claim<'_>, entry: &Arc<Entry>, seen: &Seen) -> Result<(), Fault> {
         if seen.home {
             self.exports.publish_home(claim, entry)?;
@@ -231,7 +232,7 @@ impl Service {
         seen.exports.iter().try_for_each(|export| self.show_one(claim, entry, export))
     }
 
-    /// Shows a device wherever that is possible. Returns the exports that are not there.
+    /// Publishes as many exports of a device as possible. Returns the others.
     pub fn show_each(&self, claim: &Claim<'_>, entry: &Arc<Entry>, seen: &Seen) -> Vec<Absent> {
         let home = if seen.home { self.exports.publish_home(claim, entry) } else { Ok(()) };
         let absent = |export, fault: Fault| {
@@ -256,7 +257,7 @@ impl Service {
         if let Place::Nbd(at) = &wanted.place
             && self.exports.is_at(entry.name(), at)
         {
-            // It is an address of the server now, or was published meanwhile.
+            // The address now belongs to the server, or a verb has published the device there.
             self.exports.absent.remove(entry.name(), Some(&wanted.place));
             return Ok(());
         }
@@ -267,13 +268,16 @@ impl Service {
         Ok(())
     }
 
-    /// Whether a device is to be seen at home: as was said, else unless another has it to itself.
+    /// Returns true if a device belongs at the addresses of the server: as specified, or by default unless
+    /// another device uses it exclusively.
     pub fn belongs_at_home(&self, said: Option<bool>, entry: &Arc<Entry>) -> bool {
         said.unwrap_or_else(|| self.registry.taken_by(entry).is_none())
     }
 
-    /// Sets attributes, all of them or none; who has claimed the device.
+    /// Sets all of the attributes, or none. The caller has claimed the device.
     pub fn set(&self, entry: &Arc<Entry>, wanted: &Map<String, Value>) -> Result<(), Fault> {
+        let key = RESTART_KEYS.into_iter().find(|key| wanted.contains_key(*key));
+        self.check_has_state(entry.name(), key)?;
         let size = entry.size();
         attrs::set(&self.registry, entry, wanted)?;
         if entry.size() != size {
@@ -282,7 +286,7 @@ impl Service {
         Ok(())
     }
 
-    /// Snapshots of several devices at one moment.
+    /// Takes snapshots of several devices at the same moment.
     pub fn snapshot(&self, _: &Claim<'_>, specs: Vec<Spec>) -> Result<Vec<Arc<Entry>>, Fault> {
         let mut names = HashSet::new();
         for spec in &specs {
@@ -292,7 +296,7 @@ impl Service {
             self.check_new(spec)?;
         }
         let made = kinds::snapshots(specs, &self.registry)?;
-        made.iter().try_for_each(|entry| saves::check(&self.registry, entry))?;
+        made.iter().try_for_each(|entry| self.check_keep(entry))?;
         let made: Vec<_> = made.into_iter().map(Arc::new).collect();
         for (index, entry) in made.iter().enumerate() {
             if let Err(fault) = self.add(entry) {
@@ -305,17 +309,15 @@ impl Service {
         Ok(made)
     }
 
-    /// What would be refused anyhow is refused before anything is opened.
+    /// Checks a new device before anything is opened.
     fn check_new(&self, spec: &Spec) -> Result<(), Fault> {
         let name = &spec.name;
         self.registry.check_free(name).map_err(|why| why.of(name))?;
         self.exports.check_leads_away(spec)?;
         self.exports.tls.check_device(spec)?;
-        if let Some(key) = spec.key_of_state().filter(|_| self.records.state().is_none()) {
-            return Err(Fault::invalid(format!("{name}: {key}: {}", records::NEEDS_STATE)));
-        }
+        self.check_has_state(name, spec.key_of_state())?;
         self.check_unseen(spec)?;
-        // Its users would see another content from one moment to the next.
+        // A merge that continues at creation changes the content of the origin under its clients.
         if let KindSpec::Snapshot(snapshot) = &spec.kind
             && snapshot.cow.as_ref().is_some_and(|cow| cow.merge)
             && let Some(origin) = self.registry.find(&snapshot.origin)
@@ -325,7 +327,22 @@ impl Service {
         Ok(())
     }
 
-    /// Refuses to take a device that is published.
+    /// Fails for a device with `keep=yes` whose content cannot be saved.
+    pub fn check_keep(&self, entry: &Entry) -> Result<(), Fault> {
+        if entry.is_kept() { Ok(entry.check_keep(&self.registry, true)?) } else { Ok(()) }
+    }
+
+    /// Fails for a key that only matters at the next start, if the server has no state.
+    pub fn check_has_state(&self, name: &str, key: Option<&str>) -> Result<(), Fault> {
+        match key {
+            Some(key) if self.records.state().is_none() => {
+                Err(Fault::invalid(format!("{name}: {key}: {}", records::NEEDS_STATE)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Fails if a device that the new one uses exclusively is published.
     pub fn check_unseen(&self, spec: &Spec) -> Result<(), Fault> {
         let takes = spec.kind.takes();
         let Some(seen) = takes.iter().find(|takes| !self.exports.of(takes.name).is_empty()) else {
@@ -335,49 +352,48 @@ impl Service {
         Err(Fault::from(seen.refuse(Errno::EBUSY, &why).of(&spec.name)))
     }
 
-    /// Adds a device that is ready.
+    /// Registers a device.
     pub fn add(&self, entry: &Arc<Entry>) -> Result<(), Fault> {
         Ok(self.registry.add(entry).map_err(|why| why.of(entry.name()))?)
     }
 
-    /// Takes back what this verb made.
+    /// Removes a device that the same verb has created.
     pub fn undo(&self, claim: &Claim<'_>, entry: &Arc<Entry>) {
-        // That it was published nowhere yet is no error here; nobody can stand on it yet.
+        // Errors are ignored: the device may not be published yet, and no other device can depend on it yet.
         let _ = self.exports.unpublish(claim, entry, true);
         let _ = self.registry.remove(entry);
-        // A template records nothing itself.
+        // A template has the key, but no log of its own.
         if let (Some(log), Some(_)) = (&entry.spec.layers.record, &entry.layers.power) {
-            // It was made with the device.
+            // The log was created with the device.
             let _ = fs::remove_file(log);
         }
     }
 
-    /// Unpublishes a device and forgets it. Returns how many connections that ended.
+    /// Unpublishes and removes a device. Returns the number of closed connections.
     pub fn remove(&self, claim: &Claim<'_>, entry: &Arc<Entry>, force: bool) -> Result<usize, Fault> {
         let name = entry.name();
         check_own(entry)?;
         self.registry.check_unused(entry, "removed")?;
         if force && let Some(faults) = &entry.layers.faults {
-            // Connections wait for their answers, and so may verbs; what comes later is not to wait
-            // again.
+            // Fails requests held by a fault rule, which connections and verbs wait for. Later requests are not
+            // held.
             faults.close();
         }
-        // Who waits for its turn does not get it any more.
+        // Requests that wait because of limits fail.
         let _gone = force.then(|| self.exports.end_waiting(entry));
         let ended = self.exports.unpublish(claim, entry, force)?;
-        // Connections to a template may have made forks of a base until now, but not of what has no
-        // users.
+        // Checked again, because connections to a template may have made forks of this device meanwhile.
         let removed = self.registry.remove(entry);
         removed.map_err(|users| {
             Fault::failed(Errno::EBUSY, format!("{name}: cannot be removed: {users} stand on it"))
         })?;
-        // One that gets the name later is not the file's.
+        // A later device with this name is not declared by the file.
         self.declarations.forget(name);
         let _ = self.withheld.take(name);
         self.exports.defaults.release(name);
         self.saves.forget_behind(name);
         if let Some(faults) = &entry.layers.faults {
-            // A verb that hangs could not be let go any more: the name is gone.
+            // Fails held requests of verbs: `release` cannot find the device by name any more.
             faults.close();
         }
         Ok(ended)

@@ -1,5 +1,5 @@
-//! `serve --single`: the one client that was there before the server, at its standard input or as
-//! a connection of the service manager's.
+//! `serve --single`: serves one client that is already connected, at standard input or through a socket of
+//! the service manager.
 
 use std::fs::File;
 use std::io;
@@ -23,31 +23,31 @@ use crate::service::Service;
 use crate::started_by;
 use crate::until::Event;
 
-/// How long the last answers may take on their way into a pipe.
+/// Longest wait for the client to read the last replies from the pipe.
 const PIPE_GRACE: Duration = Duration::from_secs(5);
-/// What goes through a pipe at once, in bytes: as much as a pipe has unless somebody made it larger.
+/// Size of a copy between pipe and socket, in bytes: the default capacity of a pipe.
 const PIPE_BYTES: usize = 64 << 10;
-/// Not one of the three that programs expect.
+/// Lowest descriptor number behind the standard streams.
 const FIRST_FREE: i32 = 3;
 
-/// The client.
+/// The connected client.
 pub struct Client {
     socket: OwnedFd,
-    /// Where it is at pipes: hears that all answers are out.
+    /// For a client at pipes: receives once all replies are written.
     drained: Option<Receiver<()>>,
 }
 
-/// Takes the client over. From here on nothing that is printed or logged reaches it.
+/// Takes over the connection of the client. After that no output or log line can reach the client.
 pub fn take() -> Result<Client> {
     let mut handed = started_by::sockets()?;
     match handed.len() {
-        0 => of_standard(),
+        0 => take_standard_streams(),
         1 => Client::of_socket(handed.remove(0), "LISTEN_FDS"),
-        count => bail!("--single: LISTEN_FDS={count}: it serves one connection"),
+        count => bail!("--single: LISTEN_FDS={count}: must be 1"),
     }
 }
 
-fn of_standard() -> Result<Client> {
+fn take_standard_streams() -> Result<Client> {
     let input = fcntl_dupfd_cloexec(rustix::stdio::stdin(), FIRST_FREE);
     let input = input.context("--single: standard input is closed")?;
     let is = fstat(&input).context("--single: standard input")?;
@@ -57,32 +57,32 @@ fn of_standard() -> Result<Client> {
     let client = match (kind(&is), output) {
         (FileType::Socket, output) => {
             drop(output);
-            nobodys(&[is])?;
+            detach_from(&[is])?;
             Client::of_socket(input, "standard input")?
         }
         (FileType::Fifo, Some((to, output))) if matches!(kind(&to), FileType::Fifo | FileType::Socket) => {
-            nobodys(&[is, to])?;
+            detach_from(&[is, to])?;
             Client::of_pipes(input, output).context("--single: standard input and output")?
         }
         (kind, _) => {
             let is = match kind {
-                FileType::Fifo => "a pipe, and standard output is none",
+                FileType::Fifo => "a pipe, but standard output is not",
                 FileType::RegularFile => "a file",
                 FileType::CharacterDevice => "a terminal or another device",
                 _ => "something else",
             };
-            let must = "it must be a connected socket, or a pipe beside one at standard output";
+            let must = "must be a connected socket, or a pipe if standard output is a pipe as well";
             return Err(Usage(format!("--single: standard input is {is}: {must}")).into());
         }
     };
     Ok(client)
 }
 
-/// Lets nothing that is printed or logged reach the client; inetd has it at standard error, too.
-fn nobodys(clients: &[Stat]) -> Result<()> {
+/// Redirects standard streams that lead to the client to /dev/null. With inetd standard error does, too.
+fn detach_from(clients: &[Stat]) -> Result<()> {
     let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
     let set = || {
-        let is_client = |stat: Stat| clients.iter().any(|client| same(client, &stat));
+        let is_client = |stat: Stat| clients.iter().any(|client| is_same_file(client, &stat));
         dup2_stdin(&null)?;
         if fstat(rustix::stdio::stdout()).is_ok_and(is_client) {
             dup2_stdout(&null)?;
@@ -95,12 +95,12 @@ fn nobodys(clients: &[Stat]) -> Result<()> {
     set().context("--single: standard input and output cannot be taken over")
 }
 
-fn same(a: &Stat, b: &Stat) -> bool {
+fn is_same_file(a: &Stat, b: &Stat) -> bool {
     (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 }
 
-/// Who gave it may have set it otherwise.
-fn block(file: impl AsFd) -> io::Result<()> {
+/// Makes a file blocking. The parent process may have set `O_NONBLOCK`.
+fn make_blocking(file: impl AsFd) -> io::Result<()> {
     let flags = fcntl_getfl(&file)?;
     Ok(fcntl_setfl(&file, flags - OFlags::NONBLOCK)?)
 }
@@ -110,47 +110,50 @@ impl Client {
         let is_stream = sockopt::socket_type(&socket).is_ok_and(|is| is == SocketType::STREAM);
         if !is_stream || getpeername(&socket).is_err() {
             let listens = sockopt::socket_acceptconn(&socket).unwrap_or(false);
-            let is =
-                if listens { "a socket that listens; serve it without --single" } else { "no connection" };
+            let is = if listens {
+                "a listening socket; serve it without --single"
+            } else {
+                "not a stream connection"
+            };
             return Err(Usage(format!("--single: {which} is {is}")).into());
         }
-        block(&socket).with_context(|| format!("--single: {which}"))?;
+        make_blocking(&socket).with_context(|| format!("--single: {which}"))?;
         Ok(Self { socket, drained: None })
     }
 
-    /// The server wants a socket: what comes and goes is passed on.
+    /// Returns a client at pipes. Two threads copy between the pipes and a socket, which the server needs.
     fn of_pipes(input: OwnedFd, output: OwnedFd) -> Result<Self> {
-        block(&input)?;
-        block(&output)?;
+        make_blocking(&input)?;
+        make_blocking(&output)?;
         let (ours, theirs) = UnixStream::pair()?;
         let back = theirs.try_clone()?;
-        let come = move || {
-            pass_on(&mut File::from(input), &mut &theirs);
+        let copy_input = move || {
+            copy(&mut File::from(input), &mut &theirs);
             let _ = shutdown(&theirs, Shutdown::Write);
         };
         let (drained, at_end) = mpsc::channel();
-        let go = move || {
-            pass_on(&mut &back, &mut File::from(output));
-            // Who does not listen any more is as good as gone.
+        let copy_output = move || {
+            copy(&mut &back, &mut File::from(output));
+            // A client that no longer reads counts as disconnected.
             let _ = shutdown(&back, Shutdown::Both);
             let _ = drained.send(());
         };
-        thread::Builder::new().name("stdin".into()).spawn(come)?;
-        thread::Builder::new().name("stdout".into()).spawn(go)?;
+        thread::Builder::new().name("stdin".into()).spawn(copy_input)?;
+        thread::Builder::new().name("stdout".into()).spawn(copy_output)?;
         Ok(Self { socket: ours.into(), drained: Some(at_end) })
     }
 
-    /// Serves it, in the background; `events` hears when it has left.
+    /// Serves the client on a thread of its own, and sends [`Event::Left`] when it has disconnected.
     pub fn serve(self, service: &Arc<Service>, events: Sender<Event>) -> Result<()> {
         let Self { socket, drained } = self;
         let service = Arc::clone(service);
         let serve = move || {
             service.exports.nbd.serve_here(&Address::Stdin, socket);
             if drained.is_some_and(|drained| drained.recv_timeout(PIPE_GRACE).is_err()) {
-                warn!("the client does not read its last answers");
+                warn!("the client does not read its last replies");
             }
             drop(service);
-            // The main thread is there until the server has ended.
+            // The main thread receives events until the server has ended.
             let _ = events.send(Event::Left);
         };
         let thread = thread::Builder::new().name("nbd-stdin".into()).spawn(serve);
@@ -158,8 +161,8 @@ impl Client {
     }
 }
 
-/// Passes on what comes until its end, or until nobody takes it.
-fn pass_on(from: &mut impl io::Read, to: &mut impl io::Write) {
+/// Copies until the end of the input, or until an error.
+fn copy(from: &mut impl io::Read, to: &mut impl io::Write) {
     let mut bytes = vec![0; PIPE_BYTES];
     loop {
         match from.read(&mut bytes) {

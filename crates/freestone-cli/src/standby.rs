@@ -1,5 +1,5 @@
-//! Threads that are started before their work exists. The end of a server needs threads at a moment
-//! when the system may refuse to start any (pids.max, `RLIMIT_NPROC`).
+//! Threads that are started before their work exists. The shutdown of a server needs threads at a time when
+//! the system may refuse new ones (pids.max, `RLIMIT_NPROC`).
 
 use std::io;
 use std::sync::mpsc::{self, SendError, Sender};

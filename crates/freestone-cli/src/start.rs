@@ -1,4 +1,5 @@
-//! What a server begins with: the devices of its command line and file, or those of its state.
+//! Creates and publishes the first devices of a server: those of the command line and file, or those of the
+//! state.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -27,29 +28,35 @@ use crate::recording::{self, Recording};
 use crate::records;
 use crate::saves::start::Restores;
 use crate::service::Service;
-use crate::state_args::Asked;
+use crate::state_args::StateSettings;
 
-/// A device that is there, and is not seen by anybody yet.
-pub struct Begun {
+/// A registered device that is not published yet.
+pub struct NewDevice {
     entry: Arc<Entry>,
-    /// Where it is to be seen.
+    /// The exports to publish.
     seen: Seen,
 }
 
-impl Begun {
-    /// Whether it is to be a block device.
+impl NewDevice {
+    /// Returns true if the device gets a ublk export.
     pub fn is_block_device(&self) -> bool {
         self.seen.exports.iter().any(|(wanted, _)| matches!(wanted.place, Place::Ublk(_)))
     }
 }
 
-/// Opens a state, and keeps it from now on. What other words say than it does is refused, unless they
-/// are to be brought in.
-pub fn open(service: &Service, asked: &Asked, devices: &[Declared]) -> Result<Topology, Fault> {
+/// Opens the state directory, and uses it from now on.
+///
+/// # Errors
+/// The state differs from the command line and file, and `--apply` is not given.
+pub fn open(service: &Service, asked: &StateSettings, devices: &[Declared]) -> Result<Topology, Fault> {
     let failed = |why: String| Fault::failed(Errno::EINVAL, why);
     let (state, unfinished) = State::open(&asked.dir).map_err(|why| failed(why.to_string()))?;
     for one in unfinished {
-        warn!("{}: {} had begun when the server ended, and is not done", one.names.join(", "), one.verb);
+        warn!(
+            "{}: {} was interrupted by the end of the server, and has not been done",
+            one.names.join(", "),
+            one.verb
+        );
     }
     let topology = state.topology();
     let is_new = topology.devices().next().is_none();
@@ -61,11 +68,12 @@ pub fn open(service: &Service, asked: &Asked, devices: &[Declared]) -> Result<To
         return Ok(topology);
     }
     let differs = differs.join("; ");
-    let hint = "--apply does that; without devices and --config all is as the state has it";
-    Err(failed(format!("{}: is otherwise than what is asked for: {differs}; {hint}", asked.dir.display())))
+    let hint = "--apply makes these changes; without devices and --config the server restores the state";
+    let dir = asked.dir.display();
+    Err(failed(format!("{dir}: the state differs from the command line and file: {differs}; {hint}")))
 }
 
-/// What would have to change so that the devices of a state are as they are asked for.
+/// Returns the changes, as text, that would make the devices of the state match the specified ones.
 fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<String> {
     let mut differs = Vec::new();
     let taken = declared::taken(asked);
@@ -79,7 +87,7 @@ fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<S
             continue;
         };
         if !device.words.parse::<Spec>().is_ok_and(|is| is.is_same(spec)) {
-            differs.push(format!("{name}: {} is to be {}", device.words, spec.words));
+            differs.push(format!("change {name}: {} to {}", device.words, spec.words));
         }
         let home = spec.publish.unwrap_or_else(|| !taken.contains(name.as_str()));
         if home != device.home {
@@ -108,10 +116,10 @@ fn differences(topology: &Topology, asked: &[Declared], has_file: bool) -> Vec<S
     differs
 }
 
-/// Sets up the devices that were asked for.
-pub fn of_words(service: &Service, devices: Vec<Declared>) -> Result<Vec<Begun>, Fault> {
+/// Creates the devices of the command line and file.
+pub fn set_up_declared(service: &Service, devices: Vec<Declared>) -> Result<Vec<NewDevice>, Fault> {
     let _ahead = service.registry.ahead.begin(devices.iter().map(|device| &device.spec));
-    let mut begun = Vec::with_capacity(devices.len());
+    let mut created = Vec::with_capacity(devices.len());
     for device in devices {
         let declared = device.is_of_file();
         let Declared { spec, exports, .. } = device;
@@ -122,28 +130,29 @@ pub fn of_words(service: &Service, devices: Vec<Declared>) -> Result<Vec<Begun>,
             service.declarations.declare(entry.name());
         }
         let exports = exports.into_iter().map(|wanted| (wanted, declared)).collect();
-        begun.push((entry, publish, exports));
+        created.push((entry, publish, exports));
     }
-    // What another has to itself is nobody's to see, unless that was said; then it is refused.
+    // Determined after all devices exist: a device that another one uses exclusively is not published by
+    // default, and fails if it has `publish=yes`.
     let seen = |(entry, publish, exports): (Arc<Entry>, Option<bool>, _)| {
         let home = service.belongs_at_home(publish, &entry);
-        Begun { entry, seen: Seen { home, exports } }
+        NewDevice { entry, seen: Seen { home, exports } }
     };
-    Ok(begun.into_iter().map(seen).collect())
+    Ok(created.into_iter().map(seen).collect())
 }
 
-/// What devices of a state are made again with.
-pub struct Again {
+/// Context for creating the devices of a state again.
+pub struct RestartContext {
     topology: Topology,
     saved: Restores,
-    /// Devices that are not there, or not as they were.
+    /// Devices that are missing or have lost content.
     lost: HashSet<String>,
-    /// Control sockets are served: a verb may remove a device, or make another one in its place.
+    /// The control sockets are open: a verb may remove a missing device, or create another one with its name.
     is_late: bool,
 }
 
-impl Again {
-    /// Looks for the content of devices, and reserves their addresses.
+impl RestartContext {
+    /// Finds the saved content of devices, and reserves their default exports.
     pub fn new(service: &Service, topology: Topology) -> Result<Self, Fault> {
         let saved = service.saves.find(&topology)?;
         for device in topology.devices() {
@@ -155,20 +164,20 @@ impl Again {
     }
 }
 
-/// Makes a device of a state again, which nobody sees yet. One that cannot be made holds up no other: it
-/// is logged, and stays in the state.
-pub fn begin(service: &Service, device: &Device, all: &mut Again) -> Option<Begun> {
-    match again(service, device, all) {
+/// Creates a device of the state again, without publishing it. If that fails, logs the error, keeps the
+/// device in the state, and returns `None`.
+pub fn set_up(service: &Service, device: &Device, context: &mut RestartContext) -> Option<NewDevice> {
+    match recreate(service, device, context) {
         Ok((entry, is_lost)) => {
             if is_lost {
-                all.lost.insert(device.name.clone());
+                context.lost.insert(device.name.clone());
             }
             let (mut seen, unread) = places(device);
             for export in &unread {
                 error!("{}: not published at {}: {}", device.name, export.place(), export.why);
             }
             service.exports.absent.keep_unread(&device.name, unread);
-            let withholds = entry.spec.on_lost.unwrap_or_default() == OnLost::Withhold
+            let withholds = entry.restart_policy().on_lost.unwrap_or_default() == OnLost::Withhold
                 && !mutants::on(Mutant::LostIsShown);
             if device.withheld || (is_lost && withholds) {
                 service.withheld.put(&device.name, mem::take(&mut seen));
@@ -176,69 +185,79 @@ pub fn begin(service: &Service, device: &Device, all: &mut Again) -> Option<Begu
             if device.declared {
                 service.declarations.declare(&device.name);
             }
-            Some(Begun { entry, seen })
+            Some(NewDevice { entry, seen })
         }
-        Err(_) if all.is_late && !is_missing(service, device) => None,
+        Err(_) if context.is_late && !is_missing(service, device) => None,
         Err(fault) => {
             error!(device = %device.name, "cannot be set up again: {}", fault.message);
             service.records.miss(&device.name, &fault.message);
-            all.lost.insert(device.name.clone());
+            context.lost.insert(device.name.clone());
             None
         }
     }
 }
 
-/// Returns true if a device of the state is not there, and no verb has removed or replaced it.
+/// Returns true if a device of the state is missing, and no verb has removed or replaced it.
 fn is_missing(service: &Service, device: &Device) -> bool {
     service.records.why_missing(&device.name).is_some()
 }
 
-/// Returns true if a device is still there: a verb may have removed it.
+/// Returns true if a device is still registered: a verb may have removed it.
 fn is_there(service: &Service, entry: &Arc<Entry>) -> bool {
     service.registry.find(entry.name()).is_some_and(|found| Arc::ptr_eq(&found, entry))
 }
 
-/// Makes devices that stand on one another, and shows them, while others are served. Those that were
-/// removed or made anew meanwhile stay so.
-pub fn show_late(service: &Arc<Service>, devices: &[Device], all: &mut Again) -> Result<(), Fault> {
-    all.is_late = true;
+/// Creates and publishes a group of dependent devices while the server is running. Skips devices that a verb
+/// has removed or replaced meanwhile.
+pub fn publish_late(
+    service: &Arc<Service>,
+    devices: &[Device],
+    context: &mut RestartContext,
+) -> Result<(), Fault> {
+    context.is_late = true;
     let missing: Vec<_> = devices.iter().filter(|device| is_missing(service, device)).collect();
-    let mut begun: Vec<_> = missing.into_iter().filter_map(|device| begin(service, device, all)).collect();
-    begun.retain(|device| is_there(service, &device.entry));
+    let mut created: Vec<_> =
+        missing.into_iter().filter_map(|device| set_up(service, device, context)).collect();
+    created.retain(|device| is_there(service, &device.entry));
     if service.records.is_over() {
-        // What the state says of them stays: nobody has seen them.
+        // Their records remain valid, because no client has used the devices.
         return Ok(());
     }
-    keep(service, &mut begun);
-    merge(service, &mut begun);
-    for Begun { entry, seen } in &begun {
-        // So that a verb that comes before the exports does not take them out of the state.
-        service.exports.absent.put_all(entry.name(), seen, "the device has just been set up");
+    record_devices(service, &mut created);
+    begin_merges(service, &mut created);
+    for NewDevice { entry, seen } in &created {
+        // Otherwise a verb that runs before the exports exist would remove them from the state.
+        service.exports.absent.put_all(entry.name(), seen, "the device has just been created");
         service.records.found(entry.name());
     }
-    show(service, &begun)
+    publish(service, &created)
 }
 
-/// Makes a device again. True: what it holds or shows is not what it was when the server before ended.
-fn again(service: &Service, device: &Device, all: &mut Again) -> Result<(Arc<Entry>, bool), Fault> {
-    let Again { topology, saved, lost, is_late } = all;
+/// Creates a device of the state again. The boolean is true if its content differs from the content at the
+/// end of the previous server.
+fn recreate(
+    service: &Service,
+    device: &Device,
+    restart: &mut RestartContext,
+) -> Result<(Arc<Entry>, bool), Fault> {
+    let RestartContext { topology, saved, lost, is_late } = restart;
     let invalid = |why: String| Fault::failed(Errno::EINVAL, why);
     let words = Entries::parse(&device.words).map_err(|why| invalid(why.to_string()))?;
     if words.kind == RESTORED {
-        return Err(invalid("it came out of a file, which has to be restored again".to_owned()));
+        return Err(invalid("it was restored from a file; restore that file again".to_owned()));
     }
     let mut spec = Spec::from_entries(words.clone()).map_err(|why| invalid(why.to_string()))?;
     if let Some(log) = &spec.layers.record
-        && lies_there(log)
+        && path_exists(log)
             .map_err(|why| invalid(format!("record={}: cannot be examined: {why}", log.display())))?
     {
-        warn!("{}: {}: the recording has ended with the server before", device.name, log.display());
+        warn!("{}: {}: the recording ended with the previous server", device.name, log.display());
         let mut words = words;
         words.pairs.retain(|(key, _)| key != "record");
         spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
     }
-    let uuid = Uuid::parse_str(&device.uuid).map_err(|why| invalid(format!("its UUID is none: {why}")))?;
-    // Before anything is opened: nobody could reach it.
+    let uuid = Uuid::parse_str(&device.uuid).map_err(|why| invalid(format!("its UUID is invalid: {why}")))?;
+    // Checked before anything is opened: no client could use the device.
     service.exports.tls.check_device(&spec)?;
     let content = if spec.keep { saved.take(service, topology, device, &spec)? } else { None };
     let changed = content.as_ref().and_then(|_| changed_base(service, device, &spec));
@@ -247,13 +266,13 @@ fn again(service: &Service, device: &Device, all: &mut Again) -> Result<(Arc<Ent
         service.saves.put_changed_base(&device.name, file.clone());
     }
     let is_behind = content.as_ref().is_some_and(|content| !content.is_exact);
-    let is_seen_otherwise = changed.is_some() && !device.withheld;
-    let is_own = is_behind || is_seen_otherwise || (content.is_none() && spec.is_lost());
+    let is_base_newly_changed = changed.is_some() && !device.withheld;
+    let is_own = is_behind || is_base_newly_changed || (content.is_none() && spec.is_lost());
     let gone = |name: Option<&str>| name.is_some_and(|name| lost.contains(name));
     let is_lost = is_own || gone(spec.kind.below()) || gone(spec.kind.copies_to());
     if gone(spec.kind.copies_to()) {
-        // There is nothing in the new one that could be overwritten; that it ends with the server was
-        // agreed to when the snapshot was made.
+        // The COW device is new and contains nothing to overwrite. The user accepted its loss at the end of
+        // the server when the snapshot was created.
         let mut words = spec.words;
         words.put("force", "yes");
         spec = Spec::from_entries(words).map_err(|why| invalid(why.to_string()))?;
@@ -274,11 +293,11 @@ fn again(service: &Service, device: &Device, all: &mut Again) -> Result<(Arc<Ent
     Ok((entry, is_lost))
 }
 
-/// Returns the file of a device's base that is another one than when the device was kept, by size,
-/// time of modification or inode.
+/// Returns the file of a device's base that has changed since the content of the device was saved, by size,
+/// modification time or inode.
 fn changed_base(service: &Service, device: &Device, spec: &Spec) -> Option<PathBuf> {
-    let now = recording::base_identities(service, spec);
-    // Kept by a server that did not note them, or over a disk.
+    let now = recording::base_identities(service, spec, spec.keep);
+    // An older server has not recorded the files, or the base is a disk.
     if device.base.is_empty() {
         return None;
     }
@@ -288,8 +307,8 @@ fn changed_base(service: &Service, device: &Device, spec: &Spec) -> Option<PathB
     changed.map(|(_, file)| file).or_else(shorter).map(|(file, _)| file.clone())
 }
 
-/// Returns true if anything lies at a path.
-fn lies_there(path: &Path) -> io::Result<bool> {
+/// Returns true if a path exists, even as a dangling symbolic link.
+fn path_exists(path: &Path) -> io::Result<bool> {
     match path.symlink_metadata() {
         Ok(_) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -297,7 +316,7 @@ fn lies_there(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Returns where a device of a state is published, and the exports that cannot be understood.
+/// Returns the exports of a device of the state, and the records of exports that cannot be parsed.
 fn places(device: &Device) -> (Seen, Vec<Unread>) {
     let mut seen = Seen { home: device.home, exports: Vec::new() };
     let mut unread = Vec::new();
@@ -310,23 +329,23 @@ fn places(device: &Device) -> (Seen, Vec<Unread>) {
     (seen, unread)
 }
 
-/// Begins the merges of a state, or goes on with them. If one cannot, its origin and snapshot are withheld
-/// by this server; the next one tries again.
-pub fn merge(service: &Service, begun: &mut [Begun]) {
+/// Starts or continues the merges of the state. If one fails, this server withholds its origin and snapshot,
+/// and the next server tries again.
+pub fn begin_merges(service: &Service, created: &mut [NewDevice]) {
     let mut withheld = HashSet::new();
-    for Begun { entry, .. } in &*begun {
+    for NewDevice { entry, .. } in &*created {
         if let Err(refusal) = entry.kind.begin_merge(entry, &service.registry) {
             error!("{}; it and its origin are withheld", refusal.sentence);
             withheld.insert(entry.name().to_owned());
             withheld.extend(entry.spec.kind.below().map(str::to_owned));
         }
     }
-    withhold(service, begun, "its merge cannot go on", |name| withheld.contains(name));
+    withhold(service, created, "its merge cannot continue", |name| withheld.contains(name));
 }
 
-/// Withholds devices that would be seen otherwise, although nothing of them is lost.
-fn withhold(service: &Service, begun: &mut [Begun], why: &'static str, is_one: impl Fn(&str) -> bool) {
-    for Begun { entry, seen } in begun {
+/// Withholds devices that have not lost content, so that clients cannot use them.
+fn withhold(service: &Service, created: &mut [NewDevice], why: &'static str, is_one: impl Fn(&str) -> bool) {
+    for NewDevice { entry, seen } in created {
         let name = entry.name();
         if is_one(name) && !service.withheld.has(name) {
             service.withheld.put_whole(name, mem::take(seen), why);
@@ -334,84 +353,89 @@ fn withhold(service: &Service, begun: &mut [Begun], why: &'static str, is_one: i
     }
 }
 
-/// Commits that the devices of a state go on, and where they are to be seen, directly before clients see
-/// them.
+/// Records the created devices of the state with their exports, directly before clients can use them.
 ///
-/// If that fails, devices are withheld whose content the state calls exact: it would do so after a crash.
-pub fn keep(service: &Service, begun: &mut [Begun]) {
+/// If that fails, withholds devices whose content the state calls exact: after a crash the state would still
+/// call it exact, although clients had changed it.
+pub fn record_devices(service: &Service, created: &mut [NewDevice]) {
     let seen =
-        |device: &Begun| service.withheld.of(device.entry.name()).unwrap_or_else(|| device.seen.clone());
-    let kept = recording::put(service, begun.iter().map(|device| (&*device.entry, seen(device))));
+        |device: &NewDevice| service.withheld.of(device.entry.name()).unwrap_or_else(|| device.seen.clone());
+    let kept = recording::put(service, created.iter().map(|device| (&*device.entry, seen(device))));
     if let Err(fault) = kept {
-        error!("{}; devices with the content of an orderly end are withheld", fault.message);
+        error!("{}; devices with the content of a clean shutdown are withheld", fault.message);
         let is_exact = |device: Device| device.saved.is_some();
-        withhold(service, begun, "the state cannot record that it is in use", |name| {
+        withhold(service, created, "the state cannot record that it is in use", |name| {
             service.records.state().and_then(|state| state.find(name)).is_some_and(is_exact)
         });
     }
 }
 
-/// Has the state keep the devices that were asked for, and shows them. If that fails, the state has none of
-/// them.
-pub fn show_new(service: &Service, begun: &[Begun]) -> Result<(), Fault> {
-    for Begun { entry, .. } in begun {
+/// Records the devices of the command line and file in the state, and publishes them.
+///
+/// # Errors
+/// A device cannot be recorded or published. Then the state contains none of them.
+pub fn publish_new(service: &Service, created: &[NewDevice]) -> Result<(), Fault> {
+    for NewDevice { entry, .. } in created {
         entry.kind.begin_merge(entry, &service.registry)?;
     }
-    // Before a client can write to one.
-    recording::put(service, begun.iter().map(|device| (&*device.entry, device.seen.clone())))?;
-    let shown = show_with(service, begun, |claim, entry, seen| service.show(claim, entry, seen));
-    shown.inspect_err(|_| {
-        let names: Vec<&str> = begun.iter().map(|device| device.entry.name()).collect();
+    // Recorded before a client can write to a device.
+    recording::put(service, created.iter().map(|device| (&*device.entry, device.seen.clone())))?;
+    let published = publish_with(service, created, |claim, entry, seen| service.show(claim, entry, seen));
+    published.inspect_err(|_| {
+        let names: Vec<&str> = created.iter().map(|device| device.entry.name()).collect();
         if let Err(fault) = service.records.forget_all(&names) {
             error!("{}", fault.message);
         }
     })?;
-    // Ports that were chosen.
-    let seen = |device: &Begun| recording::seen(service, device.entry.name());
-    recording::put(service, begun.iter().map(|device| (&*device.entry, seen(device))))
+    // Recorded again, with the ports that were chosen for port 0.
+    let seen = |device: &NewDevice| recording::seen(service, device.entry.name());
+    recording::put(service, created.iter().map(|device| (&*device.entry, seen(device))))
 }
 
-/// Shows the devices of a state. Exports that cannot be shown now are tried again later.
-pub fn show(service: &Arc<Service>, begun: &[Begun]) -> Result<(), Fault> {
-    show_with(service, begun, |claim, entry, seen| {
+/// Publishes the devices of the state. Exports that cannot be published now are retried later.
+pub fn publish(service: &Arc<Service>, created: &[NewDevice]) -> Result<(), Fault> {
+    publish_with(service, created, |claim, entry, seen| {
         again::show(service, claim, entry, seen);
         Ok(())
     })?;
     again::begin(service);
-    // Ports that were chosen.
-    let chosen = begun.iter().filter(|device| recording::differs(service, &device.entry));
+    // Recorded again, with the ports that were chosen for port 0.
+    let chosen = created.iter().filter(|device| recording::differs(service, &device.entry));
     let chosen: Vec<_> = chosen.map(|device| device.entry.name()).collect();
     if !chosen.is_empty() {
         let claim = service.claim_all("serve", &chosen)?;
         let committed = Recording::begin(service, &claim, "serve", &chosen).and_then(Recording::commit);
         if let Err(fault) = committed {
-            error!("ports that were chosen are others at the next start: {}", fault.message);
+            error!(
+                "the next start will choose new ports, because the current ones cannot be recorded: {}",
+                fault.message
+            );
         }
     }
     Ok(())
 }
 
-fn show_with(
+fn publish_with(
     service: &Service,
-    begun: &[Begun],
-    show: impl Fn(&Claim<'_>, &Arc<Entry>, &Seen) -> Result<(), Fault>,
+    created: &[NewDevice],
+    publish: impl Fn(&Claim<'_>, &Arc<Entry>, &Seen) -> Result<(), Fault>,
 ) -> Result<(), Fault> {
     let home = service.exports.home();
-    // A list is of an address: a state in which devices say otherwise of one, or of what is the server's
-    // now, holds up nobody.
+    // An allow list belongs to an address. If the records disagree about the list of an address, the first
+    // one is used; addresses of the server keep the list of the server. Neither is an error.
     let mut lists: HashMap<Address, AllowList> = HashMap::new();
-    for (wanted, _) in begun.iter().flat_map(|device| &device.seen.exports) {
+    for (wanted, _) in created.iter().flat_map(|device| &device.seen.exports) {
         if let (Place::Nbd(at), Some(list)) = (&wanted.place, &wanted.allow)
             && wanted.place.is_fixed()
         {
             lists.entry(at.clone()).or_insert_with(|| list.clone());
         }
     }
-    for Begun { entry, seen } in begun {
+    for NewDevice { entry, seen } in created {
         let claim = match service.claim("serve", entry.name()) {
             Ok(claim) => claim,
             Err(fault) => {
-                // A verb has the device. What is absent of it is tried again.
+                // A verb has claimed the device. Its absent exports are retried later.
                 error!("{}", fault.message);
                 continue;
             }
@@ -427,15 +451,15 @@ fn show_with(
                 wanted.allow = lists.get(at).filter(|_| !home.contains(at)).cloned();
             }
         }
-        show(&claim, entry, &seen)?;
+        publish(&claim, entry, &seen)?;
     }
     Ok(())
 }
 
-/// Brings in what the command line and file say otherwise than the state.
-pub fn bring_in(service: &Service, devices: &[Declared], has_file: bool) -> Result<(), Fault> {
+/// Applies the command line and file to the devices of the state, for `--apply`.
+pub fn apply_declared(service: &Service, devices: &[Declared], has_file: bool) -> Result<(), Fault> {
     let extent = Extent { prune: false, force: false, check: false, adds: !has_file };
-    for change in apply::bring_in(service, devices, extent)? {
+    for change in apply::apply_devices(service, devices, extent)? {
         info!("{change}");
     }
     Ok(())

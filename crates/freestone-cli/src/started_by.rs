@@ -1,7 +1,7 @@
-//! Who has started a server, and what that is told: a service manager how far it is, others its
-//! process number in a file; and a parent whose end is the server's.
+//! Relations to the process that started the server: notifications and sockets of a service manager, the
+//! pidfile, and the exit with the parent process.
 #![expect(unsafe_code)]
-// UNSAFETY: takes the sockets over that the manager has opened, which come as numbers.
+// UNSAFETY: takes over sockets of the service manager, which are passed as descriptor numbers.
 
 use std::env;
 use std::fs;
@@ -17,7 +17,7 @@ use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_sig
 use sd_notify::NotifyState;
 use tracing::warn;
 
-/// What the manager says to us, and not to our children.
+/// Environment variables of the service manager, which child processes must not inherit.
 pub const VARIABLES: [&str; 4] = ["NOTIFY_SOCKET", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
 
 /// How long a message waits for a manager that does not read its socket.
@@ -31,13 +31,13 @@ static MANAGER: LazyLock<io::Result<Option<(UnixDatagram, SocketAddr)>>> = LazyL
     Ok(Some((socket, SocketAddr::from_pathname(path)?)))
 });
 
-/// Opens the socket for messages to the service manager: at the end descriptors may have run out.
+/// Opens the socket for messages to the service manager. Later all descriptors may be in use.
 pub fn open_manager() {
     LazyLock::force(&MANAGER);
 }
 
 /// Sends states to the service manager, if there is one, as `sd_notify(3)` describes.
-fn tell(states: &[NotifyState<'_>]) {
+fn notify(states: &[NotifyState<'_>]) {
     let text = states.iter().fold(String::new(), |text, state| text + &state.to_string() + "\n");
     let sent = match &*MANAGER {
         Ok(None) => return,
@@ -45,48 +45,47 @@ fn tell(states: &[NotifyState<'_>]) {
         Err(error) => Some(io::Error::new(error.kind(), error.to_string())),
     };
     if let Some(error) = sent {
-        warn!("the service manager cannot be told: {error}");
+        warn!("cannot notify the service manager: {error}");
     }
 }
 
-/// All devices are there.
+/// Reports that the server is ready, and the number of devices as its status.
 pub fn ready(devices: usize) {
     let plural = if devices == 1 { "" } else { "s" };
-    tell(&[NotifyState::Ready, NotifyState::Status(&format!("{devices} device{plural}"))]);
+    notify(&[NotifyState::Ready, NotifyState::Status(&format!("{devices} device{plural}"))]);
 }
 
-/// Its file is read again; [`ready`] follows.
+/// Reports that the configuration is being reloaded. The caller must call [`ready`] afterwards.
 pub fn reloading() {
     match NotifyState::monotonic_usec_now() {
-        Ok(now) => tell(&[NotifyState::Reloading, now]),
-        Err(error) => warn!("the service manager cannot be told: {error}"),
+        Ok(now) => notify(&[NotifyState::Reloading, now]),
+        Err(error) => warn!("cannot notify the service manager: {error}"),
     }
 }
 
-/// It ends, and is at this.
-pub fn ending(at: &str) {
-    tell(&[NotifyState::Stopping, NotifyState::Status(at)]);
+/// Reports that the server is stopping, with the current step as its status.
+pub fn ending(step: &str) {
+    notify(&[NotifyState::Stopping, NotifyState::Status(step)]);
 }
 
-/// The same, and it may take so long from now on.
-pub fn ending_within(at: &str, time: Duration) {
+/// Reports that the server is stopping, and extends the timeout of the manager to `time` from now.
+pub fn ending_within(step: &str, time: Duration) {
     let micros = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
-    tell(&[NotifyState::Stopping, NotifyState::Status(at), NotifyState::ExtendTimeoutUsec(micros)]);
+    notify(&[NotifyState::Stopping, NotifyState::Status(step), NotifyState::ExtendTimeoutUsec(micros)]);
 }
 
-/// The sockets that the service manager listens at for us (`sd_listen_fds(3)`). To be called once.
+/// Takes over the listening sockets of the service manager (`sd_listen_fds(3)`). Must be called only once.
 pub fn sockets() -> Result<Vec<OwnedFd>> {
     let sockets = sd_notify::listen_fds().context("LISTEN_FDS, the sockets of the service manager")?;
-    // SAFETY: the manager has opened them for this process, and nothing else in it knows their
-    // numbers.
+    // SAFETY: the manager has opened the descriptors for this process, and no other code in it uses them.
     Ok(sockets.map(|socket| unsafe { OwnedFd::from_raw_fd(socket) }).collect())
 }
 
-/// The process number in a file, which goes with the server.
+/// The pidfile, which is removed when this is dropped.
 pub struct Pidfile(PathBuf);
 
 impl Pidfile {
-    /// Writes it, over one that is there.
+    /// Writes the file, replacing an existing one.
     pub fn write(path: &Path) -> Result<Self> {
         let path = std::path::absolute(path).context("--pidfile: no path")?;
         fs::write(&path, format!("{}\n", getpid().as_raw_nonzero()))
@@ -98,22 +97,22 @@ impl Pidfile {
 impl Drop for Pidfile {
     fn drop(&mut self) {
         let ours = getpid().as_raw_nonzero().to_string();
-        // Another server may have written its own since.
+        // Another server may have replaced the file.
         if fs::read_to_string(&self.0).is_ok_and(|text| text.trim() == ours) {
             let _ = fs::remove_file(&self.0);
         }
     }
 }
 
-/// The process that has started us, as of now.
+/// Returns the current parent process.
 pub fn parent() -> Option<Pid> {
     getppid()
 }
 
-/// Ends this server, as SIGTERM does, when the process that has started it ends.
+/// Requests SIGTERM from the kernel for the time when the parent process ends.
 pub fn end_with(parent: Option<Pid>) -> Result<()> {
     set_parent_process_death_signal(Some(Signal::TERM)).context("--exit-with-parent")?;
-    // It may have ended before that was said.
+    // The parent may have ended before the request.
     if getppid() != parent {
         bail!("--exit-with-parent: the parent has ended already");
     }
@@ -125,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pidfile_goes_with_its_server_and_not_with_another() {
+    fn pidfile_drop_removes_only_own_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("pid");
         let written = Pidfile::write(&path).unwrap();

@@ -1,4 +1,4 @@
-//! What the command line and a file say of the state, and of what is saved there.
+//! Options and keys for the state directory and for saving content in it.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -13,43 +13,46 @@ use crate::error::Usage;
 use crate::records::NEEDS_STATE;
 use crate::saves::Plan;
 
-/// The options of `serve`.
+/// Options of `serve` for the state.
 #[derive(Debug, Args)]
+#[command(next_help_heading = "State")]
 pub struct StateArgs {
-    /// Keep devices, forks, snapshots and exports in this directory, made where it is not there: the
-    /// next server on it has them again
+    /// State directory: devices, forks, snapshots and exports are restored by the next server; created if
+    /// missing
     #[arg(long, value_name = "DIR")]
     pub state: Option<PathBuf>,
-    /// Change what the state has otherwise than the devices and the file say; else that is refused
+    /// Change devices of the state that differ from the command line and file; without it they are refused
     #[arg(long)]
     apply: bool,
-    /// With --state: save what devices with keep=yes hold so often, where it changed: a whole number with
-    /// s, m or h
+    /// Save changed devices with keep=yes at this interval: a whole number with s, m or h
     #[arg(long, value_name = "TIME", value_parser = config::save_every)]
     save_every: Option<Duration>,
-    /// With --state: save it whenever so many bytes of it have changed
+    /// Save a device with keep=yes when this many of its bytes have changed
     #[arg(long, value_name = "SIZE", value_parser = config::save_after)]
     save_after: Option<u64>,
-    /// With --state: how long the end of the server waits for the last save [default: 5m]
+    /// Longest wait for the last save at the end of the server [default: 5m]
     #[arg(long, value_name = "TIME", value_parser = times::parse)]
     save_timeout: Option<Duration>,
 }
 
-/// A state, and how it is used.
-pub struct Asked {
-    /// Its directory.
+/// Settings of the state.
+pub struct StateSettings {
+    /// The state directory.
     pub dir: PathBuf,
     /// When content is saved.
     pub saves: Plan,
-    /// What it has otherwise than the words say is changed.
+    /// Change devices of the state that differ from the command line and file.
     pub apply: bool,
-    /// A file was given: what it does not say any more is to go.
+    /// A file was given: with `apply`, remove devices that it no longer declares.
     pub has_file: bool,
 }
 
 impl StateArgs {
-    /// What is to be done; nothing without a state. Refuses what needs one.
-    pub fn asked(&self, file: Option<&FileConfig>, devices: &[Declared]) -> Result<Option<Asked>> {
+    /// Combines command line and file. Returns `None` without a state directory.
+    ///
+    /// # Errors
+    /// An option, or a key of a device, needs a state directory.
+    pub fn settings(&self, file: Option<&FileConfig>, devices: &[Declared]) -> Result<Option<StateSettings>> {
         let of_file = file.and_then(|file| Some(file.base.join(file.state.as_ref()?)));
         let Some(dir) = self.state.clone().or(of_file) else {
             self.check_stateless(file, devices)?;
@@ -62,7 +65,7 @@ impl StateArgs {
             after: self.save_after.or(file.and_then(|file| file.save_after)),
             timeout: self.save_timeout.or(file.and_then(|file| file.save_timeout)).unwrap_or(usual.timeout),
         };
-        Ok(Some(Asked { dir, saves, apply: self.apply, has_file: file.is_some() }))
+        Ok(Some(StateSettings { dir, saves, apply: self.apply, has_file: file.is_some() }))
     }
 
     fn check_stateless(&self, file: Option<&FileConfig>, devices: &[Declared]) -> Result<(), Usage> {

@@ -1,4 +1,4 @@
-//! Templates: a fork for every connection.
+//! Templates: each connection gets a fork of its own.
 
 use std::sync::Arc;
 
@@ -8,26 +8,26 @@ use freestone_spec::kinds::registry::Registry;
 
 use crate::limited::Limited;
 
-/// What the NBD server calls for each connection to the template. The fork is among the devices, as
-/// `NAME@1` and so on, until the connection ends.
+/// Returns the function that the NBD server calls for each connection to the template. The fork is registered
+/// as `NAME@1` and so on until the connection ends.
 pub fn make(registry: &Arc<Registry>, template: &Arc<Entry>, limited: &Arc<Limited>) -> Make {
     let (registry, template, limited) = (Arc::clone(registry), Arc::clone(template), Arc::clone(limited));
     Arc::new(move || {
         let fork = template.kind.fresh(&template, &registry).map_err(|refusal| refusal.sentence)?;
-        let way = fork.way().expect("a fork is a device");
+        let way = fork.way().expect("a fork has a device");
         let joined = limited.join(&way);
         let (device, own) = (Arc::clone(&way) as _, Arc::downgrade(&way));
         let registry = Arc::clone(&registry);
         let on_end = move || {
-            // Nobody waits any more but for what a connection that was cut had asked for.
+            // Only requests of a connection that was cut can still wait: they fail.
             let ways: Vec<_> = own.upgrade().into_iter().collect();
             let _gone = fork.end_waiting(&ways);
             if let Some(faults) = &fork.layers.faults {
-                // What hangs is not waited for: nobody has its answer.
+                // Fails requests held by a fault rule: their connection is gone.
                 faults.close();
             }
             if let Err(users) = registry.remove(&fork) {
-                // Snapshots do not stand on their origin.
+                // Should not happen: snapshots do not depend on their origin.
                 tracing::error!("{}: {users} stand on it", fork.name());
             }
         };

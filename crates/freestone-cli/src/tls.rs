@@ -1,4 +1,4 @@
-//! TLS of the NBD server: the options that say so, and the files that they name.
+//! TLS of the NBD server: options and certificate files.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -13,48 +13,51 @@ use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::exposure;
 
-const TLS_HELP: &str = "TLS for NBD: off; on, for clients that want it and devices with tls_clients; require, for \
-                        all clients [default: off]";
-const CERT_HELP: &str = "The server's certificate, PEM; those between it and the authority behind it. SIGHUP reads the files again";
-const CA_HELP: &str = "Clients must show a certificate that one of these authorities has signed, PEM";
-const CRL_HELP: &str =
-    "Certificates of clients that are revoked: a list of each authority that stands behind clients, PEM";
-const PLAINTEXT_HELP: &str = "Listen also where other machines can connect without TLS: who reaches the port reads and \
-                              writes";
+const TLS_HELP: &str = "TLS for NBD: off; on (for clients that ask for it, and for devices with tls_clients); require (for \
+    all clients) [default: off]";
+const CERT_HELP: &str =
+    "Certificate of the server and its intermediate certificates, PEM; SIGHUP reloads all files of --tls";
+const CA_HELP: &str = "Require client certificates signed by one of these authorities, PEM";
+const CRL_HELP: &str = "Revocation lists for client certificates, one for each authority, PEM";
+const PLAINTEXT_HELP: &str =
+    "Accept connections from other machines without TLS; anybody who reaches the port can read and write";
 
-/// The options.
+/// Options for TLS.
 #[derive(Debug, Default, Args)]
+#[command(next_help_heading = "TLS")]
 pub struct TlsArgs {
-    /// For whom it is.
+    /// TLS mode.
     #[arg(long, value_name = "MODE", help = TLS_HELP, value_parser = TlsWord::parse)]
     tls: Option<TlsWord>,
-    /// The certificate.
+    /// Certificate of the server.
     #[arg(long, value_name = "FILE", help = CERT_HELP)]
     tls_cert: Option<PathBuf>,
-    /// Its private key, PEM
+    /// Private key of the server, PEM
     #[arg(long, value_name = "FILE")]
     tls_key: Option<PathBuf>,
-    /// Of clients.
+    /// Authorities of client certificates.
     #[arg(long, value_name = "FILE", help = CA_HELP)]
     tls_client_ca: Option<PathBuf>,
-    /// Not of these.
+    /// Revocation lists of client certificates.
     #[arg(long, value_name = "FILE", help = CRL_HELP)]
     tls_client_crl: Option<PathBuf>,
-    /// In clear.
+    /// Permits connections of other machines without TLS.
     #[arg(long, help = PLAINTEXT_HELP)]
     allow_plaintext: bool,
 }
 
-/// As it was said, and checked without opening a file.
+/// TLS settings, checked without opening a file.
 #[derive(Debug, Default, Clone)]
 pub struct Tls {
-    /// What was said, with absolute paths.
+    /// The configured settings, with absolute paths.
     pub words: TlsWords,
+    /// Mode and files, or `None` without TLS.
     on: Option<(TlsMode, TlsFiles)>,
 }
 
 impl Tls {
-    /// What the command line says, and of the rest what the file at that path says.
+    /// Combines command line and file. The tuple contains settings and path of the file, and the directory of
+    /// its relative paths.
     pub fn new(args: &TlsArgs, file: Option<(&TlsWords, &Path, &Path)>) -> Result<Self> {
         let TlsArgs { tls, tls_cert, tls_key, tls_client_ca, tls_client_crl, allow_plaintext } = args;
         let here = env::current_dir().context("the working directory cannot be found")?;
@@ -78,12 +81,12 @@ impl Tls {
         Ok(Self { words, on })
     }
 
-    /// For whom it is.
+    /// Returns the mode, or `None` without TLS.
     pub fn mode(&self) -> Option<TlsMode> {
         self.on.as_ref().map(|(mode, _)| *mode)
     }
 
-    /// Reads the files and has the server use them.
+    /// Reads the files and enables TLS in the server.
     pub fn begin(&self, server: &Server) -> Result<(), Usage> {
         if let Some((mode, files)) = &self.on {
             server.secure(*mode, Credentials::load(files).map_err(|why| Usage(why.to_string()))?);
@@ -91,10 +94,10 @@ impl Tls {
         Ok(())
     }
 
-    /// Reads the files again, for who connects from now on. Without TLS nothing happens.
+    /// Reads the files again, for new connections. Does nothing without TLS.
     ///
     /// # Errors
-    /// A sentence; all is as it was.
+    /// A message: a file is invalid, and the server keeps using the previous files.
     pub fn renew(&self, server: &Server) -> Result<(), String> {
         if let Some((_, files)) = &self.on {
             server.renew(Credentials::load(files).map_err(|why| why.to_string())?);
@@ -102,24 +105,24 @@ impl Tls {
         Ok(())
     }
 
-    /// Refuses a device for clients who would not be known.
+    /// Fails for a device with `tls_clients` if the server cannot identify clients.
     pub fn check_device(&self, spec: &Spec) -> Result<(), Fault> {
         let why = match (&spec.tls_clients, &self.on) {
             (None, _) | (Some(TlsClients::Any), Some(_)) => return Ok(()),
-            (Some(_), None) => "this server has no TLS; it is started with --tls on or require",
+            (Some(_), None) => "this server has no TLS; start it with --tls on or require",
             (Some(TlsClients::Named(_)), Some((_, files))) if files.client_ca.is_some() => return Ok(()),
             (Some(TlsClients::Named(_)), Some(_)) => {
-                "clients of this server show no certificates; it is started with --tls-client-ca"
+                "this server does not request client certificates; start it with --tls-client-ca"
             }
         };
         Err(Fault::invalid(format!("{}: tls_clients: {why}", spec.name)))
     }
 
-    /// Refuses an address where others than this machine's users come in clear, unless that was
-    /// said; then it is told.
+    /// Fails for an address where other machines could connect without TLS. If that is allowed explicitly, only
+    /// logs a warning.
     ///
     /// # Errors
-    /// A sentence.
+    /// A message.
     pub fn check_address(&self, address: &Address) -> Result<(), String> {
         if self.is_required() || !exposure::is_open(address) {
             return Ok(());
@@ -131,13 +134,13 @@ impl Tls {
         Err(exposure::refusal(address))
     }
 
-    /// Whether nobody comes in clear.
+    /// Returns true if TLS is required of all clients.
     pub fn is_required(&self) -> bool {
         self.mode() == Some(TlsMode::Require)
     }
 }
 
-/// Who sees an export.
+/// Returns the clients that may use an export of the device.
 pub fn clients_of(spec: &Spec) -> Clients {
     match &spec.tls_clients {
         None => Clients::All,
@@ -158,10 +161,8 @@ fn words_to_files(words: &TlsWords) -> Result<Option<(TlsMode, TlsFiles)>, Strin
                 ("tls_client_crl", &words.client_crl),
             ];
             return match said.iter().find(|(_, path)| path.is_some()) {
-                // Who turns it off for once does not have to take the files out.
-                Some((key, _)) if words.tls.is_none() => {
-                    Err(format!("{key}: says nothing without tls: on, or require"))
-                }
+                // With an explicit `off` the files may remain configured.
+                Some((key, _)) if words.tls.is_none() => Err(format!("{key}: needs tls=on or tls=require")),
                 _ => Ok(None),
             };
         }
@@ -173,7 +174,7 @@ fn words_to_files(words: &TlsWords) -> Result<Option<(TlsMode, TlsFiles)>, Strin
     };
     let (client_ca, client_crl) = (words.client_ca.clone(), words.client_crl.clone());
     if client_ca.is_none() && client_crl.is_some() {
-        return Err("tls_client_crl: says nothing without tls_client_ca".to_owned());
+        return Err("tls_client_crl: needs tls_client_ca".to_owned());
     }
     Ok(Some((mode, TlsFiles { cert, key, client_ca, client_crl })))
 }

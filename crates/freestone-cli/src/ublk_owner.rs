@@ -1,5 +1,5 @@
-//! `ublk-owner NODE`: whose a block device is. udev asks it, to give a user the nodes of his device
-//! (`packaging/udev`).
+//! `ublk-owner NODE`: prints the owner of a ublk device. A udev rule (`packaging/udev`) calls this to set the
+//! owner of the device nodes.
 
 use std::io::{self, Write as _};
 use std::process::ExitCode;
@@ -12,13 +12,14 @@ use crate::error::{STATUS_FAILURE, Stdout};
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// The node: ublkcN, ublkbN, or a partition of that
+    /// Name of the device node: ublkcN, ublkbN, or one of its partitions
     #[arg(value_name = "NODE")]
     node: String,
 }
 
-/// Prints user and group. Status 1 and no word: it is root's, whom udev gives the nodes by itself.
-pub fn tell(line: &Line) -> Result<ExitCode> {
+/// Prints user and group as numbers. If the owner is root, prints nothing and returns status 1: udev creates
+/// nodes for root by default.
+pub fn print_owner(line: &Line) -> Result<ExitCode> {
     match freestone_ublk::owner(&line.node).context("ublk-owner")? {
         Some((user, group)) => {
             writeln!(io::stdout(), "{user} {group}").map_err(Stdout::from)?;

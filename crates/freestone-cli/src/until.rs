@@ -1,4 +1,5 @@
-//! What a server waits for: signals, the end of the command it runs for, its own end.
+//! Events that the main thread of a server waits for: signals, the exit of the command of `--run`, and the
+//! end of the server.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
@@ -22,65 +23,64 @@ use tracing::warn;
 
 use crate::process;
 
-/// How long a command that was told to end may take before it is killed.
+/// Time from passing a signal on to the command of `--run` until the command is killed.
 const COMMAND_GRACE: Duration = Duration::from_secs(5);
-/// Signals that mean nothing to a server, and whose default action would end it with nothing saved:
-/// of scripts that rotate logs, of a timer that a parent has set, of descriptors that others share.
-const UNUSED: [i32; 6] = [SIGUSR1, SIGUSR2, SIGALRM, SIGVTALRM, SIGPROF, SIGIO];
-/// A process that a signal ended has this plus the signal's number as its status, as shells have
-/// it.
+/// Signals that the server ignores, because their default action would end it without saving: they come from
+/// log rotation scripts, from timers set by a parent process, or from shared descriptors.
+const IGNORED: [i32; 6] = [SIGUSR1, SIGUSR2, SIGALRM, SIGVTALRM, SIGPROF, SIGIO];
+/// Exit status of a process that a signal ended, minus the number of the signal. Same as in shells.
 pub const STATUS_OF_SIGNAL_0: i32 = 128;
 
-/// Something happened.
+/// An event for the main thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
-    /// A signal that asks for the end.
+    /// SIGINT, SIGTERM or SIGHUP.
     Signal(i32),
-    /// The kernel or the machine asks for the end, for this reason. It may repeat that, which never
-    /// shortens an end under way.
+    /// The kernel or the machine requests the end, for this reason. Unlike a second signal, a repeated request
+    /// does not shorten a shutdown in progress.
     Emergency(&'static str),
     /// A child process changed its state.
     Child,
-    /// The one client of `--single` has left.
+    /// The client of `--single` has disconnected.
     Left,
     /// The server has ended.
     Ended,
 }
 
-/// What happened, in order.
+/// Queue of events.
 pub struct Events {
     sender: Sender<Event>,
     receiver: Receiver<Event>,
     at_signal: Arc<AtSignal>,
 }
 
-/// What signals that end the server do at once.
+/// Action that the signal thread runs at once when a signal ends the server.
 #[derive(Default)]
 struct AtSignal {
     act: OnceLock<Box<dyn Fn() + Send + Sync>>,
-    /// One has come.
-    is_asked: AtomicBool,
+    /// A signal has been received.
+    is_signaled: AtomicBool,
 }
 
 impl AtSignal {
-    fn come(&self) {
-        self.is_asked.store(true, Ordering::SeqCst);
+    fn run(&self) {
+        self.is_signaled.store(true, Ordering::SeqCst);
         self.act.get().iter().for_each(|act| act());
     }
 }
 
 impl Events {
-    /// Takes over the signals. From here on they do nothing but come out here. A handler takes them,
-    /// not `SIG_IGN`: programs that the server starts have the default actions again.
+    /// Installs the signal handlers. From now on signals only create events. Ignored signals have a handler as
+    /// well instead of `SIG_IGN`, so that child programs get the default actions.
     pub fn listen() -> Result<Self> {
         let (sender, receiver) = mpsc::channel();
         let mut wanted = vec![SIGINT, SIGTERM, SIGCHLD, SIGXCPU, SIGPWR, SIGXFSZ];
-        wanted.extend(UNUSED);
-        // Under nohup it stays ignored.
+        wanted.extend(IGNORED);
+        // Under nohup SIGHUP remains ignored.
         if !is_ignored(SIGHUP) {
             wanted.push(SIGHUP);
         }
-        let mut signals = Signals::new(wanted).context("cannot take over the signals")?;
+        let mut signals = Signals::new(wanted).context("cannot install the signal handlers")?;
         let to = sender.clone();
         let at_signal = Arc::<AtSignal>::default();
         let act = Arc::clone(&at_signal);
@@ -100,12 +100,12 @@ impl Events {
                             }
                             continue;
                         }
-                        unused if UNUSED.contains(&unused) => continue,
+                        ignored if IGNORED.contains(&ignored) => continue,
                         signal => Event::Signal(signal),
                     };
                     let is_end = matches!(event, Event::Emergency(_) | Event::Signal(SIGINT | SIGTERM));
                     if is_end {
-                        act.come();
+                        act.run();
                     }
                     if to.send(event).is_err() {
                         return;
@@ -116,23 +116,23 @@ impl Events {
         Ok(Self { sender, receiver, at_signal })
     }
 
-    /// Sets what SIGINT and SIGTERM do beside coming out here, on another thread: it waits for nothing. If
-    /// one has come already, it is done now.
+    /// Sets an action for signals that end the server, in addition to the event. The action runs on the signal
+    /// thread and must not block. If such a signal was received already, runs the action now.
     pub fn at_signal(&self, act: impl Fn() + Send + Sync + 'static) {
-        // Once, by the server.
+        // Called once, by the server.
         let _ = self.at_signal.act.set(Box::new(act));
-        if self.at_signal.is_asked.load(Ordering::SeqCst) {
-            self.at_signal.come();
+        if self.at_signal.is_signaled.load(Ordering::SeqCst) {
+            self.at_signal.run();
         }
     }
 
-    /// For events of one's own.
+    /// Returns a sender for other events.
     pub fn sender(&self) -> Sender<Event> {
         self.sender.clone()
     }
 }
 
-/// Whether a signal does nothing, as a shell has it for its background jobs.
+/// Returns true if a signal is ignored, as SIGINT is in background jobs of a shell.
 pub fn is_ignored(signal: i32) -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -140,14 +140,14 @@ pub fn is_ignored(signal: i32) -> bool {
     mask & (1 << (signal - 1)) != 0
 }
 
-/// Whether there is a terminal that can hang up.
+/// Returns true if the process has a controlling terminal, which can hang up.
 pub fn has_terminal() -> bool {
     fs::File::open("/dev/tty").is_ok()
 }
 
-/// Waits for what asks for the end: a signal, or that the one client has left. A hangup does not where
-/// `on_hangup` takes it.
-pub fn signalled(events: &Events, on_hangup: &dyn Fn() -> bool) -> Result<()> {
+/// Waits for an event that ends the server: a signal, or the disconnect of the client of `--single`. SIGHUP
+/// is such an event only if `on_hangup` returns false.
+pub fn wait_for_end_request(events: &Events, on_hangup: &dyn Fn() -> bool) -> Result<()> {
     loop {
         match events.receiver.recv().context("the thread for signals is gone")? {
             Event::Signal(SIGHUP) if on_hangup() => {}
@@ -161,19 +161,19 @@ pub fn signalled(events: &Events, on_hangup: &dyn Fn() -> bool) -> Result<()> {
     }
 }
 
-/// How waiting for the end of the server ended.
+/// Result of waiting for the end of the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ended {
-    /// It has ended.
-    Well,
-    /// This signal came before.
+pub enum WaitOutcome {
+    /// The server has ended.
+    Ended,
+    /// A signal was received before.
     Signal(i32),
-    /// It took too long.
-    Late,
+    /// The deadline has passed before.
+    TimedOut,
 }
 
-/// Waits for the end of the server, or until then.
-pub fn ended(events: &Events, until: Option<Instant>) -> Ended {
+/// Waits for the end of the server, a signal, or the deadline `until`.
+pub fn wait_for_end(events: &Events, until: Option<Instant>) -> WaitOutcome {
     loop {
         let event = match until {
             None => events.receiver.recv().map_err(|_| RecvTimeoutError::Disconnected),
@@ -181,20 +181,20 @@ pub fn ended(events: &Events, until: Option<Instant>) -> Ended {
         };
         match event {
             Ok(Event::Child | Event::Left | Event::Emergency(_)) => {}
-            Ok(Event::Signal(signal)) => return Ended::Signal(signal),
-            Ok(Event::Ended) | Err(RecvTimeoutError::Disconnected) => return Ended::Well,
-            Err(RecvTimeoutError::Timeout) => return Ended::Late,
+            Ok(Event::Signal(signal)) => return WaitOutcome::Signal(signal),
+            Ok(Event::Ended) | Err(RecvTimeoutError::Disconnected) => return WaitOutcome::Ended,
+            Err(RecvTimeoutError::Timeout) => return WaitOutcome::TimedOut,
         }
     }
 }
 
-/// Runs the command and waits for its end. A signal is passed on to it; a second one, or too long a
-/// wait, kills it. Returns its exit status.
-pub fn command_ends(events: &Events, mut command: Command) -> Result<u8> {
+/// Runs the command and returns its exit status. Passes the first signal on to the command. Kills the command
+/// at a second signal, or if it does not exit within [`COMMAND_GRACE`].
+pub fn run_to_exit(events: &Events, mut command: Command) -> Result<u8> {
     let mut child = process::spawn(&mut command).context("--run: cannot start sh")?;
     let mut kill_at = None;
     loop {
-        // Only here is the child reaped, so its number is its own whenever a signal is sent.
+        // The child is reaped only here, so its number cannot belong to another process when a signal is sent.
         if let Some(status) = child.try_wait().context("--run: cannot wait for the command")? {
             return Ok(exit_status(status));
         }
@@ -224,7 +224,7 @@ pub fn command_ends(events: &Events, mut command: Command) -> Result<u8> {
 
 fn pass_on(child: &Child, signal: i32) {
     if let (Some(pid), Some(signal)) = (Pid::from_raw(child.id() as i32), Signal::from_named_raw(signal)) {
-        // Fails only where the command is gone, which the caller sees next.
+        // Fails only if the command has exited, which the caller checks next.
         let _ = kill_process(pid, signal);
     }
 }

@@ -1,4 +1,4 @@
-//! The torture of the program, for a short while and with a fixed seed.
+//! Short torture run of the program with a fixed seed.
 
 use std::path::Path;
 
@@ -6,11 +6,11 @@ use freestone_testkit::effort;
 use freestone_torture::program;
 
 const SEED: u64 = 13;
-/// Length of a run: with every change, and in the slow lane.
+/// Minutes of a run: for every change, and in the slow lane.
 const MINUTES: [f64; 2] = [0.2, 1.0];
 
 #[test]
-fn judged_clients_meet_nothing_but_what_is_allowed() {
+fn torture_finds_no_violation() {
     let report = match program::run(
         SEED,
         effort(MINUTES[0], MINUTES[1]),
@@ -20,7 +20,7 @@ fn judged_clients_meet_nothing_but_what_is_allowed() {
         Err(failure) => panic!("{failure}"),
     };
     println!("{report}");
-    // It has done something of everything.
+    // The run did some of everything.
     assert!(report.rounds >= 1);
     assert!(report.requests.values().sum::<u64>() > 100, "{report}");
     for export in ["nbd", "vhost-user"] {

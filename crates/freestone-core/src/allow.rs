@@ -1,7 +1,7 @@
-//! Who may connect to an address: lists of networks, users and groups.
+//! Allow lists: the networks, users and groups that may connect to an address.
 #![expect(unsafe_code)]
-// UNSAFETY: who is at the other end of a Unix socket is told by options of sockets that rustix does
-// not have in full: the groups, and a process that has no number here.
+// UNSAFETY: calls getsockopt for SO_PEERGROUPS, which rustix lacks, and for SO_PEERCRED, which rustix cannot
+// report for a peer without a pid in this namespace.
 
 use std::fmt::{self, Display};
 use std::mem::{MaybeUninit, size_of};
@@ -16,42 +16,42 @@ use thiserror::Error;
 
 use crate::log_limit::LogLimit;
 
-/// Most entries of a list: each new connection is held against all of them.
+/// Maximum number of entries of a list. Each new connection is compared with all of them.
 pub const MAX_ALLOWED: usize = 256;
 
-/// Groups of a process; the kernel has no more (`NGROUPS_MAX`).
+/// Maximum number of groups of a process (`NGROUPS_MAX`).
 const GROUPS_MAX: usize = 65_536;
-/// There is room for so many at first.
-const GROUPS_USUAL: usize = 64;
-/// Bits of an IPv6 address in front of the IPv4 address that is mapped into it.
+/// Groups that the first getsockopt call has space for.
+const GROUPS_FIRST: usize = 64;
+/// Bits of an IPv6 address in front of an IPv4-mapped address.
 const MAPPED_BITS: u8 = 96;
 
-/// One entry of a list. Written `10.0.0.0/8`, `uid:1000`, `gid:1000`.
+/// An entry of an allow list, such as `10.0.0.0/8`, `uid:1000` or `gid:1000`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Who {
-    /// Whoever comes by TCP from an address of this network.
+    /// TCP clients whose address is in this network.
     Network(IpNet),
-    /// Processes of this user, at Unix sockets.
+    /// Processes of this user, connected by a Unix socket.
     User(u32),
-    /// Processes with this group, as their own or a further one, at Unix sockets.
+    /// Processes with this primary or supplementary group, connected by a Unix socket.
     Group(u32),
 }
 
-/// Why a text is no network.
+/// Error from parsing a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum NetworkError {
-    /// Neither a network nor an address.
+    /// The text is neither a network nor an address.
     #[error(
         "must be a network (10.0.0.0/8, fe80::/10), an address (192.168.1.5, ::1), uid:USER or gid:GROUP"
     )]
     Syntax,
-    /// The address has bits that the network does not.
-    #[error("the address has bits behind the length of the network; {0} is meant?")]
+    /// The address has bits set behind the prefix length. Contains the network without them.
+    #[error("the address has bits set behind the prefix length; use {0}")]
     Bits(IpNet),
 }
 
 impl Who {
-    /// A network, or one address. IPv4 that is mapped into IPv6 is IPv4.
+    /// Parses a network or a single address. IPv4-mapped IPv6 networks become IPv4 networks.
     ///
     /// # Errors
     /// See [`NetworkError`].
@@ -64,8 +64,8 @@ impl Who {
         if net.trunc() != net {
             return Err(NetworkError::Bits(net.trunc()));
         }
-        let IpNet::V6(six) = net else { return Ok(Self::Network(net)) };
-        let mapped = six.addr().to_ipv4_mapped().zip(six.prefix_len().checked_sub(MAPPED_BITS));
+        let IpNet::V6(network_v6) = net else { return Ok(Self::Network(net)) };
+        let mapped = network_v6.addr().to_ipv4_mapped().zip(network_v6.prefix_len().checked_sub(MAPPED_BITS));
         let four = mapped.and_then(|(address, len)| Ipv4Net::new(address, len).ok());
         Ok(Self::Network(four.map_or(net, IpNet::V4)))
     }
@@ -82,18 +82,18 @@ impl Display for Who {
     }
 }
 
-/// Who may connect; nobody else. Cheap to clone.
+/// The set of clients that may connect. Cheap to clone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AllowList {
-    /// In order, each once.
+    /// Sorted, without duplicates.
     entries: Arc<[Who]>,
 }
 
-/// The process at the other end of a Unix socket, as it was when it connected.
+/// The process that connected to a Unix socket, with its credentials at connect time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer {
-    /// Its number; 0 where it has none here, as one of another namespace.
-    process: i32,
+    /// Process id; 0 if the process has none in this pid namespace.
+    pub process: i32,
     user: u32,
     group: u32,
 }
@@ -105,7 +105,7 @@ impl Display for Peer {
 }
 
 impl AllowList {
-    /// Of these, in whatever order.
+    /// Creates a list from entries in any order.
     pub fn new(entries: impl IntoIterator<Item = Who>) -> Self {
         let mut entries: Vec<_> = entries.into_iter().collect();
         entries.sort_unstable();
@@ -113,19 +113,20 @@ impl AllowList {
         Self { entries: entries.into() }
     }
 
-    /// Its entries, in order.
+    /// Returns the entries, sorted.
     pub fn entries(&self) -> &[Who] {
         &self.entries
     }
 
-    /// Whether it has users or groups, so that somebody may come by a Unix socket.
+    /// Returns true if the list has users or groups, so that a Unix socket can be used.
     pub fn has_users(&self) -> bool {
         self.entries.iter().any(|who| !matches!(who, Who::Network(_)))
     }
 
-    /// Whether somebody may come by TCP to this host, a name or an address without brackets.
+    /// Returns true if a TCP client could be allowed at `host`, a name or an address without brackets.
     pub fn has_networks_for(&self, host: &str) -> bool {
-        // At an address of IPv4 nobody comes from IPv6, nor the other way round, but to all addresses.
+        // IPv4 addresses accept only IPv4 clients and IPv6 addresses only IPv6 clients; `::` and names accept
+        // both.
         let host = host.parse::<IpAddr>().ok().map(|host| host.to_canonical());
         self.networks().any(|net| match (host, net) {
             (Some(IpAddr::V4(_)), net) => net.addr().is_ipv4(),
@@ -138,8 +139,7 @@ impl AllowList {
         self.entries.iter().filter_map(|who| if let Who::Network(net) = who { Some(net) } else { None })
     }
 
-    /// Whether the list lets in who is at the other end of a stream socket. Who cannot be told is not
-    /// let in.
+    /// Returns true if the list allows the peer of a stream socket. An unknown peer is not allowed.
     pub fn lets_in(&self, socket: BorrowedFd<'_>) -> bool {
         match sockopt::socket_domain(socket) {
             Ok(AddressFamily::UNIX) => {
@@ -161,7 +161,7 @@ impl AllowList {
         self.networks().any(|net| net.contains(&address))
     }
 
-    /// `has_group` is asked for groups that are not the process's own.
+    /// Calls `has_group` for groups other than the process's primary group.
     fn has_process(&self, peer: Peer, has_group: &mut dyn FnMut(u32) -> bool) -> bool {
         self.entries.iter().any(|who| match *who {
             Who::Network(_) => false,
@@ -173,49 +173,49 @@ impl AllowList {
 
 impl Display for AllowList {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut between = "";
+        let mut separator = "";
         self.entries.iter().try_for_each(|who| {
-            write!(f, "{between}{who}")?;
-            between = ",";
+            write!(f, "{separator}{who}")?;
+            separator = ",";
             Ok(())
         })
     }
 }
 
-/// Who has connected by a Unix socket; `None` where it is none.
+/// Returns the process that connected to a Unix socket, or `None` for other sockets.
 pub fn peer_of(socket: BorrowedFd<'_>) -> Option<Peer> {
     let mut found = MaybeUninit::<libc::ucred>::uninit();
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: the descriptor is borrowed; the kernel writes at most `len` bytes there.
-    let asked = unsafe {
+    let status = unsafe {
         let at = found.as_mut_ptr().cast();
         libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, at, &raw mut len)
     };
-    if asked != 0 || len as usize != size_of::<libc::ucred>() {
+    if status != 0 || len as usize != size_of::<libc::ucred>() {
         return None;
     }
-    // SAFETY: it was written whole.
+    // SAFETY: the kernel has written the whole structure.
     let found = unsafe { found.assume_init() };
     let is_process = found.uid != u32::MAX;
     is_process.then_some(Peer { process: found.pid, user: found.uid, group: found.gid })
 }
 
-/// The further groups of that process; none where they cannot be told.
+/// Returns the peer's supplementary groups, or none if the kernel cannot report them.
 fn groups_of(socket: BorrowedFd<'_>) -> Vec<libc::gid_t> {
-    let mut groups = vec![0; GROUPS_USUAL];
+    let mut groups = vec![0; GROUPS_FIRST];
     loop {
         let room = groups.len() * size_of::<libc::gid_t>();
         let mut len = room as libc::socklen_t;
         // SAFETY: the descriptor is borrowed; the kernel writes at most `len` bytes there.
-        let asked = unsafe {
+        let status = unsafe {
             let at = groups.as_mut_ptr().cast();
             libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERGROUPS, at, &raw mut len)
         };
-        if asked == 0 {
+        if status == 0 {
             groups.truncate(len as usize / size_of::<libc::gid_t>());
             return groups;
         }
-        // Too little room.
+        // ERANGE: the buffer is too small.
         let is_short = rustix::io::Errno::from_io_error(&std::io::Error::last_os_error())
             == Some(rustix::io::Errno::RANGE);
         if !is_short || groups.len() >= GROUPS_MAX {
@@ -225,7 +225,7 @@ fn groups_of(socket: BorrowedFd<'_>) -> Vec<libc::gid_t> {
     }
 }
 
-/// Who was not let in: how many, and a line of the log a minute at most. Shared by all addresses of a
+/// Counter of denied connections, which also logs at most one line a minute. Shared by all addresses of a
 /// server.
 #[derive(Default)]
 pub struct Denials {
@@ -234,15 +234,15 @@ pub struct Denials {
 }
 
 impl Denials {
-    /// Somebody, `peer`, was not let in at an address.
+    /// Counts and logs a denied connection from `peer` at `address`.
     pub fn add(&self, address: &dyn Display, peer: &dyn Display) {
         self.count.fetch_add(1, Ordering::SeqCst);
         if let Some(held_back) = self.lines.line(()) {
-            tracing::warn!("{address}: closed, as allow does not have it: {peer}{held_back}");
+            tracing::warn!("{address}: connection closed, peer not in the allow list: {peer}{held_back}");
         }
     }
 
-    /// How many so far.
+    /// Returns the number of denied connections.
     pub fn count(&self) -> u64 {
         self.count.load(Ordering::SeqCst)
     }
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_read_is_shown_in_one_way() {
+    fn networks_parse_and_print_in_canonical_form() {
         for (text, shown) in [
             ("10.0.0.0/8", "10.0.0.0/8"),
             ("192.168.1.5", "192.168.1.5"),
@@ -292,14 +292,14 @@ mod tests {
             assert_eq!(Who::network(text), Err(NetworkError::Syntax), "{text}");
         }
         let said = Who::network("10.0.0.1/8").unwrap_err().to_string();
-        assert!(said.ends_with("10.0.0.0/8 is meant?"), "{said}");
+        assert!(said.ends_with("; use 10.0.0.0/8"), "{said}");
         let two = AllowList::new([Who::Group(5), network("::1"), Who::User(7), Who::User(7)]);
         assert_eq!(two.to_string(), "::1,uid:7,gid:5");
         assert_eq!(two, AllowList::new([Who::User(7), network("::1"), Who::Group(5)]));
     }
 
     #[test]
-    fn addresses_are_in_their_networks_and_mapped_ones_are_ipv4() {
+    fn network_contains_ipv4_mapped_address() {
         let is_in = |networks: &[&str], address: &str| list(networks).has_address(address.parse().unwrap());
         assert!(is_in(&["10.0.0.0/8"], "10.255.255.255"));
         assert!(!is_in(&["10.0.0.0/8"], "11.0.0.0"));
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_are_known_by_user_and_groups() {
+    fn process_matches_by_user_and_groups() {
         let peer = Peer { process: 1, user: 7, group: 8 };
         let is_in = |who: Who| AllowList::new([who]).has_process(peer, &mut |group| group == 9);
         assert!(is_in(Who::User(7)) && is_in(Who::Group(8)) && is_in(Who::Group(9)));
@@ -323,12 +323,12 @@ mod tests {
     }
 
     #[test]
-    fn what_can_never_match_is_seen() {
+    fn list_without_usable_entries_is_detected() {
         let users = AllowList::new([Who::User(1)]);
         assert!(users.has_users() && !users.has_networks_for("::") && !users.has_networks_for("host"));
         let four = list(&["10.0.0.0/8"]);
         assert!(!four.has_users());
-        for (host, four_may, six_may) in [
+        for (host, v4_allowed, v6_allowed) in [
             ("127.0.0.1", true, false),
             ("0.0.0.0", true, false),
             ("::1", false, true),
@@ -336,22 +336,23 @@ mod tests {
             ("::ffff:127.0.0.1", true, false),
             ("localhost", true, true),
         ] {
-            assert_eq!(four.has_networks_for(host), four_may, "{host}");
-            assert_eq!(list(&["fe80::/10"]).has_networks_for(host), six_may, "{host}");
+            assert_eq!(four.has_networks_for(host), v4_allowed, "{host}");
+            assert_eq!(list(&["fe80::/10"]).has_networks_for(host), v6_allowed, "{host}");
         }
     }
 
     #[test]
-    fn sockets_tell_who_is_there() {
+    fn socket_peer_is_matched() {
         let (here, _there) = UnixStream::pair().unwrap();
         let (user, group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let lets_in = |who: Who| AllowList::new([who]).lets_in(here.as_fd());
         assert!(lets_in(Who::User(user)) && lets_in(Who::Group(group)));
         assert!(!lets_in(Who::User(user + 1)) && !lets_in(network("::/0")));
-        let further = rustix::process::getgroups().unwrap();
-        assert!(further.iter().all(|group| lets_in(Who::Group(group.as_raw()))));
-        let other =
-            (1..u32::MAX).find(|n| *n != group && further.iter().all(|known| known.as_raw() != *n)).unwrap();
+        let supplementary = rustix::process::getgroups().unwrap();
+        assert!(supplementary.iter().all(|group| lets_in(Who::Group(group.as_raw()))));
+        let other = (1..u32::MAX)
+            .find(|n| *n != group && supplementary.iter().all(|known| known.as_raw() != *n))
+            .unwrap();
         assert!(!lets_in(Who::Group(other)));
 
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

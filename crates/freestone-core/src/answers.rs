@@ -1,5 +1,4 @@
-//! What devices have answered, on its way to the thread that reads a queue of requests: a
-//! connection's, or a virtqueue's.
+//! Completion queue between devices and the thread that reads requests of a connection or a virtqueue.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -10,8 +9,9 @@ use crate::budget::Granted;
 use crate::plug::{self, Unplug};
 use crate::sync::{AtomicU32, Mutex, Ordering};
 
-/// Answers that wait for their thread, and what else wakes it. `waiting` is locked for a push or a
-/// swap only, and no other lock is taken under it.
+/// Completions that wait for their thread, and the eventfd that wakes it.
+///
+/// Lock order: `waiting` is innermost, and is held for a push or a swap only.
 #[derive(Debug)]
 pub struct Answers<T> {
     waiting: Mutex<Vec<T>>,
@@ -20,58 +20,58 @@ pub struct Answers<T> {
 }
 
 impl<T: Send + 'static> Answers<T> {
-    /// None wait.
+    /// Creates an empty queue.
     ///
     /// # Errors
-    /// No file descriptor is left.
+    /// Errors of `eventfd(2)`, such as EMFILE.
     pub fn new() -> std::io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self { waiting: Mutex::default(), wake, ended: AtomicU32::new(0) })
     }
 
-    /// Called by a device's completion, on any thread.
+    /// Adds a completion. Devices call this function on any thread.
     pub fn push(self: &Arc<Self>, answer: T) {
         let mut waiting = self.waiting.lock();
         let first = waiting.is_empty();
         waiting.push(answer);
         drop(waiting);
-        // Only the first wakes the thread, which takes what was pushed since with it.
+        // The first completion wakes the thread, which takes later ones together with it.
         if first && !plug::hold(self) {
             self.wake();
         }
     }
 
-    /// Swaps what waits into `into`, which is empty.
+    /// Swaps the waiting completions into `into`, which must be empty.
     pub fn take(&self, into: &mut Vec<T>) {
         debug_assert!(into.is_empty(), "answers would be lost");
         std::mem::swap(&mut *self.waiting.lock(), into);
     }
 
-    /// Readable after the first of the answers that wait, when bytes were [granted](Granted), and
-    /// after [`end`](Self::end) and [`wake`](Self::wake).
+    /// Returns the eventfd of the queue. The descriptor becomes readable on the first waiting completion,
+    /// when budget is [granted](Granted), and after [`end`](Self::end) and [`wake`](Self::wake).
     pub fn wake_fd(&self) -> &OwnedFd {
         &self.wake
     }
 
-    /// Makes [`wake_fd`](Self::wake_fd) unreadable again; to be called before anything is looked
-    /// at.
+    /// Makes [`wake_fd`](Self::wake_fd) unreadable. Must be called before the thread checks for work, or
+    /// wake-ups are lost.
     pub fn rearm(&self) {
-        // It fails with EAGAIN where it is unreadable already.
+        // EAGAIN: already unreadable.
         let _ = rustix::io::read(&self.wake, &mut [0_u8; 8]);
     }
 
-    /// The thread is to take no more requests.
+    /// Asks the thread to take no more requests.
     pub fn end(&self) {
         self.ended.store(1, Ordering::SeqCst);
         self.wake();
     }
 
-    /// Whether [`end`](Self::end) was called.
+    /// Returns true if [`end`](Self::end) was called.
     pub fn is_ended(&self) -> bool {
         self.ended.load(Ordering::SeqCst) != 0
     }
 
-    /// Has the thread look at everything.
+    /// Wakes the thread, which then checks for all kinds of work.
     pub fn wake(&self) {
         crate::eventfd::wake(&self.wake);
     }
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_wake_for_many() {
+    fn several_completions_wake_once() {
         let answers = Arc::new(Answers::new().unwrap());
         for number in 0..3 {
             answers.push(number);

@@ -1,8 +1,8 @@
-//! Memory in a memfd, handed out in equal units and addressed by offset.
+//! Memory in a memfd, allocated in equal units and addressed by offset.
 //!
-//! Tables and pools keep offsets, never pointers, so that another process can map the same file and
-//! go on. The file is sparse and mapped in segments as it grows; a unit's memory exists from its
-//! first touch (or [`populate`](Arena::populate)) until [`release`](Arena::release).
+//! Tables and pools store offsets instead of pointers, so that another process can map the same file and
+//! continue. The file is sparse and mapped in segments as the arena grows. A unit takes memory from the first
+//! touch (or [`populate`](Arena::populate)) until [`release`](Arena::release).
 #![expect(unsafe_code)]
 // UNSAFETY: maps memory and computes addresses in it.
 
@@ -16,18 +16,17 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 use crate::device::{Error, Result};
 use crate::sync::{AtomicPtr, Mutex, Ordering};
 
-/// Size of one mapping.
+/// Bytes of one mapping.
 const SEGMENT_BYTES: u64 = 1 << 30;
-/// Where an arena ends: what a slot's location can address.
+/// Maximum bytes of an arena, limited by the location field of a slot.
 const ARENA_BYTES: u64 = 16 << crate::LOCATION_BITS;
-/// Memory that is returned at once: a few milliseconds of work.
+/// Bytes returned to the kernel in one call, which then takes a few milliseconds.
 const GIVE_BACK_BYTES: u64 = 32 << 20;
 const SEGMENTS: usize = (ARENA_BYTES / SEGMENT_BYTES) as usize;
 
-/// Memory that is handed out in segments and addressed by 16-byte units.
+/// An allocator of equal units in a memfd.
 ///
-/// Lock order: `state` is innermost: nothing is taken under it. It is held while a segment is
-/// mapped.
+/// Lock order: `state` is innermost, and is held while a segment is mapped.
 pub struct Arena {
     file: OwnedFd,
     unit_bytes: u64,
@@ -37,17 +36,17 @@ pub struct Arena {
 
 #[derive(Default)]
 struct ArenaState {
-    /// Units below this one have been handed out at some time.
-    next: u32,
+    /// First unit that was never allocated.
+    next_new: u32,
     free: Vec<u32>,
 }
 
 impl Arena {
-    /// An arena of units of `unit_bytes`, a power of two from a page to a segment. `name` shows in
+    /// Creates an arena of units of `unit_bytes`, a power of two from a page to a segment. `name` appears in
     /// `/proc/PID/maps`.
     ///
     /// # Errors
-    /// Those of `memfd_create(2)`, such as EMFILE.
+    /// Errors of `memfd_create(2)`, such as EMFILE.
     pub fn new(name: &str, unit_bytes: u64) -> rustix::io::Result<Self> {
         assert!(unit_bytes.is_power_of_two() && (4096..=SEGMENT_BYTES).contains(&unit_bytes));
         let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?;
@@ -55,19 +54,22 @@ impl Arena {
         Ok(Self { file, unit_bytes, segments, state: Mutex::default() })
     }
 
-    /// A unit that nobody else has. Its memory is zero unless its last owner left it otherwise.
+    /// Allocates a unit. The memory is zero unless the last owner left data in it.
+    ///
+    /// # Errors
+    /// [`Error::NoMemory`] at the end of the arena or without memory; [`Error::NoSpace`] at `RLIMIT_FSIZE`.
     pub fn alloc(&self) -> Result<u32> {
         let mut state = self.state.lock();
         if let Some(unit) = state.free.pop() {
             return Ok(unit);
         }
-        let unit = state.next;
+        let unit = state.next_new;
         let offset = u64::from(unit) * self.unit_bytes;
         if offset >= ARENA_BYTES {
             return Err(Error::NoMemory);
         }
         self.map_segment((offset / SEGMENT_BYTES) as usize)?;
-        state.next += 1;
+        state.next_new += 1;
         Ok(unit)
     }
 
@@ -78,7 +80,7 @@ impl Arena {
         }
         let start = index as u64 * SEGMENT_BYTES;
         rustix::fs::ftruncate(&self.file, start + SEGMENT_BYTES).map_err(|errno| match errno {
-            // RLIMIT_FSIZE holds for memory files, too.
+            // RLIMIT_FSIZE applies to memfds, too.
             Errno::FBIG => Error::NoSpace,
             _ => Error::NoMemory,
         })?;
@@ -94,31 +96,32 @@ impl Arena {
             )
         };
         let address = address.map_err(|_| Error::NoMemory)?;
-        // Release: pairs with the Acquire in `at`, for threads that learn of the unit other than
-        // through this lock.
+        // Release: pairs with the Acquire in `find`, for threads that learn of the unit without this lock.
         self.segments[index].store(address.cast(), Ordering::Release);
         Ok(())
     }
 
-    /// Gives a unit back. The caller has released its memory, or vouches for what the next owner
-    /// finds there.
+    /// Frees a unit. The caller has released its memory, or guarantees what the next owner finds in it.
     ///
     /// # Safety
-    /// The unit was handed out to the caller, who does not use it any more.
+    /// The caller owns the unit and does not use it any more.
     pub unsafe fn free(&self, unit: u32) {
         self.state.lock().free.push(unit);
     }
 
-    /// Address of a byte of a unit that was handed out.
+    /// Returns the address of a byte of an allocated unit.
+    ///
+    /// # Panics
+    /// If no segment is mapped at `offset`.
     #[inline]
     pub fn at(&self, offset: u64) -> NonNull<u8> {
-        let Some(address) = self.find(offset) else { never_handed_out(offset) };
+        let Some(address) = self.find(offset) else { panic_unallocated(offset) };
         address
     }
 
-    /// As [`at`](Self::at), of a byte that the caller learned of without a lock; `None` where it
-    /// knows nothing of the memory there. It may be there all the same: nothing orders that caller
-    /// after the thread that mapped it.
+    /// Returns the address of a byte as [`at`](Self::at) does, or `None` if this thread sees no segment
+    /// there. A caller without a lock can get `None` for an allocated unit, because nothing orders this
+    /// thread after the thread that mapped the segment.
     #[inline]
     pub fn find(&self, offset: u64) -> Option<NonNull<u8>> {
         let segment = self.segments.get((offset / SEGMENT_BYTES) as usize)?;
@@ -128,17 +131,19 @@ impl Arena {
         Some(unsafe { base.add((offset % SEGMENT_BYTES) as usize) })
     }
 
-    /// Brings `len` bytes at `offset` (whole pages) into memory, so that touching them faults no
-    /// more.
+    /// Allocates the pages of `len` bytes at `offset` (whole pages), so that later accesses do not fault.
+    ///
+    /// # Errors
+    /// [`Error::NoMemory`].
     pub fn populate(&self, offset: u64, len: u64) -> Result<()> {
-        assert!(len <= SEGMENT_BYTES - offset % SEGMENT_BYTES, "{len} bytes at {offset:#x} are no unit's");
+        assert!(len <= SEGMENT_BYTES - offset % SEGMENT_BYTES, "{len} bytes at {offset:#x} exceed a segment");
         let address = self.at(offset).as_ptr();
         // SAFETY: the range lies in a mapped segment; populating changes no content.
         match unsafe { rustix::mm::madvise(address.cast(), len as usize, Advice::LinuxPopulateWrite) } {
             Ok(()) => Ok(()),
             Err(rustix::io::Errno::INVAL) => {
-                // A kernel before 5.14: write to each page, some of which may be in use. In one
-                // step, so that what another thread writes there meanwhile stays.
+                // Kernels before 5.14 lack the flag: write to each page. Pages may be in use, so the write is
+                // an atomic one that keeps the byte's value.
                 for page in (0..len).step_by(4096) {
                     // SAFETY: inside the range; the byte keeps its value.
                     let byte = unsafe { std::sync::atomic::AtomicU8::from_ptr(address.add(page as usize)) };
@@ -151,58 +156,57 @@ impl Arena {
         }
     }
 
-    /// Returns the memory of `len` bytes at `offset` (whole pages) to the system. The range reads
-    /// as zeroes again.
+    /// Returns the pages of `len` bytes at `offset` (whole pages) to the kernel. The range then reads as
+    /// zeroes.
     ///
     /// # Safety
-    /// It lies in units that were handed out to the caller, and nobody reads or writes it meanwhile
-    /// (but as atomics).
+    /// The range lies in units of the caller, and meanwhile no thread accesses it other than by atomics.
     pub unsafe fn release(&self, offset: u64, len: u64) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        // The kernel may have no memory to do it.
+        // fallocate can fail for lack of kernel memory. The range must read as zeroes all the same.
         if rustix::fs::fallocate(&self.file, flags, offset, len).is_err() {
-            // The promise of zeroes must hold even where the memory could not be returned.
             // SAFETY: the range lies in a mapped segment and belongs to the caller.
             unsafe { std::ptr::write_bytes(self.at(offset).as_ptr(), 0, len as usize) };
         }
     }
 
-    /// Returns all memory to the system, piece by piece: for many gigabytes that takes seconds.
-    /// `progress` is given bytes of the address range, done and in all.
+    /// Returns all memory to the kernel in pieces of 32 MiB, as this takes seconds for many gigabytes. Calls
+    /// `progress` with the bytes done and the total.
     pub fn give_back(&mut self, progress: &mut dyn FnMut(u64, u64)) {
         let all = u64::from(self.handed_out()) * self.unit_bytes;
         for at in (0..all).step_by(GIVE_BACK_BYTES as usize) {
             progress(at, all);
-            // With `&mut` nobody uses any of it. What fails is done when this is dropped.
+            // `&mut self`: no thread uses the memory. On failure the memory is returned when the arena is
+            // dropped.
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             let _ = rustix::fs::fallocate(&self.file, flags, at, GIVE_BACK_BYTES.min(all - at));
         }
         progress(all, all);
     }
 
-    /// Units below this number have been handed out at some time.
+    /// Returns the number of units that were ever allocated.
     pub fn handed_out(&self) -> u32 {
-        self.state.lock().next
+        self.state.lock().next_new
     }
 
-    /// Regards every unit that was ever handed out as in use: what a rebuild starts from.
+    /// Marks every unit that was ever allocated as in use. A rebuild of the pool starts with this state.
     pub fn forget_free(&mut self) {
         self.state.lock().free.clear();
     }
 }
 
 #[cold]
-fn never_handed_out(offset: u64) -> ! {
-    unreachable!("offset {offset:#x} of an arena was never handed out")
+fn panic_unallocated(offset: u64) -> ! {
+    unreachable!("arena offset {offset:#x} was never allocated")
 }
 
 impl Drop for Arena {
     fn drop(&mut self) {
         for segment in &self.segments {
-            // Relaxed: `&mut self`, nobody else is here.
+            // Relaxed: `&mut self` excludes other threads.
             let address = segment.load(Ordering::Relaxed);
             if !address.is_null() {
-                // SAFETY: mapped in map_segment with this size, unmapped once; users of the memory
+                // SAFETY: mapped in map_segment with this size and unmapped once; references to the memory
                 // borrow the arena.
                 let _ = unsafe { rustix::mm::munmap(address.cast(), SEGMENT_BYTES as usize) };
             }
@@ -215,13 +219,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn released_memory_is_zero_again_and_units_are_reused() {
+    fn release_zeroes_memory_and_free_allows_reuse() {
         let arena = Arena::new("freestone-test", 8192).unwrap();
         let (a, b) = (arena.alloc().unwrap(), arena.alloc().unwrap());
         assert_ne!(a, b);
         let at = u64::from(b) * 8192;
         arena.populate(at, 8192).unwrap();
-        // SAFETY: the unit is this test's.
+        // SAFETY: the test owns the unit.
         unsafe { arena.at(at + 5000).as_ptr().write(7) };
         // SAFETY: as above.
         unsafe { arena.release(at, 8192) };
@@ -233,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn all_memory_is_given_back_and_that_is_told() {
+    fn give_back_returns_memory_and_reports_progress() {
         let mut arena = Arena::new("freestone-test", 1 << 20).unwrap();
         for _ in 0..70 {
             let at = u64::from(arena.alloc().unwrap()) << 20;
@@ -241,14 +245,14 @@ mod tests {
         }
         let blocks = |arena: &Arena| rustix::fs::fstat(&arena.file).unwrap().st_blocks;
         assert_eq!(blocks(&arena) * 512, 70 << 20);
-        let mut told = Vec::new();
-        arena.give_back(&mut |done, all| told.push((done >> 20, all >> 20)));
-        assert_eq!(told, [(0, 70), (32, 70), (64, 70), (70, 70)]);
+        let mut reported = Vec::new();
+        arena.give_back(&mut |done, all| reported.push((done >> 20, all >> 20)));
+        assert_eq!(reported, [(0, 70), (32, 70), (64, 70), (70, 70)]);
         assert_eq!(blocks(&arena), 0);
     }
 
     #[test]
-    fn what_is_not_mapped_is_not_found() {
+    fn find_of_unmapped_offset_is_none() {
         let arena = Arena::new("freestone-test", 4096).unwrap();
         assert_eq!(arena.find(0), None);
         arena.alloc().unwrap();
@@ -257,12 +261,12 @@ mod tests {
     }
 
     #[test]
-    fn units_reach_into_a_second_segment() {
+    fn alloc_maps_second_segment() {
         let arena = Arena::new("freestone-test", SEGMENT_BYTES).unwrap();
         for unit in 0..3 {
             assert_eq!(arena.alloc().unwrap(), unit);
             let at = u64::from(unit) * SEGMENT_BYTES + 12345;
-            // SAFETY: the unit is this test's.
+            // SAFETY: the test owns the unit.
             unsafe { arena.at(at).as_ptr().write(unit as u8) };
             // SAFETY: as above.
             assert_eq!(unsafe { arena.at(at).as_ptr().read() }, unit as u8);

@@ -1,22 +1,23 @@
-//! One moment for several devices: snapshots that are taken together show all of their origins at
-//! one point in time.
+//! Consistency groups: snapshots of several devices at one point in time.
 //!
-//! A write that was answered before another began is in the snapshots if the other is, on whatever
-//! device of the set each went. All that can fail or take long (a store on a disk, memory) is done
-//! before, in making what implements [`Pending`].
+//! If a write completed before another one was submitted, a group of snapshots never contains the second
+//! without the first, on whatever devices of the group they are. Everything that can fail or take long (a COW
+//! store on a disk, memory) happens earlier, when the [`Pending`] snapshot is created.
 //!
-//! # Sets that meet
-//! Sets are taken side by side, and one holds up only the devices that it freezes. Two of them
-//! could each hold a device that the writes of the other's next one need, where devices lie on one
-//! another: P lies on R and S on Q, one set freezes Q and then waits for P, the other freezes R and
-//! then waits for S. Therefore a set waits with something frozen only for a moment; then it thaws
-//! everything, pauses, and begins again. The oldest set of all does not give way, so one always
-//! gets on. At its first device a set holds nothing but that device itself, waits for what lies
-//! below it, and need not give way: a ring in which only one set waits with other devices frozen
-//! would need one of these below the one that it waits for, which the order of [`take`] excludes.
-//! So every ring has two sets that hold something, of which one is not the oldest.
+//! # Concurrent groups
+//! Groups are frozen concurrently, and each one blocks only the devices that it freezes. If devices are
+//! stacked, two groups could deadlock: P lies on R and S on Q; one group freezes Q and then waits for P, the
+//! other freezes R and then waits for S.
 //!
-//! Where a disk hangs the wait ends at [`FREEZE_MAX`], for whoever it is.
+//! Therefore a group with frozen devices waits only for a short time; then it thaws them all, pauses and
+//! starts again. The oldest group never backs off, so one group always makes progress.
+//!
+//! A group does not back off at its first device either, because it has frozen only that one. A cycle in
+//! which only one group waits with other devices frozen would need one of them below the device that it waits
+//! for, and the order of [`take`] excludes that. So every cycle has two groups with frozen devices, at least
+//! one of which is not the oldest.
+//!
+//! If a disk hangs, every group stops waiting after [`FREEZE_MAX`].
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -24,55 +25,54 @@ use std::time::Duration;
 use crate::sync::{Instant, Mutex, MutexGuard, thread};
 use thiserror::Error;
 
-/// How long the origins of a set may take until their writes have ended.
+/// Maximum time to freeze all origins of a group, that is for their writes in flight to complete.
 pub const FREEZE_MAX: Duration = Duration::from_secs(10);
-/// How long a set waits with something frozen, the first time and at most, while there is an older
-/// one.
+/// Time that a group waits with devices frozen at its first attempt, if an older group exists.
 const HOLD_FIRST: Duration = Duration::from_millis(50);
+/// Upper limit of that time, which doubles with each attempt.
 const HOLD_MAX: Duration = Duration::from_secs(1);
 
-/// Writes to the origin that were under way did not end in time.
+/// Error: writes to the origin were still in flight at the deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error(
-    "could not be frozen: writes that are under way did not end within {} s; nothing was changed",
+    "could not be frozen: writes in flight did not complete within {} s; nothing was changed",
     FREEZE_MAX.as_secs()
 )]
 pub struct NotInTime;
 
-/// As [`NotInTime`], of a set of which no snapshot has begun.
+/// Error: an origin of a group could not be frozen in time ([`NotInTime`]). No snapshot was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("{NotInTime}")]
 pub struct Late {
-    /// Whose origin it was: a place in the set, as it was given.
+    /// Index of that origin in the slice passed to [`take`].
     pub at: usize,
 }
 
-/// A snapshot that is ready and has not begun.
+/// A snapshot that is prepared and not yet taken.
 pub trait Pending: Send {
-    /// Whether [`freeze`](Self::freeze) may have to wait for a disk.
+    /// Returns true if [`freeze`](Self::freeze) may have to wait for a disk.
     fn waits_for_disk(&self) -> bool {
         false
     }
-    /// Returns when no write to the origin is under way any more; those that come wait until
-    /// [`thaw`](Self::thaw).
+    /// Blocks new writes to the origin until [`thaw`](Self::thaw), and waits for the writes in flight.
     ///
     /// # Errors
-    /// That was not so at `until`; nothing is held up any more.
+    /// Writes were still in flight at `until`. New writes are no longer blocked.
     fn freeze(&mut self, until: Instant) -> Result<(), NotInTime>;
-    /// The snapshot begins: what the origin holds now is what it shows. Called once, while frozen.
+    /// Takes the snapshot of the origin's present content. Called once, while the origin is frozen.
     fn attach(&mut self);
-    /// Writes go on.
+    /// Unblocks writes.
     fn thaw(&mut self);
 }
 
-/// Begins all of these snapshots at one moment. Writers of the origins are held up for as long as
-/// it takes. Origins that have to wait for a disk come first, whatever the order here: those in
-/// memory are held up for the least time, and can be what others lie on. Of two such origins of
-/// which one lies on the other the upper one must be given first.
+/// Takes all snapshots at one point in time. Writes to the origins are blocked meanwhile.
+///
+/// Origins that may wait for a disk are frozen first, in the order of the slice: if one origin lies on
+/// another, the caller must put the upper one first. Origins in memory follow, so that they are frozen for
+/// the shortest time, and because other origins may lie on them.
 ///
 /// # Errors
-/// One of the origins could not be frozen within [`FREEZE_MAX`]. No snapshot has begun, and all
-/// writers go on.
+/// An origin could not be frozen within [`FREEZE_MAX`]. No snapshot is taken, and writes are unblocked.
 pub fn take(pending: &mut [&mut dyn Pending]) -> Result<(), Late> {
     let mut order: Vec<usize> = (0..pending.len()).collect();
     order.sort_by_key(|&at| !pending[at].waits_for_disk());
@@ -86,15 +86,15 @@ pub fn take(pending: &mut [&mut dyn Pending]) -> Result<(), Late> {
     Ok(())
 }
 
-/// Freezes all or none.
+/// Freezes all origins, or none.
 fn freeze_all(pending: &mut [&mut dyn Pending], order: &[usize], deadline: Instant) -> Result<(), Late> {
-    // One alone never gives way, and nobody has to for it.
-    let set = (order.len() > 1).then(Set::begin);
+    // A single snapshot freezes only one device, so it needs no order among groups.
+    let ticket = (order.len() > 1).then(GroupTicket::register);
     let mut hold = HOLD_FIRST;
     loop {
         let failed = order.iter().enumerate().position(|(frozen, &at)| {
-            let gives_way = frozen > 0 && set.as_ref().is_some_and(|set| !set.is_oldest());
-            let until = if gives_way { deadline.min(Instant::now() + hold) } else { deadline };
+            let backs_off = frozen > 0 && ticket.as_ref().is_some_and(|ticket| !ticket.is_oldest());
+            let until = if backs_off { deadline.min(Instant::now() + hold) } else { deadline };
             pending[at].freeze(until).is_err()
         });
         let Some(failed) = failed else { return Ok(()) };
@@ -105,29 +105,29 @@ fn freeze_all(pending: &mut [&mut dyn Pending], order: &[usize], deadline: Insta
         if left.is_zero() {
             return Err(Late { at: order[failed] });
         }
-        // The others have to get on meanwhile.
+        // Other groups make progress meanwhile.
         thread::sleep(hold.min(left));
         hold = (hold * 2).min(HOLD_MAX);
     }
 }
 
-/// A set of several that is being frozen, until this is dropped.
-struct Set(u64);
+/// Number of a group of several snapshots that is being frozen. Unregisters the group on drop.
+struct GroupTicket(u64);
 
-/// These sets. Locked for a look or a change.
-static SETS: Mutex<Sets> = Mutex::new(Sets { next: 0, freezing: BTreeSet::new() });
+/// Groups that are being frozen. Innermost lock.
+static GROUPS: Mutex<FreezingGroups> = Mutex::new(FreezingGroups { next: 0, freezing: BTreeSet::new() });
 
-struct Sets {
+struct FreezingGroups {
     next: u64,
     freezing: BTreeSet<u64>,
 }
 
-impl Set {
-    fn begin() -> Self {
-        let mut sets = lock();
-        let number = sets.next;
-        sets.next += 1;
-        sets.freezing.insert(number);
+impl GroupTicket {
+    fn register() -> Self {
+        let mut groups = lock();
+        let number = groups.next;
+        groups.next += 1;
+        groups.freezing.insert(number);
         Self(number)
     }
 
@@ -136,14 +136,14 @@ impl Set {
     }
 }
 
-impl Drop for Set {
+impl Drop for GroupTicket {
     fn drop(&mut self) {
         lock().freezing.remove(&self.0);
     }
 }
 
-fn lock() -> MutexGuard<'static, Sets> {
-    SETS.lock()
+fn lock() -> MutexGuard<'static, FreezingGroups> {
+    GROUPS.lock()
 }
 
 #[cfg(test)]
@@ -153,38 +153,37 @@ mod tests {
 
     use super::{FREEZE_MAX, Late, NotInTime, Pending, take};
 
-    /// Which devices are frozen, of those that the tests have.
     #[derive(Default)]
-    struct World {
+    struct Devices {
         frozen: Mutex<[u32; 4]>,
         changed: Condvar,
     }
 
-    /// A snapshot of a device whose writes need another one, as they do where it lies on that.
-    struct One<'a> {
-        world: &'a World,
+    /// A snapshot of a device that lies on another one (`needs`), whose freezing blocks its writes.
+    struct FakeSnapshot<'a> {
+        devices: &'a Devices,
         device: usize,
         needs: Option<usize>,
-        /// Both sets have frozen their first device.
+        /// Passed when both groups have frozen their first device.
         met: Option<Arc<Barrier>>,
         attached: bool,
     }
 
-    impl Pending for One<'_> {
+    impl Pending for FakeSnapshot<'_> {
         fn freeze(&mut self, until: Instant) -> Result<(), NotInTime> {
             if let Some(met) = self.met.take() {
                 met.wait();
             }
-            let mut frozen = self.world.frozen.lock().unwrap();
+            let mut frozen = self.devices.frozen.lock().unwrap();
             frozen[self.device] += 1;
             while self.needs.is_some_and(|below| frozen[below] > 0) {
                 let left = until.saturating_duration_since(Instant::now());
                 if left.is_zero() {
                     frozen[self.device] -= 1;
-                    self.world.changed.notify_all();
+                    self.devices.changed.notify_all();
                     return Err(NotInTime);
                 }
-                frozen = self.world.changed.wait_timeout(frozen, left).unwrap().0;
+                frozen = self.devices.changed.wait_timeout(frozen, left).unwrap().0;
             }
             Ok(())
         }
@@ -194,51 +193,58 @@ mod tests {
         }
 
         fn thaw(&mut self) {
-            self.world.frozen.lock().unwrap()[self.device] -= 1;
-            self.world.changed.notify_all();
+            self.devices.frozen.lock().unwrap()[self.device] -= 1;
+            self.devices.changed.notify_all();
         }
     }
 
     #[test]
-    fn sets_that_wait_for_what_the_other_has_frozen_get_on() {
+    fn groups_that_block_each_other_make_progress() {
         let [p, q, r, s] = [0, 1, 2, 3];
         for _ in 0..20 {
-            let world = World::default();
+            let devices = Devices::default();
             // p lies on r and s on q.
             let met = Arc::new(Barrier::new(2));
-            let set = |first, then, below| {
-                let one = |device, needs, met| One { world: &world, device, needs, met, attached: false };
+            let freeze_group = |first, then, below| {
+                let snapshot = |device, needs, met| FakeSnapshot {
+                    devices: &devices,
+                    device,
+                    needs,
+                    met,
+                    attached: false,
+                };
                 let (mut held, mut next) =
-                    (one(first, None, None), one(then, Some(below), Some(Arc::clone(&met))));
+                    (snapshot(first, None, None), snapshot(then, Some(below), Some(Arc::clone(&met))));
                 let begun = Instant::now();
                 take(&mut [&mut held, &mut next]).unwrap();
-                assert!(begun.elapsed() < FREEZE_MAX, "they waited for the deadline");
+                assert!(begun.elapsed() < FREEZE_MAX, "groups waited for the deadline");
                 assert!(held.attached && next.attached);
             };
             std::thread::scope(|scope| {
-                scope.spawn(|| set(q, p, r));
-                scope.spawn(|| set(r, s, q));
+                scope.spawn(|| freeze_group(q, p, r));
+                scope.spawn(|| freeze_group(r, s, q));
             });
-            assert_eq!(*world.frozen.lock().unwrap(), [0; 4]);
+            assert_eq!(*devices.frozen.lock().unwrap(), [0; 4]);
         }
     }
 
     #[test]
-    fn one_that_cannot_be_frozen_is_named_and_holds_up_no_other_set() {
-        let world = World::default();
-        // Its writes never end.
-        world.frozen.lock().unwrap()[3] = 1;
-        let one = |device, needs| One { world: &world, device, needs, met: None, attached: false };
+    fn freeze_timeout_names_origin_and_blocks_no_other_group() {
+        let devices = Devices::default();
+        // Device 3 stays frozen, so writes to device 1 never complete.
+        devices.frozen.lock().unwrap()[3] = 1;
+        let snapshot =
+            |device, needs| FakeSnapshot { devices: &devices, device, needs, met: None, attached: false };
         std::thread::scope(|scope| {
             let late = scope.spawn(|| {
-                let (mut a, mut b) = (one(0, None), one(1, Some(3)));
+                let (mut a, mut b) = (snapshot(0, None), snapshot(1, Some(3)));
                 let outcome = take(&mut [&mut a, &mut b]);
                 assert!(!a.attached && !b.attached);
                 outcome
             });
             let mut others = 0;
             while !late.is_finished() {
-                let (mut a, mut b) = (one(2, None), one(2, None));
+                let (mut a, mut b) = (snapshot(2, None), snapshot(2, None));
                 take(&mut [&mut a, &mut b]).unwrap();
                 others += 1;
                 std::thread::sleep(Duration::from_millis(1));
@@ -246,6 +252,6 @@ mod tests {
             assert!(others > 100, "{others}");
             assert_eq!(late.join().unwrap(), Err(Late { at: 1 }));
         });
-        assert_eq!(*world.frozen.lock().unwrap(), [0, 0, 0, 1]);
+        assert_eq!(*devices.frozen.lock().unwrap(), [0, 0, 0, 1]);
     }
 }

@@ -1,5 +1,5 @@
-//! Descriptors that acceptors leave to the rest of the server: clients that connect must not take those
-//! with which the server saves, keeps its state and ends.
+//! File descriptors that acceptors leave to the rest of the server, so that client connections cannot exhaust
+//! the descriptors needed to save content, to write the state and to shut down.
 
 use std::os::fd::{AsFd, AsRawFd as _};
 
@@ -9,18 +9,19 @@ use rustix::process::{Resource, getrlimit};
 #[derive(Debug, Clone, Copy)]
 pub struct Reserve {
     most: u64,
-    /// The reserve is this part of a small limit.
+    /// The reserve is at most `1/part` of a small limit.
     part: u64,
 }
 
 impl Reserve {
-    /// For acceptors of clients.
+    /// Reserve of acceptors of client connections.
     pub const OF_CLIENTS: Self = Self { most: 64, part: 8 };
-    /// For acceptors of verbs, which are accepted after clients no longer are.
+    /// Reserve of acceptors of control connections (verbs). Smaller, so that verbs still work when clients
+    /// are refused.
     pub const OF_VERBS: Self = Self { most: 32, part: 16 };
 
-    /// Returns true if a descriptor that was just opened belongs to the reserve: the kernel hands out the
-    /// lowest free number, so all lower ones are in use. The acceptor closes it.
+    /// Returns true if a newly opened descriptor belongs to the reserve; the acceptor then closes it. The
+    /// kernel allocates the lowest free number, so all lower ones are in use.
     pub fn includes(self, descriptor: impl AsFd) -> bool {
         let limit = getrlimit(Resource::Nofile).current;
         limit.is_some_and(|limit| self.begins_below(descriptor.as_fd().as_raw_fd() as u64, limit))

@@ -8,11 +8,11 @@ use rustix::io::Errno;
 use crate::sync::thread;
 
 /// Pause after a call that failed for another reason than a signal.
-const BREATH: Duration = if cfg!(test) { Duration::ZERO } else { Duration::from_millis(1) };
-/// Calls that fail in a row, about a second's worth, before a wake-up is given up.
-const TRIES: u32 = if cfg!(test) { 20 } else { 1000 };
+const RETRY_PAUSE: Duration = if cfg!(test) { Duration::ZERO } else { Duration::from_millis(1) };
+/// Failed calls in a row, over about a second, after which the wake-up is abandoned.
+const FAILURES_MAX: u32 = if cfg!(test) { 20 } else { 1000 };
 
-/// Makes a non-blocking eventfd readable, and so wakes whoever polls it.
+/// Makes a non-blocking eventfd readable, which wakes the thread that polls it.
 pub fn wake(eventfd: impl AsFd) {
     let eventfd = eventfd.as_fd();
     add_one(|| rustix::io::write(eventfd, &1_u64.to_ne_bytes()));
@@ -27,11 +27,11 @@ fn add_one(mut write: impl FnMut() -> rustix::io::Result<usize>) {
             Err(Errno::INTR) => {}
             Err(errno) => {
                 failures += 1;
-                if failures == TRIES {
-                    crate::client_log!(error, "a thread cannot be woken: {errno}");
+                if failures == FAILURES_MAX {
+                    crate::client_log!(error, "cannot wake a thread: {errno}");
                     return;
                 }
-                thread::sleep(BREATH);
+                thread::sleep(RETRY_PAUSE);
             }
         }
     }
@@ -43,7 +43,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns how many calls are made if the first ones fail so.
+    /// Returns the number of calls made if the first ones fail with `failures`.
     fn calls(failures: &[Errno]) -> usize {
         let mut calls = 0;
         add_one(|| {
@@ -54,11 +54,11 @@ mod tests {
     }
 
     #[test]
-    fn write_that_fails_is_repeated() {
+    fn failed_write_is_repeated() {
         assert_eq!(calls(&[]), 1);
         assert_eq!(calls(&[Errno::INTR, Errno::INTR, Errno::NOMEM]), 4);
         assert_eq!(calls(&[Errno::INTR, Errno::AGAIN, Errno::INTR]), 2);
-        assert_eq!(calls(&[Errno::BADF; 100]), TRIES as usize);
+        assert_eq!(calls(&[Errno::BADF; 100]), FAILURES_MAX as usize);
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! System calls that tests make fail: the nth call of a kind on the calling thread, before the call
-//! or after it was done. In builds without debug assertions [`call`] only calls.
+//! Fault injection for system calls. Tests make the nth call of a kind on the calling thread fail, before or
+//! after it takes effect. Without debug assertions [`call`] only executes the call.
 //!
 //! Callers wrap the calls whose failure leaves an effect visible or unknown: those that make files
 //! durable, give them names, and read them back.
@@ -32,11 +32,11 @@ pub enum Call {
 #[cfg(debug_assertions)]
 #[derive(Debug, Clone, Copy)]
 pub struct Fault {
-    /// The kind of the calls that count.
+    /// The kind of system call that fails.
     pub call: Call,
-    /// Calls of this kind that succeed first.
+    /// Number of calls of this kind that succeed first.
     pub after: u32,
-    /// Calls that fail then.
+    /// Number of calls that fail after that.
     pub times: u32,
     /// The error that the call returns.
     pub errno: Errno,
@@ -49,7 +49,7 @@ thread_local! {
     static FAULT: std::cell::Cell<Option<Fault>> = const { std::cell::Cell::new(None) };
 }
 
-/// Replaces the calling thread's fault. Returns the old one, which tells how much of it is left.
+/// Replaces the calling thread's fault. Returns the old one with its remaining counts.
 #[cfg(debug_assertions)]
 pub fn inject(fault: Option<Fault>) -> Option<Fault> {
     FAULT.replace(fault)
@@ -58,7 +58,7 @@ pub fn inject(fault: Option<Fault>) -> Option<Fault> {
 /// Runs a system call, unless the calling thread's fault makes it fail.
 ///
 /// # Errors
-/// Those of the call, or the injected one.
+/// Errors of the call, or the injected one.
 pub fn call<R>(kind: Call, run: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
     #[cfg(debug_assertions)]
     if let Some(fault) = FAULT.get().filter(|fault| fault.call == kind && fault.times > 0) {

@@ -1,14 +1,12 @@
-//! Locks on files, and the list of the files that this process has open.
+//! File locks, and the list of files that this process has open.
 //!
-//! Two kinds of lock are taken on everything that is opened. Freestone sees a `flock`: exclusive
-//! for who writes, shared for who reads. qemu sees locks on single bytes: byte 100 + n of who uses
-//! permission n, byte 200 + n of who lets nobody else use it. All of these are shared locks; who
-//! wants to know whether another has one asks whether an exclusive one could be had. First the own
-//! bytes are locked, then the others' looked at, so of two that come at one time at least one sees
-//! the other.
+//! Every file gets two kinds of lock. Freestone processes check a `flock`: exclusive for writers, shared for
+//! readers. qemu checks OFD locks on single bytes: byte 100 + n if permission n is in use, byte 200 + n if
+//! permission n is not shared with others. All byte locks are shared locks; a process detects another one's
+//! lock by testing for an exclusive one. A process first locks its own bytes and then tests the others, so of
+//! two concurrent openers at least one sees the other.
 #![expect(unsafe_code)]
-// UNSAFETY: `fcntl` with a `struct flock`; rustix has no locks that belong to an open file
-// description.
+// UNSAFETY: calls `fcntl` with a `struct flock`, because rustix has no open-file-description locks.
 
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -18,24 +16,24 @@ use rustix::io::Errno;
 
 use crate::sync::{LazyLock, Mutex};
 
-/// Where qemu's bytes for permissions in use begin.
+/// First byte of qemu's locks for permissions in use.
 const USED_FIRST_BYTE: i64 = 100;
-/// Where those for permissions that are not shared begin.
-const KEPT_FIRST_BYTE: i64 = 200;
-/// Behind the last byte of either kind that qemu may lock.
-const LAST_BYTE: i64 = 264;
+/// First byte of qemu's locks for permissions that are not shared.
+const UNSHARED_FIRST_BYTE: i64 = 200;
+/// End (exclusive) of the bytes that qemu may lock.
+const END_BYTE: i64 = 264;
 
-// qemu's permissions, by their number.
+// qemu's permission numbers (`BLK_PERM_*`).
 const CONSISTENT_READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
-/// What a file is opened for.
+/// Access mode of an open file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Others may read as well, and nobody may write.
+    /// Others may read; no process may write.
     Read,
-    /// Nobody else may do anything.
+    /// No other process may use the file.
     Write,
 }
 
@@ -47,7 +45,7 @@ impl Access {
         }
     }
 
-    const fn kept(self) -> &'static [i64] {
+    const fn unshared(self) -> &'static [i64] {
         match self {
             Self::Read => &[WRITE, RESIZE],
             Self::Write => &[CONSISTENT_READ, WRITE, RESIZE],
@@ -55,11 +53,11 @@ impl Access {
     }
 }
 
-/// Locks a file until it is closed, or [`unlock`]ed.
+/// Locks a file until the file is closed or [`unlock`]ed.
 ///
 /// # Errors
-/// [`Errno::WOULDBLOCK`]: it is in use, by another program or here; the system's. Then nothing is
-/// locked.
+/// [`Errno::WOULDBLOCK`] if the file is in use by another program or by this process; otherwise the error of
+/// the system. No lock remains after an error.
 pub fn lock(fd: BorrowedFd<'_>, access: Access) -> rustix::io::Result<()> {
     flock(
         fd,
@@ -71,11 +69,10 @@ pub fn lock(fd: BorrowedFd<'_>, access: Access) -> rustix::io::Result<()> {
     match lock_bytes(fd, access) {
         Ok(()) => Ok(()),
         Err(errno @ (Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL)) => {
-            // Not every file system has them, and Freestone can do without.
-            tracing::warn!(%errno, "a file cannot be locked as qemu locks files, so qemu is not kept out");
+            // Some file systems lack byte locks. The flock still excludes other Freestone processes.
+            tracing::warn!(%errno, "file system lacks byte locks; qemu processes are not excluded from the file");
             Ok(())
         }
-        // In use, or nobody knows whether it is.
         Err(errno) => {
             unlock(fd);
             Err(errno)
@@ -84,13 +81,13 @@ pub fn lock(fd: BorrowedFd<'_>, access: Access) -> rustix::io::Result<()> {
 }
 
 fn lock_bytes(fd: BorrowedFd<'_>, access: Access) -> rustix::io::Result<()> {
-    let (used, kept) = (access.used().iter(), access.kept().iter());
-    for byte in used.map(|n| USED_FIRST_BYTE + n).chain(kept.map(|n| KEPT_FIRST_BYTE + n)) {
-        set(fd, libc::F_RDLCK, byte, 1)?;
+    let (used, unshared) = (access.used().iter(), access.unshared().iter());
+    for byte in used.map(|n| USED_FIRST_BYTE + n).chain(unshared.map(|n| UNSHARED_FIRST_BYTE + n)) {
+        set_lock(fd, libc::F_RDLCK, byte, 1)?;
     }
-    let kept_by_others = access.used().iter().map(|n| KEPT_FIRST_BYTE + n);
-    let used_by_others = access.kept().iter().map(|n| USED_FIRST_BYTE + n);
-    for byte in kept_by_others.chain(used_by_others) {
+    let unshared_by_others = access.used().iter().map(|n| UNSHARED_FIRST_BYTE + n);
+    let used_by_others = access.unshared().iter().map(|n| USED_FIRST_BYTE + n);
+    for byte in unshared_by_others.chain(used_by_others) {
         if is_locked(fd, byte)? {
             return Err(Errno::WOULDBLOCK);
         }
@@ -98,11 +95,10 @@ fn lock_bytes(fd: BorrowedFd<'_>, access: Access) -> rustix::io::Result<()> {
     Ok(())
 }
 
-/// Gives the locks back, also where a request that has just ended keeps the file open for a moment
-/// longer.
+/// Releases the locks. Useful if a request in flight keeps the file open for longer.
 pub fn unlock(fd: BorrowedFd<'_>) {
-    // Nothing can be done about a failure; closing unlocks as well.
-    let _ = set(fd, libc::F_UNLCK, USED_FIRST_BYTE, LAST_BYTE - USED_FIRST_BYTE);
+    // A failure has no remedy here; closing the file unlocks, too.
+    let _ = set_lock(fd, libc::F_UNLCK, USED_FIRST_BYTE, END_BYTE - USED_FIRST_BYTE);
     let _ = flock(fd, FlockOperation::Unlock);
 }
 
@@ -112,79 +108,78 @@ fn range(kind: i32, first: i64, len: i64) -> libc::flock {
         l_whence: libc::SEEK_SET as libc::c_short,
         l_start: first,
         l_len: len,
-        // Must be 0 for locks of open file descriptions.
+        // OFD locks require 0.
         l_pid: 0,
     }
 }
 
-fn set(fd: BorrowedFd<'_>, kind: i32, first: i64, len: i64) -> rustix::io::Result<()> {
+fn set_lock(fd: BorrowedFd<'_>, kind: i32, first: i64, len: i64) -> rustix::io::Result<()> {
     let range = range(kind, first, len);
     // SAFETY: the descriptor is open, and the kernel only reads the structure, which lives until
     // the call returns.
-    let set = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
-    if set == 0 {
+    let status = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
+    if status == 0 {
         return Ok(());
     }
     Err(match last_error() {
-        // POSIX allows either.
+        // POSIX allows EACCES and EAGAIN.
         Errno::ACCESS => Errno::WOULDBLOCK,
         errno => errno,
     })
 }
 
-/// Locks one byte of a file, which no other open file then has, until this one is closed.
+/// Locks one byte of a file exclusively until the file is closed.
 ///
 /// # Errors
-/// [`Errno::WOULDBLOCK`]: somebody else has it.
+/// [`Errno::WOULDBLOCK`] if another open file holds a lock on the byte.
 pub fn lock_byte(fd: BorrowedFd<'_>, byte: i64) -> rustix::io::Result<()> {
-    set(fd, libc::F_WRLCK, byte, 1)
+    set_lock(fd, libc::F_WRLCK, byte, 1)
 }
 
-/// Whether somebody else has a lock on a byte.
+/// Returns true if another open file description holds a lock on the byte.
 fn is_locked(fd: BorrowedFd<'_>, byte: i64) -> rustix::io::Result<bool> {
     let mut range = range(libc::F_WRLCK, byte, 1);
     // SAFETY: the descriptor is open, and the kernel writes nothing but the structure, which lives
     // until the call returns.
-    let asked = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &raw mut range) };
-    if asked == 0 { Ok(i32::from(range.l_type) != libc::F_UNLCK) } else { Err(last_error()) }
+    let status = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &raw mut range) };
+    if status == 0 { Ok(i32::from(range.l_type) != libc::F_UNLCK) } else { Err(last_error()) }
 }
 
 fn last_error() -> Errno {
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
-/// How often this process has files open, by file system and inode. Lock order: nothing is taken
-/// under it; held for a look-up.
-static HELD: LazyLock<Mutex<HashMap<(u64, u64), usize>>> = LazyLock::new(Mutex::default);
+/// Open counts of the files of this process, by device and inode number. Innermost lock, held for a look-up.
+static OPEN_FILES: LazyLock<Mutex<HashMap<(u64, u64), usize>>> = LazyLock::new(Mutex::default);
 
-/// An open file in this process's list, until it is dropped.
+/// Registration of an open file. Unregisters the file on drop.
 #[derive(Debug)]
 pub struct Held((u64, u64));
 
 impl Held {
-    /// Adds a file.
+    /// Registers a file.
     pub fn new(stat: &Stat) -> Self {
         let file = (stat.st_dev, stat.st_ino);
-        *HELD.lock().entry(file).or_default() += 1;
+        *OPEN_FILES.lock().entry(file).or_default() += 1;
         Self(file)
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        let mut held = HELD.lock();
-        if let Some(count) = held.get_mut(&self.0) {
+        let mut open_files = OPEN_FILES.lock();
+        if let Some(count) = open_files.get_mut(&self.0) {
             *count -= 1;
             if *count == 0 {
-                held.remove(&self.0);
+                open_files.remove(&self.0);
             }
         }
     }
 }
 
-/// Whether this process has the file open, by whatever path.
+/// Returns true if this process has the file open under any path.
 pub fn is_held(stat: &Stat) -> bool {
-    HELD.lock().contains_key(&(stat.st_dev, stat.st_ino))
+    OPEN_FILES.lock().contains_key(&(stat.st_dev, stat.st_ino))
 }
 
 #[cfg(test)]
@@ -195,11 +190,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lock_that_fails_is_an_error_and_locks_nothing() {
+    fn failed_lock_returns_error_and_locks_nothing() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        // The kernel gives no shared lock on bytes to who cannot read.
-        let written = File::options().write(true).open(file.path()).unwrap();
-        assert_eq!(lock(written.as_fd(), Access::Write), Err(Errno::BADF));
+        // The kernel grants no shared byte lock on a descriptor without read access.
+        let write_only = File::options().write(true).open(file.path()).unwrap();
+        assert_eq!(lock(write_only.as_fd(), Access::Write), Err(Errno::BADF));
         assert_eq!(lock(file.as_file().as_fd(), Access::Write), Ok(()));
     }
 }

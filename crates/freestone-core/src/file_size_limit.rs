@@ -6,7 +6,7 @@ use std::io::{Error, ErrorKind};
 
 use rustix::process::{Resource, getrlimit};
 
-/// The sentence that names the limit.
+/// The limit in bytes. Displays as a sentence with the remedy.
 pub struct Limit(u64);
 
 impl Limit {
@@ -26,7 +26,7 @@ impl fmt::Display for Limit {
     }
 }
 
-/// An error of a call that writes a file. If the file is too large, the text names the limit.
+/// An I/O error of a call that writes a file. If the file is too large, the text names the limit.
 pub struct Explained<'a>(pub &'a Error);
 
 impl fmt::Display for Explained<'_> {

@@ -1,20 +1,21 @@
-//! A gate that requests pass, and that a change of the whole device closes for a moment.
+//! A gate that every request of a device passes, and that a change of the whole device closes for a short
+//! time.
 //!
 //! # Protocol
-//! * A request *enters*: pinned, it looks at what the gate holds (which snapshots there are) and
-//!   decides what to do. What it then does, unpinned, on its thread or asynchronously, it counts
-//!   with [`begin`](FreezeGate::begin), still pinned, and [`end`](FreezeGate::end). Every call of a
-//!   device is such a thing.
-//! * A change *closes* the gate: it puts a closed state in place and waits for the pins, so that
-//!   whoever saw the gate open has been counted, and then for the count to fall to zero. Requests
-//!   that find the gate closed leave a task, which runs when it opens.
-//! * The last one under way either ended with a pin on the open state, and then the closer sees the
-//!   count, or it sees the closed state and notifies the closer under `held`.
+//! * A request *enters*: while pinned, it reads the gate's value (such as the list of snapshots) and decides
+//!   what to do. Work that continues after the pin, on this thread or asynchronously, is counted:
+//!   [`begin`](FreezeGate::begin) while still pinned, [`end`](FreezeGate::end) on completion. Every call of
+//!   another device counts as such work.
+//! * A change *closes* the gate: it publishes a closed state, waits for the pins, so that every request that
+//!   saw the open state has been counted, and then waits for the count to become zero. Requests that find the
+//!   gate closed leave a task that runs when the gate opens.
+//! * No wake-up is lost: `end` either runs with a pin on the open state, and then the closer sees the count,
+//!   or it sees the closed state and notifies the closer under `held`.
 //!
-//! Requests pay a pin and, where they wait for a device, one addition to a counter of their CPU.
+//! A request pays for a pin, and for one increment of a per-CPU counter if it waits for a device.
 //!
-//! Lock order: `closers`, then `held`. `closers` is held while pins are waited for, so it is never
-//! taken pinned.
+//! Lock order: `closers`, then `held`. `closers` is held while waiting for pins, so a pinned thread must not
+//! lock it.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -24,19 +25,18 @@ use crate::pin::{self, Pin, Swap};
 use crate::sync::{Condvar, Instant, Mutex};
 use crate::work_queue::Task;
 
-/// Requests that pass, and a change of the whole that stops them for a moment; `T` is what a change
-/// changes.
+/// A gate between requests and changes of a whole device. `T` is the value that changes replace.
 pub struct FreezeGate<T> {
     state: Swap<GateState<T>>,
-    under_way: Counters<1>,
-    /// How many hold the gate closed.
+    in_flight: Counters<1>,
+    /// Number of callers that keep the gate closed.
     closers: Mutex<usize>,
-    /// Requests that wait for it to open.
+    /// Requests that wait for the gate to open.
     held: Mutex<Vec<Task>>,
     idle: Condvar,
 }
 
-/// What is under way on this thread; it is over when this is dropped.
+/// Work counted on this thread. Ends the work on drop.
 pub struct UnderWay<'a, T: Send + Sync>(&'a FreezeGate<T>);
 
 struct GateState<T> {
@@ -45,19 +45,19 @@ struct GateState<T> {
 }
 
 impl<T: Send + Sync> FreezeGate<T> {
-    /// An open gate.
+    /// Creates an open gate.
     pub fn new(value: T) -> Self {
         Self {
             state: Swap::new(Box::new(GateState { open: true, value: Arc::new(value) })),
-            under_way: Counters::default(),
+            in_flight: Counters::default(),
             closers: Mutex::new(0),
             held: Mutex::default(),
             idle: Condvar::new(),
         }
     }
 
-    /// Runs `work`, pinned, with what the gate holds; `None` where it is closed, and then
-    /// [`hold`](Self::hold) may be called.
+    /// Runs `work`, pinned, with the gate's value, or with `None` if the gate is closed. In that case `work`
+    /// may call [`hold`](Self::hold).
     pub fn enter<R>(&self, work: impl FnOnce(Option<&T>) -> R) -> R {
         pin::pinned(|pin| {
             let state = self.state.load(pin);
@@ -65,36 +65,36 @@ impl<T: Send + Sync> FreezeGate<T> {
         })
     }
 
-    /// Runs `work`, pinned, with what the gate holds, open or closed: for those whom a change need
-    /// not hold up.
+    /// Runs `work`, pinned, with the gate's value, open or closed, for requests that changes need not block.
     pub fn enter_any<R>(&self, work: impl FnOnce(&T) -> R) -> R {
         pin::pinned(|pin| work(&self.state.load(pin).value))
     }
 
-    /// What the gate holds, open or closed.
+    /// Returns the gate's value, open or closed.
     pub fn value(&self) -> Arc<T> {
         pin::pinned(|pin| Arc::clone(&self.state.load(pin).value))
     }
 
-    /// Something goes on after the pin. Only inside [`enter`](Self::enter), of an open gate.
+    /// Counts work that continues after the pin. Call only inside [`enter`](Self::enter) of an open gate.
     pub fn begin(&self) {
-        self.under_way.add(0, 1);
+        self.in_flight.add(0, 1);
     }
 
-    /// What a request has begun and does on its own thread.
+    /// Returns a guard for work counted by [`begin`](Self::begin) that this thread executes. Dropping the guard
+    /// calls [`end`](Self::end).
     pub fn under_way(&self) -> UnderWay<'_, T> {
         UnderWay(self)
     }
 
-    /// Enters an open gate and leaves it again, with something under way.
+    /// Counts work of this thread, or returns `None` if the gate is closed.
     pub fn pass(&self) -> Option<UnderWay<'_, T>> {
         self.enter(|value| value.map(|_| self.begin())).map(|()| self.under_way())
     }
 
-    /// It is over.
+    /// Ends work counted by [`begin`](Self::begin).
     pub fn end(&self) {
         pin::pinned(|pin: &Pin<'_>| {
-            self.under_way.add(0, -1);
+            self.in_flight.add(0, -1);
             if !self.state.load(pin).open {
                 let _held = self.held.lock();
                 self.idle.notify_all();
@@ -102,21 +102,20 @@ impl<T: Send + Sync> FreezeGate<T> {
         });
     }
 
-    /// Runs `task` when the gate opens. Only inside [`enter`](Self::enter), of a closed gate.
+    /// Holds `task` until the gate opens. Call only inside [`enter`](Self::enter) of a closed gate.
     pub fn hold(&self, task: impl FnOnce() + Send + 'static) {
         self.held.lock().push(Box::new(task));
     }
 
-    /// Closes the gate, and returns when nothing is under way: true. Waits for devices, at most so
-    /// long: false where something is still under way then. Either way the gate is closed until it
-    /// is [opened](Self::open).
+    /// Closes the gate and waits up to `most` for the work in flight. Returns false if some work remains
+    /// then. In both cases the gate stays closed until [`open`](Self::open).
     pub fn close_within(&self, most: Duration) -> bool {
-        self.shut();
+        self.count_closer();
         let deadline = Instant::now() + most;
-        // Nothing begins any more, so the sum of cells that are read one after the other is never
+        // No new work begins, so cells only decrease, and a sum of cells read one after the other is never
         // too small.
         let mut held = self.held.lock();
-        while self.under_way.get(0) > 0 {
+        while self.in_flight.get(0) > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return false;
@@ -126,16 +125,16 @@ impl<T: Send + Sync> FreezeGate<T> {
         true
     }
 
-    fn shut(&self) {
+    fn count_closer(&self) {
         let mut closers = self.closers.lock();
         *closers += 1;
         if *closers == 1 {
-            self.put(false, self.value());
+            self.publish(false, self.value());
         }
     }
 
-    /// Takes one [`close_within`](Self::close_within) back; the last one opens the gate and returns
-    /// what was held, for the caller to run.
+    /// Reverts one [`close_within`](Self::close_within). The last call opens the gate and returns the held
+    /// tasks, which the caller must run.
     #[must_use]
     pub fn open(&self) -> Vec<Task> {
         let mut closers = self.closers.lock();
@@ -143,20 +142,19 @@ impl<T: Send + Sync> FreezeGate<T> {
         if *closers > 0 {
             return Vec::new();
         }
-        self.put(true, self.value());
-        // Whoever saw it closed was pinned, so all that will ever be held is here.
+        self.publish(true, self.value());
+        // Requests that saw the gate closed were pinned and have left, so the list is complete.
         std::mem::take(&mut *self.held.lock())
     }
 
-    /// Puts another value in place of the present one. Whoever entered before has left when this
-    /// returns.
+    /// Replaces the value. On return, all requests that entered with the old value have left.
     pub fn change(&self, new: impl FnOnce(&T) -> T) {
         let closers = self.closers.lock();
         let new = new(&self.value());
-        self.put(*closers == 0, Arc::new(new));
+        self.publish(*closers == 0, Arc::new(new));
     }
 
-    fn put(&self, open: bool, value: Arc<T>) {
+    fn publish(&self, open: bool, value: Arc<T>) {
         drop(self.state.replace(Box::new(GateState { open, value })));
     }
 }
@@ -177,7 +175,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(600);
 
     #[test]
-    fn a_closed_gate_holds_up_what_comes_and_waits_for_what_is_under_way() {
+    fn closed_gate_holds_new_and_waits_for_begun_requests() {
         let gate = FreezeGate::new(1);
         gate.enter(|value| {
             assert_eq!(value, Some(&1));
@@ -192,7 +190,7 @@ mod tests {
                 gate.end();
             });
             assert!(gate.close_within(LONG));
-            assert!(ended.load(Ordering::SeqCst), "something was under way");
+            assert!(ended.load(Ordering::SeqCst), "a request was in flight");
         });
         assert!(gate.close_within(LONG));
         gate.change(|value| value + 1);
@@ -209,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_under_way_behind_a_closed_gate() {
+    fn closed_gate_has_no_request_in_flight() {
         let gate = Arc::new(FreezeGate::new(()));
         let (running, stop) = (AtomicU32::new(0), AtomicBool::new(false));
         std::thread::scope(|scope| {

@@ -1,35 +1,35 @@
-//! Handing a request on to a device below: at once where it can be, else submitted with a copy of
-//! the data.
+//! Passing a request to a lower device: synchronously if possible, otherwise submitted with a copy of the
+//! data.
 
 use crate::device::{Buffer, Completion, Device, IoBuf, Request, Result, Tried};
 
-/// How far a request came at once.
+/// Outcome of a synchronous attempt.
 pub enum Put {
-    /// It was answered.
+    /// The request completed.
     Done(Result<()>),
-    /// This is left, from this byte of the data on.
+    /// The remaining request, and the offset of its data in bytes.
     Rest(Request, usize),
 }
 
-/// Does as much as can be done without waiting. `data` is `None` for requests that have none.
+/// Executes as much of a request as possible without waiting. `data` is `None` for requests without data.
 #[inline]
 pub fn try_put(device: &dyn Device, mut request: Request, data: Option<&[u8]>) -> Put {
-    let mut from = 0;
+    let mut offset = 0;
     loop {
-        let buffer = data.map_or(Buffer::None, |data| Buffer::Write(&data[from..]));
+        let buffer = data.map_or(Buffer::None, |data| Buffer::Write(&data[offset..]));
         match device.try_io(&request, buffer) {
             Ok(Tried::Done) => return Put::Done(Ok(())),
             Ok(Tried::Partly(bytes)) => {
                 request = request.rest(bytes);
-                from += bytes as usize;
+                offset += bytes as usize;
             }
-            Ok(Tried::WouldBlock) => return Put::Rest(request, from),
+            Ok(Tried::WouldBlock) => return Put::Rest(request, offset),
             Err(error) => return Put::Done(Err(error)),
         }
     }
 }
 
-/// Submits a request with a copy of its data. `then` may run on a thread of the device.
+/// Submits a request with a copy of its data. The device may call `then` on one of its threads.
 pub fn put(
     device: &dyn Device,
     request: Request,
@@ -42,7 +42,7 @@ pub fn put(
     }
 }
 
-/// How far a request of `len` bytes came that stopped after `done`.
+/// Converts the byte count of a synchronous attempt, `done` of `len`, into its outcome.
 #[inline]
 pub fn progress(done: u64, len: u64) -> Tried {
     match done {

@@ -1,49 +1,48 @@
-//! What is held up while something is shut, instead of a thread that waits.
+//! A queue that holds requests while a condition lasts, so that no thread has to wait.
 //!
 //! # Protocol
-//! * Who shuts does so before anybody can see a reason to be held, and opens after nobody can any
-//!   more.
-//! * Who saw the reason and finds it open sees that the reason is gone, and goes on. So nothing
+//! * The owner calls `shut` before any request can see the reason to wait, and `open` when none can see it
+//!   any more.
+//! * A request that saw the reason and then finds the queue open retries: the reason is gone. So no request
 //!   stays behind.
 
 use crate::sync::Mutex;
 
-/// Requests that are held while something is shut. Lock order: innermost.
-pub struct Held<J>(Mutex<HeldState<J>>);
+/// Requests held while the queue is shut. Lock order: innermost.
+pub struct Held<R>(Mutex<HeldState<R>>);
 
-struct HeldState<J> {
+struct HeldState<R> {
     shut: bool,
-    jobs: Vec<J>,
+    requests: Vec<R>,
 }
 
-/// Open.
-impl<J> Default for Held<J> {
+impl<R> Default for Held<R> {
     fn default() -> Self {
-        Self(Mutex::new(HeldState { shut: false, jobs: Vec::new() }))
+        Self(Mutex::new(HeldState { shut: false, requests: Vec::new() }))
     }
 }
 
-impl<J> Held<J> {
-    /// From now on jobs are held.
+impl<R> Held<R> {
+    /// Starts to hold requests.
     pub fn shut(&self) {
         self.0.lock().shut = true;
     }
 
-    /// Holds a job until it is opened. Returned: it is open.
-    pub fn hold(&self, job: J) -> Option<J> {
+    /// Holds a request until the queue is opened. Returns the request if the queue is open.
+    pub fn hold(&self, request: R) -> Option<R> {
         let mut state = self.0.lock();
         if !state.shut {
-            return Some(job);
+            return Some(request);
         }
-        state.jobs.push(job);
+        state.requests.push(request);
         None
     }
 
-    /// Nothing is held from now on. Returns what was, for the caller to carry on.
+    /// Stops holding requests, and returns the held ones for the caller to continue.
     #[must_use]
-    pub fn open(&self) -> Vec<J> {
+    pub fn open(&self) -> Vec<R> {
         let mut state = self.0.lock();
         state.shut = false;
-        std::mem::take(&mut state.jobs)
+        std::mem::take(&mut state.requests)
     }
 }

@@ -1,38 +1,39 @@
-//! What all of Freestone stands on.
+//! Shared building blocks of all Freestone crates.
 //!
-//! * [`device`]: the contract between devices and those who use them. Devices know no export,
-//!   exports know no device.
-//! * [`pin`], [`freeze_gate`], [`parking`], [`percpu`], [`per_cpu_arc`], [`consistency_group`]: how
-//!   requests and changes of a whole device get by one another without a lock of the whole device.
-//! * [`slot`]: the table of slots, one for each page, with a lock in its word; [`arena`]: the
-//!   memory that it points to.
-//! * [`overlap`]: requests that overlap, one after the other.
-//! * [`bytes`]: any offset and length over a device of blocks.
-//! * [`work_queue`], [`timer`], [`handoff`]: who carries on what a device below has answered.
-//! * [`plug`]: many requests, or answers, handed over at once; [`answers`]: their way to the thread
-//!   that reads a queue; [`eventfd`]: the wake-up of a thread.
-//! * [`places`]: how many may use something at one time.
-//! * [`budget`]: bytes that may be held for requests.
-//! * [`workers`]: who does what one queue's reader cannot do alone.
-//! * [`limits`]: how many requests a second get through, and their bytes.
-//! * [`log_limit`]: lines of what happens again and again.
-//! * [`mapped`], [`stack`]: memory that can be given back while it is kept.
-//! * [`replace`], [`file_locks`], [`unix_socket`]: files that are never half written, and never
-//!   somebody else's; [`fail_points`]: their system calls, which tests make fail.
+//! * [`device`]: the block device interface between devices and exports. Devices do not know exports, and
+//!   exports do not know device types.
+//! * [`pin`], [`freeze_gate`], [`parking`], [`percpu`], [`per_cpu_arc`], [`consistency_group`]:
+//!   synchronisation between requests and changes of a whole device (snapshot, resize) without a per-device
+//!   lock.
+//! * [`slot`]: the page table of a device, one lockable 64-bit slot for each page; [`arena`]: the memory that
+//!   slots point to.
+//! * [`overlap`]: ordering of overlapping requests.
+//! * [`bytes`]: byte-granular access (any offset and length) to a block device.
+//! * [`work_queue`], [`timer`], [`handoff`]: threads that continue requests after the lower device has
+//!   completed them.
+//! * [`plug`]: batches of requests or completions; [`answers`]: the completion queue of a thread that reads
+//!   requests; [`eventfd`]: its wake-up.
+//! * [`places`]: semaphore-like limits on concurrent users.
+//! * [`budget`]: limits on the bytes in flight.
+//! * [`workers`]: threads that help a queue's reader.
+//! * [`limits`]: limits on requests and bytes per second.
+//! * [`log_limit`]: rate-limited log lines.
+//! * [`mapped`], [`stack`]: allocations whose pages can be returned to the kernel.
+//! * [`replace`], [`file_locks`], [`unix_socket`]: atomic file replacement, and locks against other
+//!   processes; [`fail_points`]: system calls that tests make fail.
 //! * [`file_size_limit`], [`descriptor_reserve`]: `RLIMIT_FSIZE` and `RLIMIT_NOFILE`.
-//! * [`allow`]: who may connect to an address.
+//! * [`allow`]: allow lists of clients.
 //!
-//! Only [`device`] is a promise to users; the rest is for the crates of this workspace and may
-//! change with them.
+//! Only [`device`] is a stable interface. The other modules are internal to this workspace.
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
-// Offsets and lengths are cast between u64 and usize all over.
+// Offsets and lengths are cast between u64 and usize in many places.
 const _: () = assert!(usize::BITS == 64, "Freestone needs a 64-bit machine");
 
-/// Bytes of a page: what one slot of a page table stands for.
+/// Page size in bytes. One slot stands for one page.
 pub const PAGE_BYTES: usize = 4096;
-/// Bits of a location in a slot's word; memory and backing devices end at 2^36 units of 16 bytes, 1
+/// Bits of the location field of a slot: memory and backing devices are limited to 2^36 units of 16 bytes, 1
 /// TiB.
 pub const LOCATION_BITS: u32 = 36;
 
@@ -103,11 +104,11 @@ pub mod zeroes;
 pub mod percpu {
     //! A model has one CPU.
 
-    /// How many there are.
+    /// Returns the number of CPUs.
     pub const fn cpus() -> usize {
         1
     }
-    /// The one that this runs on.
+    /// Returns the calling thread's CPU.
     pub const fn current() -> usize {
         0
     }
@@ -117,6 +118,6 @@ pub mod percpu {
 pub mod plug {
     //! In a model no thread has a plug.
 
-    /// There is nothing to hand over.
+    /// Does nothing.
     pub const fn flush() {}
 }

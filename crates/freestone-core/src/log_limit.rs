@@ -1,41 +1,41 @@
-//! Log lines of what can happen many thousand times a second: one a minute for each kind.
+//! Rate limit for log lines: one line a minute for each kind of event.
 
 use std::fmt;
 use std::time::Duration;
 
 use crate::sync::{Instant, Mutex};
 
-/// A kind has one line in so long.
+/// Minimum time between two lines of a kind.
 const INTERVAL: Duration = Duration::from_secs(60);
 
-/// Says of each kind whether it has its line now. There are few kinds: who has many of these names
-/// them by an enum.
+/// Rate limiter of log lines by kind. Kinds are found by linear search, so callers use an enum of few values.
 ///
-/// Lock order: `kinds` is innermost. Nothing is logged under it.
+/// Lock order: `kinds` is innermost. No event is logged under it.
 pub struct LogLimit<K> {
-    kinds: Mutex<Vec<(K, Told)>>,
+    kinds: Mutex<Vec<(K, KindState)>>,
 }
 
-struct Told {
+struct KindState {
     last: Instant,
-    /// How often it happened since without a line.
-    held_back: u64,
+    /// Events since the last line, which were not logged.
+    suppressed: u64,
 }
 
-/// How many lines were held back before this one; written at its end, where there were any.
+/// Number of lines suppressed since the last one. Displays as a suffix of the log line, or as nothing if
+/// zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HeldBack(u64);
 
 impl HeldBack {
-    /// The number as a field of an event, or `None` if no line was held back.
+    /// Returns the number for a field of an event, or `None` if no line was suppressed.
     pub fn field(self) -> Option<u64> {
         Some(self.0).filter(|lines| *lines > 0)
     }
 }
 
-/// Logs an event that a client can cause as often as it likes, or that a lasting fault repeats: at the given
-/// level once a minute for each call site, with the field `suppressed` for those in between, which are logged at the level `debug`.
-/// Exports log warnings and errors that clients cause only through this macro or a [`LogLimit`].
+/// Logs an event that a client can cause at any rate, or that a lasting fault repeats. Each call site logs
+/// one line a minute at the given level, with the field `suppressed`, and the other events at the level
+/// `debug`. Exports log warnings and errors that clients cause only through this macro or a [`LogLimit`].
 #[macro_export]
 macro_rules! client_log {
     ($level:ident, $($event:tt)+) => {{
@@ -64,7 +64,7 @@ impl<K> Default for LogLimit<K> {
 }
 
 impl<K: Copy + PartialEq> LogLimit<K> {
-    /// It has happened. `None`: there was a line less than a minute ago.
+    /// Records an event. Returns `None` if the last line of this kind is less than a minute old.
     #[cold]
     pub fn line(&self, kind: K) -> Option<HeldBack> {
         self.line_at(kind, Instant::now())
@@ -72,16 +72,16 @@ impl<K: Copy + PartialEq> LogLimit<K> {
 
     fn line_at(&self, kind: K, now: Instant) -> Option<HeldBack> {
         let mut kinds = self.kinds.lock();
-        let Some((_, told)) = kinds.iter_mut().find(|(known, _)| *known == kind) else {
-            kinds.push((kind, Told { last: now, held_back: 0 }));
+        let Some((_, state)) = kinds.iter_mut().find(|(known, _)| *known == kind) else {
+            kinds.push((kind, KindState { last: now, suppressed: 0 }));
             return Some(HeldBack(0));
         };
-        if now - told.last < INTERVAL {
-            told.held_back += 1;
+        if now - state.last < INTERVAL {
+            state.suppressed += 1;
             return None;
         }
-        told.last = now;
-        Some(HeldBack(std::mem::take(&mut told.held_back)))
+        state.last = now;
+        Some(HeldBack(std::mem::take(&mut state.suppressed)))
     }
 }
 
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kind_has_a_line_a_minute_which_says_how_many_were_held_back() {
+    fn each_kind_logs_once_a_minute_with_suppressed_count() {
         let limit = LogLimit::default();
         let start = Instant::now();
         let line = |kind, seconds| {

@@ -1,4 +1,4 @@
-//! Memory that is touched as far as it is used, and can be given back while it is kept.
+//! Anonymous mappings whose pages can be returned to the kernel while the mapping is kept.
 #![expect(unsafe_code)]
 // UNSAFETY: maps anonymous memory and views a part of it as a slice.
 
@@ -10,12 +10,12 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use crate::PAGE_BYTES;
 
-/// Zeroes, in a mapping of its own: the allocator would keep what is given back.
+/// A zeroed byte buffer in its own mapping, because an allocator would keep returned pages.
 #[derive(Debug)]
 pub struct Mapped {
     map: NonNull<u8>,
     map_len: usize,
-    /// What is shown of it, to its end.
+    /// First byte of the slice, which ends with the mapping.
     from: NonNull<u8>,
     len: usize,
 }
@@ -26,15 +26,15 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
-    /// So many bytes, of which byte `aligned` begins a page.
+    /// Maps `len` zero bytes such that byte `aligned` is page-aligned.
     ///
     /// # Errors
-    /// No memory, or no mapping, is left.
+    /// Errors of `mmap(2)`: no memory, or too many mappings.
     pub fn new(len: usize, aligned: usize) -> io::Result<Self> {
         let lead = (PAGE_BYTES - aligned % PAGE_BYTES) % PAGE_BYTES;
         let map_len = (lead + len).max(1);
         let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
-        // SAFETY: a new mapping where the kernel likes, which nothing else refers to.
+        // SAFETY: the kernel chooses the address, so no other mapping is replaced.
         let map = unsafe { mmap_anonymous(std::ptr::null_mut(), map_len, protection, flags) }?;
         let Some(map) = NonNull::new(map.cast::<u8>()) else { return Err(io::ErrorKind::OutOfMemory.into()) };
         // SAFETY: `lead` is at most the mapping's length.
@@ -42,9 +42,9 @@ impl Mapped {
         Ok(Self { map, map_len, from, len })
     }
 
-    /// Gives the pages back to the kernel; what was there is zeroes.
+    /// Zeroes the buffer and returns its pages to the kernel.
     pub fn clear(&mut self) {
-        // SAFETY: the mapping is ours alone, anonymous and private: its pages become zeroes.
+        // SAFETY: the mapping is private, anonymous and exclusively owned; its pages then read as zeroes.
         let cleared = unsafe { madvise(self.map.as_ptr().cast(), self.map_len, Advice::LinuxDontNeed) };
         if cleared.is_err() {
             self.fill(0);
@@ -54,7 +54,7 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this length, unmapped once. Where that fails it is leaked.
+        // SAFETY: mapped in `new` with this length and unmapped once. On failure the mapping leaks.
         let _ = unsafe { munmap(self.map.as_ptr().cast(), self.map_len) };
     }
 }
@@ -63,7 +63,7 @@ impl Deref for Mapped {
     type Target = [u8];
     #[inline]
     fn deref(&self) -> &[u8] {
-        // SAFETY: `len` initialised bytes from `from` on are in the mapping.
+        // SAFETY: the mapping holds `len` initialised bytes from `from` on.
         unsafe { std::slice::from_raw_parts(self.from.as_ptr(), self.len) }
     }
 }
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_byte_that_was_asked_for_begins_a_page() {
+    fn chosen_byte_is_page_aligned() {
         for aligned in [0, 28, PAGE_BYTES, PAGE_BYTES + 1] {
             let mapped = Mapped::new(3 * PAGE_BYTES, aligned).unwrap();
             assert_eq!(mapped.len(), 3 * PAGE_BYTES);
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cleared_is_zeroes() {
+    fn cleared_buffer_reads_as_zeroes() {
         let mut mapped = Mapped::new(PAGE_BYTES + 1, 28).unwrap();
         mapped.fill(1);
         mapped.clear();

@@ -1,70 +1,69 @@
-//! Faults that are put back on purpose, to see whether the tests find them. Only with `--cfg
-//! freestone_mutants`, and then the one that `FREESTONE_MUTANT` names; else [`on`] is false at
-//! compile time.
+//! Faults injected on purpose, to check that the tests find them. Compiled in with `--cfg freestone_mutants`;
+//! the environment variable `FREESTONE_MUTANT` selects one. Otherwise [`on`] is false at compile time.
 
-/// A fault.
+/// A fault that can be injected. Each name states the resulting bug.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Mutant {
-    /// A snapshot's write calls the COW device with the thread pinned.
+    /// A snapshot's write calls the COW device while its thread is pinned.
     PinnedCall,
-    /// A write that meets memory of a removed device does not wait for it: no space.
+    /// A write that needs memory of a removed device fails with no space instead of waiting for it.
     FalseNoSpace,
-    /// More than a few reads of a backing device at once fail.
+    /// More than a few concurrent reads of a backing device fail.
     TooManyReads,
-    /// A write of the zones' state that failed is believed not to have happened.
+    /// A failed write of the zone state is treated as not executed, although it may be on disk.
     ZonesBelieveFailure,
-    /// A delta of a snapshot leaves out what lies behind the end of the base.
+    /// A snapshot's delta omits the part beyond the end of the base.
     DeltaEndsWithBase,
-    /// A merge step that failed is believed not to have happened.
+    /// A failed merge step is treated as not executed.
     MergeBelievesFailure,
-    /// A merge is not marked on disk before it begins.
+    /// A merge is not recorded on disk before it begins.
     MergeUnmarked,
     /// All verbs wait for one another.
     OneVerbAtATime,
-    /// What was written to the backing device is taken for the page, though that changed meanwhile.
+    /// A page written back replaces the one in memory although that was changed meanwhile.
     SpillsChangedPages,
-    /// The last page of each leaf of an origin does not move to a snapshot.
+    /// The last page of each leaf of an origin is not preserved for its snapshot.
     OriginForgetsSnapshot,
-    /// Who gives a slot back does not wake who waits for it.
+    /// Unlocking a slot does not wake its waiters.
     LostWakeup,
-    /// Exceptions are on disk before what they point to.
+    /// Exceptions are written before the chunks that they refer to.
     ExceptionsBeforeCopies,
     /// One slot of each leaf of a removed device is not freed.
     LeakedSlot,
-    /// An origin's flush is answered by nobody.
+    /// An origin's flush never completes.
     FlushGoesNowhere,
-    /// What a machine was answered stays noted as in flight.
+    /// A completed vhost-user request stays recorded as in flight.
     AnsweredInFlight,
-    /// What is kept of a device leaves out where it is published.
+    /// The kept record of a device omits its exports.
     ExportsForgotten,
-    /// A device that has lost its content with a server is not withheld.
+    /// A device that lost its content with a server crash is not withheld.
     LostIsShown,
-    /// What comes from a store of images is not held against its name.
+    /// Objects from an image store are not verified against their names.
     StoreIsBelieved,
-    /// Pages of a packed delta of an image lie one further than its map says.
+    /// Pages of a packed image delta are located one position further than the map says.
     PackedPagesShifted,
-    /// A prune does not look at the first tag.
+    /// A prune ignores the first tag.
     PruneForgetsTag,
-    /// A whole file of kept content whose name may not be durable is taken for absent.
+    /// A complete file of kept content is treated as absent if its name may not be durable.
     KeptFileUnseen,
-    /// So is an increment.
+    /// A complete increment is treated as absent if its name may not be durable.
     IncrementUnseen,
-    /// A state whose log was replaced, and whose directory could not be synced, goes on with the old file.
+    /// After the state log was replaced and the directory sync failed, the old log file stays in use.
     RewriteUnseen,
-    /// A state that could not be written once is not written again.
+    /// After one failed write the state is never written again.
     StateGivesUp,
-    /// A server starts the thread of its end only then.
+    /// A server starts its shutdown thread only at shutdown.
     EndStartsThread,
-    /// A state records that its devices go on before the server listens.
+    /// The state records devices as resumed before the server listens.
     GoesOnEarly,
-    /// A ring's thread waits although the kernel has refused entries.
+    /// A ring's thread sleeps although the kernel has refused submission entries.
     RingForgetsEntries,
-    /// The exit status does not tell that content could not be saved.
+    /// The exit status does not report that content could not be saved.
     EndHidesLoss,
 }
 
-/// All of them.
+/// All faults.
 #[cfg(freestone_mutants)]
 pub const ALL: [Mutant; 28] = [
     Mutant::PinnedCall,
@@ -97,24 +96,24 @@ pub const ALL: [Mutant; 28] = [
     Mutant::EndHidesLoss,
 ];
 
-/// Whether this fault is there.
+/// Returns true if this fault is active.
 #[cfg(not(freestone_mutants))]
 #[inline]
 pub const fn on(_: Mutant) -> bool {
     false
 }
 
-/// Whether this fault is there.
+/// Returns true if this fault is active.
 ///
 /// # Panics
-/// `FREESTONE_MUTANT` is none.
+/// If `FREESTONE_MUTANT` is not the name of a fault.
 #[cfg(freestone_mutants)]
 pub fn on(mutant: Mutant) -> bool {
     static CHOSEN: std::sync::OnceLock<Option<Mutant>> = std::sync::OnceLock::new();
     let chosen = CHOSEN.get_or_init(|| {
         let name = std::env::var("FREESTONE_MUTANT").ok().filter(|name| !name.is_empty())?;
         let found = ALL.into_iter().find(|mutant| format!("{mutant:?}") == name);
-        Some(found.unwrap_or_else(|| panic!("FREESTONE_MUTANT={name}: one of {ALL:?}")))
+        Some(found.unwrap_or_else(|| panic!("FREESTONE_MUTANT={name} is unknown; use one of {ALL:?}")))
     });
     *chosen == Some(mutant)
 }

@@ -1,19 +1,19 @@
-//! Requests that overlap run one after the other, all others side by side.
+//! Ordering of overlapping requests: they run in order of arrival, all others concurrently.
 //!
-//! For devices whose disk or server carries requests out in any order and piece by piece: a block
-//! that two of them write at once would be a mixture. And what is done again, after a loss or in
-//! part, is done before anything that overlaps it was answered.
+//! Needed by devices whose disk or server executes requests in any order and piece by piece. Two concurrent
+//! writes to a block would leave a mixture. A request that is repeated, after a connection loss or for its
+//! rest, completes before any later request that overlaps it starts.
 
 use std::ops::Range;
 
-/// Requests that are not finished, by ticket. Each may leave a `T` here.
+/// Unfinished requests by ticket. The owner can store a `T` with each.
 #[derive(Debug)]
 pub struct Overlap<T> {
     entries: Vec<Option<Entry<T>>>,
     free: Vec<usize>,
-    /// Requests that change content.
+    /// Number of unfinished requests that modify content.
     changing: usize,
-    /// Requests that wait for others.
+    /// Number of requests that wait for others.
     waiting: usize,
 }
 
@@ -21,11 +21,11 @@ pub struct Overlap<T> {
 struct Entry<T> {
     range: Range<u64>,
     changes: bool,
-    /// Older unfinished requests that overlap. They were all there before this one, and whatever
-    /// overlaps and is there when one of them ends came later than that one; so this count is exact
-    /// and no order needs to be kept.
+    /// Number of older unfinished requests that conflict. When a request finishes, every conflicting entry is
+    /// younger and has counted it, because an older one would have kept it from starting. So the count is
+    /// exact without a stored order.
     blockers: usize,
-    kept: Option<T>,
+    value: Option<T>,
 }
 
 impl<T> Entry<T> {
@@ -43,9 +43,10 @@ impl<T> Default for Overlap<T> {
 }
 
 impl<T> Overlap<T> {
-    /// A request comes. Answers its ticket, and whether it can begin at once: nothing is in its way.
+    /// Adds a request. Returns its ticket, and true if no conflicting request is unfinished, so that it may
+    /// start.
     pub fn enter(&mut self, range: Range<u64>, changes: bool) -> (usize, bool) {
-        let mut entry = Entry { range, changes, blockers: 0, kept: None };
+        let mut entry = Entry { range, changes, blockers: 0, value: None };
         if changes || self.changing > 0 {
             entry.blockers = self.entries.iter().flatten().filter(|other| other.conflicts(&entry)).count();
         }
@@ -60,62 +61,61 @@ impl<T> Overlap<T> {
         (ticket, ready)
     }
 
-    /// Keeps what belongs to a request that is not finished.
-    pub fn keep(&mut self, ticket: usize, it: T) {
+    /// Stores a value with an unfinished request.
+    pub fn keep(&mut self, ticket: usize, value: T) {
         if let Some(entry) = self.entries.get_mut(ticket).and_then(Option::as_mut) {
-            entry.kept = Some(it);
+            entry.value = Some(value);
         }
     }
 
-    /// What is kept of a request.
+    /// Returns the value stored with a request.
     pub fn kept(&mut self, ticket: usize) -> Option<&mut T> {
-        self.entries.get_mut(ticket)?.as_mut()?.kept.as_mut()
+        self.entries.get_mut(ticket)?.as_mut()?.value.as_mut()
     }
 
-    /// Takes out what is kept of a request. Its range stays occupied until it is
-    /// [finished](Self::finish).
+    /// Removes the value stored with a request. The range stays occupied until [`finish`](Self::finish).
     pub fn take(&mut self, ticket: usize) -> Option<T> {
-        self.entries.get_mut(ticket)?.as_mut()?.kept.take()
+        self.entries.get_mut(ticket)?.as_mut()?.value.take()
     }
 
-    /// A request is done; `ready` hears of those that waited for it and can begin, with what is kept
-    /// of them. Answers what is kept of this one.
+    /// Removes a finished request and returns its value. Calls `ready` with the ticket and value of each
+    /// request that waited for it and may start now.
     pub fn finish(&mut self, ticket: usize, mut ready: impl FnMut(usize, &mut Option<T>)) -> Option<T> {
-        let gone = self.entries.get_mut(ticket)?.take()?;
+        let finished = self.entries.get_mut(ticket)?.take()?;
         self.free.push(ticket);
-        self.changing -= usize::from(gone.changes);
+        self.changing -= usize::from(finished.changes);
         if self.waiting > 0 {
             for (ticket, entry) in self.entries.iter_mut().enumerate() {
                 if let Some(entry) = entry
                     && entry.blockers > 0
-                    && entry.conflicts(&gone)
+                    && entry.conflicts(&finished)
                 {
                     entry.blockers -= 1;
                     if entry.blockers == 0 {
                         self.waiting -= 1;
-                        ready(ticket, &mut entry.kept);
+                        ready(ticket, &mut entry.value);
                     }
                 }
             }
         }
         if self.is_empty() {
-            // A burst does not make later looks long.
+            // Shrinks the scans after a burst.
             self.entries.clear();
             self.free.clear();
         }
-        gone.kept
+        finished.value
     }
 
-    /// Whether all are finished.
+    /// Returns true if all requests are finished.
     pub fn is_empty(&self) -> bool {
         self.free.len() == self.entries.len()
     }
 
-    /// Gives up: forgets all, and answers what is kept of them.
+    /// Removes all requests and returns their values.
     pub fn drain(&mut self) -> impl Iterator<Item = T> {
         self.free.clear();
         (self.changing, self.waiting) = (0, 0);
-        self.entries.drain(..).filter_map(|entry| entry?.kept)
+        self.entries.drain(..).filter_map(|entry| entry?.value)
     }
 }
 
@@ -126,15 +126,15 @@ mod tests {
     const READ: bool = false;
     const WRITE: bool = true;
 
-    /// Tickets of those that a finished one lets begin.
-    fn after(overlap: &mut Overlap<()>, ticket: usize) -> Vec<usize> {
+    /// Returns the tickets of requests that may start after `ticket` is finished.
+    fn finish_and_list_ready(overlap: &mut Overlap<()>, ticket: usize) -> Vec<usize> {
         let mut ready = Vec::new();
         overlap.finish(ticket, |ticket, _| ready.push(ticket));
         ready
     }
 
     #[test]
-    fn what_overlaps_runs_in_the_order_of_its_arrival() {
+    fn overlapping_requests_run_in_arrival_order() {
         let mut overlap = Overlap::default();
         let mut began = Vec::new();
         for (range, changes) in [
@@ -150,14 +150,14 @@ mod tests {
             began.extend(ready.then_some(ticket));
         }
         assert_eq!(began, [0, 4, 5]);
-        // Both reads; the second write waits for the read it overlaps.
-        assert_eq!(after(&mut overlap, 0), [1, 2]);
-        assert_eq!(after(&mut overlap, 2), []);
-        assert_eq!(after(&mut overlap, 1), [3]);
-        assert_eq!(after(&mut overlap, 4), [6]);
+        // Both reads; the second write still waits for the read that it overlaps.
+        assert_eq!(finish_and_list_ready(&mut overlap, 0), [1, 2]);
+        assert_eq!(finish_and_list_ready(&mut overlap, 2), []);
+        assert_eq!(finish_and_list_ready(&mut overlap, 1), [3]);
+        assert_eq!(finish_and_list_ready(&mut overlap, 4), [6]);
         for ticket in [3, 5, 6] {
             assert!(!overlap.is_empty());
-            assert_eq!(after(&mut overlap, ticket), []);
+            assert_eq!(finish_and_list_ready(&mut overlap, ticket), []);
         }
         assert!(overlap.is_empty());
         assert_eq!(overlap.enter(0..512, WRITE), (0, true));
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_keeps_its_range() {
+    fn taken_request_keeps_its_range() {
         let mut overlap = Overlap::default();
         let (write, _) = overlap.enter(0..512, WRITE);
         overlap.keep(write, "write");
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn all_that_is_kept_is_given_back_at_the_end() {
+    fn drain_returns_all_values() {
         let mut overlap = Overlap::default();
         for name in ["a", "b"] {
             let (ticket, _) = overlap.enter(0..512, WRITE);

@@ -1,13 +1,12 @@
-//! Where threads sleep that wait for a slot: a hashed table of queues, keyed by the slot's address.
+//! Sleeping threads that wait for a slot: a hash table of queues, keyed by the slot's address.
 //!
-//! In user space the holder of a lock can be descheduled at any moment, so nobody spins for long.
-//! The slot's word has room for two bits only (locked, somebody waits); the queue behind the second
-//! bit is here, as in the "parking lot" of `WebKit` and in the kernel's hashed wait queues.
+//! In user space a lock holder can be descheduled at any time, so waiters spin only briefly. A slot's word
+//! has only two bits for this (locked, has waiters); the queue is here, as in `WebKit`'s "parking lot" and
+//! the kernel's hashed wait queues.
 //!
 //! # Invariant
-//! For every key: while its bucket is locked, the slot's "somebody waits" bit is set if and only if
-//! the queue holds a waiter with that key. Callers keep it by changing the bit only inside
-//! `validate` and `release`.
+//! While a key's bucket is locked, the slot's "has waiters" bit is set if and only if the queue holds a
+//! waiter with that key. Callers therefore change the bit only inside `validate` and `release`.
 
 use std::collections::VecDeque;
 use std::sync::PoisonError;
@@ -17,17 +16,16 @@ use crate::sync::{Arc, Condvar, Mutex, OnceLock};
 
 #[cfg(not(any(loom, freestone_sim)))]
 const BUCKETS: usize = 256;
-/// With one alone it does not matter where slots lie in memory.
+/// A single bucket makes models independent of slot addresses.
 #[cfg(any(loom, freestone_sim))]
 const BUCKETS: usize = 1;
 
-/// Buckets of waiting threads. One for each family of slot tables.
+/// Buckets of waiting threads, one table for each family of slot tables.
 ///
-/// Lock order: a bucket's queue, then the waiter's own `woken` flag. Both are held for a few
-/// instructions.
+/// Lock order: a bucket's queue, then the waiter's `woken` flag. Both are held for a few instructions.
 #[derive(Default)]
 pub struct Parking {
-    /// There from the first time on that somebody sleeps.
+    /// Allocated when the first thread sleeps.
     buckets: OnceLock<Box<[Mutex<VecDeque<Waiter>>]>>,
 }
 
@@ -49,8 +47,8 @@ impl Parking {
         &buckets[(hash >> 56) as usize % BUCKETS]
     }
 
-    /// Sleeps until [`unpark_one`](Self::unpark_one) picks this thread, if `validate` (called with
-    /// the bucket locked) still finds a reason to.
+    /// Sleeps until [`unpark_one`](Self::unpark_one) wakes this thread. Returns at once if `validate`, called
+    /// with the bucket locked, returns false.
     pub fn park(&self, key: usize, validate: impl FnOnce() -> bool) {
         let sleeper;
         {
@@ -63,13 +61,13 @@ impl Parking {
         }
         let mut woken = sleeper.woken.lock();
         while !*woken {
-            // Not `pin::wait`: a slot is what a pinned thread may wait for.
+            // Not `pin::wait`: pinned threads may wait for a slot.
             woken = sleeper.condvar.wait(woken).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// Wakes the thread that has waited longest for `key`, if any. `release(more)` runs first, with
-    /// the bucket locked; `more` says whether others are still waiting for the key after that one.
+    /// Wakes the thread that has waited longest for `key`, if any. Calls `release(more)` first, with the
+    /// bucket locked; `more` is true if other threads still wait for the key.
     pub fn unpark_one(&self, key: usize, release: impl FnOnce(bool)) {
         let next;
         {

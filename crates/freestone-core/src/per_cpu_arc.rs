@@ -1,9 +1,8 @@
-//! Shared ownership whose count every CPU keeps for itself.
+//! An `Arc` with one reference count for each CPU.
 //!
-//! Each request owns what it works on, and a count that all requests change moves from CPU to CPU:
-//! two workers of one device would meet there and nowhere else. A [`PerCpuArc`] holds one `Arc` a
-//! CPU, each with a count in a cache line of its own. What they hold is a thin shell around the
-//! thing itself, which lives as long as any of them.
+//! Each request holds a reference to its device. A single count would bounce between the CPUs of workers that
+//! share nothing else. A [`PerCpuArc`] contains one `Arc` for each CPU, with its count in a separate cache
+//! line. Each one holds a thin shell around the shared object, which lives as long as any shell.
 
 use std::fmt;
 use std::ops::Deref;
@@ -11,19 +10,18 @@ use std::ops::Deref;
 use crate::percpu;
 use crate::sync::Arc;
 
-/// As many `Arc`s as CPUs. Dereferences to that of the CPU on which the thread runs; where a clone
-/// of it is dropped does not matter.
+/// One `Arc` for each CPU. Dereferences to the `Arc` of the current CPU; a clone may be dropped on any CPU.
 pub struct PerCpuArc<T>(Arc<[Arc<T>]>);
 
 impl<T> PerCpuArc<T> {
-    /// What `shell` makes, once for each CPU. `T` has to be as large as a cache line, or the counts
-    /// share one.
+    /// Creates the `Arc`s, calling `shell` once for each CPU. `T` must be aligned to a cache line, or counts
+    /// would share one.
     pub fn new(shell: impl Fn() -> T) -> Self {
         const { assert!(align_of::<T>() >= 64, "counts of two CPUs would share a cache line") };
         Self((0..percpu::cpus()).map(|_| Arc::new(shell())).collect())
     }
 
-    /// For who only looks and takes no part in owning it: does not ask for the CPU.
+    /// Returns a reference without looking up the CPU, for callers that do not clone the `Arc`.
     #[inline]
     pub fn look(&self) -> &T {
         &self.0[0]
@@ -59,17 +57,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_thing_lives_as_long_as_any_hold_on_it() {
-        let thing = Arc::new(5);
-        let gone: Weak<i32> = Arc::downgrade(&thing);
-        let near = PerCpuArc::new(|| CachePadded::new(Arc::clone(&thing)));
-        drop(thing);
+    fn object_lives_as_long_as_any_reference() {
+        let object = Arc::new(5);
+        let weak: Weak<i32> = Arc::downgrade(&object);
+        let near = PerCpuArc::new(|| CachePadded::new(Arc::clone(&object)));
+        drop(object);
         let (second, hold) = (near.clone(), Arc::clone(&near));
         drop(near);
         assert_eq!(****second, 5);
         drop(second);
-        assert_eq!(**hold, gone.upgrade().expect("it is held"));
+        assert_eq!(**hold, weak.upgrade().expect("a reference exists"));
         drop(hold);
-        assert!(gone.upgrade().is_none(), "the last hold is gone");
+        assert!(weak.upgrade().is_none(), "the last reference is dropped");
     }
 }

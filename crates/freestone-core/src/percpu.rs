@@ -1,18 +1,17 @@
-//! Things of which every CPU has its own.
+//! Per-CPU data: the current CPU, locks and counters.
 
 use crossbeam_utils::CachePadded;
 
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
-/// Number of CPUs this machine can have, at least one: the bound of everything per CPU.
+/// Returns the number of CPUs that the machine can have, at least one. Per-CPU arrays have this size.
 pub fn cpus() -> usize {
     use std::sync::OnceLock;
     static CPUS: OnceLock<usize> = OnceLock::new();
     *CPUS.get_or_init(|| cpu::configured().max(1))
 }
 
-/// The CPU that the calling thread runs on, below [`cpus`]. Stale as soon as it is known: a hint
-/// for what is likely free, never a claim.
+/// Returns the CPU of the calling thread, below [`cpus`]. A hint only: the thread can migrate at any time.
 #[inline]
 pub fn current() -> usize {
     let cpu = cpu::current();
@@ -20,8 +19,8 @@ pub fn current() -> usize {
     if cpu < cpus { cpu } else { cpu % cpus }
 }
 
-/// Locks what `of` says this CPU has; where a descheduled thread holds that, another CPU's that is
-/// free, before this one is waited for.
+/// Locks this CPU's mutex. If a descheduled thread holds it, locks a free mutex of another CPU, or waits for
+/// this CPU's if all are held.
 #[inline]
 pub fn lock_nearest<'a, T: 'a>(of: impl Fn(usize) -> &'a Mutex<T>) -> MutexGuard<'a, T> {
     let cpu = current();
@@ -40,18 +39,18 @@ fn lock_another<'a, T: 'a>(cpu: usize, of: impl Fn(usize) -> &'a Mutex<T>) -> Mu
 #[cfg(not(freestone_sim))]
 mod cpu {
     #![expect(unsafe_code)]
-    // UNSAFETY: two libc calls without a safe wrapper that is as fast (glibc reads the CPU from its
-    // rseq area).
+    // UNSAFETY: two libc calls without a safe wrapper that is as fast (glibc reads the CPU from its rseq
+    // area).
 
     pub fn configured() -> usize {
-        // SAFETY: no arguments that could be wrong.
+        // SAFETY: sysconf takes no pointers.
         let count = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_CONF) };
         usize::try_from(count).unwrap_or(1)
     }
 
     #[inline]
     pub fn current() -> usize {
-        // SAFETY: no arguments; a failure is -1.
+        // SAFETY: no arguments; returns -1 on failure.
         let cpu = unsafe { libc::sched_getcpu() };
         usize::try_from(cpu).unwrap_or(0)
     }
@@ -66,7 +65,7 @@ mod cpu {
     }
 }
 
-/// `N` counters, each the sum of one cell a CPU.
+/// `N` counters, each the sum of one cell for each CPU.
 pub struct Counters<const N: usize> {
     cells: Box<[CachePadded<[AtomicU64; N]>]>,
 }
@@ -82,62 +81,61 @@ impl<const N: usize> Default for Counters<N> {
 }
 
 impl<const N: usize> Counters<N> {
-    /// Those of the CPU that the calling thread runs on.
     #[inline]
-    fn own(&self) -> &[AtomicU64; N] {
-        // As `current` has it, with one comparison: there are as many cells as CPUs.
+    fn current_cells(&self) -> &[AtomicU64; N] {
+        // Does the same as `current` with one comparison, as there are as many cells as CPUs.
         let cpu = cpu::current();
-        self.cells.get(cpu).unwrap_or_else(|| self.of_another(cpu))
+        self.cells.get(cpu).unwrap_or_else(|| self.wrapped_cells(cpu))
     }
 
     #[cold]
-    fn of_another(&self, cpu: usize) -> &CachePadded<[AtomicU64; N]> {
+    fn wrapped_cells(&self, cpu: usize) -> &CachePadded<[AtomicU64; N]> {
         &self.cells[cpu % self.cells.len()]
     }
 
-    /// Adds `delta`, which may be negative: a cell wraps, the sum of all cells does not.
+    /// Adds `delta`, which may be negative. A single cell may wrap, the sum of all cells does not.
     #[inline]
     pub fn add(&self, counter: usize, delta: i64) {
         // Relaxed: a statistic.
-        self.own()[counter].fetch_add(delta as u64, Ordering::Relaxed);
+        self.current_cells()[counter].fetch_add(delta as u64, Ordering::Relaxed);
     }
 
-    /// As [`add`](Self::add), of two counters: who adds looks up the CPU once.
+    /// Adds to two counters as [`add`](Self::add) does, with one look-up of the CPU.
     #[inline]
-    pub fn add_both(&self, [(a, of_a), (b, of_b)]: [(usize, i64); 2]) {
-        let cells = self.own();
+    pub fn add_both(&self, [(a, delta_a), (b, delta_b)]: [(usize, i64); 2]) {
+        let cells = self.current_cells();
         // Relaxed: statistics.
-        cells[a].fetch_add(of_a as u64, Ordering::Relaxed);
+        cells[a].fetch_add(delta_a as u64, Ordering::Relaxed);
         // Relaxed: as above.
-        cells[b].fetch_add(of_b as u64, Ordering::Relaxed);
+        cells[b].fetch_add(delta_b as u64, Ordering::Relaxed);
     }
 
-    /// As [`add`](Self::add), of a counter whose cells are emptied into a common sum: returns what
-    /// this CPU's cell had, and empties it, once that is `most` or more, either way.
+    /// Adds to this CPU's cell of a counter that the caller collects in a common sum. If the cell's absolute
+    /// value reaches `most`, empties the cell and returns its value.
     #[inline]
     pub fn add_and_take(&self, counter: usize, delta: i64, most: u64) -> Option<i64> {
-        let cell = &self.own()[counter];
+        let cell = &self.current_cells()[counter];
         // Relaxed: a statistic.
         let now = (cell.fetch_add(delta as u64, Ordering::Relaxed) as i64).wrapping_add(delta);
-        // Relaxed: what others add meanwhile is taken along.
+        // Relaxed: additions of other threads since then are included.
         (now.unsigned_abs() >= most).then(|| cell.swap(0, Ordering::Relaxed) as i64)
     }
 
-    /// The sum of all cells, of which single ones may be negative.
+    /// Returns the sum of all cells, wrapping.
     pub fn sum(&self, counter: usize) -> u64 {
         // Relaxed: a statistic.
         let value = |cell: &CachePadded<[AtomicU64; N]>| cell[counter].load(Ordering::Relaxed);
         self.cells.iter().map(value).fold(0, u64::wrapping_add)
     }
 
-    /// The counter's value; exact when nobody adds.
+    /// Returns the counter's value, at least 0. Exact if no thread adds meanwhile.
     pub fn get(&self, counter: usize) -> u64 {
         let sum = self.sum(counter);
-        // Cells are read one after the other: a sum of running counters can dip below zero.
+        // Cells are read one after the other, so the sum of running counters can be negative.
         if sum as i64 >= 0 { sum } else { 0 }
     }
 
-    /// Sets a counter to zero. Additions meanwhile may be lost.
+    /// Sets a counter to zero. Concurrent additions may be lost.
     pub fn clear(&self, counter: usize) {
         for cell in &self.cells {
             // Relaxed: a statistic.

@@ -1,27 +1,26 @@
-//! Pins: how a request says "I am working on this table", with the cost on the side of the rare
-//! change.
+//! Pins: read-side critical sections of requests, as in user-space RCU. Requests pay almost nothing; the rare
+//! change of a whole device pays for the ordering.
 //!
-//! A device-wide change (reset, removal, later snapshots and power cuts) swaps a pointer and then
-//! waits until every request that may still use the old table is through. A request marks its own
-//! thread's record with a plain store; the ordering that this lacks is supplied by the changing
-//! side with `membarrier(2)`, as in user-space RCU.
+//! A device-wide change (reset, removal, snapshot) swaps a pointer and then waits for every request that may
+//! still use the old table. A request marks its thread's record with a plain store; the change orders these
+//! stores with `membarrier(2)`.
 //!
 //! # Protocol
-//! * Pin: make the own sequence odd; *light barrier*; load the pointer.
-//! * Change: swap the pointer; *heavy barrier*; wait for each record that is odd to move on.
+//! * Pin: make the thread's sequence odd; *light barrier*; load the pointer.
+//! * Change: swap the pointer; *heavy barrier*; wait until each odd record has changed.
 //! * Either the change sees the odd sequence and waits, or the request loads the new pointer.
 //!
 //! # Rule
-//! A change waits for all pins of the process. So a pinned thread waits for nothing but a slot
-//! lock, and calls no device: what that does, and what it waits for, is its own affair. Under a pin
-//! a request takes what it needs (a count at a [gate](crate::freeze_gate), a handle), leaves, and
-//! goes on unpinned. [`assert_unpinned`] stands at the entrance of devices and before what blocks,
-//! and panics in debug builds. One exception: a fork reads its family's snapshots below it under
-//! one pin, through their tables and not as devices; that waits for slot locks only.
+//! A change waits for all pins of the process. So a pinned thread may wait only for slot locks, and must not
+//! call a device, which could wait for anything. Under a pin a request takes what it needs (a count at a
+//! [gate](crate::freeze_gate), a handle), unpins, and continues. Devices call [`assert_unpinned`] on entry
+//! and before they block; it panics in debug builds. One exception: a fork reads its family's snapshots under
+//! one pin, through their tables and not as devices, which waits for slot locks only.
+//! `crates/freestone/tests/library/pinned.rs` checks the rule with lower devices that wait for such a change
+//! at every call.
 //!
-//! There is one set of threads that pin, the process's (a loom model's run has one of its own), and
-//! nobody outside of this module has another. So every pin is one that every change waits for, and
-//! the types need not say which belong together.
+//! The process has a single, private set of pinning threads (a loom model has one for each run). So every
+//! change waits for every pin, and the types need not tie them together.
 //!
 //! Pins nest.
 
@@ -45,37 +44,35 @@ thread_local! {
     static THIS_THREAD: Rc<Participant> = Rc::new(DOMAIN.join());
 }
 
-/// The set of threads that pin: there is only [`DOMAIN`].
+/// The set of threads that pin; [`DOMAIN`] is the only one.
 ///
-/// Lock order: `records` is held for a registration and for a copy; nothing is taken under it.
+/// Lock order: `records` is innermost, held for a registration or a copy.
 struct Domain {
     records: Mutex<Vec<Arc<Record>>>,
-    /// `membarrier` is not to be had: pins pay for a full fence of their own.
+    /// `membarrier` is unavailable: each pin executes a full fence.
     fenced_pins: bool,
 }
 
-/// Odd while its thread is pinned. Written by its thread only.
+/// A thread's sequence number, odd while pinned. Written by that thread only.
 type Record = CachePadded<AtomicU64>;
 
-/// A thread's membership.
 struct Participant {
     record: Arc<Record>,
     depth: Cell<u32>,
     fenced: bool,
 }
 
-/// While it lives, no table that its thread can reach is taken down.
+/// Proof that the thread is pinned. No table that the thread loads is freed before the drop.
 pub struct Pin<'a> {
     participant: &'a Participant,
 }
 
 impl Domain {
-    /// Without members.
     fn new() -> Self {
         Self { records: Mutex::new(Vec::new()), fenced_pins: !barrier::register() }
     }
 
-    /// Adds the calling thread. The record is forgotten when the participant is dropped.
+    /// Registers the calling thread. A later registration removes the records of dropped participants.
     fn join(&self) -> Participant {
         let record = Arc::new(CachePadded::new(AtomicU64::new(0)));
         let mut records = self.records.lock();
@@ -84,21 +81,21 @@ impl Domain {
         Participant { record, depth: Cell::new(0), fenced: self.fenced_pins }
     }
 
-    /// Returns when every pin that was held at the moment of the call has been released.
+    /// Waits until every pin held at the call has been released.
     fn wait_for_pins(&self) {
         barrier::heavy(self.fenced_pins);
-        // Threads that join later load pointers later: the copy need not see them.
+        // Threads that register later load pointers later, so the copy may miss them.
         let records = self.records.lock().clone();
         for record in records {
-            // Acquire: pairs with the Release of the unpin; what the pinned thread did is visible
-            // after it.
-            let seen = record.load(Ordering::Acquire);
-            if seen & 1 == 0 {
+            // Acquire: pairs with the Release of the unpin, so that the accesses of the pinned thread happen
+            // before the change continues.
+            let sequence = record.load(Ordering::Acquire);
+            if sequence & 1 == 0 {
                 continue;
             }
             let mut tries = 0_u32;
             // Acquire: as above.
-            while record.load(Ordering::Acquire) == seen {
+            while record.load(Ordering::Acquire) == sequence {
                 pause(&mut tries);
             }
         }
@@ -108,36 +105,35 @@ impl Domain {
 /// Runs `work` with the calling thread pinned.
 #[inline]
 pub fn pinned<R>(work: impl FnOnce(&Pin<'_>) -> R) -> R {
-    // Not `with` around all of it: the compiler would not make one function of a request then.
+    // A clone instead of `with` around the call, which would keep the compiler from inlining the request.
     let participant = THIS_THREAD.with(Rc::clone);
     let pin = participant.pin();
     work(&pin)
 }
 
 fn assert_not_pinned() {
-    assert!(THIS_THREAD.with(|this| this.depth.get()) == 0, "a thread that is pinned waits for pins");
+    assert!(THIS_THREAD.with(|this| this.depth.get()) == 0, "a pinned thread waits for pins");
 }
 
-/// The calling thread is going to wait, or to do what may wait: in debug builds it must have
-/// nothing pinned.
+/// Panics in debug builds if the calling thread is pinned. Called before anything that may wait.
 #[inline]
 #[track_caller]
 pub fn assert_unpinned() {
     #[cfg(all(debug_assertions, not(loom)))]
     {
-        // A thread that is ending has nothing pinned.
+        // A thread that is exiting has no pins.
         let depth = THIS_THREAD.try_with(|this| this.depth.get()).unwrap_or(0);
         assert!(depth == 0, "a pinned thread waits, or calls a device");
     }
 }
 
-/// Waits on `condvar` until notified, with nothing pinned; may wake up without reason.
+/// Waits on `condvar` until notified, unpinned. Spurious wake-ups are possible.
 pub fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
     assert_unpinned();
     condvar.wait(guard).unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Waits a moment for another thread, which is not waiting for this one.
+/// Backs off while another thread makes progress, which must not depend on this one.
 pub(crate) fn pause(tries: &mut u32) {
     *tries += 1;
     #[cfg(not(loom))]
@@ -156,9 +152,8 @@ impl Participant {
         if depth == 0 {
             // Relaxed: only this thread writes its record.
             let sequence = self.record.load(Ordering::Relaxed);
-            // Release: pairs with the Acquire in wait_for_pins, which may see this pin instead of
-            // the unpin before it. Ordered before the loads of tables by the light barrier, paired
-            // with the heavy one.
+            // Release: pairs with the Acquire in wait_for_pins, which may see this pin instead of the unpin
+            // before. The light barrier, paired with the heavy one, orders the store before loads of tables.
             self.record.store(sequence + 1, Ordering::Release);
             barrier::light(self.fenced);
         }
@@ -181,68 +176,65 @@ impl Drop for Pin<'_> {
     }
 }
 
-/// A pointer that requests load under a pin and that a device-wide change swaps.
+/// A pointer that requests load under a pin and device-wide changes replace.
 pub struct Swap<T> {
     pointer: AtomicPtr<T>,
 }
 
 mod swap {
     #![expect(unsafe_code)]
-    // UNSAFETY: hands out references to a heap object whose life is bounded by pins, which the
-    // borrow checker cannot see.
+    // UNSAFETY: returns references to a heap object that lives as long as pins require, which the borrow
+    // checker cannot express.
 
     use super::{DOMAIN, Ordering, Pin, Swap, assert_not_pinned};
     use crate::sync::AtomicPtr;
 
     impl<T> Swap<T> {
-        /// Holds `value`.
+        /// Creates a pointer to `value`.
         pub fn new(value: Box<T>) -> Self {
-            // A model's threads find the domain made: that its making orders them would hide what
+            // Models create the domain here: creating it later would order the model's threads and hide what
             // the barriers are for.
             #[cfg(loom)]
             let _ = &*DOMAIN;
             Self { pointer: AtomicPtr::new(Box::into_raw(value)) }
         }
 
-        /// The present value, for as long as the pin is held.
+        /// Returns the present value, valid while the pin is held.
         #[inline]
         pub fn load<'a>(&'a self, _pin: &'a Pin<'_>) -> &'a T {
             // Acquire: pairs with the Release half of the swap that stored the pointer.
             let pointer = self.pointer.load(Ordering::Acquire);
-            // SAFETY: the pointer came from Box::into_raw; `replace` frees it only after every pin
-            // that was held at its swap is gone; this one is held for 'a, and is among them, as
-            // there is one domain.
+            // SAFETY: the pointer came from Box::into_raw. `replace` frees it only after all pins held at its
+            // swap are released; this pin, held for 'a, is one of them, as there is one domain.
             unsafe { &*pointer }
         }
 
-        /// Puts `value` in place and returns the old one, which nobody uses any more. The calling
-        /// thread is not pinned.
+        /// Replaces the value and returns the old one, which no thread uses any more. Waits for all pins.
         ///
         /// # Panics
-        /// It is: it would wait for itself.
+        /// If the calling thread is pinned: it would wait for itself.
         pub fn replace(&self, value: Box<T>) -> Box<T> {
             assert_not_pinned();
-            // AcqRel: Release pairs with the Acquire in load; Acquire with the swap that stored the
-            // old one.
+            // AcqRel: Release pairs with the Acquire in load, Acquire with the swap that stored the old
+            // pointer.
             let old = self.pointer.swap(Box::into_raw(value), Ordering::AcqRel);
             DOMAIN.wait_for_pins();
-            // SAFETY: from Box::into_raw, swapped out exactly once, and no pin that could have
-            // loaded it is left.
+            // SAFETY: from Box::into_raw, swapped out exactly once, and every pin that could have loaded it
+            // is released.
             unsafe { Box::from_raw(old) }
         }
     }
 
     impl<T> Drop for Swap<T> {
         fn drop(&mut self) {
-            // Relaxed: `&mut self`, nobody else is here.
+            // Relaxed: `&mut self` excludes other threads.
             let pointer = self.pointer.load(Ordering::Relaxed);
-            // SAFETY: from Box::into_raw, and `&mut self` means that no reference from `load` is
-            // alive.
+            // SAFETY: from Box::into_raw, and `&mut self` excludes references from `load`.
             drop(unsafe { Box::from_raw(pointer) });
         }
     }
 
-    // SAFETY: Swap owns a Box<T> and gives out &T and Box<T> across threads.
+    // SAFETY: Swap owns a Box<T> and hands out &T and Box<T> across threads.
     unsafe impl<T: Send + Sync> Sync for Swap<T> {}
     // SAFETY: as above.
     unsafe impl<T: Send + Sync> Send for Swap<T> {}
@@ -260,11 +252,11 @@ pub(crate) mod barrier {
 
     #[cfg(loom)]
     pub fn register() -> bool {
-        // The model knows no membarrier: it checks the protocol with fences on both sides.
+        // loom has no membarrier, so models check the protocol with fences on both sides.
         false
     }
 
-    /// Whether the light half must be a full fence.
+    /// Returns true if the light barrier must be a full fence.
     pub fn fenced() -> bool {
         #[cfg(loom)]
         return true;
@@ -288,7 +280,7 @@ pub(crate) mod barrier {
             #[cfg(not(loom))]
             {
                 use rustix::thread::{MembarrierCommand, membarrier};
-                // Registered in `register`, so this cannot fail.
+                // Registered in `register`, so this call cannot fail.
                 let done = membarrier(MembarrierCommand::PrivateExpedited);
                 assert!(done.is_ok(), "membarrier failed after it was registered: {done:?}");
             }
@@ -304,7 +296,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_change_waits_for_the_pin_and_only_for_it() {
+    fn replace_waits_only_for_present_pins() {
         let swap = Swap::new(Box::new(1));
         let entered = AtomicBool::new(false);
         let left = AtomicBool::new(false);
@@ -316,7 +308,7 @@ mod tests {
                     std::thread::sleep(Duration::from_millis(50));
                     left.store(true, Ordering::SeqCst);
                 });
-                // Pinned again and again: later pins do not hold up a change.
+                // Later pins do not delay the change.
                 for _ in 0..1000 {
                     pinned(|pin| assert!(*swap.load(pin) <= 2));
                 }
@@ -331,35 +323,35 @@ mod tests {
         pinned(|pin| assert_eq!(*swap.load(pin), 2));
     }
 
-    /// Before there was one domain a change took any, and with the wrong one freed what a pinned
-    /// thread was reading.
+    /// Regression: `replace` once took a domain, and with the wrong one freed what a pinned thread was
+    /// reading.
     #[test]
-    fn a_change_cannot_choose_whose_pins_it_waits_for() {
+    fn replace_takes_no_domain() {
         let replace: for<'s> fn(&'s Swap<u32>, Box<u32>) -> Box<u32> = Swap::replace;
         assert_eq!(*replace(&Swap::new(Box::new(1)), Box::new(2)), 1);
     }
 
     #[test]
-    #[should_panic(expected = "a thread that is pinned waits for pins")]
-    fn a_pinned_thread_does_not_wait_for_itself() {
+    #[should_panic(expected = "a pinned thread waits for pins")]
+    fn replace_by_pinned_thread_panics() {
         let swap = Swap::new(Box::new(1));
         pinned(|_| swap.replace(Box::new(2)));
     }
 
     #[test]
     #[cfg(debug_assertions)]
-    fn a_pinned_thread_that_waits_or_calls_a_device_is_caught() {
+    fn device_call_by_pinned_thread_panics() {
         use crate::device::{Request, range_end};
 
-        fn caught(what: impl FnOnce()) -> bool {
-            let what = std::panic::AssertUnwindSafe(|| pinned(|_| what()));
-            std::panic::catch_unwind(what).is_err()
+        fn panics_pinned(work: impl FnOnce()) -> bool {
+            let work = std::panic::AssertUnwindSafe(|| pinned(|_| work()));
+            std::panic::catch_unwind(work).is_err()
         }
-        // What every device begins a request with, and a question for extents.
-        assert!(caught(|| assert_eq!(Request::read(0, 512).check_place(1 << 20, 512), Ok(()))));
-        assert!(caught(|| assert_eq!(range_end(0, 512, 1 << 20), Ok(512))));
-        assert!(!caught(|| ()));
-        // The pins of what panicked are gone.
+        // Devices check every request and every extent query with these functions.
+        assert!(panics_pinned(|| assert_eq!(Request::read(0, 512).check_place(1 << 20, 512), Ok(()))));
+        assert!(panics_pinned(|| assert_eq!(range_end(0, 512, 1 << 20), Ok(512))));
+        assert!(!panics_pinned(|| ()));
+        // The pins of the panicked calls are released.
         assert_unpinned();
     }
 

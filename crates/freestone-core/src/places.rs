@@ -1,36 +1,36 @@
-//! How many may use something at one time.
+//! A semaphore with an adjustable limit, for example on the number of connections.
 
 use crate::sync::{Arc, AtomicU64, Ordering};
 
-/// Places, of which each user takes one.
+/// A limit on concurrent users. Each user takes one place.
 #[derive(Debug, Default)]
 pub struct Places {
-    /// How many there are; 0 for any number.
+    /// Maximum number of users; 0 means unlimited.
     most: AtomicU64,
     taken: AtomicU64,
 }
 
-/// A place that somebody has, until it is dropped.
+/// A place that is taken. Released on drop.
 #[derive(Debug)]
 pub struct Place(Arc<Places>);
 
 impl Places {
-    /// From now on there are so many, 0 for any number. Who has one keeps it.
+    /// Sets the limit; 0 means unlimited. Places taken already remain.
     pub fn set(&self, most: u64) {
         self.most.store(most, Ordering::SeqCst);
     }
 
-    /// How many there are; 0 for any number.
+    /// Returns the limit; 0 means unlimited.
     pub fn most(&self) -> u64 {
         self.most.load(Ordering::SeqCst)
     }
 
-    /// How many are taken.
+    /// Returns the number of places taken.
     pub fn taken(&self) -> u64 {
         self.taken.load(Ordering::SeqCst)
     }
 
-    /// A place, if there is one.
+    /// Takes a place, or returns `None` if the limit is reached.
     pub fn take(self: &Arc<Self>) -> Option<Place> {
         let most = self.most();
         let one_more = |taken| (most == 0 || taken < most).then(|| taken + 1);
@@ -38,10 +38,10 @@ impl Places {
         Some(Place(Arc::clone(self)))
     }
 
-    /// One in each of these; where one has none that one is told, and none is taken.
+    /// Takes one place of each limit, or none at all.
     ///
     /// # Errors
-    /// The first that has none.
+    /// The first limit without a free place.
     pub fn take_all(all: &[Arc<Self>]) -> Result<Vec<Place>, &Arc<Self>> {
         all.iter().map(|places| places.take().ok_or(places)).collect()
     }
@@ -58,12 +58,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_is_taken_once_and_given_back() {
+    fn place_is_taken_once_and_released() {
         let places = Arc::new(Places::default());
-        let many: Vec<_> = (0..10).map(|_| places.take().unwrap()).collect();
+        let unlimited: Vec<_> = (0..10).map(|_| places.take().unwrap()).collect();
         places.set(2);
-        assert!(places.take().is_none(), "who was there stays");
-        drop(many);
+        assert!(places.take().is_none(), "places taken already remain");
+        drop(unlimited);
         let one = places.take().unwrap();
         let other = Arc::new(Places::default());
         other.set(1);
@@ -71,7 +71,7 @@ mod tests {
         let taken = Places::take_all(&both).unwrap();
         drop(one);
         assert!(Arc::ptr_eq(Places::take_all(&both).unwrap_err(), &other));
-        assert_eq!((places.taken(), other.taken()), (1, 1), "none is left taken");
+        assert_eq!((places.taken(), other.taken()), (1, 1), "a failed take_all releases its places");
         drop(taken);
         assert_eq!((places.taken(), other.taken(), places.most()), (0, 0, 2));
     }

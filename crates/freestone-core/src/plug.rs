@@ -1,43 +1,42 @@
-//! Batches, by plugs, as in the kernel's block layer (`struct blk_plug`).
+//! Plugs, which batch requests as in the kernel's block layer (`struct blk_plug`).
 //!
-//! Whoever is about to submit several requests starts a [`Plug`] on its thread. A device that can
-//! hand over many at once holds what comes meanwhile, and is told when the plug is released. So a
-//! batch goes through all layers between, and none of them has to know of it. In the same way
-//! whoever answers several requests starts one: who is answered is woken once.
+//! A thread starts a [`Plug`] before it submits several requests. Devices that can submit many at once hold
+//! them and are called when the plug is released. So a batch passes through all layers without their
+//! knowledge. A thread that completes several requests uses a plug in the same way, so that each receiver is
+//! woken once.
 //!
-//! A thread that has a plug waits for what it submitted under it only after a [`flush`].
+//! A plugged thread must [`flush`] before it waits for its own requests.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
 
 use crate::sync::{Arc, thread_local};
 
-/// What holds requests, or answers, while the thread that gives them has a plug.
+/// A device or queue that can hold requests or completions of plugged threads.
 pub trait Unplug: Send + Sync {
-    /// The plug is released: what was held is handed over.
+    /// Submits or delivers what was held, because the plug is released.
     fn unplug(&self);
 }
 
-/// Who is to be told; none where the thread has no plug.
-type Held = Option<Vec<Arc<dyn Unplug>>>;
+/// Holders to call when the plug is released; `None` if the thread has no plug.
+type Holders = Option<Vec<Arc<dyn Unplug>>>;
 
 thread_local! {
-    static HELD: RefCell<Held> = const { RefCell::new(None) };
+    static HOLDERS: RefCell<Holders> = const { RefCell::new(None) };
 }
 
-/// Holds what its thread submits or answers, until it is dropped. One inside of another does
-/// nothing.
+/// Batches what its thread submits or completes, until dropped. A nested plug has no effect.
 #[derive(Debug)]
 pub struct Plug {
     is_outer: bool,
-    /// Of this thread.
+    /// Plugs belong to one thread, so they are neither Send nor Sync.
     thread: PhantomData<*const ()>,
 }
 
 impl Plug {
-    /// From now on.
+    /// Plugs the calling thread.
     pub fn start() -> Self {
-        let is_outer = HELD.with_borrow_mut(|held| {
+        let is_outer = HOLDERS.with_borrow_mut(|held| {
             let is_outer = held.is_none();
             held.get_or_insert_default();
             is_outer
@@ -49,36 +48,36 @@ impl Plug {
 impl Drop for Plug {
     fn drop(&mut self) {
         if self.is_outer {
-            // What is handed over may lead to more, which is not held.
-            for held in HELD.take().into_iter().flatten() {
-                held.unplug();
+            // Requests that this submits in turn are not held.
+            for holder in HOLDERS.take().into_iter().flatten() {
+                holder.unplug();
             }
         }
     }
 }
 
-/// Hands over what the thread holds, and goes on holding what comes: before a wait for what may be
-/// among it, as the kernel does before a task sleeps.
+/// Submits what the thread holds; the plug remains. Called before the thread waits for something that may be
+/// held, as the kernel does before a task sleeps.
 pub fn flush() {
-    let take = || HELD.with_borrow_mut(|held| held.as_mut().map_or(Vec::new(), std::mem::take));
-    // What is handed over may lead to more.
+    let take = || HOLDERS.with_borrow_mut(|holders| holders.as_mut().map_or(Vec::new(), std::mem::take));
+    // Requests that unplug submits may be held again.
     loop {
-        let held = take();
-        if held.is_empty() {
+        let holders = take();
+        if holders.is_empty() {
             return;
         }
-        for held in held {
-            held.unplug();
+        for holder in holders {
+            holder.unplug();
         }
     }
 }
 
-/// Whether the thread has a plug: `holder` is told when that is released.
+/// Returns true if the thread has a plug, and registers `holder` to be called when the plug is released.
 pub fn hold<T: Unplug + 'static>(holder: &Arc<T>) -> bool {
-    HELD.with_borrow_mut(|held| {
+    HOLDERS.with_borrow_mut(|held| {
         let Some(holders) = held else { return false };
         let address = Arc::as_ptr(holder).cast::<()>();
-        // Few: one for each device and queue that a batch comes to.
+        // The list is short: one holder for each device and queue of the batch.
         if !holders.iter().any(|known| Arc::as_ptr(known).cast::<()>() == address) {
             holders.push(Arc::clone(holder) as Arc<dyn Unplug>);
         }
@@ -101,25 +100,25 @@ mod tests {
     }
 
     #[test]
-    fn each_holder_is_told_once_when_the_outer_plug_is_released() {
+    fn outer_plug_release_unplugs_each_holder_once() {
         let (one, other) = (Arc::new(Counts::default()), Arc::new(Counts::default()));
-        let told = || (one.0.load(Ordering::SeqCst), other.0.load(Ordering::SeqCst));
+        let unplugs = || (one.0.load(Ordering::SeqCst), other.0.load(Ordering::SeqCst));
         assert!(!hold(&one));
         let plug = Plug::start();
         {
             let _inner = Plug::start();
             assert!(hold(&one) && hold(&other) && hold(&one));
         }
-        assert_eq!(told(), (0, 0));
+        assert_eq!(unplugs(), (0, 0));
         flush();
-        assert_eq!(told(), (1, 1));
+        assert_eq!(unplugs(), (1, 1));
         flush();
-        assert_eq!(told(), (1, 1));
+        assert_eq!(unplugs(), (1, 1));
         assert!(hold(&one));
         drop(plug);
-        assert_eq!(told(), (2, 1));
+        assert_eq!(unplugs(), (2, 1));
         flush();
-        assert_eq!(told(), (2, 1));
+        assert_eq!(unplugs(), (2, 1));
         assert!(!hold(&one));
     }
 }

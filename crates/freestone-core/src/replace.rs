@@ -1,10 +1,10 @@
-//! Files that are written beside their place until they are complete and durable, and then put
-//! there: what stands there is the old file or the new one at any moment, also after a crash.
+//! Atomic replacement of files. A new file is written next to its place until it is complete and durable, and
+//! then moved there. At any moment, also after a crash, the place holds the old file or the new one.
 //!
-//! Until then a file has no name, so that nothing is left of it however the process ends. A file
-//! cannot take another's name in one step without one, so where there is an old file it has one for
-//! that moment; and where the file system has no nameless files, from the beginning. Such a name
-//! that a crash leaves is told by [`left_behind`].
+//! A new file has no name (`O_TMPFILE`) until it is complete, so nothing is left if the process dies.
+//! Replacing an old file in one step needs a temporary name for that moment. On file systems without
+//! `O_TMPFILE` the new file has a temporary name from the start. [`left_behind`] finds temporary names left
+//! by a crash.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -23,55 +23,55 @@ use crate::fail_points::{self, Call};
 use crate::file_locks::{self, Access};
 use crate::sync::{Instant, LazyLock, Mutex, thread};
 
-/// How the names begin that unfinished files have.
+/// Prefixes of temporary names.
 const PREFIXES: [&str; 4] = [SAVE_PREFIX, DELTA_PREFIX, STATE_PREFIX, NEW_PREFIX];
-/// Of saved devices.
+/// Temporary name prefix of saved devices.
 pub const SAVE_PREFIX: &str = ".freestone-save-";
-/// Of deltas.
+/// Temporary name prefix of deltas.
 pub const DELTA_PREFIX: &str = ".freestone-delta-";
-/// Of states of zones.
+/// Temporary name prefix of zone states.
 pub const STATE_PREFIX: &str = ".freestone-zones-";
-/// Of new images and logs of writes.
+/// Temporary name prefix of new images and write logs.
 pub const NEW_PREFIX: &str = ".freestone-new-";
-/// How all of them end.
+/// Suffix of all temporary names.
 const SUFFIX: &str = ".tmp";
-/// Bytes of a file by which it is known.
+/// Bytes at the start of a file that identify its kind.
 const HEAD_BYTES: u64 = 64;
-/// How often it is tried again when others come and go at a place.
+/// Maximum attempts if other processes create or remove the file meanwhile.
 const TRIES: u32 = 16;
-/// How long somebody else who is just replacing the file is waited for.
-const REPLACED_MAX: Duration = Duration::from_secs(1);
-const LOOK_AGAIN: Duration = Duration::from_millis(5);
+/// Maximum time to wait for another process that is replacing the same file.
+const LOCK_WAIT_MAX: Duration = Duration::from_secs(1);
+const LOCK_RETRY_PAUSE: Duration = Duration::from_millis(5);
 
-/// Which file that lies at its place a new one may replace. None ever that this process, another
-/// Freestone or qemu has open, and nothing that is not a regular file.
+/// Which existing file a new one may replace. A file in use by this process, another Freestone process or
+/// qemu is never replaced, nor is anything but a regular file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Replace {
-    /// One of the same kind, or an empty one.
+    /// A file of the same kind, or an empty one.
     #[default]
     SameKind,
-    /// Any.
+    /// Any file.
     Any,
 }
 
-/// What [`Place::put`] may do away with.
+/// The check that an existing file must pass before [`Place::put`] replaces it.
 #[derive(Debug, Clone, Copy)]
 pub enum MayGo {
-    /// There must be nothing.
+    /// No file may exist.
     Nothing,
-    /// Whatever is there.
+    /// Any file may be replaced.
     Any,
-    /// An empty file, and one whose first bytes are such.
+    /// An empty file, or a file of the right kind, may be replaced.
     Only {
-        /// Whether they are.
+        /// Returns true if the first bytes of a file are of the right kind.
         are: fn(&[u8]) -> bool,
-        /// What such files are called.
+        /// Name of the kind, for messages.
         kind: &'static str,
     },
 }
 
 impl Replace {
-    /// What may go, where files of the kind begin with bytes that `are` so.
+    /// Returns the check for files of a kind, whose first bytes satisfy `are`.
     pub fn may_go(self, kind: &'static str, are: fn(&[u8]) -> bool) -> MayGo {
         match self {
             Self::SameKind => MayGo::Only { are, kind },
@@ -80,14 +80,14 @@ impl Replace {
     }
 }
 
-/// Whether a file that was [put](Place::put) in its place stays there after a crash.
+/// Result of [`Place::put`]: whether a crash can bring back the old file.
 #[derive(Debug)]
 #[must_use]
 pub enum Durability {
     /// The file and its name are durable.
     Durable,
-    /// The new file is in its place, or may be, and a crash can bring the old state back: why.
-    /// A later fsync that succeeds does not settle that; only another file does.
+    /// The new file is or may be in its place, and a crash can bring back the old state; contains the reason.
+    /// A later successful fsync does not change this; only writing the file again does.
     Unknown(io::Error),
 }
 
@@ -95,7 +95,7 @@ impl Durability {
     /// Returns an error unless the name is durable.
     ///
     /// # Errors
-    /// The reason, of the same kind.
+    /// The reason, with the same error kind.
     pub fn into_result(self) -> io::Result<()> {
         let Self::Unknown(error) = self else { return Ok(()) };
         let why = format!(
@@ -105,46 +105,45 @@ impl Durability {
     }
 }
 
-/// The place of a file that is to be replaced, or made.
+/// The path of a file to be created or replaced.
 #[derive(Debug)]
 pub struct Place {
-    /// Absolute, and no symbolic link.
+    /// Absolute path, and not a symbolic link.
     pub path: PathBuf,
-    /// The directory.
+    /// Directory of the file.
     pub dir: PathBuf,
 }
 
-/// The old file at a place, locked so that nobody opens it before it is gone.
-struct Old {
+/// The old file at a place, locked so that no process opens it before it is replaced.
+struct OldFile {
     locked: File,
 }
 
-impl Drop for Old {
+impl Drop for OldFile {
     fn drop(&mut self) {
         file_locks::unlock(self.locked.as_fd());
     }
 }
 
-/// What is at a place.
-enum Look {
-    There(Option<Old>),
-    /// Somebody uses it, or is just replacing it.
-    Locked,
+enum LookResult {
+    Lockable(Option<OldFile>),
+    /// The file is in use, or is being replaced.
+    InUse,
 }
 
 impl Place {
-    /// The place `to`, where a regular file is, or nothing.
+    /// Resolves the path `to` of a regular file or of nothing.
     pub fn new(to: &Path) -> io::Result<Self> {
         let path = match fs::metadata(to) {
             Ok(found) if found.is_file() => fs::canonicalize(to)?,
-            Ok(_) => return Err(no_file()),
+            Ok(_) => return Err(not_a_file_error()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 match fs::symlink_metadata(to) {
-                    Ok(_) => return Err(io::Error::other("there is a symbolic link that leads nowhere")),
+                    Ok(_) => return Err(io::Error::other("the path is a dangling symbolic link")),
                     Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                     Err(error) => return Err(error),
                 }
-                let name = to.file_name().ok_or_else(|| io::Error::other("this is no file name"))?;
+                let name = to.file_name().ok_or_else(|| io::Error::other("the path has no file name"))?;
                 let dir = to.parent().filter(|dir| !dir.as_os_str().is_empty());
                 fs::canonicalize(dir.unwrap_or(Path::new(".")))?.join(name)
             }
@@ -154,124 +153,123 @@ impl Place {
         Ok(Self { path, dir })
     }
 
-    /// Refuses where the file that is there may not go: before the work, as [`put`](Self::put) will
-    /// after it.
+    /// Fails early if [`put`](Self::put) would fail because of the existing file.
     pub fn check(&self, may_go: MayGo) -> io::Result<()> {
-        self.old(may_go).map(drop)
+        self.lock_old(may_go).map(drop)
     }
 
-    fn old(&self, may_go: MayGo) -> io::Result<Option<Old>> {
-        let until = Instant::now() + REPLACED_MAX;
+    fn lock_old(&self, may_go: MayGo) -> io::Result<Option<OldFile>> {
+        let until = Instant::now() + LOCK_WAIT_MAX;
         loop {
-            match self.look(may_go)? {
-                Look::There(old) => return Ok(old),
-                Look::Locked if Instant::now() < until => thread::sleep(LOOK_AGAIN),
-                Look::Locked => {
-                    let why = "it is in use by another process";
+            match self.try_lock_old(may_go)? {
+                LookResult::Lockable(old) => return Ok(old),
+                LookResult::InUse if Instant::now() < until => thread::sleep(LOCK_RETRY_PAUSE),
+                LookResult::InUse => {
+                    let why = "the file is in use by another process";
                     return Err(io::Error::new(io::ErrorKind::ResourceBusy, why));
                 }
             }
         }
     }
 
-    fn look(&self, may_go: MayGo) -> io::Result<Look> {
-        // Nonblocking: what has come there since may be a pipe.
+    fn try_lock_old(&self, may_go: MayGo) -> io::Result<LookResult> {
+        // Nonblocking: the path may be a pipe by now.
         let flags = OFlags::NONBLOCK.bits().cast_signed();
         let mut file = match File::options().read(true).custom_flags(flags).open(&self.path) {
             Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Look::There(None)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(LookResult::Lockable(None)),
             Err(error) => return Err(error),
         };
         let stat = rustix::fs::fstat(&file)?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-            return Err(no_file());
+            return Err(not_a_file_error());
         }
         if file_locks::is_held(&stat) {
-            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "it is open in this server"));
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "the file is open in this server"));
         }
         match file_locks::lock(file.as_fd(), Access::Write) {
-            // A file system without locks.
+            // Some file systems have no locks.
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
-            Err(Errno::WOULDBLOCK) => return Ok(Look::Locked),
+            Err(Errno::WOULDBLOCK) => return Ok(LookResult::InUse),
             Err(errno) => {
                 let error = io::Error::from(errno);
-                let why = format!("cannot see whether the file there is in use: {error}");
+                let why = format!("cannot lock the existing file: {error}");
                 return Err(io::Error::new(error.kind(), why));
             }
         }
-        let taken = |why: String| Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
+        let refuse = |why: String| Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
         match may_go {
             MayGo::Any => {}
-            MayGo::Nothing => return taken("it is there already".to_owned()),
+            MayGo::Nothing => return refuse("the file already exists".to_owned()),
             MayGo::Only { are, kind } => {
                 let mut head = Vec::new();
                 file.by_ref().take(HEAD_BYTES).read_to_end(&mut head)?;
                 if !head.is_empty() && !are(&head) {
-                    return taken(format!("it is there, and is no {kind}"));
+                    return refuse(format!("the file exists and is not a {kind}"));
                 }
             }
         }
-        Ok(Look::There(Some(Old { locked: file })))
+        Ok(LookResult::Lockable(Some(OldFile { locked: file })))
     }
 
-    /// A file for this process's user alone; it is gone when it is dropped. Its name, if it must
-    /// have one, begins with `prefix`.
+    /// Creates a file with mode 0600, which is removed on drop. `prefix` begins its temporary name if it
+    /// needs one.
     pub fn begin(&self, prefix: &'static str) -> io::Result<Unfinished> {
-        // Opened before the work: afterwards only the fsync can fail.
+        // Opened before the work, so that afterwards only the fsync can fail.
         let dir = self.open_dir()?;
         let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
         let (file, name) = match rustix::fs::open(&self.dir, flags, Mode::RUSR | Mode::WUSR) {
             Ok(fd) if can_be_named(&fd) => (File::from(fd), None),
-            // The file system, or the kernel, has no such files; or they cannot get a name later.
+            // O_TMPFILE is unsupported, or such files cannot be named later.
             Ok(_) | Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {
                 let mut options = File::options();
                 options.read(true).write(true).create_new(true).mode(0o600);
-                let (file, name) = Name::new(&self.dir, prefix, |path| options.open(path))?;
+                let (file, name) = TemporaryName::new(&self.dir, prefix, |path| options.open(path))?;
                 (file, Some(name))
             }
             Err(errno) => return Err(errno.into()),
         };
-        // By that others see that it is not left behind.
+        // The lock shows other processes that the file is in use.
         let _ = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive);
         Ok(Unfinished { file, name, prefix, dir })
     }
 
-    /// Makes the file durable, and puts it in the old one's place, unless that may not go.
+    /// Makes the file durable and moves it to its place, if `may_go` allows the file there to be replaced.
     ///
     /// # Errors
-    /// The place is as it was.
+    /// The place is unchanged.
     pub fn put(&self, unfinished: Unfinished, may_go: MayGo) -> io::Result<Durability> {
         let Unfinished { file, mut name, prefix, dir } = unfinished;
         fail_points::call(Call::SyncFile, || file.sync_all())?;
         for _ in 0..TRIES {
-            let old = self.old(may_go)?;
+            let old = self.lock_old(may_go)?;
             let placed = match (name.take(), &old) {
                 (Some(name), _) => name.rename(&self.path, old.is_some()),
-                (None, Some(_)) => {
-                    Name::new(&self.dir, prefix, |path| link(&file, path))?.1.rename(&self.path, true)
-                }
+                (None, Some(_)) => TemporaryName::new(&self.dir, prefix, |path| link(&file, path))?
+                    .1
+                    .rename(&self.path, true),
                 (None, None) => {
                     fail_points::call(Call::Place, || link(&file, &self.path)).map_err(|error| (error, None))
                 }
             };
-            let Err((error, back)) = placed else { return Ok(end(file, &dir)) };
-            match self.has(&file) {
-                // The call failed after it was done.
-                Ok(true) => return Ok(end(file, &dir)),
-                // Somebody has put a file there meanwhile: it is looked at.
+            let Err((error, back)) = placed else { return Ok(finish(file, &dir)) };
+            match self.holds(&file) {
+                // The rename took effect although it returned an error.
+                Ok(true) => return Ok(finish(file, &dir)),
+                // Another process has created a file meanwhile: check it.
                 Ok(false) if error.kind() == io::ErrorKind::AlreadyExists => name = back,
                 Ok(false) => return Err(error),
                 Err(_) => return Ok(Durability::Unknown(error)),
             }
         }
-        Err(io::Error::new(io::ErrorKind::ResourceBusy, "others keep putting files there"))
+        Err(io::Error::new(io::ErrorKind::ResourceBusy, "other processes keep creating the file"))
     }
 
-    /// Gives a complete file its name, durably. The file returned is still open, and locked as it
-    /// was. If the name cannot be made durable it is removed again.
+    /// Gives a complete file its name, durably. The returned file is open and still locked. If the name
+    /// cannot be made durable, it is removed.
     ///
     /// # Errors
-    /// [`AlreadyExists`](io::ErrorKind::AlreadyExists): something lies there; the system's.
+    /// [`AlreadyExists`](io::ErrorKind::AlreadyExists) if the path exists; otherwise the error of the system.
     pub fn put_new(&self, unfinished: Unfinished) -> io::Result<File> {
         let made = unfinished.made(self)?;
         let Unfinished { file, name, dir, .. } = unfinished;
@@ -280,13 +278,13 @@ impl Place {
             None => fail_points::call(Call::Place, || link(&file, &self.path)),
             Some(name) => name.rename(&self.path, false).map_err(|(error, _)| error),
         };
-        // A call that failed may have been done.
+        // A failed call may have taken effect.
         placed.and_then(|()| sync_dir(&dir)).inspect_err(|_| made.remove())?;
         Ok(file)
     }
 
     /// Returns true if the place holds this file.
-    fn has(&self, file: &File) -> io::Result<bool> {
+    fn holds(&self, file: &File) -> io::Result<bool> {
         let own = rustix::fs::fstat(file)?;
         match rustix::fs::lstat(&self.path) {
             Ok(found) => Ok(is_same(own, found)),
@@ -299,15 +297,15 @@ impl Place {
         fail_points::call(Call::OpenDir, || File::open(&self.dir))
     }
 
-    /// Makes it durable that the file has this name.
+    /// Makes the name of the file durable.
     pub fn keep_name(&self) -> io::Result<()> {
         sync_dir(&self.open_dir()?)
     }
 }
 
-/// Ends the work on a file that is in its place: whoever wants to may open it.
-fn end(file: File, dir: &File) -> Durability {
-    // Closing would do, but a program that is just being started has the file until it runs.
+/// Unlocks a file that is in its place and syncs its directory.
+fn finish(file: File, dir: &File) -> Durability {
+    // Explicitly, because a child process being started holds the file until its exec.
     file_locks::unlock(file.as_fd());
     drop(file);
     match sync_dir(dir) {
@@ -316,50 +314,49 @@ fn end(file: File, dir: &File) -> Durability {
     }
 }
 
-/// Makes the names in a directory durable.
+/// Syncs a directory.
 ///
 /// # Errors
-/// The names may be there after a crash, or not.
+/// The directory's latest changes may or may not survive a crash.
 pub fn sync_dir(dir: &File) -> io::Result<()> {
     fail_points::call(Call::SyncDir, || dir.sync_all())
 }
 
-fn no_file() -> io::Error {
-    io::Error::other("there is something else than a file")
+fn not_a_file_error() -> io::Error {
+    io::Error::other("the path is not a regular file")
 }
 
-/// A file that is not in its place.
+/// A new file that is not in its place yet.
 #[derive(Debug)]
 pub struct Unfinished {
     file: File,
-    name: Option<Name>,
+    name: Option<TemporaryName>,
     prefix: &'static str,
     dir: File,
 }
 
 impl Unfinished {
-    /// The file, without a name yet or with a temporary one.
+    /// Returns the file, which has no name or a temporary one.
     pub const fn as_file(&self) -> &File {
         &self.file
     }
 
-    /// Returns the file as it will lie at `place`.
+    /// Returns the identity that the file will have at `place`.
     pub fn made(&self, place: &Place) -> io::Result<MadeFile> {
         let stat = rustix::fs::fstat(&self.file)?;
         Ok(MadeFile { path: place.path.clone(), inode: (stat.st_dev, stat.st_ino) })
     }
 }
 
-/// A file that this process put at a path, to be removed if what needs it fails.
+/// A file that this process created at a path, to be removed if a later step fails.
 #[derive(Debug, Clone)]
 pub struct MadeFile {
     path: PathBuf,
-    /// File system and inode.
     inode: (u64, u64),
 }
 
 impl MadeFile {
-    /// Removes the file, unless another one lies at its path.
+    /// Removes the file, unless the path holds another file.
     pub fn remove(&self) {
         let removed = match rustix::fs::lstat(&self.path) {
             Ok(stat) if (stat.st_dev, stat.st_ino) == self.inode => fs::remove_file(&self.path),
@@ -367,19 +364,20 @@ impl MadeFile {
             Err(errno) => Err(errno.into()),
         };
         if let Err(error) = removed {
-            tracing::warn!(path = %self.path.display(), %error, "a new file that is not used cannot be removed");
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove an unused new file");
         }
     }
 }
 
-/// Where a file without a name is found, to give it one.
-fn by_descriptor(file: &impl AsRawFd) -> PathBuf {
+/// Returns the path in /proc by which a nameless file can be linked.
+fn descriptor_path(file: &impl AsRawFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
 fn can_be_named(file: &(impl AsRawFd + AsFd)) -> bool {
-    // Without /proc there is no way that needs no privilege.
-    rustix::fs::fstat(file).is_ok_and(|a| rustix::fs::stat(by_descriptor(file)).is_ok_and(|b| is_same(a, b)))
+    // Without /proc, linkat needs a privilege.
+    rustix::fs::fstat(file)
+        .is_ok_and(|a| rustix::fs::stat(descriptor_path(file)).is_ok_and(|b| is_same(a, b)))
 }
 
 fn is_same(a: Stat, b: Stat) -> bool {
@@ -387,29 +385,28 @@ fn is_same(a: Stat, b: Stat) -> bool {
 }
 
 fn link(file: &File, to: &Path) -> io::Result<()> {
-    Ok(rustix::fs::linkat(CWD, by_descriptor(file), CWD, to, AtFlags::SYMLINK_FOLLOW)?)
+    Ok(rustix::fs::linkat(CWD, descriptor_path(file), CWD, to, AtFlags::SYMLINK_FOLLOW)?)
 }
 
-/// The names that unfinished files have in this process.
 #[derive(Default)]
-struct Names {
+struct TemporaryNames {
     paths: Vec<PathBuf>,
-    /// The process ends: there are to be no more.
+    /// Set at process exit: no new names are created.
     closed: bool,
 }
 
-/// Held while a name is made or goes. Nothing is taken under it.
-static NAMES: LazyLock<Mutex<Names>> = LazyLock::new(Mutex::default);
+/// Innermost lock, held while a name is created or removed.
+static NAMES: LazyLock<Mutex<TemporaryNames>> = LazyLock::new(Mutex::default);
 
-/// The name of an unfinished file; the file goes with it.
+/// A temporary name. Dropping it removes the file.
 #[derive(Debug)]
-struct Name(Option<TempPath>);
+struct TemporaryName(Option<TempPath>);
 
-impl Name {
+impl TemporaryName {
     fn new<R>(dir: &Path, prefix: &str, make: impl FnMut(&Path) -> io::Result<R>) -> io::Result<(R, Self)> {
         let mut names = NAMES.lock();
         if names.closed {
-            return Err(io::Error::other("the process is about to end"));
+            return Err(io::Error::other("the process is shutting down"));
         }
         let file = tempfile::Builder::new().prefix(prefix).suffix(SUFFIX).make_in(dir, make)?;
         let (file, path) = file.into_parts();
@@ -417,12 +414,13 @@ impl Name {
         Ok((file, Self(Some(path))))
     }
 
-    /// Makes it `to`. Without `over`, only where nothing is there.
+    /// Renames the file to `to`. Unless `over`, fails if `to` exists. On failure returns the name if it is
+    /// still in use.
     fn rename(mut self, to: &Path, over: bool) -> Result<(), (io::Error, Option<Self>)> {
         let mut names = NAMES.lock();
         let Some(path) = self.0.take() else { return Ok(()) };
         let from = path.to_path_buf();
-        // Each failure gives the path back.
+        // Each failed call returns the path.
         let mut path = Some(path);
         let renamed = fail_points::call(Call::Place, || {
             let Some(own) = path.take() else { return Ok(()) };
@@ -441,37 +439,37 @@ impl Name {
     }
 }
 
-impl Drop for Name {
+impl Drop for TemporaryName {
     fn drop(&mut self) {
         let Some(path) = self.0.take() else { return };
         let mut names = NAMES.lock();
         names.paths.retain(|other| **other != *path);
-        // Nothing can be done about a failure; who comes next is told of it.
+        // A failure has no remedy here; `left_behind` finds the file later.
         let _ = path.close();
     }
 }
 
-/// Removes the names of all unfinished files, and lets none come after that: for a process that
-/// ends and waits for nobody.
+/// Removes all temporary names and prevents new ones, for a process that exits without waiting for its
+/// threads.
 pub fn abandon() {
     let mut names = NAMES.lock();
     names.closed = true;
     for path in names.paths.drain(..) {
-        // As above.
+        // A failure has no remedy here, either.
         let _ = fs::remove_file(path);
     }
 }
 
-/// Unfinished files beside `file` that nobody works on: a crash left them. They can be removed.
+/// Returns temporary files in the directory of `file` that a crash left. These files can be removed.
 pub fn left_behind(file: &Path) -> Vec<PathBuf> {
     let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    // What cannot be looked at is not known to be left behind.
+    // Files that cannot be examined may be in use.
     let Ok(rows) = fs::read_dir(dir) else { return Vec::new() };
     let mut left: Vec<PathBuf> = rows
         .filter_map(Result::ok)
         .filter(|row| is_unfinished(&row.file_name()) && row.file_type().is_ok_and(|kind| kind.is_file()))
         .map(|row| row.path())
-        .filter(|path| nobody_has(path))
+        .filter(|path| is_unlocked(path))
         .collect();
     left.sort();
     left
@@ -482,7 +480,7 @@ fn is_unfinished(name: &OsStr) -> bool {
     name.ends_with(SUFFIX.as_bytes()) && PREFIXES.iter().any(|prefix| name.starts_with(prefix.as_bytes()))
 }
 
-fn nobody_has(path: &Path) -> bool {
+fn is_unlocked(path: &Path) -> bool {
     let flags = OFlags::NONBLOCK.bits().cast_signed();
     let Ok(file) = File::options().read(true).custom_flags(flags).open(path) else { return false };
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()

@@ -1,7 +1,6 @@
-//! The stack of a thread that sleeps for long: the part below, which deeper calls have touched, goes
-//! back to the kernel.
+//! Returns the unused part of a sleeping thread's stack, touched by deeper calls, to the kernel.
 #![expect(unsafe_code)]
-// UNSAFETY: asks where the thread's stack lies, and gives pages of it back that no frame is in.
+// UNSAFETY: asks for the bounds of the thread's stack, and discards pages that no frame uses.
 
 use std::hint::black_box;
 use std::mem::MaybeUninit;
@@ -10,83 +9,83 @@ use rustix::mm::{Advice, madvise};
 
 use crate::PAGE_BYTES;
 
-/// What the calls of this function itself may need, below its own frame.
+/// Stack bytes that the calls of `give_back_unused` may need below its own frame.
 const BELOW_BYTES: usize = PAGE_BYTES;
 
-/// Gives back what the calling thread does not use of its stack at this moment. Where that cannot be
-/// found out, nothing.
+/// Returns the unused stack pages of the calling thread to the kernel. Does nothing if the bounds of the
+/// stack are unknown.
 #[inline(never)]
 pub fn give_back_unused() {
     let here = 0_u8;
     let here = black_box(&raw const here).addr();
-    let Some(low) = lowest() else { return };
+    let Some(low) = lowest_usable() else { return };
     let end = (here - BELOW_BYTES) & !(PAGE_BYTES - 1);
     let low = low.next_multiple_of(PAGE_BYTES);
     if low < end {
-        // SAFETY: the pages from the stack's lowest byte to well below this frame. It grows
-        // downwards, so no frame of this thread is there, and no other thread uses it; what is
-        // called from here stays above. A later frame there writes before it reads.
+        // SAFETY: the pages reach from the stack's lowest byte to well below this frame. The stack grows
+        // downwards, so no frame of this thread uses them, nor do calls from here, and no other thread does.
+        // Later frames write before they read.
         let _ = unsafe { madvise(low as *mut _, end - low, Advice::LinuxDontNeed) };
     }
 }
 
-/// The lowest byte of the calling thread's stack that may be used; `None` for the first thread,
-/// whose stack grows.
-fn lowest() -> Option<usize> {
+/// Returns the lowest usable address of the calling thread's stack, or `None` for the main thread, whose
+/// stack grows.
+fn lowest_usable() -> Option<usize> {
     if rustix::thread::gettid() == rustix::process::getpid() {
         return None;
     }
     let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
-    // SAFETY: the pointer is to a whole `pthread_attr_t`, which the call fills where it succeeds.
+    // SAFETY: the pointer is to a whole `pthread_attr_t`, which the call fills on success.
     if unsafe { libc::pthread_getattr_np(libc::pthread_self(), attributes.as_mut_ptr()) } != 0 {
         return None;
     }
     let (mut low, mut bytes, mut guard) = (std::ptr::null_mut(), 0, 0);
     let attributes = attributes.as_mut_ptr();
     // SAFETY: filled by the call above, and destroyed once.
-    let known = unsafe {
-        let known = libc::pthread_attr_getstack(attributes, &raw mut low, &raw mut bytes) == 0
+    let is_known = unsafe {
+        let is_known = libc::pthread_attr_getstack(attributes, &raw mut low, &raw mut bytes) == 0
             && libc::pthread_attr_getguardsize(attributes, &raw mut guard) == 0;
         libc::pthread_attr_destroy(attributes);
-        known
+        is_known
     };
-    known.then_some(low.addr() + guard)
+    is_known.then_some(low.addr() + guard)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Touches much of the stack; the result depends on all of it.
+    /// Touches `levels` stack frames; the result depends on all of them.
     #[inline(never)]
-    fn deep(levels: usize) -> usize {
+    fn touch_stack(levels: usize) -> usize {
         let block = black_box([levels as u8; 4096]);
         let sum: usize = block.iter().map(|byte| usize::from(*byte)).sum();
-        if levels == 0 { sum } else { sum + deep(levels - 1) }
+        if levels == 0 { sum } else { sum + touch_stack(levels - 1) }
     }
 
-    /// Pages of the calling thread's stack that have memory, from the lowest to the one of this
-    /// frame. Of the stack alone: other tests of the process have memory of their own.
+    /// Returns the number of resident pages of the calling thread's stack below this frame. Counts the stack
+    /// only, because other tests of the process use memory, too.
     #[inline(never)]
-    fn resident() -> usize {
+    fn resident_pages() -> usize {
         let here = 0_u8;
-        let low = lowest().unwrap().next_multiple_of(PAGE_BYTES);
+        let low = lowest_usable().unwrap().next_multiple_of(PAGE_BYTES);
         let pages = (black_box(&raw const here).addr() - low) / PAGE_BYTES;
         let mut states = vec![0_u8; pages];
-        // SAFETY: asks only, and writes a byte for each page into a buffer that has them.
+        // SAFETY: only queries, and writes one byte for each page into a buffer of that size.
         let outcome = unsafe { libc::mincore(low as *mut _, pages * PAGE_BYTES, states.as_mut_ptr()) };
         assert_eq!(outcome, 0);
         states.iter().filter(|state| **state & 1 != 0).count()
     }
 
     #[test]
-    fn what_deeper_calls_touched_is_given_back_and_can_be_used_again() {
+    fn give_back_unused_frees_pages_for_reuse() {
         let (before, after) = std::thread::spawn(|| {
-            let first = deep(200);
-            let before = resident();
+            let first = touch_stack(200);
+            let before = resident_pages();
             give_back_unused();
-            let after = resident();
-            assert_eq!(deep(200), first);
+            let after = resident_pages();
+            assert_eq!(touch_stack(200), first);
             (before, after)
         })
         .join()

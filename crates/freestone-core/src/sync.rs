@@ -1,10 +1,8 @@
-//! One place that chooses between the real synchronisation types, loom's models of them, and the
-//! simulation's.
+//! Synchronisation types: those of std, of loom's models or of the simulation.
 //!
-//! Everything that waits, or takes part in a lock protocol, imports from here. `RUSTFLAGS="--cfg
-//! loom"` turns the same code into a model; capacities shrink there, as a model explores every
-//! interleaving. `--cfg freestone_sim` makes it part of a simulation, in which a seed decides who
-//! runs, and the clock is virtual.
+//! All code that waits or takes part in a lock protocol imports from here. `RUSTFLAGS="--cfg loom"` turns the
+//! same code into a model; capacities are smaller there, as a model explores every interleaving. `--cfg
+//! freestone_sim` makes the code part of a simulation with a seeded scheduler and a virtual clock.
 
 #[cfg(all(freestone_sim, not(loom)))]
 use freestone_sim as origin;
@@ -27,7 +25,7 @@ mod real {
     pub use loom::sync::{Arc, Condvar};
     pub use loom::thread::yield_now;
     pub use loom::thread_local;
-    // Not of a protocol that is modelled.
+    // Not part of a modelled protocol.
     pub use std::sync::{LazyLock, OnceLock, RwLock, RwLockReadGuard, mpsc};
     pub use std::thread;
     pub use std::time::Instant;
@@ -35,8 +33,8 @@ mod real {
 
 pub use real::*;
 
-/// A mutex without poisoning: the data it guards here is kept consistent at every step, or the
-/// panic that broke it ends the process's use of that device anyway.
+/// A mutex without poisoning. Data behind it is consistent at every step, or the panic that broke it ends the
+/// use of the device in any case.
 #[derive(Debug)]
 pub struct Mutex<T>(Inner<T>);
 
@@ -44,32 +42,32 @@ pub struct Mutex<T>(Inner<T>);
 type Inner<T> = origin::sync::Mutex<T>;
 #[cfg(loom)]
 type Inner<T> = loom::sync::Mutex<T>;
-/// Whoever has a [`Mutex`] locked.
+/// Guard of a locked [`Mutex`].
 #[cfg(not(loom))]
 pub type MutexGuard<'a, T> = origin::sync::MutexGuard<'a, T>;
-/// Whoever has a [`Mutex`] locked.
+/// Guard of a locked [`Mutex`].
 #[cfg(loom)]
 pub type MutexGuard<'a, T> = loom::sync::MutexGuard<'a, T>;
 
 impl<T> Mutex<T> {
-    /// Unlocked.
+    /// Creates an unlocked mutex.
     #[cfg(not(loom))]
     pub const fn new(value: T) -> Self {
         Self(Inner::new(value))
     }
 
-    /// Unlocked.
+    /// Creates an unlocked mutex.
     #[cfg(loom)]
     pub fn new(value: T) -> Self {
         Self(Inner::new(value))
     }
 
-    /// Waits until it is free.
+    /// Locks the mutex, waiting for the present holder.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// `None` where somebody has it.
+    /// Locks the mutex, or returns `None` if another thread holds it.
     #[cfg(not(loom))]
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         match self.0.try_lock() {

@@ -1,9 +1,8 @@
-//! Answers that are given at a time: one thread for the whole process.
+//! Timer: runs actions, such as delayed completions, on one thread of the process.
 //!
-//! Devices that delay answers hand them over here, so that a request which waits costs an entry of
-//! a tree, and no thread. Who hands over bounds how many there are.
+//! A delayed request costs a tree entry instead of a thread. Callers bound the number of entries.
 //!
-//! Lock order: `pending` is innermost. Actions run, and are dropped, outside of it.
+//! Lock order: `pending` is innermost. Actions run, and are dropped, without the lock.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -12,22 +11,21 @@ use std::sync::PoisonError;
 
 use crate::sync::{Condvar, Instant, LazyLock, Mutex};
 
-/// How late the kernel may wake the thread to save work; its usual 50 us are longer than the
-/// shortest delays.
+/// Timer slack of the thread. The kernel's default of 50 us exceeds the shortest delays.
 const SLACK_NS: NonZeroU64 = NonZeroU64::MIN;
-/// Actions that are taken out at once; who asks for another one waits for no more than that.
+/// Maximum number of actions removed under one hold of the lock, which bounds how long callers wait for it.
 const BATCH: usize = 64;
 
 type Action = Box<dyn FnOnce() + Send>;
-/// When, and in which order those of one moment were asked for.
+/// Due time, and a sequence number that orders actions of the same time.
 type Key = (Instant, u64);
 
-/// An action that was asked for.
+/// Handle of a scheduled action.
 #[derive(Debug, Clone, Copy)]
 pub struct Alarm(Key);
 
 impl Alarm {
-    /// When it is due.
+    /// Returns the due time.
     pub fn when(&self) -> Instant {
         self.0.0
     }
@@ -48,22 +46,22 @@ struct Pending {
 static TIMER: LazyLock<Timer> =
     LazyLock::new(|| Timer { pending: Mutex::default(), changed: Condvar::new() });
 
-/// Starts the thread, if it does not run yet. [`at`] cannot fail once this succeeded.
+/// Starts the timer thread unless it runs. [`at`] cannot fail after this succeeded.
 ///
 /// # Errors
-/// The thread could not be started.
+/// The error from starting the thread.
 pub fn start() -> std::io::Result<()> {
     TIMER.start(&mut TIMER.pending.lock())
 }
 
-/// Runs `action` on the timer's thread as soon as `when` has come, never earlier; actions of one
-/// moment in the order in which they were asked for. All delayed answers of the process share the
-/// thread, so an action is short and waits for nothing.
+/// Schedules `action` for the timer thread at `when`, never earlier. Actions of the same time run in the
+/// order of their calls. All delayed completions share the thread, so actions must be short and must not
+/// block.
 ///
 /// # Errors
-/// The thread could not be started; the action is dropped.
+/// The error from starting the thread. The action is dropped.
 pub fn at(when: Instant, action: impl FnOnce() + Send + 'static) -> std::io::Result<Alarm> {
-    // Boxed before the lock is taken, and dropped after it is let go.
+    // Boxed before the lock is taken, and on error dropped after its release.
     let action: Action = Box::new(action);
     let mut pending = TIMER.pending.lock();
     TIMER.start(&mut pending)?;
@@ -78,10 +76,10 @@ pub fn at(when: Instant, action: impl FnOnce() + Send + 'static) -> std::io::Res
     Ok(Alarm(key))
 }
 
-/// Drops an action, unless it runs already or has run.
+/// Drops an action unless it has started.
 pub fn cancel(alarm: Alarm) {
     let action = TIMER.pending.lock().actions.remove(&alarm.0);
-    // Outside of the lock.
+    // Without the lock.
     drop(action);
 }
 
@@ -96,20 +94,20 @@ impl Timer {
 
     fn run(&self) {
         if let Err(error) = rustix::thread::set_current_timer_slack(Some(SLACK_NS)) {
-            tracing::warn!("delays are rounded up to some 50 us: the timer slack stays as it is: {error}");
+            tracing::warn!(%error, "cannot set the timer slack; delays are rounded up to about 50 us");
         }
         let mut due: Vec<Action> = Vec::with_capacity(BATCH);
         loop {
-            self.wait_for(&mut due);
+            self.take_due(&mut due);
             for action in due.drain(..) {
-                // A panic was reported by its hook, and is not the other devices' affair.
+                // The panic hook has reported the panic; it must not affect other devices.
                 let _ = catch_unwind(AssertUnwindSafe(action));
             }
         }
     }
 
-    /// Waits until something is due, and takes it.
-    fn wait_for(&self, due: &mut Vec<Action>) {
+    /// Waits until actions are due, and moves up to `BATCH` of them into `due`.
+    fn take_due(&self, due: &mut Vec<Action>) {
         let mut pending = self.pending.lock();
         loop {
             let now = Instant::now();
@@ -145,7 +143,7 @@ mod tests {
     #[test]
     fn actions_run_in_order_and_never_early() {
         let (tx, rx) = mpsc::channel();
-        // Late enough that all are asked for before the first is due.
+        // The first action is due only after all calls.
         let now = Instant::now() + Duration::from_millis(300);
         let delays = [30, 5, 20, 5, 0, 12];
         for (n, delay) in delays.into_iter().enumerate() {
@@ -160,22 +158,22 @@ mod tests {
     }
 
     #[test]
-    fn an_earlier_one_overtakes_a_sleep() {
+    fn earlier_action_wakes_sleeping_timer() {
         let (tx, rx) = mpsc::channel();
         let (late_tx, late) = mpsc::channel();
         at(Instant::now() + Duration::from_secs(3600), move || late_tx.send(()).unwrap()).unwrap();
-        let asked = Instant::now();
-        at(asked + Duration::from_millis(1), move || tx.send(()).unwrap()).unwrap();
+        let start = Instant::now();
+        at(start + Duration::from_millis(1), move || tx.send(()).unwrap()).unwrap();
         rx.recv_timeout(PATIENCE).unwrap();
-        assert!(asked.elapsed() >= Duration::from_millis(1));
-        assert_eq!(late.try_recv(), Err(mpsc::TryRecvError::Empty), "it waits for its hour");
+        assert!(start.elapsed() >= Duration::from_millis(1));
+        assert_eq!(late.try_recv(), Err(mpsc::TryRecvError::Empty), "the later action is still pending");
     }
 
     #[test]
-    fn a_panic_stops_nothing_and_actions_may_ask_for_actions() {
+    fn timer_survives_panic_and_nested_actions() {
         let (tx, rx) = mpsc::channel();
         at(Instant::now(), || panic!("a panic that the test wants")).unwrap();
-        // The lock is not held while an action runs.
+        // Actions run without the lock, so they can schedule others.
         at(Instant::now(), move || {
             at(Instant::now(), move || tx.send("ran").unwrap()).unwrap();
         })
@@ -193,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn many_at_one_moment_all_run() {
+    fn actions_of_one_time_all_run() {
         let (tx, rx) = mpsc::channel();
         let when = Instant::now() + Duration::from_millis(5);
         for n in 0..1000 {
@@ -201,6 +199,6 @@ mod tests {
             at(when, move || tx.send(n).unwrap()).unwrap();
         }
         let ran: Vec<i32> = (0..1000).map(|_| rx.recv_timeout(PATIENCE).unwrap()).collect();
-        assert!(ran.is_sorted(), "in the order in which they were asked for");
+        assert!(ran.is_sorted(), "in order of the calls");
     }
 }

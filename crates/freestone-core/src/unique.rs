@@ -1,6 +1,6 @@
-//! Numbers that nobody else has.
+//! Unique random numbers.
 
-/// A random 64-bit number, by which one session, merge or file is told from all others.
+/// Returns a random 64-bit number, used as the identity of a session, merge or file.
 pub fn number() -> u64 {
     #[cfg(freestone_sim)]
     return freestone_sim::sim::word();

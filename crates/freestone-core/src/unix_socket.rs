@@ -1,10 +1,10 @@
-//! Unix sockets that servers listen at, and their files.
+//! Listening Unix sockets and their files: access rights, and replacement of stale sockets.
 
 use std::fmt;
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -19,27 +19,29 @@ use rustix::net::{
 };
 use thiserror::Error;
 
-/// Longest path of a Unix socket in bytes (`sun_path` less its end).
+use crate::allow::peer_of;
+
+/// Maximum length of a Unix socket's path in bytes (`sun_path` without its terminator).
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
-/// What a socket's file may be used for before it is anybody else's: mode 0600.
+/// Mode of a socket's file until [`Access::give`] has set the configured owner: 0600.
 pub const OWN_MODE: u32 = 0o600;
-/// How long another process that makes a socket in the same directory is waited for.
+/// Maximum time to wait for another process that creates a socket in the same directory.
 const DIRECTORY_LOCK_WAIT: Duration = Duration::from_secs(1);
-/// The first and the longest pause between two attempts at that: it is held for some 30 µs.
+/// First and longest pause between attempts to lock the directory. Holders need about 30 µs.
 const DIRECTORY_LOCK_PAUSES: Range<Duration> = Duration::from_micros(50)..Duration::from_millis(5);
 
-/// Who may connect to a socket: the kernel asks for the right to write its file.
+/// Owner and mode of a socket's file. The kernel requires write permission to connect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Access {
     /// Permission bits of the file.
     pub mode: u32,
-    /// The number of its owner; that of who makes it where it is not given.
+    /// Numeric user id of the owner; `None` for the process's own.
     pub user: Option<u32>,
-    /// The number of its group, likewise.
+    /// Numeric group id; `None` for the process's own.
     pub group: Option<u32>,
 }
 
-/// Only who makes it, and root.
+/// Access for the process's user and root only.
 impl Default for Access {
     fn default() -> Self {
         Self { mode: OWN_MODE, user: None, group: None }
@@ -55,63 +57,63 @@ impl fmt::Display for Access {
 }
 
 impl Access {
-    /// Gives the file of a socket that was just made, with [`OWN_MODE`], to these.
+    /// Sets owner and mode of a socket's file that was just created with [`OWN_MODE`].
     ///
     /// # Errors
-    /// The file is not the socket of this process, or the system refuses.
+    /// The path is not a socket of this process, or a system call failed.
     pub fn give(&self, path: &Path) -> io::Result<()> {
         if *self == Self::default() {
             return Ok(());
         }
         let file = openat(CWD, path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
         let found = fstat(&file)?;
-        // Who may write in the directory may have put something else there meanwhile.
+        // A user with write access to the directory may have replaced the file.
         if FileType::from_raw_mode(found.st_mode) != FileType::Socket
             || found.st_uid != rustix::process::geteuid().as_raw()
             || found.st_nlink != 1
         {
-            return Err(io::Error::other("the path was taken by something else"));
+            return Err(io::Error::other("another file has replaced the socket"));
         }
         if self.user.is_some() || self.group.is_some() {
             let (user, group) = (self.user.map(Uid::from_raw), self.group.map(Gid::from_raw));
             chownat(&file, "", user, group, AtFlags::EMPTY_PATH)?;
         }
-        // After the owner: the bits of the group are never another group's.
+        // After chown, so that the group bits never apply to another group.
         if self.mode != OWN_MODE {
-            // By way of the descriptor, which itself takes no mode.
+            // Through /proc, because fchmod rejects O_PATH descriptors.
             chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), Mode::from_raw_mode(self.mode))?;
         }
         Ok(())
     }
 }
 
-/// Why nobody can listen at a path.
+/// Error from [`bind_to`].
 #[derive(Debug, Error)]
 pub enum BindError {
-    /// Somebody accepts connections there.
-    #[error("another server listens there")]
-    InUse,
-    /// It is taken by something that is no socket; that is left alone.
-    #[error("the path is taken by something that is no socket")]
+    /// Another process accepts connections at the path.
+    #[error("{0}")]
+    InUse(Listener),
+    /// The path exists and is not a socket. The file remains.
+    #[error("the path exists and is not a socket")]
     NotASocket,
-    /// Not allowed.
+    /// The system denies access to the path.
     #[error("permission denied")]
     Permission,
-    /// Its owner, group or mode cannot be set.
+    /// Owner, group or mode of the socket cannot be set.
     #[error("the socket cannot be given {access}: {source}")]
     Access {
-        /// What was to be set.
+        /// The requested rights.
         access: Access,
-        /// What the system says.
+        /// The error of the system.
         source: io::Error,
     },
-    /// It does not fit into a socket address.
-    #[error("the path has {0} bytes, a socket's path at most {MAX_SOCKET_PATH_BYTES}")]
+    /// The path does not fit into a socket address. Contains its length in bytes.
+    #[error("the path has {0} bytes; the maximum for a socket is {MAX_SOCKET_PATH_BYTES}")]
     PathTooLong(usize),
-    /// Its directory is missing, or is no directory.
-    #[error("there is no such directory")]
+    /// The directory of the path does not exist, or is not a directory.
+    #[error("the directory does not exist")]
     NoDirectory,
-    /// Anything else, for example no file descriptors.
+    /// Any other error, such as EMFILE.
     #[error("{0}")]
     Other(#[from] io::Error),
 }
@@ -121,21 +123,33 @@ impl From<Errno> for BindError {
         match errno {
             Errno::ACCESS | Errno::PERM | Errno::ROFS => Self::Permission,
             Errno::NOENT | Errno::NOTDIR => Self::NoDirectory,
-            Errno::ADDRINUSE => Self::InUse,
+            Errno::ADDRINUSE => Self::InUse(Listener(None)),
             errno => Self::Other(errno.into()),
         }
     }
 }
 
-/// The file of a Unix socket; removed on drop.
+/// Another server that listens at a path: its process, if that can be found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Listener(pub Option<i32>);
+
+impl fmt::Display for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("another server listens there")?;
+        self.0.map_or(Ok(()), |process| write!(f, " (pid {process})"))
+    }
+}
+
+/// The file of a listening socket. Removed on drop.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
     identity: (u64, u64),
 }
 
-/// Listens at a path, to which only those may connect to whom `access` gives it; a socket at which
-/// nobody accepts any more is replaced. The socket does not block. `backlog` connections wait to be accepted; the kernel may allow fewer.
+/// Creates a non-blocking listening socket at a path, with the given access rights. Replaces a stale socket,
+/// at which no process accepts. `backlog` is the maximum number of connections that wait to be accepted; the
+/// kernel may lower it.
 ///
 /// # Errors
 /// See [`BindError`].
@@ -147,11 +161,11 @@ pub fn bind_to(path: &Path, backlog: i32, access: &Access) -> Result<(OwnedFd, S
     let name = SocketAddrUnix::new(path)?;
     let new_socket = || {
         let socket = new_socket()?;
-        // Linux gives the file the mode of the socket, so at no moment may others connect.
+        // Linux gives the file the mode of the socket, so other users can never connect in between.
         fchmod(&socket, Mode::from_raw_mode(OWN_MODE))?;
         Ok::<_, Errno>(socket)
     };
-    // Two servers that replace one stale socket must not remove each other's.
+    // Two servers that replace the same stale socket must not remove each other's new socket.
     let lock = lock_directory(path.parent());
     let mut socket = new_socket()?;
     if let Err(errno) = bind(&socket, &name) {
@@ -162,9 +176,12 @@ pub fn bind_to(path: &Path, backlog: i32, access: &Access) -> Result<(OwnedFd, S
         socket = new_socket()?;
         bind(&socket, &name)?;
     }
-    let metadata = fs::symlink_metadata(path)?;
+    let metadata = fs::symlink_metadata(path).inspect_err(|_| {
+        // Nobody can have replaced it yet.
+        let _ = fs::remove_file(path);
+    })?;
     let file = SocketFile { path: path.to_path_buf(), identity: (metadata.dev(), metadata.ino()) };
-    // Until it listens nobody can connect at all.
+    // Clients cannot connect before `listen`.
     access.give(path).map_err(|source| BindError::Access { access: *access, source })?;
     listen(&socket, backlog)?;
     Ok((socket, file))
@@ -175,7 +192,8 @@ fn new_socket() -> Result<OwnedFd, Errno> {
     socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
 }
 
-/// Removes a socket at which nobody accepts, unless the lock of its directory failed.
+/// Removes a socket at which no process accepts. `unlocked` is the error of locking the directory: then the
+/// socket is not removed.
 fn remove_stale(path: &Path, name: &SocketAddrUnix, unlocked: Option<&Errno>) -> Result<(), BindError> {
     match fs::symlink_metadata(path) {
         // Removed by its server meanwhile.
@@ -189,16 +207,19 @@ fn remove_stale(path: &Path, name: &SocketAddrUnix, unlocked: Option<&Errno>) ->
         Err(Errno::CONNREFUSED) => {}
         Err(Errno::NOENT) => return Ok(()),
         Err(Errno::ACCESS | Errno::PERM) => return Err(BindError::Permission),
-        // Also a full backlog (EAGAIN), or a socket of another type (EPROTOTYPE): somebody is
-        // there.
-        Ok(()) | Err(_) => return Err(BindError::InUse),
+        Ok(()) => {
+            let process = peer_of(probe.as_fd()).map(|peer| peer.process).filter(|process| *process > 0);
+            return Err(BindError::InUse(Listener(process)));
+        }
+        // A full backlog (EAGAIN) or another socket type (EPROTOTYPE): the socket has an owner.
+        Err(_) => return Err(BindError::InUse(Listener(None))),
     }
-    // By now another server may have replaced the socket.
+    // Without the lock, another server may have replaced the socket by now.
     if let Some(errno) = unlocked {
-        let why = "the socket there has no listener and is not replaced, as its directory cannot be locked";
+        let why = "stale socket not replaced, because its directory cannot be locked";
         return Err(io::Error::other(format!("{why}: {errno}")).into());
     }
-    tracing::info!(path = %path.display(), "replacing a socket at which nobody listens");
+    tracing::info!(path = %path.display(), "replacing a stale socket");
     match fs::remove_file(path) {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Err(BindError::Permission),
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error.into()),
@@ -206,11 +227,11 @@ fn remove_stale(path: &Path, name: &SocketAddrUnix, unlocked: Option<&Errno>) ->
     }
 }
 
-/// Locks the directory while a socket is made in it. Returns `None` if the directory never can be locked: it
-/// may not be read, its file system has no locks, or another program keeps it locked.
+/// Locks the directory while a socket is created in it. Returns `None` if the directory cannot be locked: it
+/// is not readable, its file system has no locks, or another program keeps it locked.
 ///
 /// # Errors
-/// The lock failed for a reason that may pass, such as a lack of file descriptors.
+/// The lock failed for a temporary reason, such as a lack of file descriptors.
 fn lock_directory(directory: Option<&Path>) -> Result<Option<File>, Errno> {
     let directory = directory.filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -225,7 +246,7 @@ fn lock_directory(directory: Option<&Path>) -> Result<Option<File>, Errno> {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(Some(file)),
             Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NOLCK | Errno::INVAL) => return Ok(None),
-            // A server that makes a socket holds the lock far shorter.
+            // Servers hold the lock much shorter than DIRECTORY_LOCK_WAIT.
             Err(Errno::WOULDBLOCK) if Instant::now() >= deadline => return Ok(None),
             Err(Errno::WOULDBLOCK | Errno::INTR) => {}
             Err(errno) => return Err(errno),
@@ -237,11 +258,11 @@ fn lock_directory(directory: Option<&Path>) -> Result<Option<File>, Errno> {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // By now the path may be another's.
+        // The path may hold another server's socket by now.
         let ours = fs::symlink_metadata(&self.path)
             .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.identity);
         if ours && let Err(error) = fs::remove_file(&self.path) {
-            tracing::warn!(path = %self.path.display(), %error, "the socket could not be removed");
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove the socket");
         }
     }
 }
@@ -254,7 +275,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_has_the_mode_and_the_owner_that_were_asked_for() {
+    fn bind_sets_mode_and_owner() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("s");
         let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
@@ -277,9 +298,9 @@ mod tests {
         assert!(!path.exists());
     }
 
-    /// Looks at the file as often as it can while sockets are made.
+    /// Polls the mode of the file while sockets are created.
     #[test]
-    fn at_no_time_has_a_socket_more_rights_than_asked() {
+    fn socket_never_exceeds_requested_rights() {
         const SOCKETS: usize = 300;
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("s");
@@ -309,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_socket_of_ours_is_given_away() {
+    fn give_rejects_paths_other_than_own_socket() {
         let dir = tempfile::tempdir().unwrap();
         let access = Access { mode: 0o666, ..Access::default() };
         let (file, link, socket) = (dir.path().join("f"), dir.path().join("l"), dir.path().join("s"));
@@ -318,7 +339,7 @@ mod tests {
         let _listener = UnixListener::bind(&socket).unwrap();
         symlink(&socket, &link).unwrap();
         for other in [&file, &link] {
-            assert!(access.give(other).unwrap_err().to_string().contains("something else"));
+            assert!(access.give(other).unwrap_err().to_string().contains("another file"));
         }
         fs::hard_link(&socket, dir.path().join("h")).unwrap();
         assert!(access.give(&socket).is_err());
@@ -326,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn socket_without_listener_is_replaced_only_under_the_lock() {
+    fn stale_socket_is_replaced_only_under_lock() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("s");
         let name = SocketAddrUnix::new(&path).unwrap();

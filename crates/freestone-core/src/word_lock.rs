@@ -1,39 +1,38 @@
-//! A lock inside a 64-bit word that it guards: of a page's slot, of a zone.
+//! A lock bit inside the 64-bit word that it guards, such as a page's slot or a zone.
 //!
 //! # Protocol
 //! * The lock bit is taken by compare-and-swap. Only the holder changes any bit but [`WAITER`].
-//! * A waiter spins briefly, then sets the waiter bit and sleeps, both under its parking bucket's
-//!   lock.
-//! * The holder publishes a new word and unlocks in one atomic step; if that step saw the waiter
-//!   bit, it wakes one sleeper, and clears the bit when that was the last one. The woken thread
-//!   competes for the lock like any other.
+//! * A waiter spins briefly, then sets the waiter bit and sleeps, both under its parking bucket's lock.
+//! * The holder publishes a new word and unlocks in one atomic step. If that step finds the waiter bit set,
+//!   the holder wakes one sleeper, and clears the bit if that was the last one. The woken thread competes for
+//!   the lock like any other.
 
 use crate::parking::Parking;
 #[cfg(loom)]
 use crate::sync::yield_now;
 use crate::sync::{AtomicU64, Ordering};
 
-/// Tries before a waiter parks: a hold lasts a few microseconds where the holder runs, and a longer
-/// one means that it does not run.
+/// Spins before a waiter parks. A running holder needs a few microseconds; a longer hold means that the
+/// holder was descheduled.
 #[cfg(not(loom))]
 const SPINS: u32 = 64;
 #[cfg(loom)]
 const SPINS: u32 = 0;
 
-/// The bit of the lock.
+/// Lock bit.
 pub const LOCK: u64 = 1;
-/// Somebody waits for the lock.
+/// Bit set while threads sleep until the lock is released.
 pub const WAITER: u64 = 1 << 1;
 
-/// What a word says, but for the bits [`LOCK`] and [`WAITER`].
+/// The content of a word without the bits [`LOCK`] and [`WAITER`].
 pub trait Word: Copy {
-    /// What these bits say.
+    /// Decodes the bits.
     fn from_bits(bits: u64) -> Self;
-    /// Its bits.
+    /// Encodes the word.
     fn bits(self) -> u64;
 }
 
-/// A locked word. Dropping it unlocks without a change.
+/// A locked word. Dropping it unlocks the word unchanged.
 #[must_use]
 pub struct Guard<'a, W: Word> {
     place: &'a AtomicU64,
@@ -41,7 +40,7 @@ pub struct Guard<'a, W: Word> {
     word: W,
 }
 
-/// Locks a word.
+/// Locks a word, spinning and then sleeping while another thread holds it.
 #[inline]
 pub fn lock<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Guard<'a, W> {
     match try_lock(place, parking) {
@@ -50,30 +49,29 @@ pub fn lock<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Guard<'a
     }
 }
 
-/// Locks a word if nobody holds it. Also `None` where somebody was quicker.
+/// Locks a word, or returns `None` if the word is locked, has waiters or changed meanwhile.
 #[inline]
 pub fn try_lock<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Option<Guard<'a, W>> {
-    // Relaxed: only a guess for the exchange below, which cannot succeed where it says "locked" or
-    // "waited for".
-    let seen = place.load(Ordering::Relaxed) & !(LOCK | WAITER);
-    // Acquire: pairs with the Release of the unlock that published the word (Relaxed on failure:
-    // nothing is used).
-    let taken = place.compare_exchange(seen, seen | LOCK, Ordering::Acquire, Ordering::Relaxed);
-    // Made only where it is true: a guard that is dropped unlocks.
-    taken.is_ok().then(|| Guard { place, parking, word: W::from_bits(seen) })
+    // Relaxed: a guess for the exchange below, which fails if the word is locked or has waiters.
+    let bits = place.load(Ordering::Relaxed) & !(LOCK | WAITER);
+    // Acquire: pairs with the Release of the unlock that published the word (Relaxed on failure: nothing is
+    // read).
+    let exchange = place.compare_exchange(bits, bits | LOCK, Ordering::Acquire, Ordering::Relaxed);
+    // Lazily, because dropping a guard unlocks.
+    exchange.is_ok().then(|| Guard { place, parking, word: W::from_bits(bits) })
 }
 
 #[cold]
 fn lock_contended<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Guard<'a, W> {
     let mut spins = 0;
     loop {
-        // Relaxed: only a guess for the exchanges below.
-        let seen = place.load(Ordering::Relaxed);
-        if seen & LOCK == 0 {
-            // Acquire: pairs with the Release of the unlock that published the word (Relaxed on
-            // failure: retried).
-            if place.compare_exchange(seen, seen | LOCK, Ordering::Acquire, Ordering::Relaxed).is_ok() {
-                return Guard { place, parking, word: W::from_bits(seen) };
+        // Relaxed: a guess for the exchanges below.
+        let bits = place.load(Ordering::Relaxed);
+        if bits & LOCK == 0 {
+            // Acquire: pairs with the Release of the unlock that published the word (Relaxed on failure:
+            // retried).
+            if place.compare_exchange(bits, bits | LOCK, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+                return Guard { place, parking, word: W::from_bits(bits) };
             }
             continue;
         }
@@ -84,12 +82,12 @@ fn lock_contended<'a, W: Word>(place: &'a AtomicU64, parking: &'a Parking) -> Gu
         }
         parking.park(key(place), || {
             // Relaxed: the bucket's lock orders this against the waker; the exchange below decides.
-            let seen = place.load(Ordering::Relaxed);
-            seen & LOCK != 0
-                && (seen & WAITER != 0
-                    // Relaxed: the bit carries no data; the bucket's lock orders it against
-                    // unlock's slow path.
-                    || place.compare_exchange(seen, seen | WAITER, Ordering::Relaxed, Ordering::Relaxed).is_ok())
+            let bits = place.load(Ordering::Relaxed);
+            bits & LOCK != 0
+                && (bits & WAITER != 0
+                    // Relaxed: the bit carries no data; the bucket's lock orders it against unlock's slow
+                    // path.
+                    || place.compare_exchange(bits, bits | WAITER, Ordering::Relaxed, Ordering::Relaxed).is_ok())
         });
         #[cfg(loom)]
         yield_now();
@@ -101,13 +99,13 @@ fn key(place: &AtomicU64) -> usize {
 }
 
 impl<W: Word> Guard<'_, W> {
-    /// What it says.
+    /// Returns the word as of the lock.
     #[inline]
     pub fn word(&self) -> W {
         self.word
     }
 
-    /// Says something else and unlocks it, in one step.
+    /// Stores a new word and unlocks, in one atomic step.
     #[inline]
     pub fn publish(self, new: W) {
         let guard = std::mem::ManuallyDrop::new(self);
@@ -116,13 +114,13 @@ impl<W: Word> Guard<'_, W> {
 
     #[inline]
     fn unlock(&self, new: W) {
-        // The holder knows every bit but WAITER, so one XOR both publishes and unlocks, and keeps a
-        // WAITER bit that was set meanwhile.
+        // The holder knows every bit but WAITER, so one XOR publishes and unlocks, and preserves a WAITER bit
+        // that was set meanwhile.
         let change = (self.word.bits() ^ new.bits()) | LOCK;
-        // Release: pairs with the Acquire of the next lock, and of readers. The WAITER bit that comes
-        // back carries no data, so this needs no Acquire.
+        // Release: pairs with the Acquire of the next lock, and of readers. The returned WAITER bit carries
+        // no data, so Acquire is not needed.
         let before = self.place.fetch_xor(change, Ordering::Release);
-        debug_assert!(before & LOCK != 0, "a word that was not locked is unlocked");
+        debug_assert!(before & LOCK != 0, "unlock of a word that is not locked");
         if before & WAITER != 0 {
             self.wake();
         }

@@ -1,9 +1,9 @@
-//! Threads that carry on what a device below has answered, and other work that is not for the
-//! thread that finds it.
+//! Work queues: threads that continue requests after a lower device has completed them, and other deferred
+//! work.
 //!
-//! A completion runs on a thread of the device, which must not be called from there; what a
-//! completion leads to (the write after the read of a copy, a request that waited) is a task for
-//! these threads: of most queues one.
+//! A completion runs on a thread of the lower device, which must not be called from there. The continuation
+//! (such as the write after the read of a copy, or a held request) is a task for these threads; most queues
+//! have one.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,20 +15,19 @@ use crate::pin::wait;
 use crate::plug::Plug;
 use crate::sync::{Condvar, Mutex, thread};
 
-/// Tasks that are there and are done under one plug, at most.
+/// Maximum number of queued tasks that run under one plug.
 const PLUGGED: usize = 32;
 
-/// Something to do.
+/// A deferred function.
 pub type Task = Box<dyn FnOnce() + Send>;
 
-/// Tasks, and the threads that do them in the order in which they came. The threads are started
-/// when they may be needed; what is pushed before waits for them.
+/// A FIFO queue of tasks and its threads. Tasks can be pushed before the threads are started.
 ///
-/// Lock order: `queue` is innermost. Tasks run, and are dropped, with nothing held.
+/// Lock order: `queue` is innermost. Tasks run, and are dropped, without the lock.
 pub struct WorkQueue {
     name: &'static str,
     threads: usize,
-    /// Tasks that wait for nothing: what those that are there submit is one batch.
+    /// Tasks only submit requests and never wait, so a batch of tasks runs under one plug.
     is_plugged: bool,
     queue: Mutex<Queue>,
     ready: Condvar,
@@ -39,35 +38,35 @@ struct Queue {
     tasks: VecDeque<Task>,
     started: usize,
     stop: bool,
-    /// Nobody does any more tasks.
+    /// No thread will run tasks any more.
     ended: bool,
 }
 
 impl WorkQueue {
-    /// A work queue whose thread will have this name.
+    /// Creates a queue with one thread named `name`.
     pub fn new(name: &'static str) -> Arc<Self> {
         Self::with_threads(name, 1)
     }
 
-    /// As [`new`](Self::new), for tasks that submit requests and wait for nothing: its thread does
-    /// those that are there under one plug.
+    /// Creates a queue with one thread, for tasks that submit requests and never wait. The thread runs queued
+    /// tasks under one plug.
     pub fn plugged(name: &'static str) -> Arc<Self> {
-        Self::with(name, 1, true)
+        Self::create(name, 1, true)
     }
 
-    /// A work queue of so many threads, which will have this name.
+    /// Creates a queue with `threads` threads named `name`.
     pub fn with_threads(name: &'static str, threads: usize) -> Arc<Self> {
-        Self::with(name, threads, false)
+        Self::create(name, threads, false)
     }
 
-    fn with(name: &'static str, threads: usize, is_plugged: bool) -> Arc<Self> {
+    fn create(name: &'static str, threads: usize, is_plugged: bool) -> Arc<Self> {
         Arc::new(Self { name, threads, is_plugged, queue: Mutex::default(), ready: Condvar::new() })
     }
 
-    /// Starts the threads, unless they run.
+    /// Starts the threads that do not run yet.
     ///
     /// # Errors
-    /// The system's.
+    /// The error from starting a thread.
     pub fn start(self: &Arc<Self>) -> io::Result<()> {
         let mut queue = self.queue.lock();
         while queue.started < self.threads {
@@ -78,37 +77,37 @@ impl WorkQueue {
         Ok(())
     }
 
-    /// Tasks that wait.
+    /// Returns the number of queued tasks.
     pub fn len(&self) -> usize {
         self.queue.lock().tasks.len()
     }
 
-    /// Whether no task waits.
+    /// Returns true if no task is queued.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// A thread will do this. Where they have ended the task is dropped, and so its requests are
-    /// answered.
+    /// Queues a task. If the threads have ended, the task is dropped, which completes its requests with an
+    /// error.
     pub fn push(&self, task: impl FnOnce() + Send + 'static) {
         self.offer(task);
     }
 
-    /// As [`push`](Self::push); false where the threads have ended.
+    /// Queues a task like [`push`](Self::push). Returns false if the threads have ended.
     pub fn offer(&self, task: impl FnOnce() + Send + 'static) -> bool {
-        // Dropped outside of the lock.
+        // Boxed first, so that a rejected task is dropped without the lock.
         let task: Task = Box::new(task);
         let mut queue = self.queue.lock();
-        let taken = !queue.ended;
-        if taken {
+        let accepted = !queue.ended;
+        if accepted {
             queue.tasks.push_back(task);
             self.ready.notify_one();
         }
-        taken
+        accepted
     }
 
-    /// The threads end when they have nothing to do. They are not waited for: what stops them may
-    /// run on one.
+    /// Lets the threads exit when the queue is empty. Does not wait for them, because the caller may run on
+    /// one.
     pub fn stop(&self) {
         let mut queue = self.queue.lock();
         queue.stop = true;
@@ -116,7 +115,7 @@ impl WorkQueue {
         self.ready.notify_all();
     }
 
-    /// Does what is queued on the calling thread, and what that queues.
+    /// Runs queued tasks on the calling thread until the queue is empty.
     pub fn run_queued(&self) {
         loop {
             let Some(task) = self.queue.lock().tasks.pop_front() else { return };
@@ -128,13 +127,12 @@ impl WorkQueue {
         while let Some(task) = self.next() {
             #[cfg(not(loom))]
             let _plug = self.is_plugged.then(Plug::start);
-            let (mut next, mut left) = (Some(task), if self.is_plugged { PLUGGED } else { 1 });
+            let (mut next, mut budget) = (Some(task), if self.is_plugged { PLUGGED } else { 1 });
             while let Some(task) = next {
-                // A panic was reported by its hook; the requests of the task are answered "gone" by
-                // being dropped.
+                // The panic hook has reported the panic. Dropping the task's requests completes them as gone.
                 let _ = catch_unwind(AssertUnwindSafe(task));
-                left -= 1;
-                next = if left > 0 { self.queue.lock().tasks.pop_front() } else { None };
+                budget -= 1;
+                next = if budget > 0 { self.queue.lock().tasks.pop_front() } else { None };
             }
         }
     }
@@ -161,23 +159,23 @@ mod tests {
     use crate::sync::mpsc;
 
     #[test]
-    fn tasks_run_in_order_and_a_panic_ends_none_of_the_others() {
+    fn tasks_run_in_order_despite_panic() {
         let queue = WorkQueue::new("test");
-        let (tell, told) = mpsc::channel();
+        let (tx, rx) = mpsc::channel();
         for n in 0..5 {
-            let tell = tell.clone();
+            let tx = tx.clone();
             queue.push(move || {
                 assert!(n != 2, "a panic that the test wants");
-                tell.send(n).unwrap();
+                tx.send(n).unwrap();
             });
         }
         assert_eq!((queue.len(), queue.is_empty()), (5, false));
         queue.start().unwrap();
-        assert_eq!([0; 4].map(|_| told.recv().unwrap()), [0, 1, 3, 4]);
+        assert_eq!([0; 4].map(|_| rx.recv().unwrap()), [0, 1, 3, 4]);
     }
 
     #[test]
-    fn all_threads_work_at_once() {
+    fn all_threads_run_tasks() {
         let queue = WorkQueue::with_threads("test", 3);
         let all = Arc::new(std::sync::Barrier::new(4));
         queue.start().unwrap();
@@ -191,19 +189,19 @@ mod tests {
     }
 
     #[test]
-    fn what_is_queued_when_it_stops_is_done_and_what_comes_then_is_dropped() {
+    fn stop_runs_queued_tasks_and_drops_later_ones() {
         let queue = WorkQueue::with_threads("test", 2);
-        let (tell, told) = mpsc::channel();
+        let (tx, rx) = mpsc::channel();
         for n in 0..100 {
-            let tell = tell.clone();
-            queue.push(move || tell.send(n).unwrap());
+            let tx = tx.clone();
+            queue.push(move || tx.send(n).unwrap());
         }
         queue.start().unwrap();
         queue.stop();
-        let mut done: Vec<i32> = (0..100).map(|_| told.recv().unwrap()).collect();
+        let mut done: Vec<i32> = (0..100).map(|_| rx.recv().unwrap()).collect();
         done.sort_unstable();
         assert!(done.into_iter().eq(0..100));
-        // The threads end.
+        // Wait until the threads have ended.
         while queue.offer(|| ()) {
             thread::yield_now();
         }
@@ -214,13 +212,13 @@ mod tests {
     }
 
     #[test]
-    fn without_threads_the_caller_does_it() {
+    fn run_queued_runs_tasks_on_caller() {
         let queue = WorkQueue::new("test");
-        let (tell, told) = mpsc::channel();
-        let again = Arc::clone(&queue);
-        queue.push(move || again.push(move || tell.send(()).unwrap()));
+        let (tx, rx) = mpsc::channel();
+        let same_queue = Arc::clone(&queue);
+        queue.push(move || same_queue.push(move || tx.send(()).unwrap()));
         queue.run_queued();
-        assert_eq!(told.try_recv(), Ok(()));
+        assert_eq!(rx.try_recv(), Ok(()));
         queue.stop();
         assert!(!queue.offer(|| ()));
     }

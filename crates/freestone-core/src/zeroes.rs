@@ -1,20 +1,19 @@
-//! Memory that is all zeroes: some to write from, and whether other is. Ranges of devices that read as
-//! zeroes.
+//! Zeroed memory, tests for it, and ranges of devices that read as zeroes.
 
 use crate::device::{Extent, ExtentKind, Result};
 
-/// Bytes of [`ZEROES`].
+/// Size of [`ZEROES`].
 pub const ZEROES_BYTES: usize = 64 << 10;
 
 /// Bytes aligned for direct I/O.
 #[repr(align(4096))]
 pub struct Zeroes(pub [u8; ZEROES_BYTES]);
 
-/// Zeroes to write from. They lie in the program's file, so it has them once.
+/// Zeroes to write from. The array lies in read-only program memory, shared by all users.
 pub static ZEROES: Zeroes = Zeroes([0; ZEROES_BYTES]);
 
-/// Whether all bytes are 0. What is not mostly ends with something else than zeroes, or begins so,
-/// and is then told from a look at both ends.
+/// Returns true if all bytes are 0. Checks the end first, because non-zero data is usually non-zero at one of
+/// its ends.
 #[inline]
 pub fn are_zeroes(bytes: &[u8]) -> bool {
     let (lines, rest) = bytes.as_chunks::<64>();
@@ -22,9 +21,9 @@ pub fn are_zeroes(bytes: &[u8]) -> bool {
     rest.iter().all(|byte| *byte == 0) && lines.last().is_none_or(is_zero) && lines.iter().all(is_zero)
 }
 
-/// Returns the end of the zeroes that `[at, end)` begins with, and of the data that is known to follow
-/// them. `describe` gives the rows of a range as [`Device::extents`](crate::device::Device::extents)
-/// does; what it cannot describe is data. May wait for a disk.
+/// Returns the end of the zeroes at the start of `[at, end)`, and the end of the data that is known to follow
+/// them. `describe` reports the extents of a range as [`Device::extents`](crate::device::Device::extents)
+/// does; a range that it cannot describe counts as data. May wait for a disk.
 pub fn leading_zeroes(
     at: u64,
     end: u64,
@@ -57,7 +56,7 @@ mod tests {
     #[test]
     fn leading_zeroes_end_at_data_and_unknown() {
         use ExtentKind::{Data, Hole, Zero};
-        // Two rows a call.
+        // Reports at most two extents for each call.
         let look = |kinds: &[ExtentKind], at: u64| {
             leading_zeroes(at, kinds.len() as u64, |from, len, row| {
                 for offset in (from..from + len).take(2) {
@@ -76,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn one_bit_anywhere_is_found() {
+    fn any_nonzero_byte_is_found() {
         for len in [0, 1, 63, 64, 65, 200, 4096] {
             let mut bytes = vec![0; len];
             assert!(are_zeroes(&bytes), "{len}");

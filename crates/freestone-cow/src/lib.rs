@@ -1,4 +1,5 @@
-//! Origins and snapshots with exception stores on a device, as dm-snapshot has them: see [`cow`].
+//! dm-snapshot in user space: origins and snapshots with an exception store on a COW device. See
+//! [`cow`].
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
@@ -7,8 +8,7 @@ pub mod cow;
 
 #[cfg(loom)]
 mod cow {
-    //! What of snapshots is modelled: how exceptions are made, and how copies in flight are
-    //! bounded.
+    //! The parts checked by loom models: the table of exceptions and the limit of copies in flight.
     pub mod exceptions;
     mod tokens;
 

@@ -1,6 +1,6 @@
-//! Drives for tests, and what lies over other devices to test those who use them: [`null`] devices,
-//! [`zone`]s, [`faults`], loss of [`power`], and a layer that can be shut ([`quiesce`]), and views
-//! of a device ([`view`]). Their settings have sizes and times, as people type them ([`quantity`]).
+//! Test drives, and layers that change how another device behaves. The modules are [`null`]
+//! devices, [`zone`]s, [`faults`], simulated [`power`] loss, [`quiesce`] and [`view`]s.
+//! [`quantity`] parses sizes and times.
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
@@ -21,7 +21,7 @@ pub mod zone;
 
 #[cfg(loom)]
 mod zone {
-    //! What of zones is modelled: their locks, conditions and resources.
+    //! The parts of zones checked by loom models: locks, conditions and resources.
     mod layout;
     mod resources;
     mod states;

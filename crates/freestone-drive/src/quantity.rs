@@ -1,32 +1,31 @@
-//! Numbers with a unit, as people type and read them: sizes, times. What a wrong one is told is
-//! said where it was typed.
+//! Numbers with a unit: sizes and times as users type them. Callers produce the error messages.
 
-/// Units of sizes, 1024-based, from large to small: letter, bytes.
+/// Units of sizes with their bytes, 1024-based, largest first.
 pub const SIZES: [(&str, u64); 4] = [("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)];
 
-/// Why a text is not a number with a unit.
+/// Errors from parsing a number with a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wrong<'a> {
-    /// No digit is at its beginning.
+    /// The text does not start with a digit.
     NoNumber,
-    /// A number alone.
+    /// The number has no unit.
     Bare(u64),
-    /// The number has more than 64 bits by itself.
+    /// The number itself exceeds 64 bits.
     Long,
-    /// Something that is none of the units.
+    /// The unit is unknown.
     Unit {
-        /// As it was typed.
+        /// Digits as typed.
         digits: &'a str,
-        /// The same, where it has 64 bits at most.
+        /// Value of the digits, if it fits 64 bits.
         number: Option<u64>,
-        /// What is behind the digits.
+        /// Text after the digits.
         unit: &'a str,
     },
-    /// It has more than 64 bits with its unit.
+    /// The number multiplied by its unit exceeds 64 bits.
     Overflow,
 }
 
-/// Parses a whole number with one of `units`, in large letters or small ones. It may be 0.
+/// Parses an integer with one of `units`, in upper or lower case. The integer may be 0.
 pub fn parse<'a>(text: &'a str, units: &[(&str, u64)]) -> Result<u64, Wrong<'a>> {
     let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
     if digits.is_empty() {
@@ -40,12 +39,12 @@ pub fn parse<'a>(text: &'a str, units: &[(&str, u64)]) -> Result<u64, Wrong<'a>>
     number.ok_or(Wrong::Long)?.checked_mul(factor).ok_or(Wrong::Overflow)
 }
 
-/// What a unit stands for.
+/// Returns the factor of a unit, in upper or lower case.
 pub fn factor(unit: &str, units: &[(&str, u64)]) -> Option<u64> {
     units.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit)).map(|(_, factor)| *factor)
 }
 
-/// The number in the largest of the units that divides it; `None` for 0, and where none does.
+/// Returns `number` in the largest unit that divides it, or `None` for 0 and if no unit divides it.
 pub fn largest(number: u64, units: &[(&'static str, u64)]) -> Option<(u64, &'static str)> {
     let (name, factor) = units.iter().find(|(_, factor)| number != 0 && number.is_multiple_of(*factor))?;
     Some((number / factor, name))
@@ -56,7 +55,7 @@ mod tests {
     use super::{SIZES, Wrong, largest, parse};
 
     #[test]
-    fn a_number_has_one_of_the_units() {
+    fn parse_requires_a_known_unit() {
         let long = "99999999999999999999";
         for (text, outcome) in [
             ("4k", Ok(4 << 10)),
@@ -77,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_unit_divides() {
+    fn largest_returns_unit_that_divides() {
         assert_eq!(largest(1536 << 20, &SIZES), Some((1536, "M")));
         assert_eq!((largest(0, &SIZES), largest(1536, &SIZES)), (None, None));
     }

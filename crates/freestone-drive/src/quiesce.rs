@@ -1,12 +1,10 @@
-//! Quiescing a test drive: a layer that counts what comes through, and can be shut until nobody is
-//! inside.
+//! Quiescing layer of a test drive: counts requests, and can be closed until none is inside.
 //!
-//! It stands under the faults and the pace, which do everything at once and only answer late: so
-//! what is delayed or hangs there is not waited for, and nothing that was begun before a loss of
-//! power arrives after it.
+//! The layer lies below the faults and the pace, which issue requests at once and only delay
+//! completions. So a close does not wait for delayed or hung completions. And no request issued
+//! before a power loss reaches the device after it.
 //!
-//! Requests of different CPUs meet nowhere: who is inside is counted by CPU, and so is the
-//! ownership of what counts it.
+//! The counters and the references are per CPU, so requests of different CPUs do not contend.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,10 +19,10 @@ use freestone_core::device::{
 use freestone_core::freeze_gate::{FreezeGate, UnderWay};
 use freestone_core::per_cpu_arc::PerCpuArc;
 
-/// A device that can be shut.
+/// Device that can be closed temporarily.
 pub struct Quiesce {
     inner: Arc<dyn Device>,
-    state: PerCpuArc<Shell>,
+    state: PerCpuArc<SharedState>,
 }
 
 struct QuiesceState {
@@ -32,48 +30,52 @@ struct QuiesceState {
     counts: OpCounts,
 }
 
-type Shell = CachePadded<Arc<QuiesceState>>;
+type SharedState = CachePadded<Arc<QuiesceState>>;
 
-/// A request inside, for as long as its call lasts.
-struct Visit<'a> {
+/// Request inside, for the duration of a call.
+struct TriedRequest<'a> {
     counts: &'a OpCounts,
     _inside: UnderWay<'a, ()>,
 }
 
-/// A request inside that is answered later.
-struct Stay(Arc<Shell>);
+/// Request inside, until its completion.
+struct SubmittedRequest(Arc<SharedState>);
 
-/// The device is shut until this is dropped.
+/// Guard that keeps the device closed.
 pub struct Shut<'a>(&'a QuiesceState);
 
 impl Quiesce {
-    /// Open.
+    /// Wraps `inner` in an open layer.
     pub fn new(inner: Arc<dyn Device>) -> Self {
         let state = Arc::new(QuiesceState { gate: FreezeGate::new(()), counts: OpCounts::default() });
         Self { inner, state: PerCpuArc::new(|| CachePadded::new(Arc::clone(&state))) }
     }
 
-    /// What came through and how it ended.
+    /// Returns the request counters.
     pub fn counts(&self) -> Counted {
         self.state.counts.snapshot()
     }
 
-    /// Lets nobody in and waits until nobody is inside: `None` where that takes longer than `most`.
-    /// Requests are answered [`Error::Gone`] meanwhile.
-    pub fn shut(&self, most: Duration) -> Option<Shut<'_>> {
+    /// Closes the layer and waits until no request is inside. Returns `None` if that takes longer
+    /// than `timeout`. Requests fail with [`Error::Gone`] meanwhile.
+    pub fn shut(&self, timeout: Duration) -> Option<Shut<'_>> {
         let shut = Shut(&self.state);
-        shut.0.gate.close_within(most).then_some(shut)
+        shut.0.gate.close_within(timeout).then_some(shut)
     }
 
-    fn visit(&self) -> Result<Visit<'_>> {
+    fn enter_tried(&self) -> Result<TriedRequest<'_>> {
         let state = &**self.state;
-        state.gate.pass().map(|inside| Visit { counts: &state.counts, _inside: inside }).ok_or(Error::Gone)
+        state
+            .gate
+            .pass()
+            .map(|inside| TriedRequest { counts: &state.counts, _inside: inside })
+            .ok_or(Error::Gone)
     }
 
-    fn stay(&self) -> Result<Stay> {
+    fn enter_submitted(&self) -> Result<SubmittedRequest> {
         let state = Arc::clone(&self.state);
         state.gate.enter(|open| open.map(|()| state.gate.begin())).ok_or(Error::Gone)?;
-        Ok(Stay(state))
+        Ok(SubmittedRequest(state))
     }
 
     fn zones(&self) -> Result<&dyn Zoned> {
@@ -81,14 +83,14 @@ impl Quiesce {
     }
 }
 
-impl Drop for Stay {
+impl Drop for SubmittedRequest {
     fn drop(&mut self) {
         self.0.gate.end();
     }
 }
 
 impl Shut<'_> {
-    /// It is never opened again.
+    /// Keeps the device closed for ever.
     pub fn for_good(self) {
         std::mem::forget(self);
     }
@@ -96,7 +98,7 @@ impl Shut<'_> {
 
 impl Drop for Shut<'_> {
     fn drop(&mut self) {
-        // Nobody is held up here: who comes meanwhile is told that the device is gone.
+        // The gate holds no requests: while closed, they fail at once.
         drop(self.0.gate.open());
     }
 }
@@ -107,27 +109,27 @@ impl Device for Quiesce {
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        let visit = self.visit()?;
+        let tried = self.enter_tried()?;
         let outcome = self.inner.try_io(request, buffer);
-        visit.counts.tried(request, &outcome);
+        tried.counts.tried(request, &outcome);
         outcome
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        let stay = match self.stay() {
-            Ok(stay) => stay,
+        let submitted = match self.enter_submitted() {
+            Ok(submitted) => submitted,
             Err(error) => return done.complete(Err(error), buffer),
         };
         let done = Completion::new(move |outcome, buffer| {
-            stay.0.counts.answered(&request, &outcome);
-            drop(stay);
+            submitted.0.counts.answered(&request, &outcome);
+            drop(submitted);
             done.complete(outcome, buffer);
         });
         self.inner.submit(request, buffer, done);
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        let _visit = self.visit()?;
+        let _tried = self.enter_tried()?;
         self.inner.extents(offset, len, row)
     }
 
@@ -150,33 +152,33 @@ impl Zoned for Quiesce {
     }
 
     fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
-        let _visit = self.visit()?;
+        let _tried = self.enter_tried()?;
         self.zones()?.zone_op(op, offset)
     }
 
     fn reset_all(&self) -> Result<()> {
-        let _visit = self.visit()?;
+        let _tried = self.enter_tried()?;
         self.zones()?.reset_all()
     }
 
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
-        let visit = self.visit()?;
+        let tried = self.enter_tried()?;
         let outcome = self.zones()?.try_append(offset, data, flags);
         if !matches!(outcome, Ok(None)) {
-            visit.counts.appended(data.len() as u64, &outcome);
+            tried.counts.appended(data.len() as u64, &outcome);
         }
         outcome
     }
 
     fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
-        let (stay, zones) = match (self.stay(), self.zones()) {
-            (Ok(stay), Ok(zones)) => (stay, zones),
+        let (submitted, zones) = match (self.enter_submitted(), self.zones()) {
+            (Ok(submitted), Ok(zones)) => (submitted, zones),
             (Err(error), _) | (_, Err(error)) => return done(Err(error)),
         };
         let bytes = data.len() as u64;
         let done = Box::new(move |outcome| {
-            stay.0.counts.appended(bytes, &outcome);
-            drop(stay);
+            submitted.0.counts.appended(bytes, &outcome);
+            drop(submitted);
             done(outcome);
         });
         zones.submit_append(offset, data, flags, done);
@@ -195,10 +197,10 @@ mod tests {
         Tried,
     };
 
-    /// Keeps what is submitted.
-    struct Slow(Null, Mutex<Vec<(IoBuf, Completion)>>);
+    /// Device that never completes submitted requests by itself.
+    struct StalledDevice(Null, Mutex<Vec<(IoBuf, Completion)>>);
 
-    impl Device for Slow {
+    impl Device for StalledDevice {
         fn geometry(&self) -> Geometry {
             self.0.geometry()
         }
@@ -214,18 +216,19 @@ mod tests {
     }
 
     #[test]
-    fn it_shuts_when_the_last_one_is_out() {
-        let slow = Arc::new(Slow(Null::new(Config::plain(1 << 20, 512)).unwrap(), Mutex::default()));
-        let quiesce = Arc::new(Quiesce::new(Arc::clone(&slow) as Arc<dyn Device>));
+    fn shut_waits_for_requests_inside() {
+        let stalled =
+            Arc::new(StalledDevice(Null::new(Config::plain(1 << 20, 512)).unwrap(), Mutex::default()));
+        let quiesce = Arc::new(Quiesce::new(Arc::clone(&stalled) as Arc<dyn Device>));
         let writer = {
             let quiesce = Arc::clone(&quiesce);
             std::thread::spawn(move || quiesce.write_at(0, &[1; 512], Flags::empty()))
         };
-        while slow.1.lock().unwrap().is_empty() {
+        while stalled.1.lock().unwrap().is_empty() {
             std::thread::yield_now();
         }
         assert!(quiesce.shut(Duration::from_millis(20)).is_none());
-        // It is open again after that.
+        // The failed attempt opened the layer again.
         assert_eq!(quiesce.extents(0, 512, &mut |_| true), Ok(512));
         let waits = {
             let quiesce = Arc::clone(&quiesce);
@@ -235,18 +238,18 @@ mod tests {
                 drop(shut);
             })
         };
-        let (buffer, done) = slow.1.lock().unwrap().pop().unwrap();
+        let (buffer, done) = stalled.1.lock().unwrap().pop().unwrap();
         done.complete(Ok(()), buffer);
         assert_eq!(writer.join().unwrap(), Ok(()));
         waits.join().unwrap();
         assert_eq!((quiesce.counts().writes, quiesce.counts().written_bytes), (1, 512));
-        // A completion that is dropped is an answer too.
+        // Dropping a completion also ends its request.
         let writer = {
             let quiesce = Arc::clone(&quiesce);
             std::thread::spawn(move || quiesce.flush())
         };
         loop {
-            let mut held = slow.1.lock().unwrap();
+            let mut held = stalled.1.lock().unwrap();
             if held.pop().is_some() {
                 break;
             }

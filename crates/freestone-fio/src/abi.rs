@@ -1,7 +1,7 @@
-//! What the C half calls; declared in `engine.h`, where each function is described.
+//! Functions that the C half calls; `engine.h` declares and describes them.
 #![expect(unsafe_code)]
-// UNSAFETY: functions for C take addresses. The C half passes what `engine.h` says, and each job
-// from one thread only.
+// UNSAFETY: functions for C take raw pointers. The C half guarantees what `engine.h` requires, and
+// calls each job from one thread only.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::ptr;
@@ -11,16 +11,16 @@ use freestone::device::zoned::{ZoneCondition, ZoneOp, ZoneType};
 use freestone::device::{Error, Flags, Op, Request, Result, Zoned};
 
 use crate::devices;
-use crate::job::{Job, Memory, Queued};
+use crate::job::{Job, Memory, QueueResult};
 
 /// `FREESTONE_QUEUED`
 const QUEUED: c_int = -1;
 const NO_ERROR: c_int = 0;
 
 /// `struct freestone_job`
-pub struct Place {
+pub struct JobHandle {
     job: Job,
-    words: String,
+    spec: String,
 }
 
 /// `struct freestone_traits`
@@ -43,55 +43,55 @@ pub type IsEnding = extern "C" fn(*mut c_void) -> bool;
 pub type Row = extern "C" fn(*mut c_void, u64, u64, u64, u64, c_uint, c_uint);
 
 /// # Safety
-/// `words` is a C string, `place` can be written.
+/// `spec` is a C string, `handle` is writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn freestone_attach(
-    words: *const c_char,
+    spec: *const c_char,
     users: c_uint,
-    place: *mut *mut Place,
+    handle: *mut *mut JobHandle,
     say: Say,
 ) -> c_int {
     let say = |sentence: &str| {
-        // A zero byte can only come from the words, and these have none.
+        // A NUL could only come from the specification, which has none.
         if let Ok(sentence) = CString::new(sentence) {
             say(sentence.as_ptr());
         }
     };
-    // SAFETY: the caller's promise.
-    let words = unsafe { CStr::from_ptr(words) };
-    let Ok(words) = words.to_str() else {
+    // SAFETY: guaranteed by the caller.
+    let spec = unsafe { CStr::from_ptr(spec) };
+    let Ok(spec) = spec.to_str() else {
         say("device: is not UTF-8");
         return libc::EINVAL;
     };
-    let shared = match devices::attach(words, users as usize, &say) {
+    let shared = match devices::attach(spec, users as usize, &say) {
         Ok(shared) => shared,
         Err(error) => {
             say(&error.sentence);
             return error.errno;
         }
     };
-    let made = Place { job: Job::new(shared), words: words.to_owned() };
-    // SAFETY: the caller's promise.
-    unsafe { *place = Box::into_raw(Box::new(made)) };
+    let job_handle = JobHandle { job: Job::new(shared), spec: spec.to_owned() };
+    // SAFETY: guaranteed by the caller.
+    unsafe { *handle = Box::into_raw(Box::new(job_handle)) };
     NO_ERROR
 }
 
 /// # Safety
-/// `place` is from [`freestone_attach`] and is not used afterwards.
+/// `handle` is from [`freestone_attach`] and is not used afterwards.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn freestone_detach(place: *mut Place) {
-    // SAFETY: made by Box::into_raw, and given back once.
-    let Place { job, words } = *unsafe { Box::from_raw(place) };
+pub unsafe extern "C" fn freestone_detach(handle: *mut JobHandle) {
+    // SAFETY: created by Box::into_raw, and passed back once.
+    let JobHandle { job, spec } = *unsafe { Box::from_raw(handle) };
     drop(job);
-    devices::job_gone(&words);
+    devices::release_job(&spec);
 }
 
 /// # Safety
-/// `place` is from [`freestone_attach`], `traits` can be written.
+/// `handle` is from [`freestone_attach`], `traits` is writable.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn freestone_traits(place: *const Place, traits: *mut Traits) {
-    // SAFETY: the caller's promise.
-    let geometry = unsafe { &*place }.job.shared().device().geometry();
+pub unsafe extern "C" fn freestone_traits(handle: *const JobHandle, traits: *mut Traits) {
+    // SAFETY: guaranteed by the caller.
+    let geometry = unsafe { &*handle }.job.shared().device().geometry();
     let zones = geometry.zones;
     let found = Traits {
         size: geometry.size,
@@ -101,24 +101,24 @@ pub unsafe extern "C" fn freestone_traits(place: *const Place, traits: *mut Trai
         zoned: u8::from(zones.is_some()),
         read_only: u8::from(geometry.read_only),
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { traits.write(found) };
 }
 
 /// # Safety
-/// `place` is from [`freestone_attach`].
+/// `handle` is from [`freestone_attach`].
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn freestone_label(place: *const Place) -> *const c_char {
-    // SAFETY: the caller's promise.
-    unsafe { &*place }.job.shared().label().as_ptr()
+pub unsafe extern "C" fn freestone_label(handle: *const JobHandle) -> *const c_char {
+    // SAFETY: guaranteed by the caller.
+    unsafe { &*handle }.job.shared().label().as_ptr()
 }
 
 /// # Safety
-/// `place` is from [`freestone_attach`]; for reads and writes `buffer` has `len` bytes, which live
+/// `handle` is from [`freestone_attach`]. For reads and writes `buffer` has `len` bytes that live
 /// until the event.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn freestone_queue(
-    place: *mut Place,
+    handle: *mut JobHandle,
     op: c_uint,
     fua: bool,
     offset: u64,
@@ -126,7 +126,7 @@ pub unsafe extern "C" fn freestone_queue(
     len: u64,
     token: *mut c_void,
 ) -> c_int {
-    // `enum freestone_op`, in its order.
+    // Order of `enum freestone_op`.
     let op = match op {
         0 => Op::Read,
         1 => Op::Write,
@@ -136,76 +136,76 @@ pub unsafe extern "C" fn freestone_queue(
     let flags = if fua { Flags::FUA } else { Flags::empty() };
     let request = Request::new(op, offset, len).with(flags);
     let bytes = if matches!(op, Op::Read | Op::Write) { len as usize } else { 0 };
-    // SAFETY: the caller's promise; fio initialises its buffers when it makes them.
+    // SAFETY: guaranteed by the caller; fio initialises its buffers at allocation.
     let memory = unsafe { Memory::new(buffer, bytes) };
-    // SAFETY: the caller's promise.
-    let place = unsafe { &mut *place };
-    match place.job.queue(request, memory, token as usize) {
-        Ok(Queued::Done) => NO_ERROR,
-        Ok(Queued::OnItsWay) => QUEUED,
+    // SAFETY: guaranteed by the caller.
+    let handle = unsafe { &mut *handle };
+    match handle.job.queue(request, memory, token as usize) {
+        Ok(QueueResult::Completed) => NO_ERROR,
+        Ok(QueueResult::InFlight) => QUEUED,
         Err(error) => error.errno(),
     }
 }
 
 /// # Safety
-/// `place` is from [`freestone_attach`]; `is_ending` may be called with `context`.
+/// `handle` is from [`freestone_attach`]; `is_ending` may be called with `context`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn freestone_getevents(
-    place: *mut Place,
+    handle: *mut JobHandle,
     min: c_uint,
     max: c_uint,
     timeout_ns: i64,
     is_ending: IsEnding,
     context: *mut c_void,
 ) -> c_int {
-    // SAFETY: the caller's promise.
-    let place = unsafe { &mut *place };
+    // SAFETY: guaranteed by the caller.
+    let handle = unsafe { &mut *handle };
     let timeout = u64::try_from(timeout_ns).ok().map(Duration::from_nanos);
-    match place.job.wait(min as usize, max as usize, timeout, &|| is_ending(context)) {
+    match handle.job.wait(min as usize, max as usize, timeout, &|| is_ending(context)) {
         Ok(events) => events.len() as c_int,
         Err(_stuck) => -libc::ETIMEDOUT,
     }
 }
 
 /// # Safety
-/// `place` is from [`freestone_attach`], `error` can be written.
+/// `handle` is from [`freestone_attach`], `error` is writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn freestone_event(
-    place: *const Place,
+    handle: *const JobHandle,
     event: c_uint,
     error: *mut c_int,
 ) -> *mut c_void {
-    // SAFETY: the caller's promise.
-    let place = unsafe { &*place };
-    let Some(event) = place.job.events().get(event as usize) else { return ptr::null_mut() };
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
+    let handle = unsafe { &*handle };
+    let Some(event) = handle.job.events().get(event as usize) else { return ptr::null_mut() };
+    // SAFETY: guaranteed by the caller.
     unsafe { *error = event.outcome.err().map_or(NO_ERROR, Error::errno) };
     ptr::with_exposed_provenance_mut(event.token)
 }
 
 /// # Safety
-/// `place` is from [`freestone_attach`].
+/// `handle` is from [`freestone_attach`].
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn freestone_cancel(place: *mut Place, token: *mut c_void) -> c_int {
-    // SAFETY: the caller's promise.
-    let place = unsafe { &mut *place };
-    if place.job.cancel(token as usize) { NO_ERROR } else { libc::ENOENT }
+pub unsafe extern "C" fn freestone_cancel(handle: *mut JobHandle, token: *mut c_void) -> c_int {
+    // SAFETY: guaranteed by the caller.
+    let handle = unsafe { &mut *handle };
+    if handle.job.cancel(token as usize) { NO_ERROR } else { libc::ENOENT }
 }
 
 /// # Safety
-/// `place` is from [`freestone_attach`]; `row` may be called with `context` up to `most` times.
+/// `handle` is from [`freestone_attach`]; `row` may be called with `context` up to `most` times.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn freestone_report_zones(
-    place: *const Place,
+    handle: *const JobHandle,
     offset: u64,
     most: c_uint,
     context: *mut c_void,
     row: Row,
 ) -> c_int {
-    // SAFETY: the caller's promise.
-    let place = unsafe { &*place };
+    // SAFETY: guaranteed by the caller.
+    let handle = unsafe { &*handle };
     let mut left = most;
-    let reported = zones(place, |zones| {
+    let reported = zones(handle, |zones| {
         zones.report(offset, &mut |zone| {
             if left == 0 {
                 return false;
@@ -220,18 +220,18 @@ pub unsafe extern "C" fn freestone_report_zones(
 }
 
 /// # Safety
-/// `place` is from [`freestone_attach`].
+/// `handle` is from [`freestone_attach`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn freestone_change_zones(
-    place: *const Place,
+    handle: *const JobHandle,
     finish: bool,
     offset: u64,
     len: u64,
 ) -> c_int {
-    // SAFETY: the caller's promise.
-    let place = unsafe { &*place };
+    // SAFETY: guaranteed by the caller.
+    let handle = unsafe { &*handle };
     let op = if finish { ZoneOp::Finish } else { ZoneOp::Reset };
-    let changed = zones(place, |zones| {
+    let changed = zones(handle, |zones| {
         let mut starts = Vec::new();
         zones.report(offset, &mut |zone| {
             let inside = zone.start < offset.saturating_add(len);
@@ -245,11 +245,11 @@ pub unsafe extern "C" fn freestone_change_zones(
     changed.err().map_or(NO_ERROR, Error::errno)
 }
 
-fn zones<T>(place: &Place, action: impl FnOnce(&dyn Zoned) -> Result<T>) -> Result<T> {
-    action(place.job.shared().device().zoned().ok_or(Error::Unsupported)?)
+fn zones<T>(handle: &JobHandle, action: impl FnOnce(&dyn Zoned) -> Result<T>) -> Result<T> {
+    action(handle.job.shared().device().zoned().ok_or(Error::Unsupported)?)
 }
 
-/// The number of a type in the zoned block standards.
+/// Returns the number of a zone type in the zoned block standards.
 const fn kind(kind: ZoneType) -> c_uint {
     match kind {
         ZoneType::Conventional => 1,
@@ -257,7 +257,7 @@ const fn kind(kind: ZoneType) -> c_uint {
     }
 }
 
-/// The number of a condition in the zoned block standards.
+/// Returns the number of a zone condition in the zoned block standards.
 const fn condition(condition: ZoneCondition) -> c_uint {
     match condition {
         ZoneCondition::NotWritePointer => 0x0,

@@ -1,5 +1,5 @@
 /*
- * The half of the engine that knows fio: its callbacks, translated into the calls of engine.h.
+ * The C half of the engine: fio's callbacks, translated to the calls of engine.h.
  */
 #include <errno.h>
 #include <stddef.h>
@@ -12,22 +12,22 @@
 
 #include "engine.h"
 
-/* Its name in later versions. */
+/* Renamed in later versions of fio. */
 #ifndef ZBD_MAX_OPEN_ZONES
 #define ZBD_MAX_OPEN_ZONES ZBD_MAX_WRITE_ZONES
 #endif
 
-/* fio's, exported by the program. */
+/* Exported by fio. */
 extern const char fio_version_string[];
 
-/* What get_ioengine() (lib.rs) hands to fio. */
+/* Called by get_ioengine() (lib.rs). */
 struct ioengine_ops *freestone_engine(void);
 static struct ioengine_ops engine;
 
 /* ---- options ---- */
 
 struct options {
-	/* fio keeps the job here while it parses; no option may be at offset 0. */
+	/* fio stores the job here while it parses options; no option may be at offset 0. */
 	void *job;
 	char *device;
 };
@@ -38,7 +38,7 @@ static struct fio_option options[] = {
 		.lname = "Freestone device",
 		.type = FIO_OPT_STR_STORE,
 		.off1 = offsetof(struct options, device),
-		.help = "NAME=KIND[,key=value]... as after `freestone serve`; several with blanks between, the last one is driven",
+		.help = "NAME=KIND[,key=value]... as for `freestone serve`; several are separated by blanks, and the last one is used",
 		.category = FIO_OPT_C_ENGINE,
 		.group = FIO_OPT_G_INVALID,
 	},
@@ -47,14 +47,14 @@ static struct fio_option options[] = {
 	},
 };
 
-static const char *words_of(const struct thread_data *td)
+static const char *device_spec(const struct thread_data *td)
 {
 	const struct options *options = td->eo;
 
 	return options && options->device ? options->device : "";
 }
 
-/* ---- coming and going ---- */
+/* ---- setup and cleanup ---- */
 
 static void say(const char *sentence)
 {
@@ -62,37 +62,38 @@ static void say(const char *sentence)
 }
 
 /*
- * Structures of another fio would be read at wrong places. Both the engine and the number lie far behind in a job's structure,
- * so that they are found only where all before them has the same size; and the next job only where the whole has.
+ * Detects a fio built from other sources, whose structures have another layout. Both `io_ops` and `thread_number` lie
+ * far back in struct thread_data, so they match only if everything before them has the same size. The lookup of the
+ * job by number matches only if the whole structure has.
  */
-static bool fits(const struct thread_data *td)
+static bool is_compatible(const struct thread_data *td)
 {
 	if (strcmp(fio_version_string, FREESTONE_FIO_VERSION)) {
-		log_err("freestone: the engine was built for %s, and this is %s; build it anew: cargo xtask fio\n",
+		log_err("freestone: the engine was built for %s, and this is %s; rebuild it: cargo xtask fio\n",
 			FREESTONE_FIO_VERSION, fio_version_string);
 		return false;
 	}
 	if (td->io_ops == &engine && td->thread_number - 1 < thread_number && tnumber_to_td(td->thread_number - 1) == td)
 		return true;
-	log_err("freestone: the engine was built for a %s with other settings; set FREESTONE_FIO_SOURCE to the source that "
+	log_err("freestone: the engine was built for a %s configured differently; set FREESTONE_FIO_SOURCE to the source that "
 		"this fio was built from, and run: cargo xtask fio\n", FREESTONE_FIO_VERSION);
 	return false;
 }
 
-static unsigned int users(const struct thread_data *td)
+static unsigned int count_users(const struct thread_data *td)
 {
 	unsigned int i, count = 0;
 
 	for (i = 0; i < thread_number; i++) {
 		const struct thread_data *other = tnumber_to_td(i);
 
-		if (other->io_ops == &engine && !strcmp(words_of(other), words_of(td)))
+		if (other->io_ops == &engine && !strcmp(device_spec(other), device_spec(td)))
 			count++;
 	}
 	return count;
 }
 
-/* The job's place at the device, made at the first call. */
+/* Attaches the job to its device at the first call. */
 static int attach(struct thread_data *td)
 {
 	struct freestone_job *job;
@@ -100,23 +101,23 @@ static int attach(struct thread_data *td)
 
 	if (td->io_ops_data)
 		return 0;
-	if (!*words_of(td)) {
+	if (!*device_spec(td)) {
 		say("device is missing; for example device=ram0=ram,disksize=1G");
 		return EINVAL;
 	}
-	error = freestone_attach(words_of(td), users(td), &job, say);
+	error = freestone_attach(device_spec(td), count_users(td), &job, say);
 	if (!error)
 		td->io_ops_data = job;
 	return error;
 }
 
-/* Whether the job can be run on the device at all. */
+/* Checks if the device can run the job. */
 static int check(const struct thread_data *td, const struct freestone_traits *traits)
 {
 	enum fio_ddir ddir;
 
 	if (td->o.filename) {
-		log_err("freestone: filename=%s has no use; the device is the one of device=, leave filename out\n",
+		log_err("freestone: filename=%s is not supported; the device is set with device=\n",
 			td->o.filename);
 		return EINVAL;
 	}
@@ -140,7 +141,7 @@ static int check(const struct thread_data *td, const struct freestone_traits *tr
 	return 0;
 }
 
-/* The one file of the job is the device. */
+/* Makes the device the job's only file. */
 static int set_file(struct thread_data *td, const struct freestone_traits *traits)
 {
 	const char *label = freestone_label(td->io_ops_data);
@@ -153,7 +154,7 @@ static int set_file(struct thread_data *td, const struct freestone_traits *trait
 		td->o.open_files++;
 	}
 	file = td->files[0];
-	/* One name for all jobs at a device: by that fio knows that they share its zones. */
+	/* One name for all jobs of a device, so that fio knows that they share its zones. */
 	name = smalloc_strdup(label);
 	if (!name)
 		return ENOMEM;
@@ -169,8 +170,8 @@ static int on_setup(struct thread_data *td)
 	struct freestone_traits traits;
 	int error;
 
-	/* Then nothing is written to it either. */
-	if (!fits(td))
+	/* With another layout, nothing may be written to td either. */
+	if (!is_compatible(td))
 		return 1;
 	error = attach(td);
 	if (!error) {
@@ -183,19 +184,19 @@ static int on_setup(struct thread_data *td)
 		td_verror(td, error, "freestone");
 		return 1;
 	}
-	/* A fork would have a device of its own. */
+	/* A forked job would have a device of its own. */
 	td->o.use_thread = 1;
-	/* There is no page cache; fio asks for that before it writes zones. */
+	/* There is no page cache; fio requires direct I/O for zoned writes. */
 	td->o.odirect = 1;
 	return 0;
 }
 
-/* In the job's thread. Before that comes on_setup(), but not with create_serialize=0. */
+/* Runs in the job's thread, after on_setup(), except with create_serialize=0. */
 static int on_init(struct thread_data *td)
 {
 	int error;
 
-	if (!fits(td))
+	if (!is_compatible(td))
 		return 1;
 	if (!td->io_ops_data && !td->o.use_thread) {
 		say("create_serialize=0 needs thread=1: jobs share a device as threads of one process");
@@ -216,7 +217,7 @@ static void on_cleanup(struct thread_data *td)
 	td->io_ops_data = NULL;
 }
 
-/* Nothing to open: the device is there. */
+/* Does nothing: the device is already open. */
 static int on_file(struct thread_data *td, struct fio_file *file)
 {
 	(void) td;
@@ -240,7 +241,7 @@ static enum fio_q_status on_queue(struct thread_data *td, struct io_u *io_u)
 	int ret;
 
 	fio_ro_check(td, io_u);
-	/* From here on it is the device's time, also where it is done at once. */
+	/* The device's time starts here, also for requests that complete inline. */
 	if (fio_fill_issue_time(td)) {
 		fio_gettime(&io_u->issue_time, NULL);
 		if (td->o.read_iolog_file)
@@ -276,7 +277,7 @@ static enum fio_q_status on_queue(struct thread_data *td, struct io_u *io_u)
 	return failed(io_u, ret);
 }
 
-/* fio tells a job in events only of an end by a signal; that its time is over the job is to see itself. */
+/* While a job waits for events, fio signals only termination; the job must check its runtime itself. */
 static bool is_ending(void *context)
 {
 	const struct thread_data *td = context;
@@ -291,7 +292,7 @@ static int on_getevents(struct thread_data *td, unsigned int min, unsigned int m
 	int ret;
 
 	ret = freestone_getevents(td->io_ops_data, min, max, ns, is_ending, td);
-	/* fio would take the number as it is. */
+	/* fio does not convert the negative errno to an error of the job. */
 	if (ret < 0 && !td->error)
 		td_verror(td, -ret, "freestone: requests hang");
 	return ret;
@@ -305,7 +306,7 @@ static struct io_u *on_event(struct thread_data *td, int event)
 	if (!io_u)
 		return NULL;
 	io_u->error = error;
-	/* Of these fio looks at the error only where it comes at once. */
+	/* fio checks the error of a flush only if it completes inline. */
 	if (error && ddir_sync(io_u->ddir) && !td->error)
 		td_verror(td, error, "flush");
 	return io_u;
@@ -320,7 +321,7 @@ static int on_cancel(struct thread_data *td, struct io_u *io_u)
 
 /* ---- zones ---- */
 
-static int negative(int error)
+static int set_errno(int error)
 {
 	/* fio prints errno. */
 	errno = error;
@@ -358,13 +359,13 @@ static void on_row(void *context, uint64_t start, uint64_t len, uint64_t capacit
 }
 
 static int on_report_zones(struct thread_data *td, struct fio_file *file, uint64_t offset, struct zbd_zone *zones,
-			   unsigned int most)
+			   unsigned int max)
 {
 	struct report report = { .rows = zones };
-	int error = freestone_report_zones(td->io_ops_data, offset, most, &report, on_row);
+	int error = freestone_report_zones(td->io_ops_data, offset, max, &report, on_row);
 
 	(void) file;
-	return error ? negative(error) : (int) report.count;
+	return error ? set_errno(error) : (int) report.count;
 }
 
 static int on_reset_wp(struct thread_data *td, struct fio_file *file, uint64_t offset, uint64_t length)
@@ -372,24 +373,24 @@ static int on_reset_wp(struct thread_data *td, struct fio_file *file, uint64_t o
 	int error = freestone_change_zones(td->io_ops_data, false, offset, length);
 
 	(void) file;
-	return error ? negative(error) : 0;
+	return error ? set_errno(error) : 0;
 }
 
 static int on_max_open_zones(struct thread_data *td, struct fio_file *file, unsigned int *max_open_zones)
 {
 	struct freestone_traits traits;
-	uint32_t most;
+	uint32_t max;
 
 	(void) file;
 	freestone_traits(td->io_ops_data, &traits);
-	most = traits.max_open_zones;
+	max = traits.max_open_zones;
 #ifndef FREESTONE_FIO_MAX_ACTIVE_ZONES
-	/* What fio leaves half written stays active. */
-	if (traits.max_active_zones && (!most || traits.max_active_zones < most))
-		most = traits.max_active_zones;
+	/* Zones that fio leaves partly written stay active. */
+	if (traits.max_active_zones && (!max || traits.max_active_zones < max))
+		max = traits.max_active_zones;
 #endif
-	/* fio counts no further; fewer than the device has are always right. */
-	*max_open_zones = most < ZBD_MAX_OPEN_ZONES ? most : ZBD_MAX_OPEN_ZONES;
+	/* fio supports no more; a smaller limit than the device's is always valid. */
+	*max_open_zones = max < ZBD_MAX_OPEN_ZONES ? max : ZBD_MAX_OPEN_ZONES;
 	return 0;
 }
 
@@ -411,7 +412,7 @@ static int on_finish_zone(struct thread_data *td, struct fio_file *file, uint64_
 	int error = freestone_change_zones(td->io_ops_data, true, offset, length);
 
 	(void) file;
-	return error ? negative(error) : 0;
+	return error ? set_errno(error) : 0;
 }
 #endif
 
@@ -420,7 +421,7 @@ static int on_finish_zone(struct thread_data *td, struct fio_file *file, uint64_
 static struct ioengine_ops engine = {
 	.name = "freestone",
 	.version = FIO_IOOPS_VERSION,
-	/* Not with io_submit_mode=offload: fio says itself that it is not reliable with events, and hangs with its own engines. */
+	/* FIO_NO_OFFLOAD: io_submit_mode=offload is unreliable with events (by fio's own documentation), and hangs with its own engines. */
 	.flags = FIO_DISKLESSIO | FIO_NOEXTEND | FIO_NODISKUTIL | FIO_NO_OFFLOAD | FIO_ASYNCIO_SETS_ISSUE_TIME,
 	.setup = on_setup,
 	.init = on_init,

@@ -1,6 +1,6 @@
-//! A job's place at a device: what it has on its way, and what was answered.
+//! A fio job on a device: its requests in flight and its completions.
 #![expect(unsafe_code)]
-// UNSAFETY: fio's buffers are known by address and length only, and a read that was submitted is
+// UNSAFETY: fio's buffers are known only by address and length, and the data of a submitted read is
 // copied there later.
 
 use std::collections::VecDeque;
@@ -13,12 +13,11 @@ use freestone::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, T
 
 use crate::devices::SharedDevice;
 
-/// How often one who waits looks whether the job is to end.
-const LOOK: Duration = Duration::from_millis(50);
-/// How long a job that is to end waits for a request that does not.
+/// Interval at which a waiting job checks if it must end.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// Time that an ending job waits for a request that hangs.
 const END_GRACE: Duration = Duration::from_secs(5);
 
-/// The memory of one request of fio.
 #[derive(Debug, Clone, Copy)]
 pub struct Memory {
     at: *mut u8,
@@ -26,18 +25,19 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// The memory of `len` bytes at `at`.
+    /// Returns the buffer of `len` bytes at `at`.
     ///
     /// # Safety
-    /// If `len` is not 0, `at` points to `len` initialised bytes. Nobody else touches these bytes until
-    /// the request was answered or cancelled. They can be written if the request is a read.
+    /// If `len` is not 0, `at` points to `len` initialised bytes. Nothing else accesses these bytes
+    /// until the request has completed or was cancelled. They are writable if the request is a
+    /// read.
     pub const unsafe fn new(at: *mut u8, len: usize) -> Self {
         Self { at, len }
     }
 
     fn skip(self, bytes: usize) -> Self {
-        assert!(bytes <= self.len, "a device does no more than it was asked");
-        // SAFETY: inside the same memory, or just behind it.
+        assert!(bytes <= self.len, "a device must not transfer more than requested");
+        // SAFETY: within the same buffer, or one past its end.
         Self { at: unsafe { self.at.add(bytes) }, len: self.len - bytes }
     }
 
@@ -45,7 +45,7 @@ impl Memory {
         if self.len == 0 {
             return &[];
         }
-        // SAFETY: the promise of `new`.
+        // SAFETY: guaranteed by the caller of `new`.
         unsafe { slice::from_raw_parts(self.at, self.len) }
     }
 
@@ -53,93 +53,85 @@ impl Memory {
         if self.len == 0 {
             return &mut [];
         }
-        // SAFETY: the promise of `new`; `self` is the only way to it here.
+        // SAFETY: guaranteed by the caller of `new`; `self` is the only access to the bytes here.
         unsafe { slice::from_raw_parts_mut(self.at, self.len) }
     }
 }
 
-/// How far a request came at once.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Queued {
-    /// It is done.
-    Done,
-    /// It will be answered.
-    OnItsWay,
+pub enum QueueResult {
+    Completed,
+    InFlight,
 }
 
-/// What one request came to.
 #[derive(Debug, Clone, Copy)]
 pub struct Event {
-    /// As it was given.
+    /// Token passed when the request was queued.
     pub token: usize,
-    /// Its end.
     pub outcome: Result<()>,
 }
 
-/// Why one no longer waits.
+/// Error: an ending job has requests that hang.
 #[derive(Debug)]
 pub struct Stuck;
 
-/// A job's place at a device; used by its own thread only.
+/// A job on a device; used only by the job's own thread.
 pub struct Job {
     shared: Arc<SharedDevice>,
-    flights: Vec<Flight>,
-    /// Flights that are not on their way.
+    slots: Vec<Slot>,
+    /// Indexes of unused slots.
     free: Vec<usize>,
-    answers: Arc<Answers>,
-    /// Taken from `answers`; empty between two calls.
-    batch: Vec<Answer>,
-    /// What the last call of `wait` found.
+    completions: Arc<CompletionQueue>,
+    /// Batch taken from the completion queue; empty between calls.
+    batch: Vec<CompletedRequest>,
+    /// Events found by the last call of `wait`.
     events: Vec<Event>,
 }
 
-/// A request on its way, or the place for one.
 #[derive(Default)]
-struct Flight {
+struct Slot {
     token: usize,
-    /// Tells an answer from one that was cancelled.
+    /// Distinguishes a completion from that of a cancelled request.
     generation: u64,
-    on_its_way: bool,
-    /// Where a read goes.
+    in_flight: bool,
+    /// Destination of a read.
     read_to: Option<Memory>,
-    /// Memory of earlier requests.
-    spare: Option<IoBuf>,
+    /// Buffer kept for reuse.
+    cached_buffer: Option<IoBuf>,
 }
 
-/// What devices have answered. The lock is held to put or take, never during anything else.
+/// Completions from devices. The lock is held only while the list changes.
 #[derive(Default)]
-struct Answers {
-    list: Mutex<VecDeque<Answer>>,
+struct CompletionQueue {
+    list: Mutex<VecDeque<CompletedRequest>>,
     arrived: Condvar,
 }
 
-struct Answer {
-    flight: usize,
+struct CompletedRequest {
+    slot: usize,
     generation: u64,
     outcome: Result<()>,
     buffer: IoBuf,
 }
 
 impl Job {
-    /// A place at the device.
     pub fn new(shared: Arc<SharedDevice>) -> Self {
         Self {
             shared,
-            flights: Vec::new(),
+            slots: Vec::new(),
             free: Vec::new(),
-            answers: Arc::default(),
+            completions: Arc::default(),
             batch: Vec::new(),
             events: Vec::new(),
         }
     }
 
-    /// The device with its name.
     pub fn shared(&self) -> &SharedDevice {
         &self.shared
     }
 
-    /// Starts a request: as much as is possible at once on this thread, the rest in the background.
-    pub fn queue(&mut self, mut request: Request, mut memory: Memory, token: usize) -> Result<Queued> {
+    /// Starts a request: inline as far as possible, the rest in the background.
+    pub fn queue(&mut self, mut request: Request, mut memory: Memory, token: usize) -> Result<QueueResult> {
         loop {
             let buffer = match request.op {
                 Op::Read => Buffer::Read(memory.bytes_mut()),
@@ -147,7 +139,7 @@ impl Job {
                 _ => Buffer::None,
             };
             match self.shared.device().try_io(&request, buffer)? {
-                Tried::Done => return Ok(Queued::Done),
+                Tried::Done => return Ok(QueueResult::Completed),
                 Tried::Partly(done) => {
                     request = request.rest(done);
                     if matches!(request.op, Op::Read | Op::Write) {
@@ -157,17 +149,17 @@ impl Job {
                 Tried::WouldBlock => break,
             }
         }
-        self.submit(request, memory, token).map(|()| Queued::OnItsWay)
+        self.submit(request, memory, token).map(|()| QueueResult::InFlight)
     }
 
     fn submit(&mut self, request: Request, memory: Memory, token: usize) -> Result<()> {
         let index = self.free.pop().unwrap_or_else(|| {
-            self.flights.push(Flight::default());
-            self.flights.len() - 1
+            self.slots.push(Slot::default());
+            self.slots.len() - 1
         });
-        let flight = &mut self.flights[index];
+        let slot = &mut self.slots[index];
         let buffer = match request.op {
-            Op::Read | Op::Write => buffer(flight.spare.take(), memory.len),
+            Op::Read | Op::Write => buffer(slot.cached_buffer.take(), memory.len),
             _ => Ok(IoBuf::empty()),
         };
         let mut buffer = match buffer {
@@ -180,21 +172,21 @@ impl Job {
         if request.op == Op::Write {
             buffer.copy_from_slice(memory.bytes());
         }
-        flight.token = token;
-        flight.generation += 1;
-        flight.on_its_way = true;
-        flight.read_to = (request.op == Op::Read).then_some(memory);
-        let (answers, generation) = (Arc::clone(&self.answers), flight.generation);
+        slot.token = token;
+        slot.generation += 1;
+        slot.in_flight = true;
+        slot.read_to = (request.op == Op::Read).then_some(memory);
+        let (completions, generation) = (Arc::clone(&self.completions), slot.generation);
         let done = Completion::new(move |outcome, buffer| {
-            answers.put(Answer { flight: index, generation, outcome, buffer });
+            completions.put(CompletedRequest { slot: index, generation, outcome, buffer });
         });
         self.shared.device().submit(request, buffer, done);
         Ok(())
     }
 
-    /// Waits until at least `min` requests were answered, or all that are on their way, or the
-    /// timeout has passed. Takes at most `max`. A job that `is_ending` does not wait for what
-    /// hangs.
+    /// Waits until at least `min` requests have completed, or all in flight, or the timeout has
+    /// passed. Returns at most `max` events. A job for which `is_ending` returns true does not wait
+    /// for hanging requests.
     pub fn wait(
         &mut self,
         min: usize,
@@ -203,12 +195,12 @@ impl Job {
         is_ending: &dyn Fn() -> bool,
     ) -> std::result::Result<&[Event], Stuck> {
         self.events.clear();
-        let min = min.min(self.flights.len() - self.free.len());
+        let min = min.min(self.slots.len() - self.free.len());
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let mut ending_since = None;
         loop {
             let before = self.events.len();
-            self.take(max);
+            self.collect(max);
             let now = Instant::now();
             if self.events.len() >= min || deadline.is_some_and(|deadline| deadline <= now) {
                 return Ok(&self.events);
@@ -220,79 +212,78 @@ impl Job {
             if is_ending() && now.duration_since(*ending_since.get_or_insert(now)) > END_GRACE {
                 return if self.events.is_empty() { Err(Stuck) } else { Ok(&self.events) };
             }
-            let look = now + LOOK;
-            self.answers.wait_until(deadline.map_or(look, |deadline| deadline.min(look)));
+            let poll_at = now + POLL_INTERVAL;
+            self.completions.wait_until(deadline.map_or(poll_at, |deadline| deadline.min(poll_at)));
         }
     }
 
-    /// What the last wait found.
     pub fn events(&self) -> &[Event] {
         &self.events
     }
 
-    /// Forgets a request that is on its way: it is done or not, and its memory is left alone.
-    /// False: there is none.
+    /// Cancels a request: its completion is ignored, and its buffer is not accessed any more.
+    /// Returns false if the request is not in flight.
     pub fn cancel(&mut self, token: usize) -> bool {
-        let found = self.flights.iter().position(|flight| flight.on_its_way && flight.token == token);
+        let found = self.slots.iter().position(|slot| slot.in_flight && slot.token == token);
         let Some(index) = found else { return false };
-        self.flights[index].on_its_way = false;
+        self.slots[index].in_flight = false;
         self.free.push(index);
         true
     }
 
-    fn take(&mut self, max: usize) {
+    fn collect(&mut self, max: usize) {
         let mut batch = mem::take(&mut self.batch);
-        self.answers.take(max.saturating_sub(self.events.len()), &mut batch);
-        for answer in batch.drain(..) {
-            self.settle(answer);
+        self.completions.take(max.saturating_sub(self.events.len()), &mut batch);
+        for completion in batch.drain(..) {
+            self.finish_slot(completion);
         }
         self.batch = batch;
     }
 
-    fn settle(&mut self, answer: Answer) {
-        let flight = &mut self.flights[answer.flight];
-        if !flight.on_its_way || flight.generation != answer.generation {
+    fn finish_slot(&mut self, completion: CompletedRequest) {
+        let slot = &mut self.slots[completion.slot];
+        if !slot.in_flight || slot.generation != completion.generation {
             return;
         }
-        let mut outcome = answer.outcome;
-        if let (Ok(()), Some(mut memory)) = (outcome, flight.read_to.take()) {
-            if answer.buffer.len() == memory.len {
-                memory.bytes_mut().copy_from_slice(&answer.buffer);
+        let mut outcome = completion.outcome;
+        if let (Ok(()), Some(mut memory)) = (outcome, slot.read_to.take()) {
+            if completion.buffer.len() == memory.len {
+                memory.bytes_mut().copy_from_slice(&completion.buffer);
             } else {
                 outcome = Err(Error::Media);
             }
         }
-        flight.on_its_way = false;
-        flight.spare = Some(answer.buffer);
-        self.events.push(Event { token: flight.token, outcome });
-        self.free.push(answer.flight);
+        slot.in_flight = false;
+        slot.cached_buffer = Some(completion.buffer);
+        self.events.push(Event { token: slot.token, outcome });
+        self.free.push(completion.slot);
     }
 }
 
-/// Memory of this length, from what is there.
-fn buffer(spare: Option<IoBuf>, len: usize) -> Result<IoBuf> {
-    if let Some(mut spare) = spare {
-        spare.show(len);
-        if spare.len() == len {
-            return Ok(spare);
+/// Returns a buffer of this length, reusing `cached_buffer` if it is large enough.
+fn buffer(cached_buffer: Option<IoBuf>, len: usize) -> Result<IoBuf> {
+    if let Some(mut cached_buffer) = cached_buffer {
+        cached_buffer.show(len);
+        if cached_buffer.len() == len {
+            return Ok(cached_buffer);
         }
     }
     IoBuf::zeroed(len)
 }
 
-impl Answers {
-    fn put(&self, answer: Answer) {
-        self.lock().push_back(answer);
+impl CompletionQueue {
+    fn put(&self, completion: CompletedRequest) {
+        self.lock().push_back(completion);
         self.arrived.notify_one();
     }
 
-    fn take(&self, most: usize, to: &mut Vec<Answer>) {
+    fn take(&self, most: usize, to: &mut Vec<CompletedRequest>) {
         let mut list = self.lock();
         let count = most.min(list.len());
         to.extend(list.drain(..count));
     }
 
-    /// Waits for an answer, or until then.
+    /// Waits for a completion until `then`.
     fn wait_until(&self, then: Instant) {
         let list = self.lock();
         if list.is_empty() {
@@ -301,8 +292,8 @@ impl Answers {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Answer>> {
-        // Each change is one call.
+    fn lock(&self) -> MutexGuard<'_, VecDeque<CompletedRequest>> {
+        // Each change is a single call, so poisoning is ignored.
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! A check over a corpus, and over seeded mutations of it.
+//! Runs a check over a corpus and over seeded mutations of its inputs.
 
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -6,52 +6,52 @@ use std::path::Path;
 
 use freestone_testkit::{Rng, scaled};
 
-/// Longest input that mutations grow to, in bytes.
+/// Longest mutated input, in bytes.
 const INPUT_MAX_BYTES: usize = 16 << 10;
 
-/// How many inputs were taken, and how many refused.
+/// Numbers of accepted and refused inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Judged {
-    /// Inputs of which the check says so.
-    pub taken: usize,
-    /// All others.
+pub struct InputCounts {
+    /// Inputs for which the check returned true.
+    pub accepted: usize,
+    /// Inputs for which the check returned false.
     pub refused: usize,
 }
 
 /// Checks every file of the corpus `name`, and then [`scaled`]`(rounds)` mutations of them.
 ///
 /// # Panics
-/// The corpus is missing, or the check panics: then the input is kept in the directory for
+/// Panics if the corpus is missing or the check panics. The failing input is saved in the directory for
 /// temporary files.
-pub fn run(name: &str, rounds: usize, check: impl Fn(&[u8]) -> bool) -> Judged {
+pub fn run(name: &str, rounds: usize, check: impl Fn(&[u8]) -> bool) -> InputCounts {
     let inputs = inputs(name);
-    let mut judged = Judged::default();
-    let mut judge = |input: &[u8], what: &dyn Fn() -> String| {
-        let taken = catch_unwind(AssertUnwindSafe(|| check(input))).unwrap_or_else(|panic| {
-            let kept = std::env::temp_dir().join(format!("{name}-{}", std::process::id()));
-            fs::write(&kept, input).expect("the input is kept");
-            println!("{name}: {} does not hold; see {}", what(), kept.display());
+    let mut counts = InputCounts::default();
+    let mut run_check = |input: &[u8], what: &dyn Fn() -> String| {
+        let accepted = catch_unwind(AssertUnwindSafe(|| check(input))).unwrap_or_else(|panic| {
+            let failed_input = std::env::temp_dir().join(format!("{name}-{}", std::process::id()));
+            fs::write(&failed_input, input).expect("the input is kept");
+            println!("{name}: {} does not hold; see {}", what(), failed_input.display());
             resume_unwind(panic)
         });
-        judged.taken += usize::from(taken);
-        judged.refused += usize::from(!taken);
+        counts.accepted += usize::from(accepted);
+        counts.refused += usize::from(!accepted);
     };
     for (file, input) in &inputs {
-        judge(input, &|| file.clone());
+        run_check(input, &|| file.clone());
     }
     let mut rng = Rng::new(name.bytes().fold(1, |seed, byte| seed.wrapping_mul(31) + u64::from(byte)));
     for round in 0..scaled(rounds) {
-        let mut input = pick(&inputs, &mut rng).to_vec();
+        let mut input = pick_input(&inputs, &mut rng).to_vec();
         for _ in 0..=rng.below(4) {
-            mutate(&mut input, pick(&inputs, &mut rng), &mut rng);
+            mutate(&mut input, pick_input(&inputs, &mut rng), &mut rng);
         }
         input.truncate(INPUT_MAX_BYTES);
-        judge(&input, &|| format!("mutation {round}"));
+        run_check(&input, &|| format!("mutation {round}"));
     }
-    judged
+    counts
 }
 
-/// The files of a corpus, in the order of their names.
+/// Returns the files of a corpus, sorted by name.
 fn inputs(name: &str) -> Vec<(String, Vec<u8>)> {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus").join(name);
     let entries = fs::read_dir(&corpus).expect("the corpus is in the repository");
@@ -67,12 +67,12 @@ fn inputs(name: &str) -> Vec<(String, Vec<u8>)> {
     inputs
 }
 
-fn pick<'a>(inputs: &'a [(String, Vec<u8>)], rng: &mut Rng) -> &'a [u8] {
+fn pick_input<'a>(inputs: &'a [(String, Vec<u8>)], rng: &mut Rng) -> &'a [u8] {
     &inputs[rng.below(inputs.len() as u64) as usize].1
 }
 
-fn place(len: usize, rng: &mut Rng) -> usize {
-    // Beginnings are where lengths and counts are.
+fn random_offset(len: usize, rng: &mut Rng) -> usize {
+    // Lengths and counts are mostly at the beginning.
     let bound = if rng.chance(40) { len.min(80) } else { len };
     rng.below(bound as u64) as usize
 }
@@ -84,7 +84,7 @@ fn mutate(input: &mut Vec<u8>, other: &[u8], rng: &mut Rng) {
         input.extend_from_slice(other);
         return;
     }
-    let (at, to) = (place(input.len(), rng), place(input.len(), rng));
+    let (at, to) = (random_offset(input.len(), rng), random_offset(input.len(), rng));
     let span = (1 << rng.below(9)).min(input.len() - at.max(to));
     match rng.below(9) {
         0 | 1 => input[at] ^= 1 << rng.below(8),
@@ -99,7 +99,7 @@ fn mutate(input: &mut Vec<u8>, other: &[u8], rng: &mut Rng) {
         }
         4 => input.copy_within(at..at + span, to),
         5 => {
-            let from = place(other.len(), rng);
+            let from = random_offset(other.len(), rng);
             let part = &other[from..other.len().min(from + span)];
             drop(input.splice(at..at, part.iter().copied()));
         }

@@ -1,9 +1,11 @@
-//! What must hold for any bytes that come from outside, one module for each door they come through.
+//! Checks of parsers and servers with arbitrary input: one module for each interface that takes bytes
+//! from outside.
 //!
-//! The targets in `fuzz/` feed these checks with what libFuzzer finds; the tests of this crate run
-//! them over the corpora in `fuzz/corpus/` and over mutations of these. A check panics where
-//! something does not hold. It returns whether the input was taken or refused, so that a test can
-//! see that both ways were gone.
+//! The targets in `fuzz/` run these checks with inputs of libFuzzer. The tests of this crate run them
+//! over the corpora in `fuzz/corpus/` and over mutations of these inputs. A check panics if a property
+//! does not hold. It returns whether the input was accepted or refused, so that a test can require that
+//! both happen. Most checks compare the code with a reference parser: a simple, independent
+//! implementation of the format.
 
 pub mod corpus;
 pub mod nbd;

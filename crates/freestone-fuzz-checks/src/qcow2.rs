@@ -1,11 +1,11 @@
-//! An image with any content.
+//! Reading a qcow2 image with arbitrary content.
 //!
-//! An input is one byte of choices, and the file. Images with clusters of 512 bytes are small, and
-//! are what the corpus has.
-//! * What is refused is refused with one sentence.
-//! * Every sector of the beginning and of the end of the disk reads as a plain reading of the
-//!   format gives it, or both are an error, tried inline and submitted; extents tile the disk, and
-//!   say zero only of what reads as zero.
+//! An input is one byte of options, then the file. The corpus has images with clusters of 512 bytes, which
+//! are small. Properties:
+//! * The error of a refused image is one sentence.
+//! * Every sector at the beginning and the end of the disk reads as the reference parser returns it, or both
+//!   fail, for inline and for submitted reads. Extents tile the disk, and only sectors that read as zeroes
+//!   are reported as zero.
 
 use std::io::Read as _;
 use std::sync::mpsc;
@@ -18,12 +18,12 @@ use crate::nbd::WAIT;
 use crate::scratch::Scratch;
 
 const SECTOR: u64 = 512;
-/// Bytes at the beginning and at the end of a disk that are read.
+/// Bytes read at the beginning and at the end of a disk.
 const LOOK_BYTES: u64 = 24 << 10;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
-/// An image as the plain reading sees it.
-struct Plain<'a> {
+/// Reference parser of an image.
+struct ReferenceImage<'a> {
     bytes: &'a [u8],
     cluster: u64,
     version: u64,
@@ -31,24 +31,24 @@ struct Plain<'a> {
     zstd: bool,
 }
 
-impl<'a> Plain<'a> {
+impl<'a> ReferenceImage<'a> {
     fn new(bytes: &'a [u8]) -> Self {
-        let mut plain = Plain { bytes, cluster: 0, version: 0, size: 0, zstd: false };
-        plain.version = plain.number(4, 4);
-        plain.cluster = 1 << plain.number(20, 4);
-        plain.size = plain.number(24, 8) / SECTOR * SECTOR;
-        plain.zstd = plain.version > 2 && plain.number(72, 8) & 8 != 0;
-        plain
+        let mut reference = ReferenceImage { bytes, cluster: 0, version: 0, size: 0, zstd: false };
+        reference.version = reference.number(4, 4);
+        reference.cluster = 1 << reference.number(20, 4);
+        reference.size = reference.number(24, 8) / SECTOR * SECTOR;
+        reference.zstd = reference.version > 2 && reference.number(72, 8) & 8 != 0;
+        reference
     }
 
-    /// A big-endian number; behind the end there are zeroes.
+    /// Returns a big-endian number. Bytes beyond the end of the file count as zeroes.
     fn number(&self, at: u64, bytes: u64) -> u64 {
         let byte = |at: u64| usize::try_from(at).ok().and_then(|at| self.bytes.get(at)).copied().unwrap_or(0);
         (at..at + bytes).fold(0, |number, at| number << 8 | u64::from(byte(at)))
     }
 
-    /// The sector of the disk that begins at `at`; `Err(false)` is an error, `Err(true)` cannot be
-    /// told.
+    /// Returns the sector of the disk at `at`. `Err(false)`: reading must fail. `Err(true)`: the result is
+    /// unknown.
     fn sector(&self, at: u64) -> Result<Vec<u8>, bool> {
         let len = self.bytes.len() as u64;
         let zeroes = Ok(vec![0; SECTOR as usize]);
@@ -58,7 +58,7 @@ impl<'a> Plain<'a> {
         if table == 0 {
             return zeroes;
         }
-        // Tables are read in pieces of a page.
+        // The code reads tables in pieces of a page.
         let piece = self.cluster.min(4096);
         let place = number % entries * 8;
         if !table.is_multiple_of(self.cluster) || table + place / piece * piece + piece > len {
@@ -75,7 +75,7 @@ impl<'a> Plain<'a> {
         if host == 0 {
             return zeroes;
         }
-        // Zeroes follow the end of the file within its last cluster, and nothing does behind that.
+        // The rest of the last cluster of the file reads as zeroes. Clusters beyond it fail.
         if !host.is_multiple_of(self.cluster) || host >= len.next_multiple_of(self.cluster) {
             return Err(false);
         }
@@ -102,7 +102,7 @@ impl<'a> Plain<'a> {
     }
 }
 
-/// Reads one range without waiting, as far as that goes, and submits the rest.
+/// Reads a range inline as far as possible, and submits the rest.
 fn read(image: &Image, offset: u64, len: u64, inline: bool) -> Result<Vec<u8>, Error> {
     let mut bytes = vec![0; len as usize];
     let mut done = 0;
@@ -116,25 +116,25 @@ fn read(image: &Image, offset: u64, len: u64, inline: bool) -> Result<Vec<u8>, E
     }
     if done < len {
         let buffer = IoBuf::zeroed((len - done) as usize).expect("a little memory");
-        let (told, answer) = mpsc::channel();
+        let (reported, answer) = mpsc::channel();
         let completion = Completion::new(move |outcome, buffer| {
-            let _ = told.send((outcome, buffer));
+            let _ = reported.send((outcome, buffer));
         });
         image.submit(Request::read(offset + done, len - done), buffer, completion);
-        let (outcome, buffer) = answer.recv_timeout(WAIT).expect("it is answered");
+        let (outcome, buffer) = answer.recv_timeout(WAIT).expect("the read completes");
         outcome?;
         bytes[done as usize..].copy_from_slice(&buffer);
     }
     Ok(bytes)
 }
 
-/// Checks one input; true: it was opened.
+/// Checks one input. Returns true if it was opened.
 ///
 /// # Panics
-/// Something does not hold.
+/// Panics if a property does not hold.
 pub fn check(scratch: &Scratch, input: &[u8]) -> bool {
-    let Some((&choices, bytes)) = input.split_first() else { return false };
-    // No image says which files are opened here.
+    let Some((&options, bytes)) = input.split_first() else { return false };
+    // An input must not choose other files to open.
     let config = Config { standalone: true, ..Config::new(scratch.file(bytes)) };
     let image = match Image::open(&config) {
         Ok(image) => image,
@@ -144,59 +144,60 @@ pub fn check(scratch: &Scratch, input: &[u8]) -> bool {
             return false;
         }
     };
-    let plain = Plain::new(bytes);
+    let reference = ReferenceImage::new(bytes);
     let size = image.geometry().size;
-    assert_eq!(size, plain.size);
+    assert_eq!(size, reference.size);
     let look = size.min(LOOK_BYTES);
-    // One request of the size that the choices say, or one a sector where something of that fails.
-    let step = SECTOR << (choices & 7).min(6);
+    // The options select the size of a request.
+    let step = SECTOR << (options & 7).min(6);
     for begin in [0, size - look] {
         for offset in (begin..begin + look).step_by(step as usize) {
             let len = step.min(begin + look - offset);
             let expected: Vec<_> =
-                (offset..offset + len).step_by(SECTOR as usize).map(|at| plain.sector(at)).collect();
+                (offset..offset + len).step_by(SECTOR as usize).map(|at| reference.sector(at)).collect();
             if expected.contains(&Err(true)) {
-                let found = read(&image, offset, len, choices & 8 != 0);
+                let found = read(&image, offset, len, options & 8 != 0);
                 assert!(matches!(found, Ok(_) | Err(Error::Media)), "{offset}: {found:?}");
                 continue;
             }
             let whole: Result<Vec<_>, _> = expected.into_iter().collect();
-            match (read(&image, offset, len, choices & 8 != 0), whole) {
-                (Ok(found), Ok(expected)) => assert!(found == expected.concat(), "{offset} reads otherwise"),
+            match (read(&image, offset, len, options & 8 != 0), whole) {
+                (Ok(found), Ok(expected)) => assert!(found == expected.concat(), "{offset} reads other data"),
                 (Err(Error::Media), Err(_)) => {}
                 (found, expected) => panic!("{offset}: {:?}, expected {:?}", found.err(), expected.err()),
             }
         }
-        extents(&image, &plain, begin, look);
+        extents(&image, &reference, begin, look);
     }
     true
 }
 
-fn extents(image: &Image, plain: &Plain<'_>, begin: u64, len: u64) {
+fn extents(image: &Image, reference: &ReferenceImage<'_>, begin: u64, len: u64) {
     let mut at = begin;
     while at < begin + len {
         let mut next = at;
-        let told = image.extents(at, begin + len - at, &mut |row| {
+        let reported = image.extents(at, begin + len - at, &mut |row| {
             assert_eq!(row.offset, next);
             assert!(row.len > 0);
             next += row.len;
             if row.kind != ExtentKind::Data {
                 for sector in (row.offset..next).step_by(SECTOR as usize) {
-                    let zero = plain.sector(sector).is_ok_and(|sector| sector.iter().all(|&byte| byte == 0));
-                    assert!(zero, "{sector} is told to be zero");
+                    let zero =
+                        reference.sector(sector).is_ok_and(|sector| sector.iter().all(|&byte| byte == 0));
+                    assert!(zero, "{sector} is reported as zero");
                 }
             }
             true
         });
-        match told {
-            Ok(told) => {
-                assert!(told > 0 && at + told == next && next <= begin + len);
+        match reported {
+            Ok(reported) => {
+                assert!(reported > 0 && at + reported == next && next <= begin + len);
                 at = next;
             }
             Err(error) => {
                 assert_eq!(error, Error::Media);
-                // The first sector is what failed.
-                assert!(plain.sector(at).is_err(), "{at}: {error}");
+                // The first sector of the range must be the one that failed.
+                assert!(reference.sector(at).is_err(), "{at}: {error}");
                 at += SECTOR;
             }
         }

@@ -1,30 +1,30 @@
-//! A line to the control server, without its socket.
+//! JSON-RPC lines to the control server, without its socket.
 //!
-//! * Every request with an id gets one answer with that id, which has a result or an error; a
-//!   notification gets none, and a line of which nothing can be made one error without an id.
-//! * An error is one sentence, and never one inside the server. Answers are one line.
+//! * Every request with an id gets one response with that id, which has a result or an error. A
+//!   notification gets none. An invalid line gets one error without an id.
+//! * An error is one sentence, and never an internal error. The responses are one line.
 //!
-//! What names files or sockets is not run.
+//! Requests that name files or sockets are not executed.
 
 use freestone_cli::inputs::Control;
 use serde_json::Value;
 
 const DEVICES: [&str; 2] =
     ["ram0=ram,disksize=64K", "null0=null,size=1M,memory_backed=1,zoned=1,zone_size=64K,power_cut=yes"];
-const APART: [&str; 9] =
+const NOT_RUN: [&str; 9] =
     ["delta_show", "delta_save", "delta_apply", "save", "restore", "publish", "create", "writeback", "apply"];
 
 fn runs(method: &str, params: Option<&Value>) -> bool {
     let words = params.map(Value::to_string).unwrap_or_default();
     let names_file = ["/", "path", "backing", "cow", "dict", "record", "state"];
-    !APART.contains(&method)
+    !NOT_RUN.contains(&method)
         && !method.contains("delta")
         && !names_file.iter().any(|word| words.contains(word))
 }
 
-/// The ids that must be answered, in order; `None`: the line is no JSON, or a batch that is refused
-/// as a whole.
-fn asked(line: &[u8]) -> Option<(Vec<Value>, bool)> {
+/// Returns the ids of the expected responses in order, and whether the line is a batch. None: the line is
+/// not JSON, or a batch that is refused as a whole.
+fn expected_ids(line: &[u8]) -> Option<(Vec<Value>, bool)> {
     let id = |call: &Value| {
         let Value::Object(call) = call else { return Some(Value::Null) };
         let id = call.get("id").cloned();
@@ -44,29 +44,29 @@ fn asked(line: &[u8]) -> Option<(Vec<Value>, bool)> {
     }
 }
 
-/// Checks one input; true: a request succeeded.
+/// Checks one input. Returns true if a request succeeded.
 ///
 /// # Panics
-/// Something does not hold.
+/// Panics if a property does not hold.
 pub fn check(line: &[u8]) -> bool {
     let control = Control::new(&DEVICES).expect("devices without files");
-    let said = control.answer(line, runs);
-    let (ids, batch) = asked(line).unwrap_or((vec![Value::Null], false));
+    let response = control.answer(line, runs);
+    let (ids, batch) = expected_ids(line).unwrap_or((vec![Value::Null], false));
     if ids.is_empty() {
-        assert!(said.is_empty(), "a notification is answered");
+        assert!(response.is_empty(), "a notification is answered");
         return false;
     }
-    assert!(said.ends_with(b"\n") && !said[..said.len() - 1].contains(&b'\n'), "not one line");
-    let answers: Value = serde_json::from_slice(&said).expect("an answer is JSON");
-    let answers = match answers {
-        Value::Array(answers) if batch => answers,
+    assert!(response.ends_with(b"\n") && !response[..response.len() - 1].contains(&b'\n'), "not one line");
+    let responses: Value = serde_json::from_slice(&response).expect("an answer is JSON");
+    let responses = match responses {
+        Value::Array(responses) if batch => responses,
         answer => vec![answer],
     };
-    assert_eq!(answers.len(), ids.len());
-    // A message repeats names as they were meant, and what was meant may have lines.
+    assert_eq!(responses.len(), ids.len());
+    // A message quotes names after unescaping, and escapes can be line breaks.
     let escapes = line.contains(&b'\\');
     let mut done = false;
-    for (answer, id) in answers.iter().zip(&ids) {
+    for (answer, id) in responses.iter().zip(&ids) {
         assert_eq!(answer["jsonrpc"], "2.0");
         assert_eq!(&answer["id"], id);
         let (result, error) = (answer.get("result"), answer.get("error"));

@@ -1,10 +1,9 @@
-//! A saved file with any content.
+//! Restoring from a file of `save` with arbitrary content.
 //!
-//! An input is one byte of choices, and the file; with the choices all checksums are made right.
-//! * Nothing but an error that says one sentence, or devices: as many as the file says that it
-//!   holds, of their sizes.
-//! * What a file's checksums do not fit is refused.
-//! * What was restored can be saved again, and is restored from that as the same.
+//! An input is one byte of options, then the file. An option corrects all checksums. Properties:
+//! * Restoring returns an error of one sentence, or the devices that the file lists, with their sizes.
+//! * A file with a wrong checksum is refused.
+//! * The restored devices can be saved again, and that file restores to the same devices.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,9 +18,9 @@ use crate::scratch::Scratch;
 
 const HEADER: usize = 64;
 const BLOCK: usize = 40;
-/// Bytes of a device that are read.
+/// Bytes read at the beginning and at the end of a device.
 const LOOK_BYTES: u64 = 64 << 10;
-/// Memory of what is restored in bytes.
+/// Memory limit of the restored devices, in bytes.
 const LIMIT_BYTES: u64 = 8 << 20;
 
 fn u32_at(bytes: &[u8], at: usize) -> usize {
@@ -32,7 +31,7 @@ fn set(bytes: &mut [u8], at: usize, sum: u64) {
     bytes[at..at + 8].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// Makes all checksums right, as far as the lengths allow.
+/// Corrects all checksums, as far as the lengths allow.
 fn seal(bytes: &mut [u8]) {
     if bytes.len() < HEADER {
         return;
@@ -64,7 +63,7 @@ fn seal(bytes: &mut [u8]) {
     }
 }
 
-/// What forks in a file may lie over.
+/// Returns the base of forks in a file.
 pub fn base() -> Arc<dyn Device> {
     let content = (0..9 * 512).map(|at| (at / 100 % 251) as u8).collect();
     Arc::new(Model::read_only(content, 512))
@@ -79,8 +78,8 @@ fn restore(path: &Path) -> Result<Vec<(String, Ram)>, RestoreError> {
     })
 }
 
-/// Its beginning and its end.
-fn look(device: &Ram) -> Vec<u8> {
+/// Reads the beginning and the end of a device.
+fn read_ends(device: &Ram) -> Vec<u8> {
     let size = device.geometry().size;
     let part = size.min(LOOK_BYTES);
     let mut bytes = vec![0; 2 * part as usize];
@@ -90,14 +89,14 @@ fn look(device: &Ram) -> Vec<u8> {
     bytes
 }
 
-/// Checks one input; true: it was restored.
+/// Checks one input. Returns true if it was restored.
 ///
 /// # Panics
-/// Something does not hold.
+/// Panics if a property does not hold.
 pub fn check(scratch: &Scratch, input: &[u8]) -> bool {
-    let Some((&choices, file)) = input.split_first() else { return false };
+    let Some((&options, file)) = input.split_first() else { return false };
     let mut bytes = file.to_vec();
-    if choices & 1 != 0 {
+    if options & 1 != 0 {
         seal(&mut bytes);
     }
     let path = scratch.file(&bytes);
@@ -111,24 +110,24 @@ pub fn check(scratch: &Scratch, input: &[u8]) -> bool {
         }
     };
     let contents = contents.expect("what is restored can be verified");
-    let named: Vec<_> = contents.devices.iter().map(|device| (&device.name, device.size)).collect();
-    let made: Vec<_> = restored.iter().map(|(name, ram)| (name, ram.geometry().size)).collect();
-    assert_eq!(named, made);
+    let listed_sizes: Vec<_> = contents.devices.iter().map(|device| (&device.name, device.size)).collect();
+    let restored_sizes: Vec<_> = restored.iter().map(|(name, ram)| (name, ram.geometry().size)).collect();
+    assert_eq!(listed_sizes, restored_sizes);
     let mut sealed = bytes.clone();
     seal(&mut sealed);
     assert!(sealed == bytes, "checksums that do not fit");
 
-    let again = scratch.beside();
+    let second_path = scratch.beside();
     let devices: Vec<_> = restored.iter().map(|(name, ram)| (name.as_str(), ram)).collect();
     if devices.is_empty() {
         return true;
     }
-    save::save(&devices, &again, BaseCheck::default(), &mut |_, _| {}).expect("it can be saved again");
-    let other = restore(&again).expect("what was saved is restored");
+    save::save(&devices, &second_path, BaseCheck::default(), &mut |_, _| {}).expect("it can be saved again");
+    let other = restore(&second_path).expect("what was saved is restored");
     assert_eq!(other.len(), restored.len());
     for ((name, one), (other_name, other)) in restored.iter().zip(&other) {
         assert_eq!((name, one.geometry().size), (other_name, other.geometry().size));
-        assert!(look(one) == look(other), "{name} is not the same");
+        assert!(read_ends(one) == read_ends(other), "{name} is not the same");
     }
     true
 }

@@ -1,21 +1,21 @@
-//! A file for what can only be opened by its path; in memory where there is a place for that.
+//! A temporary file for code that opens files by path. It is on `/dev/shm` if that exists.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
-/// One file in a directory of its own.
+/// A file in a directory of its own.
 pub struct Scratch {
     _directory: TempDir,
     path: PathBuf,
 }
 
 impl Scratch {
-    /// A place without a file.
+    /// Creates the directory. The file does not exist yet.
     ///
     /// # Panics
-    /// There is no directory for it.
+    /// Panics if the directory cannot be created.
     #[allow(clippy::new_without_default, reason = "it makes a directory")]
     pub fn new() -> Self {
         let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir());
@@ -24,17 +24,18 @@ impl Scratch {
         Self { _directory: directory, path }
     }
 
-    /// The file with this content: a new one each time, as files are known by what they are.
+    /// Creates the file with this content, with a new inode each time, because open files are identified
+    /// by their inodes.
     ///
     /// # Panics
-    /// It cannot be written.
+    /// Panics if the file cannot be written.
     pub fn file(&self, content: &[u8]) -> &Path {
         let _ = fs::remove_file(&self.path);
         fs::write(&self.path, content).expect("the file is written");
         &self.path
     }
 
-    /// A place beside it.
+    /// Returns another path in the same directory.
     pub fn beside(&self) -> PathBuf {
         self.path.with_extension("other")
     }

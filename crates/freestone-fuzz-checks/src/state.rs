@@ -1,11 +1,11 @@
-//! The file of a server's state with any content.
+//! Opening a topology file of a state directory with arbitrary content.
 //!
-//! An input is one byte of choices, and the file; with an odd byte each line is given its checksum.
-//! * A file that is refused is left as it is, and the error is one sentence.
-//! * One that is taken has the devices of a plain reading: those of changes that have ended, in the order
-//!   in which they came, as far as lines are whole. A line that is not whole and comes before what says that
-//!   it was durable is refused.
-//! * What was taken is written anew, and is the same when it is opened again; nothing is unfinished then.
+//! An input is one byte of options, then the file. With an odd byte, each line gets its checksum. Properties:
+//! * A file that is refused is left unchanged, and the error is one sentence.
+//! * A file that is accepted has the devices that the reference parser finds: those of committed changes, in
+//!   their order, up to the first incomplete line. An incomplete line before the offset that a later line
+//!   records as durable is refused.
+//! * An accepted file is rewritten, and is the same when it is opened again, without unfinished changes.
 
 use std::fs;
 
@@ -14,39 +14,39 @@ use serde_json::Value;
 use tempfile::TempDir;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// The newest version, as it is documented.
+/// Newest documented version.
 const VERSION: u64 = 3;
 
-/// A directory for states.
+/// State directory for the checks.
 pub struct States(TempDir);
 
 impl States {
-    /// In memory where there is a place for that.
+    /// Creates the directory, on `/dev/shm` if that exists.
     ///
     /// # Panics
-    /// There is no directory for it.
+    /// Panics if the directory cannot be created.
     #[allow(clippy::new_without_default, reason = "it makes a directory")]
     pub fn new() -> Self {
         let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir());
         Self(directory.expect("a directory for states"))
     }
 
-    /// Checks one. True: the file was taken.
+    /// Checks one input. Returns true if the file was accepted.
     ///
     /// # Panics
-    /// Something does not hold.
+    /// Panics if a property does not hold.
     pub fn check(&self, input: &[u8]) -> bool {
-        let Some((choice, text)) = input.split_first() else { return false };
-        let content = if choice & 1 == 1 { sealed(text) } else { text.to_vec() };
+        let Some((options, text)) = input.split_first() else { return false };
+        let content = if options & 1 == 1 { with_checksums(text) } else { text.to_vec() };
         let (dir, file) = (self.0.path(), self.0.path().join("topology"));
         fs::write(&file, &content).expect("the file is written");
-        let plain = plain(&content);
+        let expected = reference_devices(&content);
         let (state, unfinished) = match State::open(dir) {
             Ok(opened) => opened,
             Err(why) => {
                 assert_eq!(why.to_string().lines().count(), 1, "{why}");
                 assert_eq!(fs::read(&file).expect("it is there"), content, "a refused file is left alone");
-                assert!(plain.is_none(), "{why}, and a plain reading has {plain:?}");
+                assert!(expected.is_none(), "{why}, but the reference parser has {expected:?}");
                 return false;
             }
         };
@@ -54,36 +54,37 @@ impl States {
             let topology = state.topology();
             topology.devices().map(|device| (device.name.clone(), device.words.clone())).collect::<Vec<_>>()
         };
-        let (expected, open) = plain.expect("taken by a plain reading, too");
+        let (expected, open) = expected.expect("the reference parser accepts it");
         assert_eq!(devices(&state), expected);
         assert_eq!(unfinished.len(), open);
         assert!(matches!(State::open(dir), Err(StateError::InUse(_))));
         let change = state.begin("create", &["another"]).expect("it goes on");
         change.commit().expect("also to its end");
         drop(state);
-        let (again, unfinished) = State::open(dir).expect("what was written is read");
-        assert_eq!((devices(&again), unfinished.len()), (expected, 0));
+        let (reopened, unfinished) = State::open(dir).expect("what was written is read");
+        assert_eq!((devices(&reopened), unfinished.len()), (expected, 0));
         true
     }
 }
 
-/// Each line with its checksum.
-fn sealed(text: &[u8]) -> Vec<u8> {
-    let mut sealed = Vec::new();
+/// Adds the checksum to each line.
+fn with_checksums(text: &[u8]) -> Vec<u8> {
+    let mut with_checksums = Vec::new();
     for line in text.split_inclusive(|byte| *byte == b'\n') {
         let json = line.strip_suffix(b"\n").unwrap_or(line);
-        sealed.extend(format!("{:016x} ", xxh3_64(json)).bytes());
-        sealed.extend(line);
+        with_checksums.extend(format!("{:016x} ", xxh3_64(json)).bytes());
+        with_checksums.extend(line);
     }
-    sealed
+    with_checksums
 }
 
-/// The devices with their words, and how many changes have no end; `None`: to be refused.
-fn plain(content: &[u8]) -> Option<(Vec<(String, String)>, usize)> {
+/// Reference parser: returns the devices with their words, and the number of unfinished changes; or None if
+/// the file must be refused.
+fn reference_devices(content: &[u8]) -> Option<(Vec<(String, String)>, usize)> {
     let mut lines = Vec::new();
     let mut at = 0;
     for line in content.split_inclusive(|byte| *byte == b'\n') {
-        lines.push((at, read(line)));
+        lines.push((at, parse_line(line)));
         at += line.len() as u64;
     }
     let Some((_, first)) = lines.first() else { return Some((Vec::new(), 0)) };
@@ -135,8 +136,8 @@ fn plain(content: &[u8]) -> Option<(Vec<(String, String)>, usize)> {
     Some((devices.into_iter().map(|(name, _, words)| (name, words)).collect(), open.len()))
 }
 
-/// A line that is whole, and of a form that there is.
-fn read(line: &[u8]) -> Option<Value> {
+/// Parses a line. Returns None if it is incomplete or has an unknown form.
+fn parse_line(line: &[u8]) -> Option<Value> {
     let line = line.strip_suffix(b"\n")?;
     let (sum, json) = line.split_at_checked(17)?;
     let sum = std::str::from_utf8(sum).ok()?.strip_suffix(' ')?;
@@ -166,7 +167,7 @@ fn read(line: &[u8]) -> Option<Value> {
     fits.then_some(value)
 }
 
-/// The keys of an object, in the order of the alphabet.
+/// Returns the keys of an object, sorted.
 fn keys(value: &Value) -> Vec<&str> {
     let mut keys: Vec<&str> = value.as_object().into_iter().flatten().map(|(key, _)| key.as_str()).collect();
     keys.sort_unstable();

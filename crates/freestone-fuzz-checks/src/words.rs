@@ -1,61 +1,60 @@
-//! What people write: a device of a command line, a file of `serve --config`.
+//! Device words of a command line, and configuration files of `serve --config`.
 //!
-//! The first byte of an input says which of the two the rest is.
+//! The first byte of an input selects one of the two. Properties:
 //! * An error is one sentence.
-//! * A device says the same in both: written as TOML, its words give the same device with the same
-//!   verdict.
+//! * The words of a device, converted to TOML, give the same device with the same result of its check.
 
 use std::fmt::Write as _;
 
-use freestone_spec::written::{Written, config_file, device_words};
+use freestone_spec::check_input::{ParsedDevice, config_file, device_words};
 
-/// A sentence has lines only where what was written has them, which it repeats; TOML can write them
-/// in another way.
-fn assert_sentence(text: &str, written: &str) {
-    let lines = written.contains(['\n', '\\']);
+/// Asserts that an error is one line. It may quote the input, so it may have several lines if the input
+/// has line breaks, or can have them as escapes of TOML.
+fn assert_sentence(text: &str, parsed: &str) {
+    let lines = parsed.contains(['\n', '\\']);
     assert!(!text.is_empty() && (lines || !text.contains('\n')), "{text:?}");
 }
 
-/// Checks one input; true: everything in it is a device.
+/// Checks one input. Returns true if all devices in it are valid.
 ///
 /// # Panics
-/// Something does not hold.
+/// Panics if a property does not hold.
 pub fn check(input: &[u8]) -> bool {
     let Some((&choices, text)) = input.split_first() else { return false };
     let Ok(text) = std::str::from_utf8(text) else { return false };
     if choices & 1 != 0 {
         return match config_file(text) {
-            Ok(devices) => devices.iter().all(|(_, verdict)| taken(verdict, text)),
+            Ok(devices) => devices.iter().all(|(_, verdict)| is_accepted(verdict, text)),
             Err(sentence) => {
                 assert_sentence(&sentence, text);
                 false
             }
         };
     }
-    let (written, verdict) = match device_words(text) {
+    let (parsed, verdict) = match device_words(text) {
         Ok(found) => found,
         Err(sentence) => {
             assert_sentence(&sentence, text);
             return false;
         }
     };
-    let clash = |(key, _): &(String, String)| key == "name" || key == "kind";
-    if !written.2.iter().any(clash) {
-        let toml = toml(&written);
-        let again = config_file(&toml).unwrap_or_else(|error| panic!("{toml}: {error}"));
-        assert_eq!(again, [(written, verdict.clone())], "{toml}");
+    let is_reserved = |(key, _): &(String, String)| key == "name" || key == "kind";
+    if !parsed.2.iter().any(is_reserved) {
+        let toml = toml(&parsed);
+        let from_toml = config_file(&toml).unwrap_or_else(|error| panic!("{toml}: {error}"));
+        assert_eq!(from_toml, [(parsed, verdict.clone())], "{toml}");
     }
-    taken(&verdict, text)
+    is_accepted(&verdict, text)
 }
 
-fn taken(verdict: &Result<(), String>, text: &str) -> bool {
+fn is_accepted(verdict: &Result<(), String>, text: &str) -> bool {
     if let Err(sentence) = verdict {
         assert_sentence(sentence, text);
     }
     verdict.is_ok()
 }
 
-fn toml((name, kind, pairs): &Written) -> String {
+fn toml((name, kind, pairs): &ParsedDevice) -> String {
     let mut text = format!("[[device]]\nname = {}\nkind = {}\n", quoted(name), quoted(kind));
     for (key, value) in pairs {
         let _ = writeln!(text, "{} = {}", quoted(key), quoted(value));

@@ -1,11 +1,10 @@
-//! The state of zones, found on a device with any content.
+//! Opening zone state with arbitrary content.
 //!
-//! An input is one byte of choices, and the beginnings of header, first and second copy of the one
-//! group, 80 bytes each; with the choices their checksums are made right.
-//! * What is refused was not written to.
-//! * What is opened has the zones that a plain reading of the format gives, and opening changed no
-//!   byte.
-//! * It goes on: what is written and flushed is there when it is opened again.
+//! An input is one byte of options, then the first 80 bytes each of the header and of the two copies of the
+//! only group. Options correct their checksums. Properties:
+//! * State that is refused was not written to.
+//! * State that is opened has the zones that the reference parser finds, and opening changes no byte.
+//! * The zones work: a flushed write is there after reopening.
 
 use std::sync::Arc;
 
@@ -33,21 +32,21 @@ fn config() -> Config {
     }
 }
 
-/// The medium that an input stands for.
+/// Builds the state from an input.
 fn build(input: &[u8]) -> Option<Vec<u8>> {
-    let (&choices, parts) = input.split_first()?;
+    let (&options, parts) = input.split_first()?;
     let mut bytes = vec![0; 3 * 4096];
     for (at, part) in PLACES.into_iter().zip(parts.chunks(PART)) {
         bytes[at..at + part.len()].copy_from_slice(part);
     }
-    if choices & 1 != 0 {
-        let sum = xxh3_64_with_seed(&bytes[..64], 0);
-        bytes[64..72].copy_from_slice(&sum.to_le_bytes());
+    if options & 1 != 0 {
+        let checksum = xxh3_64_with_seed(&bytes[..64], 0);
+        bytes[64..72].copy_from_slice(&checksum.to_le_bytes());
     }
     for (copy, bit) in [(1, 2), (2, 4)] {
-        if choices & bit != 0 {
-            let sum = sum(&bytes, PLACES[copy]);
-            bytes[PLACES[copy] + 8..][..8].copy_from_slice(&sum.to_le_bytes());
+        if options & bit != 0 {
+            let checksum = checksum(&bytes, PLACES[copy]);
+            bytes[PLACES[copy] + 8..][..8].copy_from_slice(&checksum.to_le_bytes());
         }
     }
     Some(bytes)
@@ -57,14 +56,14 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
 }
 
-/// What the checksum of a copy of the group should be.
-fn sum(bytes: &[u8], at: usize) -> u64 {
+/// Returns the correct checksum of a copy of the group.
+fn checksum(bytes: &[u8], at: usize) -> u64 {
     xxh3_64_with_seed(&bytes[at + 16..at + 4096], word(bytes, 56) ^ word(bytes, at).rotate_left(32))
 }
 
-/// Condition and write pointer of each sequential zone, read in the plainest way. `None`: this is
-/// no state of these zones.
-fn plain(bytes: &[u8]) -> Option<Vec<(ZoneCondition, u64)>> {
+/// Reference parser: returns the condition and write pointer of each sequential zone, or None if this is not
+/// the state of these zones.
+fn reference_zones(bytes: &[u8]) -> Option<Vec<(ZoneCondition, u64)>> {
     if bytes[..4096].iter().all(|&byte| byte == 0) {
         return Some(vec![(ZoneCondition::Empty, 0); ZONES - CONVENTIONAL]);
     }
@@ -81,7 +80,7 @@ fn plain(bytes: &[u8]) -> Option<Vec<(ZoneCondition, u64)>> {
     }
     let good = |(copy, at): &(usize, usize)| {
         let sequence = word(bytes, *at);
-        word(bytes, at + 8) == sum(bytes, *at) && sequence % 2 == *copy as u64 && sequence < 1 << 62
+        word(bytes, at + 8) == checksum(bytes, *at) && sequence % 2 == *copy as u64 && sequence < 1 << 62
     };
     let copies = [(0, PLACES[1]), (1, PLACES[2])].into_iter().filter(good);
     let (_, at) = copies.max_by_key(|(_, at)| word(bytes, *at))?;
@@ -97,9 +96,9 @@ fn plain(bytes: &[u8]) -> Option<Vec<(ZoneCondition, u64)>> {
             _ => None,
         }
     };
-    // A conventional zone has nothing to say.
-    let silent = (0..CONVENTIONAL).all(|zone| word(bytes, at + 16 + zone * 8) == 0);
-    (CONVENTIONAL..ZONES).map(mark).collect::<Option<_>>().filter(|_| silent)
+    // The marks of conventional zones must be 0.
+    let conventional_ok = (0..CONVENTIONAL).all(|zone| word(bytes, at + 16 + zone * 8) == 0);
+    (CONVENTIONAL..ZONES).map(mark).collect::<Option<_>>().filter(|_| conventional_ok)
 }
 
 fn open(data: &Arc<Model>, state: &Arc<Model>) -> Result<Zones, SetupError> {
@@ -124,13 +123,13 @@ fn content(device: &Model) -> Vec<u8> {
     bytes
 }
 
-/// Checks one input; true: it was opened.
+/// Checks one input. Returns true if it was opened.
 ///
 /// # Panics
-/// Something does not hold.
+/// Panics if a property does not hold.
 pub fn check(input: &[u8]) -> bool {
     let Some(before) = build(input) else { return false };
-    let expected = plain(&before);
+    let expected = reference_zones(&before);
     let data = Arc::new(Model::new(ZONE as usize * ZONES, BLOCK as u32));
     let state = Arc::new(Model::new(before.len(), BLOCK as u32));
     state.write_at(0, &before, Flags::empty()).expect("a device without faults");
@@ -142,11 +141,11 @@ pub fn check(input: &[u8]) -> bool {
             let text = error.to_string();
             assert!(!text.is_empty() && !text.contains('\n'), "{text:?}");
             assert!(expected.is_none(), "{text}");
-            assert!(content(&state) == before, "{text}, and yet it was written to");
+            assert!(content(&state) == before, "{text}, but it was written to");
             return false;
         }
     };
-    let expected = expected.expect("what a plain reading refuses is refused");
+    let expected = expected.expect("the reference parser refuses it");
     let found = rows(&zones);
     for (row, (condition, pointer)) in found[CONVENTIONAL..].iter().zip(&expected) {
         assert_eq!(row.condition, *condition, "{row:?}");
@@ -154,18 +153,20 @@ pub fn check(input: &[u8]) -> bool {
             assert_eq!(row.write_pointer, row.start + pointer, "{row:?}");
         }
     }
-    assert!(before[0] == 0 || content(&state) == before, "opening changed it");
-    // One block more in the first zone that takes it.
-    let takes = |row: &&Zone| matches!(row.condition, ZoneCondition::Empty | ZoneCondition::Closed);
-    let written = found[CONVENTIONAL..].iter().find(takes).map(|row| {
-        zones.write_at(row.write_pointer, &[7; BLOCK as usize], Flags::empty()).expect("it takes a block");
+    assert!(before[0] == 0 || content(&state) == before, "opening changed the state");
+    // Write one block to the first writable zone.
+    let is_writable = |row: &&Zone| matches!(row.condition, ZoneCondition::Empty | ZoneCondition::Closed);
+    let written = found[CONVENTIONAL..].iter().find(is_writable).map(|row| {
+        zones
+            .write_at(row.write_pointer, &[7; BLOCK as usize], Flags::empty())
+            .expect("the zone is writable");
         row.start
     });
     zones.flush().expect("a device without faults");
     let now = rows(&zones);
     drop(zones);
-    let again = rows(&open(&data, &state).expect("what it wrote itself opens"));
-    for (before, after) in now.iter().zip(&again) {
+    let reopened = rows(&open(&data, &state).expect("the state that it wrote opens"));
+    for (before, after) in now.iter().zip(&reopened) {
         let closed = |condition| match condition {
             ZoneCondition::ImplicitOpen | ZoneCondition::ExplicitOpen => ZoneCondition::Closed,
             other => other,

@@ -1,17 +1,18 @@
-//! The hand-over of queued entries to the kernel, by any thread.
+//! Submission of queued entries to the kernel, by any thread.
 //!
 //! Submitters queue entries under a lock. One thread at a time claims the hand-over and calls the
-//! kernel without the lock; entries that are queued meanwhile are handed over by the claimant. A
-//! submitter whose call fails leaves its entries and wakes the reaper, which tries again.
+//! kernel without the lock; it also submits entries that are queued meanwhile. A submitter whose
+//! call fails leaves its entries and wakes the reaper, which retries.
 //!
-//! Invariants: the wake-up does not pass through the queue, and the reaper waits only while nothing
-//! is queued or another thread has the claim. So each entry has a thread that will hand it over.
+//! Invariants: the wake-up does not pass through the queue, and the reaper sleeps only while the
+//! queue is empty or another thread has the claim. Every entry therefore has a thread that will
+//! submit it.
 
 use std::io;
 
 use freestone_core::sync::MutexGuard;
 
-/// Calls of the kernel by one submitter: other submitters may queue entries meanwhile.
+/// Submission calls of one submitter, which bounds the time it works for others.
 const SUBMITTER_CALLS: usize = 4;
 
 /// A queue of entries for the kernel.
@@ -22,26 +23,27 @@ pub trait Submission {
     /// Locks the queue.
     fn lock(&self) -> MutexGuard<'_, Self::State>;
 
-    /// Returns the flag that a thread has claimed the hand-over.
+    /// Returns the flag that a thread sets while it claims the hand-over.
     fn claimed(state: &mut Self::State) -> &mut bool;
 
     /// Returns true if no entry is queued.
     fn is_empty(&self, state: &mut Self::State) -> bool;
 
-    /// Hands entries to the kernel. Called without the lock, by the claimant alone.
+    /// Submits entries to the kernel. Only the claimant calls this, without the lock.
     fn enter(&self) -> io::Result<()>;
 
-    /// Ends the wait of the reaper, at once or as soon as it begins.
+    /// Wakes the reaper, or makes its next wait return at once.
     fn wake_reaper(&self);
 
-    /// Claims the hand-over. False: nothing is queued, or another thread has the claim.
+    /// Claims the hand-over. Returns false if the queue is empty or another thread has the claim.
     fn claim(&self, state: &mut Self::State) -> bool {
         let is_mine = !*Self::claimed(state) && !self.is_empty(state);
         *Self::claimed(state) |= is_mine;
         is_mine
     }
 
-    /// Hands over what is queued and gives up the claim. After an error entries are left.
+    /// Submits queued entries in at most `calls` calls and gives up the claim. An error means that
+    /// entries are left.
     fn hand_over(&self, calls: usize) -> io::Result<()> {
         for left in (0..calls).rev() {
             let entered = self.enter();
@@ -56,7 +58,7 @@ pub trait Submission {
         Ok(())
     }
 
-    /// Hands over what submitters have queued, or leaves it to the reaper.
+    /// Submits queued entries, or leaves them to the reaper.
     fn submit_queued(&self) {
         let is_mine = self.claim(&mut self.lock());
         if is_mine && self.hand_over(SUBMITTER_CALLS).is_err() {
@@ -67,7 +69,7 @@ pub trait Submission {
 
 #[cfg(all(loom, test))]
 mod models {
-    //! loom models: each entry reaches the kernel, whichever calls of the kernel fail.
+    //! loom models: each entry reaches the kernel, whichever submission calls fail.
 
     use std::io;
 
@@ -76,14 +78,14 @@ mod models {
 
     use super::Submission;
 
-    /// A ring: counts of entries in the place of entries.
+    /// A model of a ring that counts entries instead of storing them.
     struct Ring {
         claimed: Mutex<bool>,
         queued: AtomicU32,
         taken: AtomicU32,
-        /// Calls that fail before one succeeds.
+        /// Number of next submission calls that fail.
         refusals: AtomicU32,
-        /// An answer or a wake-up for the reaper.
+        /// A completion or a wake-up for the reaper.
         event: Mutex<bool>,
         changed: Condvar,
     }
@@ -109,7 +111,7 @@ mod models {
                 return Err(io::ErrorKind::WouldBlock.into());
             }
             self.taken.fetch_add(self.queued.swap(0, SeqCst), SeqCst);
-            // The kernel answers.
+            // The kernel completes the entries.
             self.wake_reaper();
             Ok(())
         }
@@ -128,7 +130,7 @@ mod models {
             self.submit_queued();
         }
 
-        /// The reaper's loop, until `count` entries are answered.
+        /// Runs the reaper until `count` entries have completed.
         fn reap(&self, count: u32) {
             loop {
                 let is_mine = self.claim(&mut self.lock());
@@ -148,7 +150,7 @@ mod models {
         }
     }
 
-    /// A reaper that sleeps for ever is a deadlock, which loom reports.
+    /// Checks that all entries complete. A lost wake-up is a deadlock, which loom reports.
     fn entries_arrive(submitters: u32, refusals: u32) {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);

@@ -1,7 +1,8 @@
-//! The manual pages of the program `freestone` and its completions, from its own parser: what it does not take is in
-//! none of them. The program itself has no part in this, and does not grow by it.
+//! Generates the manual pages, the shell completions and the reference tables of the documentation of `freestone`
+//! from the program. A separate crate, so that the program does not contain the generators.
 
 mod page;
+pub mod reference;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -9,22 +10,24 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use clap_complete::aot::{Bash, Fish, Generator, Zsh};
 
-/// The program.
+/// Name of the program.
 pub const NAME: &str = "freestone";
 
-/// Writes all of it into a directory: pages as `man/NAME-VERB.1`, completions as `bash/NAME`, `zsh/_NAME` and
-/// `fish/NAME.fish`, which are the names that the shells look for.
+/// Writes manual pages as `man/NAME-VERB.1` and `man/NAME-devices.7`, and completions as `bash/NAME`, `zsh/_NAME` and
+/// `fish/NAME.fish`, the names that the shells expect.
 ///
 /// # Errors
 /// A file cannot be written.
 pub fn write(dir: &Path) -> Result<()> {
-    page::write_all(&parser(), &subdirectory(dir, "man")?)?;
+    let pages = subdirectory(dir, "man")?;
+    page::write_all(&parser(), &pages)?;
+    page::write_devices(&pages)?;
     complete(&Bash, &subdirectory(dir, "bash")?.join(NAME))?;
     complete(&Zsh, &subdirectory(dir, "zsh")?.join(format!("_{NAME}")))?;
     complete(&Fish, &subdirectory(dir, "fish")?.join(format!("{NAME}.fish")))
 }
 
-/// The program's parser, with the pages of its verbs in place of a verb `help`.
+/// Returns the program's parser, built without the verb `help`, which the pages replace.
 pub fn parser() -> clap::Command {
     let mut parser = freestone_cli::parser().disable_help_subcommand(true);
     parser.build();

@@ -1,4 +1,5 @@
-//! `freestone-manuals DIR`: writes the manual pages and completions there.
+//! `freestone-manuals DIR`: writes the manual pages and completions to DIR.
+//! `freestone-manuals --docs DIR`: renders the reference tables of the documentation in DIR.
 
 use std::env;
 use std::path::Path;
@@ -7,6 +8,9 @@ use anyhow::{Result, bail};
 
 fn main() -> Result<()> {
     let args: Vec<_> = env::args_os().skip(1).collect();
-    let [dir] = args.as_slice() else { bail!("freestone-manuals DIR") };
-    freestone_manuals::write(Path::new(dir))
+    match args.as_slice() {
+        [dir] => freestone_manuals::write(Path::new(dir)),
+        [option, dir] if option == "--docs" => freestone_manuals::reference::update(Path::new(dir)),
+        _ => bail!("freestone-manuals [--docs] DIR"),
+    }
 }

@@ -1,4 +1,4 @@
-//! A manual page of the program, and one of each verb.
+//! Manual pages of the program, of each verb, and of device kinds.
 
 use std::fs;
 use std::path::Path;
@@ -10,10 +10,10 @@ use clap_mangen::roff::{Roff, roman};
 
 use crate::NAME;
 
-/// What comes before the first heading of the text below the options.
+/// Heading for text below the options that has none.
 const NOTES: &str = "NOTES";
 
-/// Writes the page of a command that is built, and those of all below it.
+/// Writes the page of a built command, and those of all its visible subcommands.
 pub fn write_all(command: &Command, dir: &Path) -> Result<()> {
     for verb in shown(command) {
         write_all(verb, dir)?;
@@ -46,13 +46,34 @@ pub fn write_all(command: &Command, dir: &Path) -> Result<()> {
     fs::write(&path, page).with_context(cannot)
 }
 
-/// The verbs of a command that its help shows.
+/// Writes the page `freestone-devices(7)`: the kinds of devices and their keys.
+pub fn write_devices(dir: &Path) -> Result<()> {
+    let command = Command::new("freestone-devices").about("Kinds of device and their keys");
+    let man = Man::new(command)
+        .section("7")
+        .source(concat!("freestone ", env!("CARGO_PKG_VERSION")))
+        .manual("Freestone");
+    let path = dir.join(man.get_filename());
+    let cannot = || format!("cannot write {}", path.display());
+    let mut page = Vec::new();
+    man.render_title(&mut page).with_context(cannot)?;
+    man.render_name_section(&mut page).with_context(cannot)?;
+    let mut keys = Roff::new();
+    keys.control("SH", ["DEVICES"]);
+    keys.control("nf", []);
+    keys.text([roman(freestone_cli::device_help())]);
+    keys.control("fi", []);
+    keys.to_writer(&mut page).with_context(cannot)?;
+    fs::write(&path, page).with_context(cannot)
+}
+
+/// Returns the visible subcommands.
 fn shown(command: &Command) -> impl Iterator<Item = &Command> {
     command.get_subcommands().filter(|verb| !verb.is_hide_set())
 }
 
-/// What the help has below the options: a word with a colon is a heading, what is indented stays as it is, the rest is
-/// filled.
+/// Renders the help text below the options: a word with a colon is a heading, indented lines stay
+/// as they are, other lines are filled.
 fn below_the_options(roff: &mut Roff, text: &str) {
     let mut has_heading = false;
     let mut as_it_is = false;

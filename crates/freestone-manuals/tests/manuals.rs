@@ -1,4 +1,4 @@
-//! Every verb and every option is in the pages, and shells complete them.
+//! Every verb and option is documented in the pages and completed by shells.
 
 #[macro_use]
 extern crate freestone_testkit;
@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use freestone_manuals::{NAME, parser, write};
+use freestone_manuals::{NAME, parser, reference, write};
 use tempfile::TempDir;
 
 fn written() -> TempDir {
@@ -17,7 +17,7 @@ fn written() -> TempDir {
     dir
 }
 
-/// The words of a page, without what is for the formatter.
+/// Returns the words of a page without roff markup.
 fn words(page: &str) -> String {
     let mut text = String::new();
     for line in page.lines() {
@@ -37,14 +37,14 @@ fn plain(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// A command and all below it, with the name of its page.
+/// Returns a built command and all its subcommands.
 fn commands(command: &clap::Command) -> Vec<clap::Command> {
     let below = command.get_subcommands().flat_map(commands);
     [command.clone()].into_iter().chain(below).collect()
 }
 
 #[test]
-fn every_verb_and_every_option_has_its_text() {
+fn every_verb_and_option_is_documented() {
     let dir = written();
     let pages = dir.path().join("man");
     let all = commands(&parser());
@@ -72,6 +72,7 @@ fn every_verb_and_every_option_has_its_text() {
         }
         names.insert(name);
     }
+    names.insert(format!("{NAME}-devices.7"));
     let there = fs::read_dir(&pages).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     assert_eq!(there.collect::<BTreeSet<_>>(), names);
 }
@@ -86,7 +87,7 @@ fn examples_keep_their_lines() {
     assert!(examples.contains("\n.fi\n"), "{examples}");
 }
 
-/// What a shell says.
+/// Returns the output of a shell.
 fn said(shell: &mut Command) -> String {
     let output = shell.stdin(Stdio::null()).env("LC_ALL", "C").output().unwrap();
     let complaint = String::from_utf8_lossy(&output.stderr);
@@ -94,7 +95,7 @@ fn said(shell: &mut Command) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The verbs, and of one of them all long options.
+/// Returns all verbs, and the long options of `serve`.
 fn to_complete() -> (Vec<String>, Vec<String>) {
     let parser = parser();
     let verbs = parser.get_subcommands().map(|verb| verb.get_name().to_owned()).collect();
@@ -133,7 +134,7 @@ fn fish_completes_verbs_and_options() {
     let offered = |line: &str| {
         let script = format!("source {}; complete --do-complete '{line}'", file.display());
         let mut fish = Command::new(freestone_testkit::tools::find("fish"));
-        // It keeps a history and variables, but not of ours.
+        // fish stores history and variables in its home directory.
         fish.env("HOME", dir.path()).env("XDG_CONFIG_HOME", dir.path()).env("XDG_DATA_HOME", dir.path());
         said(fish.args(["--no-config", "--command", &script]))
     };
@@ -146,7 +147,8 @@ fn fish_completes_verbs_and_options() {
 fn zsh_completes_verbs_and_options() {
     let dir = written();
     let (verbs, options) = to_complete();
-    // Completion is for people at a terminal, so it gets one, and all that it offers in a column of its own.
+    // zsh completes only at a terminal, so the script provides one and prints one completion per
+    // line.
     let offered = |line: &str| {
         let script = include_str!("offered.zsh");
         let mut zsh = Command::new(freestone_testkit::tools::find("zsh"));
@@ -156,4 +158,14 @@ fn zsh_completes_verbs_and_options() {
     each_is_offered(&offered("freestone "), &verbs);
     each_is_offered(&offered("freestone serve --"), &options);
     assert!(Path::new("/usr/share/zsh").is_dir());
+}
+
+#[test]
+fn reference_tables_are_up_to_date() {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+    for (page, tables) in reference::PAGES {
+        let expected = reference::rendered(&docs, page, tables).unwrap();
+        let text = fs::read_to_string(docs.join(page)).unwrap();
+        assert!(text == expected, "docs/{page} differs: cargo run -p freestone-manuals -- --docs docs");
+    }
 }

@@ -1,54 +1,54 @@
-//! What is to be opened, and how.
+//! Client configuration.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::uri::Uri;
 
-/// Connections of a device, where the server allows so many.
+/// Default number of connections, if the server supports several.
 pub const DEFAULT_CONNECTIONS: usize = 4;
-/// Most connections of a device; each has a thread.
+/// Maximum number of connections of a device; each has a thread.
 pub const MAX_CONNECTIONS: usize = 16;
-/// How long requests wait for a server that is away, unless that is said.
+/// Default time that requests wait for an unreachable server.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
-/// Shortest and longest of these times.
+/// Smallest [`Config::timeout`].
 pub const MIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// See [`MIN_TIMEOUT`].
+/// Largest [`Config::timeout`].
 pub const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Whom TLS trusts, and what this side shows of itself.
+/// Certificate and key files for TLS.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct TlsFiles {
-    /// Certificates, one of which has to stand behind the server's; none: those of the system.
+    /// CA certificates that may sign the server's certificate; `None` uses the system's.
     pub ca: Option<PathBuf>,
-    /// The certificate that is shown to the server.
+    /// Client certificate.
     pub cert: Option<PathBuf>,
-    /// Its private key.
+    /// Private key of the client certificate.
     pub key: Option<PathBuf>,
-    /// The name that the server's certificate has to have; none: the host's.
+    /// Expected host name in the server's certificate; `None` uses the host of the URI.
     pub hostname: Option<String>,
 }
 
-/// What is to be opened, and how.
+/// Options for opening an [`Nbd`](crate::Nbd) device.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// The export.
+    /// URI of the export.
     pub uri: Uri,
-    /// What the log calls the device.
+    /// Name of the device in log lines.
     pub name: String,
-    /// Connections, 1 to [`MAX_CONNECTIONS`]; one where the server does not say that several see
-    /// the same.
+    /// Number of connections, 1 to [`MAX_CONNECTIONS`]. Only one is used if the server does not
+    /// guarantee that several see the same data.
     pub connections: usize,
-    /// How long a request waits for a server that is away or does not answer.
+    /// Time that a request waits for a server that is unreachable or does not reply.
     pub timeout: Duration,
-    /// Serve reads only.
+    /// Serves only reads.
     pub read_only: bool,
-    /// For `nbds`.
+    /// TLS files, used with `nbds`.
     pub tls: TlsFiles,
 }
 
 impl Config {
-    /// All by default.
+    /// Returns options with defaults, with the URI as the device's name.
     pub fn new(uri: Uri) -> Self {
         Self {
             name: uri.to_string(),

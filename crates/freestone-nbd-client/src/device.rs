@@ -1,4 +1,4 @@
-//! The device.
+//! The NBD client as a [`Device`].
 
 use std::sync::Arc;
 
@@ -16,20 +16,20 @@ use freestone_core::timer;
 use freestone_nbd_proto::TransmissionFlags;
 
 use crate::config::{Config, MAX_CONNECTIONS, MAX_TIMEOUT, MIN_TIMEOUT};
+use crate::connection::{Connection, Remote};
 use crate::error::{LinkError, SetupError};
 use crate::job::Job;
-use crate::lane::{Lane, Remote};
 use crate::shared::Shared;
 use crate::status::{MAX_ASKED_BYTES, rows};
 use crate::tls::TlsSettings;
 use crate::uri::Uri;
-use crate::wake::Wake;
+use crate::wake::Waker;
 
-/// How long the end of a device waits for its threads. One that looks up the name of a host ends when
-/// that is done.
-const END_MAX: std::time::Duration = std::time::Duration::from_secs(2);
+/// Maximum time that dropping a device waits for its threads. A thread in a name lookup cannot be
+/// interrupted and ends later.
+const DROP_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(2);
 
-/// An export of an NBD server.
+/// An export of an NBD server as a device.
 pub struct Nbd {
     shared: Arc<Shared>,
     remote: Arc<Remote>,
@@ -37,7 +37,7 @@ pub struct Nbd {
 }
 
 impl Nbd {
-    /// Connects to a server. Further connections are made afterwards.
+    /// Connects to a server. Further connections are opened in the background.
     ///
     /// # Errors
     /// See [`SetupError`].
@@ -48,34 +48,34 @@ impl Nbd {
         let remote = Arc::new(Remote { config, tls, log: LogLimit::default() });
         let config = &remote.config;
         let link = |source| SetupError::Link { uri: config.uri.to_string(), source };
-        let wake = Wake::new().map_err(SetupError::Thread)?;
-        let (first, facts) = remote.connect(&wake).map_err(link)?;
+        let wake = Waker::new().map_err(SetupError::Thread)?;
+        let (first, export_info) = remote.connect(&wake).map_err(link)?;
         let several =
-            facts.flags.intersects(TransmissionFlags::CAN_MULTI_CONN | TransmissionFlags::READ_ONLY);
+            export_info.flags.intersects(TransmissionFlags::CAN_MULTI_CONN | TransmissionFlags::READ_ONLY);
         let connections = if several { config.connections.clamp(1, MAX_CONNECTIONS) } else { 1 };
         let mut wakes = vec![wake];
         for _ in 1..connections {
-            wakes.push(Wake::new().map_err(SetupError::Thread)?);
+            wakes.push(Waker::new().map_err(SetupError::Thread)?);
         }
         timer::start().map_err(SetupError::Thread)?;
-        let geometry = facts.geometry(config.read_only);
-        let shared = Arc::new(Shared::new(facts, geometry, wakes, config.timeout));
+        let geometry = export_info.geometry(config.read_only);
+        let shared = Arc::new(Shared::new(export_info, geometry, wakes, config.timeout));
         let mut device = Self { shared, remote: Arc::clone(&remote), threads: Vec::new() };
-        let mut first = Some((first, facts));
+        let mut first = Some((first, export_info));
         for number in 0..connections {
-            let lane = Lane::new(number, Arc::clone(&device.shared), Arc::clone(&remote));
+            let connection = Connection::new(number, Arc::clone(&device.shared), Arc::clone(&remote));
             let (shared, first) = (Arc::clone(&device.shared), first.take());
             shared.enter_thread();
             let run = move || {
-                // However it ends.
-                struct Ends(Arc<Shared>);
-                impl Drop for Ends {
+                // Also runs if the thread panics.
+                struct ThreadGuard(Arc<Shared>);
+                impl Drop for ThreadGuard {
                     fn drop(&mut self) {
                         self.0.leave_thread();
                     }
                 }
-                let _ends = Ends(shared);
-                lane.run(first);
+                let _ends = ThreadGuard(shared);
+                connection.run(first);
             };
             match thread::Builder::new().name("nbd client".into()).spawn(run) {
                 Ok(thread) => device.threads.push(thread),
@@ -88,22 +88,22 @@ impl Nbd {
         Ok(device)
     }
 
-    /// What was opened.
+    /// Returns the URI of the export.
     pub fn uri(&self) -> &Uri {
         &self.remote.config.uri
     }
 
-    /// Connections that are open now.
+    /// Returns the number of open connections.
     pub fn connections(&self) -> usize {
         self.shared.members()
     }
 
-    /// How often the server was connected to again after all connections were lost.
+    /// Returns the number of reconnections after all connections were lost.
     pub fn reconnects(&self) -> u64 {
         self.shared.reconnects()
     }
 
-    /// Why a connection was last lost, or could not be made.
+    /// Returns the reason why a connection was last lost or could not be opened.
     pub fn last_error(&self) -> Option<String> {
         self.shared.last_error()
     }
@@ -123,7 +123,8 @@ impl Device for Nbd {
         if let Err(error) = request.check(&self.shared.geometry()) {
             return done.complete(Err(error), buffer);
         }
-        // Pieces of this memory are sent and received: a caller's mistake must not reach beyond it.
+        // Parts of this memory are sent and received: a wrong length must not reach beyond the
+        // buffer.
         if matches!(request.op, Op::Read | Op::Write) && buffer.len() as u64 != request.len {
             return done.complete(Err(Error::Misaligned), buffer);
         }
@@ -133,26 +134,26 @@ impl Device for Nbd {
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         let geometry = self.shared.geometry();
         range_end(offset, len, geometry.size)?;
-        let facts = self.shared.facts();
-        if facts.context.is_none() || offset >= facts.size {
+        let export_info = self.shared.export_info();
+        if export_info.context.is_none() || offset >= export_info.size {
             row(Extent { offset, len, kind: ExtentKind::Data });
             return Ok(len);
         }
-        // The server is asked about whole blocks, as far as the export goes.
+        // The query covers whole blocks up to the end of the export.
         let block = u64::from(geometry.logical_block);
         let from = offset - offset % block;
-        let end = (offset + len).next_multiple_of(block).min(facts.size);
+        let end = (offset + len).next_multiple_of(block).min(export_info.size);
         let asked = (end - from).min(MAX_ASKED_BYTES);
-        let (tell, told) = mpsc::sync_channel(1);
+        let (sender, receiver) = mpsc::sync_channel(1);
         let done = Box::new(move |outcome| {
-            // Who asked waits below.
-            let _ = tell.send(outcome);
+            // The receiver waits below.
+            let _ = sender.send(outcome);
         });
         self.shared.submit(Box::new(Job::status(from, asked, done)));
         plug::flush();
-        let all = told.recv().unwrap_or(Err(Error::Gone))?;
+        let all = receiver.recv().unwrap_or(Err(Error::Gone))?;
         if all.is_empty() {
-            // A server that was connected to meanwhile, without the context.
+            // The client reconnected to a server without the context.
             row(Extent { offset, len, kind: ExtentKind::Data });
             return Ok(len);
         }
@@ -173,15 +174,15 @@ impl Device for Nbd {
 impl Drop for Nbd {
     fn drop(&mut self) {
         let own = thread::current().id();
-        // The last reference may be dropped by a completion, on one of these threads.
+        // A completion on one of these threads may drop the last reference.
         let others = usize::from(self.threads.iter().any(|thread| thread.thread().id() == own));
-        if self.shared.stop(END_MAX, others) {
+        if self.shared.stop(DROP_TIMEOUT, others) {
             for thread in self.threads.drain(..).filter(|thread| thread.thread().id() != own) {
                 let _ = thread.join();
             }
         } else {
             let why = LinkError::Ending;
-            tracing::warn!("{}: a connection's thread does not end yet: {why}", self.remote.config.name);
+            tracing::warn!("{}: a connection thread has not ended yet: {why}", self.remote.config.name);
         }
     }
 }

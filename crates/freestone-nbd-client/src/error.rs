@@ -1,4 +1,4 @@
-//! Why an export cannot be had, and why a connection to it ends.
+//! Errors of connections and of device setup.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,16 +6,16 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-/// Why a connection is not made, or ends. The sentence names what the server did.
+/// Reason why a connection could not be opened, or ended.
 #[derive(Debug, Error)]
 pub enum LinkError {
-    /// Nobody answers there.
+    /// Connecting failed.
     #[error("cannot connect: {0}")]
     Connect(io::Error),
-    /// The name of the host is not known.
+    /// The host name could not be resolved.
     #[error("the host is not known: {0}")]
     Host(io::Error),
-    /// The server said nothing for too long.
+    /// The server did not reply within the timeout.
     #[error("the server did not answer within {0:?}")]
     Silent(Duration),
     /// The connection broke.
@@ -24,22 +24,22 @@ pub enum LinkError {
     /// The server closed the connection.
     #[error("the server closed the connection")]
     Closed,
-    /// The server says that it is going away.
+    /// The server announced its shutdown.
     #[error("the server is shutting down")]
     ShuttingDown,
-    /// The server broke the protocol.
+    /// The server violated the protocol.
     #[error("the server broke the protocol: {0}")]
     Protocol(&'static str),
     /// The server refused the export.
     #[error("the server refused the export: {0}")]
     Refused(String),
-    /// The export cannot be used.
+    /// The export is not usable as a device.
     #[error("{0}")]
     Unfit(String),
-    /// TLS could not be begun.
+    /// TLS could not be started.
     #[error("TLS: {0}")]
     Tls(String),
-    /// The device ends.
+    /// The device is being dropped.
     #[error("the device is being removed")]
     Ending,
 }
@@ -50,31 +50,31 @@ impl From<io::Error> for LinkError {
     }
 }
 
-/// Why a device could not be set up.
+/// Errors from opening a device.
 #[derive(Debug, Error)]
 pub enum SetupError {
-    /// The server, or its export.
+    /// The server or its export is not usable.
     #[error("{uri}: {source}")]
     Link {
-        /// The export.
+        /// URI of the export.
         uri: String,
-        /// What went wrong.
+        /// Reason.
         source: LinkError,
     },
-    /// A file of certificates.
+    /// A certificate or key file is not usable.
     #[error("{key}={}: {why}", path.display())]
     Certificate {
-        /// Which one.
+        /// Option that names the file.
         key: &'static str,
-        /// Where it is.
+        /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Reason.
         why: String,
     },
-    /// The TLS of this side.
+    /// The local TLS configuration is invalid.
     #[error("TLS cannot be set up: {0}")]
     Tls(String),
-    /// No thread, or no descriptor.
+    /// A thread or file descriptor could not be created.
     #[error("cannot start a connection's thread: {0}")]
     Thread(io::Error),
 }

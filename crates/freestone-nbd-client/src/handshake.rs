@@ -1,6 +1,6 @@
-//! The handshake: TLS first where that is asked for, then chunks, the context of holes, the export.
-//! It reads no byte more than it needs, so that nothing which came before TLS is taken for what
-//! came in it.
+//! Option negotiation: TLS first if requested, then structured replies, `base:allocation` and the
+//! export. Reads no byte more than needed, so that data received before TLS cannot be mistaken for
+//! data received through it.
 
 use std::io::IoSlice;
 
@@ -12,62 +12,57 @@ use rustix::event::PollFlags;
 use zerocopy::{FromBytes, IntoBytes as _};
 
 use crate::error::LinkError;
-use crate::facts::{BlockSizes, Facts};
+use crate::export_info::{BlockSizes, ExportInfo};
 use crate::link::Link;
 use crate::tls::TlsSettings;
-use crate::wake::Patience;
+use crate::wake::Deadline;
 
-/// Longest data of a reply to an option, in bytes.
+/// Longest data of an option reply, in bytes.
 const MAX_REPLY_BYTES: usize = 64 << 10;
-/// Most replies to one option.
+/// Maximum number of replies to one option.
 const MAX_REPLIES: usize = 256;
-/// How much of a server's text is shown, in characters.
+/// Maximum length of server text in messages, in characters.
 const MAX_TEXT_CHARS: usize = 200;
-/// Second eight bytes of a server of before 2011.
+/// Second magic number of an oldstyle server (before 2011).
 const OLDSTYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
 
-/// Talks until the export is chosen.
-///
-/// # Errors
-/// See [`LinkError`].
+/// Negotiates until the export is chosen.
 pub fn shake_hands(
     link: Link,
     export: &str,
     tls: Option<&TlsSettings>,
-    patience: Patience<'_>,
-) -> Result<(Link, Facts), LinkError> {
-    let mut talk = Talk { link, patience, export };
-    let no_padding = talk.greet(tls.is_some())?;
+    deadline: Deadline<'_>,
+) -> Result<(Link, ExportInfo), LinkError> {
+    let mut negotiation = Negotiation { link, deadline, export };
+    let no_padding = negotiation.greet(tls.is_some())?;
     let Some(no_padding) = no_padding else {
-        // Without numbered options there is one way only.
-        let facts = talk.export_name(true, false, None)?;
-        return Ok((talk.link, facts));
+        // Without fixed newstyle, EXPORT_NAME is the only option.
+        let export_info = negotiation.export_name(true, false, None)?;
+        return Ok((negotiation.link, export_info));
     };
     if let Some(settings) = tls {
-        talk.ask(option::STARTTLS, &[])?;
-        match talk.last_reply(option::STARTTLS)? {
-            Ok(()) => talk.link.start_tls(settings, patience)?,
-            Err(why) => return Err(LinkError::Refused(format!("it has no TLS: {why}"))),
+        negotiation.send_option(option::STARTTLS, &[])?;
+        match negotiation.last_reply(option::STARTTLS)? {
+            Ok(()) => negotiation.link.start_tls(settings, deadline)?,
+            Err(why) => return Err(LinkError::Refused(format!("it does not support TLS: {why}"))),
         }
     }
-    talk.ask(option::STRUCTURED_REPLY, &[])?;
-    let structured = talk.last_reply(option::STRUCTURED_REPLY)?.is_ok();
-    let context = if structured { talk.context()? } else { None };
-    let facts = match talk.go(structured, context)? {
-        Some(facts) => facts,
-        None => talk.export_name(!no_padding, structured, context)?,
+    negotiation.send_option(option::STRUCTURED_REPLY, &[])?;
+    let structured = negotiation.last_reply(option::STRUCTURED_REPLY)?.is_ok();
+    let context = if structured { negotiation.context()? } else { None };
+    let export_info = match negotiation.choose_export(structured, context)? {
+        Some(export_info) => export_info,
+        None => negotiation.export_name(!no_padding, structured, context)?,
     };
-    Ok((talk.link, facts))
+    Ok((negotiation.link, export_info))
 }
 
-/// A handshake.
-struct Talk<'a> {
+struct Negotiation<'a> {
     link: Link,
-    patience: Patience<'a>,
+    deadline: Deadline<'a>,
     export: &'a str,
 }
 
-/// A refusal: which one, and the server's words.
 struct Refusal {
     kind: u32,
     text: String,
@@ -76,31 +71,32 @@ struct Refusal {
 impl std::fmt::Display for Refusal {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let kind = match self.kind {
-            reply::ERR_UNSUP => "the option is not known there",
+            reply::ERR_UNSUP => "the option is not supported",
             reply::ERR_POLICY => "not allowed",
-            reply::ERR_INVALID => "the option was not understood",
-            reply::ERR_TLS_REQD => "only with TLS: the URI is nbds://",
-            reply::ERR_UNKNOWN => "there is no such export",
+            reply::ERR_INVALID => "the option is invalid",
+            reply::ERR_TLS_REQD => "only with TLS: use a URI with nbds://",
+            reply::ERR_UNKNOWN => "the export does not exist",
             reply::ERR_SHUTDOWN => "it is shutting down",
-            reply::ERR_BLOCK_SIZE_REQD => "only with block sizes",
+            reply::ERR_BLOCK_SIZE_REQD => "it requires negotiation of block sizes",
             reply::ERR_TOO_BIG => "the option was too long",
-            _ => "an error that is not known here",
+            _ => "an unknown error",
         };
         f.write_str(kind)?;
         if self.text.is_empty() { Ok(()) } else { write!(f, " ({:?})", self.text) }
     }
 }
 
-impl Talk<'_> {
-    /// The greeting. `None`: the server has no numbered options. Else whether padding is left out.
+impl Negotiation<'_> {
+    /// Exchanges greetings. Returns `None` if the server is not fixed newstyle, otherwise whether
+    /// it supports `NO_ZEROES`.
     fn greet(&mut self, tls: bool) -> Result<Option<bool>, LinkError> {
         if u64::from_be_bytes(self.bytes()?) != INIT_MAGIC {
-            return Err(LinkError::Protocol("it does not begin as an NBD server does"));
+            return Err(LinkError::Protocol("its greeting is not that of an NBD server"));
         }
         match u64::from_be_bytes(self.bytes()?) {
             OPTION_MAGIC => {}
             OLDSTYLE_MAGIC => {
-                return Err(LinkError::Unfit("the server is of the old style, which has no names".into()));
+                return Err(LinkError::Unfit("the server is oldstyle, which has no export names".into()));
             }
             _ => return Err(LinkError::Protocol("the second magic number is wrong")),
         }
@@ -110,17 +106,18 @@ impl Talk<'_> {
             return Ok(Some(offered.contains(HandshakeFlags::NO_ZEROES)));
         }
         if tls {
-            return Err(LinkError::Refused("it has no TLS".into()));
+            return Err(LinkError::Refused("it does not support TLS".into()));
         }
         Ok(None)
     }
 
-    /// Chooses `base:allocation`; `None` where the server has it not.
+    /// Negotiates `base:allocation`. Returns the context id, or `None` if the server does not
+    /// support it.
     fn context(&mut self) -> Result<Option<u32>, LinkError> {
         let mut data = string(self.export);
         data.extend(1_u32.to_be_bytes());
         data.extend(string(BASE_ALLOCATION));
-        self.ask(option::SET_META_CONTEXT, &data)?;
+        self.send_option(option::SET_META_CONTEXT, &data)?;
         let mut chosen = None;
         for _ in 0..MAX_REPLIES {
             let (kind, data) = self.reply(option::SET_META_CONTEXT)?;
@@ -129,7 +126,7 @@ impl Talk<'_> {
                 reply::META_CONTEXT => {
                     let (id, name) = data.split_at_checked(4).ok_or(MALFORMED)?;
                     if name != BASE_ALLOCATION.as_bytes() || chosen.is_some() {
-                        return Err(LinkError::Protocol("it chose a context that was not asked for"));
+                        return Err(LinkError::Protocol("it chose a context that was not requested"));
                     }
                     chosen = id.try_into().ok().map(u32::from_be_bytes);
                 }
@@ -140,33 +137,37 @@ impl Talk<'_> {
         Err(ENDLESS)
     }
 
-    /// Chooses the export. `None`: the server does not know this option.
-    fn go(&mut self, structured: bool, context: Option<u32>) -> Result<Option<Facts>, LinkError> {
+    /// Chooses the export with `GO`. Returns `None` if the server does not support this option.
+    fn choose_export(
+        &mut self,
+        structured: bool,
+        context: Option<u32>,
+    ) -> Result<Option<ExportInfo>, LinkError> {
         let mut data = string(self.export);
         data.extend(1_u16.to_be_bytes());
         data.extend(info::BLOCK_SIZE.to_be_bytes());
-        self.ask(option::GO, &data)?;
+        self.send_option(option::GO, &data)?;
         let (mut export, mut blocks) = (None, None);
         for _ in 0..MAX_REPLIES {
             let (kind, data) = self.reply(option::GO)?;
             match kind {
                 reply::ACK => {
                     let Some((size, flags)) = export else {
-                        return Err(LinkError::Protocol("it does not say how large the export is"));
+                        return Err(LinkError::Protocol("it did not send the size of the export"));
                     };
-                    return Facts::checked(size, flags, blocks, structured, context).map(Some);
+                    return ExportInfo::validate(size, flags, blocks, structured, context).map(Some);
                 }
                 reply::INFO => {
                     let kind = data.get(..2).and_then(|kind| kind.try_into().ok()).ok_or(MALFORMED)?;
                     match u16::from_be_bytes(kind) {
                         info::EXPORT => {
-                            let told = InfoExport::read_from_bytes(&data).map_err(|_| MALFORMED)?;
-                            export = Some((told.size.get(), told.flags.get()));
+                            let reported = InfoExport::read_from_bytes(&data).map_err(|_| MALFORMED)?;
+                            export = Some((reported.size.get(), reported.flags.get()));
                         }
                         info::BLOCK_SIZE => {
-                            let told = InfoBlockSize::read_from_bytes(&data).map_err(|_| MALFORMED)?;
-                            let (minimum, preferred) = (told.minimum.get(), told.preferred.get());
-                            blocks = Some(BlockSizes { minimum, preferred, maximum: told.maximum.get() });
+                            let reported = InfoBlockSize::read_from_bytes(&data).map_err(|_| MALFORMED)?;
+                            let (minimum, preferred) = (reported.minimum.get(), reported.preferred.get());
+                            blocks = Some(BlockSizes { minimum, preferred, maximum: reported.maximum.get() });
                         }
                         _ => {}
                     }
@@ -182,28 +183,29 @@ impl Talk<'_> {
         Err(ENDLESS)
     }
 
-    /// Chooses the export as the oldest clients do: where there is none, the server hangs up.
+    /// Chooses the export with `EXPORT_NAME`. The server closes the connection if the export does
+    /// not exist.
     fn export_name(
         &mut self,
         padded: bool,
         structured: bool,
         context: Option<u32>,
-    ) -> Result<Facts, LinkError> {
-        self.ask(option::EXPORT_NAME, self.export.as_bytes())?;
-        let told: [u8; size_of::<ExportNameReply>()] = match self.bytes() {
+    ) -> Result<ExportInfo, LinkError> {
+        self.send_option(option::EXPORT_NAME, self.export.as_bytes())?;
+        let reported: [u8; size_of::<ExportNameReply>()] = match self.bytes() {
             Err(LinkError::Closed) => {
-                return Err(LinkError::Refused("it closed the connection; there is no such export?".into()));
+                return Err(LinkError::Refused("it closed the connection; the export may not exist".into()));
             }
-            told => told?,
+            reported => reported?,
         };
-        let told = ExportNameReply::read_from_bytes(&told).map_err(|_| MALFORMED)?;
+        let reported = ExportNameReply::read_from_bytes(&reported).map_err(|_| MALFORMED)?;
         if padded {
             self.bytes::<EXPORT_NAME_PADDING_BYTES>()?;
         }
-        Facts::checked(told.size.get(), told.flags.get(), None, structured, context)
+        ExportInfo::validate(reported.size.get(), reported.flags.get(), None, structured, context)
     }
 
-    /// The one reply of an option that has no other.
+    /// Reads the reply of an option that has exactly one.
     fn last_reply(&mut self, option: u32) -> Result<Result<(), Refusal>, LinkError> {
         match self.reply(option)? {
             (reply::ACK, data) if data.is_empty() => Ok(Ok(())),
@@ -213,7 +215,7 @@ impl Talk<'_> {
         }
     }
 
-    fn ask(&mut self, option: u32, data: &[u8]) -> Result<(), LinkError> {
+    fn send_option(&mut self, option: u32, data: &[u8]) -> Result<(), LinkError> {
         let header = OptionHeader {
             magic: OPTION_MAGIC.into(),
             option: option.into(),
@@ -253,7 +255,7 @@ impl Talk<'_> {
             match self.link.recv(out)? {
                 Some(0) => return Err(LinkError::Closed),
                 Some(n) => out = &mut out[n..],
-                None => self.patience.wait(self.link.socket(), PollFlags::IN)?,
+                None => self.deadline.wait(self.link.socket(), PollFlags::IN)?,
             }
         }
         Ok(())
@@ -264,7 +266,7 @@ impl Talk<'_> {
             let n = self.link.send(&[IoSlice::new(bytes)])?;
             bytes = &bytes[n..];
             if n == 0 && (!bytes.is_empty() || self.link.has_unsent()) {
-                self.patience.wait(self.link.socket(), PollFlags::OUT)?;
+                self.deadline.wait(self.link.socket(), PollFlags::OUT)?;
             }
         }
         Ok(())
@@ -272,17 +274,17 @@ impl Talk<'_> {
 }
 
 const MALFORMED: LinkError = LinkError::Protocol("a reply to an option has the wrong length");
-const UNEXPECTED: LinkError = LinkError::Protocol("a reply does not belong to what was asked");
+const UNEXPECTED: LinkError = LinkError::Protocol("a reply does not match the option");
 const ENDLESS: LinkError = LinkError::Protocol("the replies to an option do not end");
 
-/// A string of the protocol, which is short enough: the URI was checked.
+/// Encodes a protocol string. The URI parser has checked its length.
 fn string(text: &str) -> Vec<u8> {
     let mut bytes = (text.len() as u32).to_be_bytes().to_vec();
     bytes.extend(text.as_bytes());
     bytes
 }
 
-/// A server's words, as far as they can be shown.
+/// Converts server text for messages: drops control characters and limits the length.
 pub fn text(data: &[u8]) -> String {
     String::from_utf8_lossy(data).chars().filter(|c| !c.is_control()).take(MAX_TEXT_CHARS).collect()
 }

@@ -1,61 +1,63 @@
-//! Which writes were answered and are not durable, and which of them a server may have lost.
+//! Tracks which completed writes are durable, and which of them a server crash may have lost.
 //!
-//! Writes are counted as they are answered; a flush covers those that were answered when it came.
-//! Where all connections are gone the server may have been started again, and without what it had
-//! in its cache: the flushes that would have covered that fail, or, where there are none, the next
-//! one does.
+//! The ledger counts writes as they complete; a flush covers the writes that completed before its
+//! submission. When all connections are lost, the server may have restarted without its cached
+//! writes. The flushes in flight that cover such writes then fail; if there are none, the next
+//! flush fails.
 
-/// The count.
+/// Write counters of a device.
 #[derive(Debug, Default)]
 pub struct Ledger {
-    /// Writes that were answered.
-    answered: u64,
-    /// The first so many of them are durable, or it was told that they may not be.
+    /// Number of completed writes.
+    completed: u64,
+    /// Number of the first writes that are durable or whose possible loss was reported.
     settled: u64,
-    /// The first so many of them may be lost, and nobody was told of the last of these.
-    untold: u64,
+    /// Number of the first writes that may be lost with the loss not fully reported; 0 if none.
+    unreported: u64,
 }
 
 impl Ledger {
-    /// A write was answered that is not durable.
-    pub fn answered(&mut self) {
-        self.answered += 1;
+    /// Counts a completed write that is not durable.
+    pub fn add_write(&mut self) {
+        self.completed += 1;
     }
 
-    /// What a flush that comes now makes durable.
-    pub fn covers(&self) -> u64 {
-        self.answered
+    /// Returns the number of writes that a flush submitted now makes durable.
+    pub fn completed_writes(&self) -> u64 {
+        self.completed
     }
 
-    /// A flush was answered; false: what it covers may be lost, and it fails.
+    /// Records a successful flush. Returns false if writes that it covers may be lost, so the flush
+    /// must fail.
     #[must_use]
-    pub fn flushed(&mut self, covers: u64, doomed: bool) -> bool {
-        if doomed {
+    pub fn finish_flush(&mut self, covers: u64, must_fail: bool) -> bool {
+        if must_fail {
             return false;
         }
-        let told = self.settled < self.untold && covers > self.settled;
+        let must_report = self.settled < self.unreported && covers > self.settled;
         self.settled = self.settled.max(covers);
-        if told && self.settled >= self.untold {
-            self.untold = 0;
+        if must_report && self.settled >= self.unreported {
+            self.unreported = 0;
         }
-        !told
+        !must_report
     }
 
-    /// All connections are gone, and with them perhaps what the server had in its cache. `flushes` are
-    /// what those on their way cover. Answers how many writes were answered and may be lost, if any.
-    pub fn lost(&mut self, flushes: impl Iterator<Item = u64>) -> Option<u64> {
+    /// Records that all connections are lost. `flushes` are the numbers of writes that flushes in
+    /// flight cover. Returns the number of completed writes that may be lost, if any.
+    pub fn record_loss(&mut self, flushes: impl Iterator<Item = u64>) -> Option<u64> {
         let first = self.settled;
-        if self.answered == first {
+        if self.completed == first {
             return None;
         }
-        // Those of them that fail tell of what they cover.
-        let told = flushes.filter(|covers| *covers > first).max().unwrap_or(first);
-        self.settled = told;
-        self.untold = if self.answered > told { self.answered } else { 0 };
-        Some(self.answered - first)
+        // Flushes in flight will fail and so report the writes that they cover.
+        let reported = flushes.filter(|covers| *covers > first).max().unwrap_or(first);
+        self.settled = reported;
+        self.unreported = if self.completed > reported { self.completed } else { 0 };
+        Some(self.completed - first)
     }
 
-    /// Whether a flush on its way that covers so many will have to fail if all is lost now.
+    /// Returns true if a flush in flight that covers `covers` writes must fail if all connections
+    /// are lost now.
     pub fn is_at_risk(&self, covers: u64) -> bool {
         covers > self.settled
     }
@@ -65,55 +67,55 @@ impl Ledger {
 mod tests {
     use super::*;
 
-    fn of(answered: u64) -> Ledger {
+    fn of(writes: u64) -> Ledger {
         let mut ledger = Ledger::default();
-        (0..answered).for_each(|_| ledger.answered());
+        (0..writes).for_each(|_| ledger.add_write());
         ledger
     }
 
     #[test]
-    fn the_next_flush_fails_once_where_writes_may_be_lost() {
+    fn next_flush_fails_once_after_loss() {
         let mut ledger = of(3);
-        assert_eq!(ledger.lost([].into_iter()), Some(3));
-        assert!(!ledger.flushed(3, false));
-        assert!(ledger.flushed(3, false));
-        assert_eq!(ledger.lost([].into_iter()), None);
+        assert_eq!(ledger.record_loss([].into_iter()), Some(3));
+        assert!(!ledger.finish_flush(3, false));
+        assert!(ledger.finish_flush(3, false));
+        assert_eq!(ledger.record_loss([].into_iter()), None);
     }
 
     #[test]
-    fn nothing_is_lost_that_a_flush_has_covered() {
+    fn flushed_writes_are_not_lost() {
         let mut ledger = of(3);
-        assert!(ledger.flushed(3, false));
-        assert_eq!(ledger.lost([].into_iter()), None);
-        ledger.answered();
-        assert_eq!(ledger.lost([].into_iter()), Some(1));
-        // More is written before the next flush.
-        ledger.answered();
-        assert!(!ledger.flushed(5, false));
-        assert!(ledger.flushed(5, false));
+        assert!(ledger.finish_flush(3, false));
+        assert_eq!(ledger.record_loss([].into_iter()), None);
+        ledger.add_write();
+        assert_eq!(ledger.record_loss([].into_iter()), Some(1));
+        // Another write completes before the next flush.
+        ledger.add_write();
+        assert!(!ledger.finish_flush(5, false));
+        assert!(ledger.finish_flush(5, false));
     }
 
     #[test]
-    fn flushes_on_their_way_fail_and_tell_of_what_they_cover() {
+    fn flushes_in_flight_report_covered_losses() {
         let mut ledger = of(5);
         assert!(ledger.is_at_risk(4) && ledger.is_at_risk(5));
-        assert!(ledger.lost([4, 5].into_iter()).is_some());
-        assert!(!ledger.flushed(5, true) && !ledger.flushed(4, true));
-        assert!(ledger.flushed(5, false), "all was told");
+        assert!(ledger.record_loss([4, 5].into_iter()).is_some());
+        assert!(!ledger.finish_flush(5, true) && !ledger.finish_flush(4, true));
+        assert!(ledger.finish_flush(5, false), "all losses were reported");
         let mut ledger = of(5);
-        assert!(ledger.lost([3].into_iter()).is_some());
-        assert!(!ledger.flushed(3, true));
-        assert!(!ledger.flushed(5, false), "two were not told of");
-        assert!(ledger.flushed(5, false));
+        assert!(ledger.record_loss([3].into_iter()).is_some());
+        assert!(!ledger.finish_flush(3, true));
+        assert!(!ledger.finish_flush(5, false), "two losses were not reported");
+        assert!(ledger.finish_flush(5, false));
     }
 
     #[test]
-    fn two_losses_are_told_together() {
+    fn two_losses_are_reported_together() {
         let mut ledger = of(2);
-        assert!(ledger.lost([].into_iter()).is_some());
-        ledger.answered();
-        assert!(ledger.lost([].into_iter()).is_some());
-        assert!(!ledger.flushed(3, false));
-        assert!(ledger.flushed(3, false));
+        assert!(ledger.record_loss([].into_iter()).is_some());
+        ledger.add_write();
+        assert!(ledger.record_loss([].into_iter()).is_some());
+        assert!(!ledger.finish_flush(3, false));
+        assert!(ledger.finish_flush(3, false));
     }
 }

@@ -1,37 +1,34 @@
-//! Exports of NBD servers as devices.
+//! NBD client: exports of NBD servers as devices.
 //!
-//! [`Nbd`] speaks the fixed newstyle handshake, structured replies, `base:allocation` and TLS with any
-//! server of the protocol's specification (`doc/proto.md` of the `NetworkBlockDevice` project), over
-//! several connections where the server says that these see the same. What waits for the network is
-//! submitted; a try never does.
+//! [`Nbd`] supports the fixed newstyle handshake, structured replies, `base:allocation` and TLS
+//! with any server of the protocol specification (`doc/proto.md` of the `NetworkBlockDevice`
+//! project). It uses several connections if the server guarantees that they see the same data. All
+//! requests are submitted; `try_io` never performs I/O, as it would wait for the network.
 //!
-//! **Losses.** A connection that is lost is made again, with longer and longer pauses, for as long as
-//! the device is there. Requests that were not answered are sent again, reads and writes alike; one that
-//! finds no server for [`Config::timeout`] fails with
-//! [`Error::Media`](freestone_core::device::Error::Media). A write that was answered and not flushed may
-//! be lost with the server: the flushes that would have made it durable fail, or the next one does,
-//! once.
+//! **Lost connections.** The client reconnects with growing pauses as long as the device exists. It
+//! resends reads and writes that have no reply yet. A request that finds no server for
+//! [`Config::timeout`] fails with [`Error::Media`](freestone_core::device::Error::Media). A server
+//! crash may lose writes that completed without a flush: the flushes in flight that cover them
+//! fail; otherwise the next flush fails once.
 //!
-//! A write that is sent again may be carried out twice, by the old connection and by the new one. A
-//! server that carries out what it received over a connection long after that was closed, when the
-//! same was already answered over another, can bring old content back; the protocol has nothing
-//! against that, and servers do not do it: they end what a connection asked for, or forget it, when
-//! it closes.
+//! A resent write may run twice, through the old and the new connection. The protocol would allow a
+//! server to run a request long after its connection closed, and so to overwrite newer data with
+//! old. Real servers do not: when a connection closes, they finish or drop its requests.
 //!
-//! **Trust.** A server is not trusted with more than its content: all that it says is checked, and
-//! what is kept of it has a bound.
+//! **Trust.** Only the content of a server is trusted. The client validates every reply and bounds
+//! the memory used for replies.
 
 mod config;
-mod covered;
+mod connection;
 mod device;
 mod error;
-mod facts;
+mod export_info;
 mod handshake;
 mod job;
-mod lane;
 mod ledger;
 mod link;
 mod outgoing;
+mod ranges;
 mod receive;
 mod shared;
 mod socket;

@@ -1,4 +1,4 @@
-//! A connection to a server: a socket that never blocks, with TLS over it or without.
+//! A non-blocking stream to a server, with or without TLS.
 
 use std::io::{self, IoSlice};
 use std::net::ToSocketAddrs;
@@ -15,36 +15,32 @@ use crate::error::LinkError;
 use crate::socket::{receive, send};
 use crate::tls::{TlsSettings, TlsStream};
 use crate::uri::Place;
-use crate::wake::Patience;
+use crate::wake::Deadline;
 
-/// After so long without a word the kernel asks whether the server is still there.
+/// Idle time after which the kernel probes the server.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
 const KEEPALIVE_PROBES: u32 = 4;
 
-/// A connection.
 pub struct Link {
     socket: OwnedFd,
     tls: Option<Box<TlsStream>>,
 }
 
 impl Link {
-    /// Connects. The name of a host is looked up, which takes as long as the system has it take.
-    ///
-    /// # Errors
-    /// See [`LinkError`].
-    pub fn connect(place: &Place, patience: Patience<'_>) -> Result<Self, LinkError> {
+    /// Connects. The name lookup blocks for as long as the system resolver takes.
+    pub fn connect(place: &Place, deadline: Deadline<'_>) -> Result<Self, LinkError> {
         match place {
             Place::Unix(path) => {
-                let at = SocketAddrUnix::new(path).map_err(|errno| LinkError::Connect(errno.into()))?;
-                Self::to(AddressFamily::UNIX, &at.into(), patience)
+                let address = SocketAddrUnix::new(path).map_err(|errno| LinkError::Connect(errno.into()))?;
+                Self::to(AddressFamily::UNIX, &address.into(), deadline)
             }
             Place::Tcp { host, port } => {
                 let found = (host.as_str(), *port).to_socket_addrs().map_err(LinkError::Host)?;
                 let mut last = LinkError::Host(io::Error::other("it has no address"));
-                for at in found {
-                    let family = if at.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-                    match Self::to(family, &SocketAddrAny::from(at), patience) {
+                for address in found {
+                    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+                    match Self::to(family, &SocketAddrAny::from(address), deadline) {
                         Ok(link) => return Ok(link.for_tcp()?),
                         Err(end @ (LinkError::Ending | LinkError::Silent(_))) => return Err(end),
                         Err(error) => last = error,
@@ -55,27 +51,28 @@ impl Link {
         }
     }
 
-    fn to(family: AddressFamily, at: &SocketAddrAny, patience: Patience<'_>) -> Result<Self, LinkError> {
+    fn to(family: AddressFamily, address: &SocketAddrAny, deadline: Deadline<'_>) -> Result<Self, LinkError> {
         let refused = |errno: Errno| LinkError::Connect(errno.into());
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = socket_with(family, SocketType::STREAM, flags, None).map_err(refused)?;
         loop {
-            match connect(&socket, at) {
+            match connect(&socket, address) {
                 Ok(()) | Err(Errno::ISCONN) => break,
                 Err(Errno::INTR) => {}
                 Err(Errno::INPROGRESS | Errno::ALREADY) => {
-                    patience.wait(socket.as_fd(), PollFlags::OUT)?;
+                    deadline.wait(socket.as_fd(), PollFlags::OUT)?;
                     sockopt::socket_error(&socket).map_err(refused)?.map_err(refused)?;
                 }
-                // The queue of a Unix socket is full, and nothing tells when that ends.
-                Err(Errno::AGAIN) => patience.pause()?,
+                // The queue of a Unix socket is full. The kernel gives no notification, so this
+                // polls.
+                Err(Errno::AGAIN) => deadline.pause()?,
                 Err(errno) => return Err(refused(errno)),
             }
         }
         Ok(Self { socket, tls: None })
     }
 
-    /// Requests are not held back to fill packets, and a server that is gone is found out.
+    /// Sets `TCP_NODELAY`, and keepalive to detect a dead server.
     fn for_tcp(self) -> io::Result<Self> {
         sockopt::set_tcp_nodelay(&self.socket, true)?;
         sockopt::set_socket_keepalive(&self.socket, true)?;
@@ -85,26 +82,20 @@ impl Link {
         Ok(self)
     }
 
-    /// Goes on with TLS. What came before is not looked at again.
-    ///
-    /// # Errors
-    /// See [`LinkError`].
-    pub fn start_tls(&mut self, settings: &TlsSettings, patience: Patience<'_>) -> Result<(), LinkError> {
+    /// Starts TLS. Data received before is not parsed again.
+    pub fn start_tls(&mut self, settings: &TlsSettings, deadline: Deadline<'_>) -> Result<(), LinkError> {
         let mut tls = Box::new(TlsStream::begin(settings)?);
-        tls.shake_hands(self.socket.as_fd(), patience)?;
+        tls.shake_hands(self.socket.as_fd(), deadline)?;
         self.tls = Some(tls);
         Ok(())
     }
 
-    /// The socket.
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// What is there, up to the length of `buf`; 0 where the server has closed. `None`: nothing is.
-    ///
-    /// # Errors
-    /// The connection is lost.
+    /// Receives up to `buf.len()` bytes. Returns 0 if the server has closed the connection, and
+    /// `None` if no data is available.
     pub fn recv(&mut self, buf: &mut [u8]) -> io::Result<Option<usize>> {
         match &mut self.tls {
             Some(tls) => tls.recv(self.socket.as_fd(), buf),
@@ -112,10 +103,7 @@ impl Link {
         }
     }
 
-    /// Sends as much as goes, 0 where that is nothing now.
-    ///
-    /// # Errors
-    /// The connection is lost.
+    /// Sends as much as possible without blocking. Returns the number of bytes, which may be 0.
     pub fn send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         match &mut self.tls {
             Some(tls) => tls.send(self.socket.as_fd(), parts),
@@ -123,12 +111,12 @@ impl Link {
         }
     }
 
-    /// Whether something that was taken has still to leave.
+    /// Returns true if accepted data is still buffered.
     pub fn has_unsent(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.has_unsent())
     }
 
-    /// Whether something that arrived may be there although the socket is not readable.
+    /// Returns true if received data may be buffered although the socket is not readable.
     pub fn has_unread(&self) -> bool {
         self.tls.is_some()
     }

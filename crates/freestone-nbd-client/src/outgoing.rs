@@ -1,4 +1,5 @@
-//! What a connection sends: headers and small data in one buffer, large data out of the requests.
+//! Send queue of a connection: headers and small payloads in one buffer, large payloads directly
+//! from the requests.
 
 use std::io::IoSlice;
 
@@ -11,34 +12,32 @@ use crate::job::{Job, Piece};
 use crate::link::Link;
 use crate::table::Table;
 
-/// Data up to this size is copied behind its header, in bytes.
+/// Largest payload that is copied behind its header, in bytes.
 const COPY_MAX_BYTES: usize = 16 << 10;
-/// When so much is ready it is sent first, in bytes.
+/// Buffered bytes at which sending comes first.
 const FULL_BYTES: usize = 64 << 10;
 
-/// What is ready to be sent.
+/// Data that is ready to be sent.
 #[derive(Default)]
 pub struct Outgoing {
     bytes: Vec<u8>,
-    /// How much of these has left.
-    left: usize,
-    /// Data behind these, and how much of that has left.
+    /// Bytes of `bytes` already sent.
+    sent_bytes: usize,
+    /// Cookie of a large payload that follows `bytes`, and its bytes already sent.
     data: Option<(u64, usize)>,
 }
 
 impl Outgoing {
-    /// Whether there is room for another request.
     pub fn has_room(&self) -> bool {
         self.data.is_none() && self.bytes.len() < FULL_BYTES
     }
 
-    /// Whether nothing is to be sent.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty() && self.data.is_none()
     }
 
-    /// Adds a request; there is room.
-    pub fn put(&mut self, table: &mut Table, job: Box<Job>, piece: Piece) {
+    /// Adds a request. Requires [`has_room`](Self::has_room).
+    pub fn add(&mut self, table: &mut Table, job: Box<Job>, piece: Piece) {
         let payload = piece.payload();
         let small = payload.len() <= COPY_MAX_BYTES;
         let copied = if small { payload.clone() } else { 0..0 };
@@ -51,21 +50,18 @@ impl Outgoing {
         self.data = (!small).then_some((cookie, 0));
     }
 
-    /// The last word to a server that is left: nothing is answered any more.
-    pub fn goodbye(link: &mut Link) {
+    /// Sends the DISC command. The server sends no reply to it.
+    pub fn send_disconnect(link: &mut Link) {
         let piece = Piece { command: command::DISC, flags: CommandFlags::empty(), offset: 0, len: 0, at: 0 };
-        // A server that does not hear it sees that the connection ends.
+        // If this fails, the server still sees the connection close.
         let _ = link.send(&[IoSlice::new(header(&piece, 0).as_bytes())]);
     }
 
-    /// Sends as much as goes. True: something has left.
-    ///
-    /// # Errors
-    /// The connection is lost.
+    /// Sends as much as possible without blocking. Returns true if anything was sent.
     pub fn send(&mut self, link: &mut Link, table: &mut Table) -> Result<bool, LinkError> {
         let mut moved = false;
         loop {
-            let bytes = &self.bytes[self.left..];
+            let bytes = &self.bytes[self.sent_bytes..];
             let sent = match self.data {
                 None if bytes.is_empty() && !link.has_unsent() => return Ok(moved),
                 None => link.send(&[IoSlice::new(bytes)])?,
@@ -80,10 +76,10 @@ impl Outgoing {
             }
             moved = true;
             let of_bytes = sent.min(bytes.len());
-            self.left += of_bytes;
-            if self.left == self.bytes.len() {
+            self.sent_bytes += of_bytes;
+            if self.sent_bytes == self.bytes.len() {
                 self.bytes.clear();
-                self.left = 0;
+                self.sent_bytes = 0;
             }
             if let Some((cookie, from)) = &mut self.data {
                 *from += sent - of_bytes;
@@ -97,7 +93,7 @@ impl Outgoing {
     }
 }
 
-const UNASKED: LinkError = LinkError::Protocol("it answered a write before it had its data");
+const UNASKED: LinkError = LinkError::Protocol("it replied to a write before it had the data");
 
 fn header(piece: &Piece, cookie: u64) -> RequestHeader {
     RequestHeader {

@@ -1,5 +1,5 @@
-//! What a server answers. Nothing of it is believed: a cookie is one that was sent, data lies where
-//! it was asked for, and what is kept of an answer has a bound.
+//! Parser for server replies. Every field is validated: cookies must be in flight, data must lie in
+//! the requested range, and memory use is bounded.
 
 use freestone_core::sync::Instant;
 use freestone_nbd_proto::{
@@ -11,73 +11,80 @@ use crate::error::LinkError;
 use crate::handshake::text;
 use crate::link::Link;
 use crate::status::{DESCRIPTOR_BYTES, MAX_DESCRIPTORS, parse};
-use crate::table::{Sent, Table};
+use crate::table::{SentPiece, Table};
 
-/// Bytes that are received at once, where they are not received into a request.
+/// Bytes of the input buffer.
 const INPUT_BYTES: usize = 64 << 10;
-/// From so much that is missing on, data is received straight into its request, in bytes.
+/// Missing bytes from which data is received directly into the request's buffer.
 const DIRECT_BYTES: usize = 4096;
-/// What one call receives at most before other things have their turn, in bytes.
+/// Maximum number of bytes received per call, so that sending gets its turn.
 const TURN_BYTES: usize = 4 << 20;
-/// Longest chunk of an error, in bytes: number, length, text, place.
+/// Longest error chunk in bytes: errno, length, text, offset.
 const MAX_ERROR_BYTES: usize = 4 + 2 + u16::MAX as usize + 8;
-/// Longest chunk of block status, in bytes.
+/// Longest block status chunk in bytes.
 const MAX_STATUS_BYTES: usize = 4 + MAX_DESCRIPTORS * DESCRIPTOR_BYTES;
-/// Length of a chunk of zeroes: place and length.
+/// Payload of a hole chunk in bytes: offset and length.
 const HOLE_BYTES: usize = 12;
 
-/// A piece that was answered.
-pub struct Answered {
-    /// What was asked.
-    pub sent: Sent,
-    /// 0, or why it failed.
+/// A piece with its complete reply.
+pub struct PieceReply {
+    pub sent: SentPiece,
+    /// 0, or the NBD errno.
     pub errno: u32,
 }
 
-/// Where in a reply the next byte belongs.
+/// Parser state: meaning of the next byte.
 #[derive(Clone, Copy)]
 enum State {
-    /// A header.
     Header,
-    /// Data of a read, at `at` of the buffer.
-    Data { cookie: u64, at: usize, left: usize, last: bool },
-    /// What is looked at as a whole.
-    Whole { cookie: u64, kind: u16, len: usize, last: bool },
+    /// Data of a read, at byte `at` of the request's buffer.
+    Data {
+        cookie: u64,
+        at: usize,
+        left: usize,
+        last: bool,
+    },
+    /// Payload that is parsed when it is complete.
+    Payload {
+        cookie: u64,
+        kind: u16,
+        len: usize,
+        last: bool,
+    },
 }
 
-/// The receiving side of a connection.
+/// Receiving side of a connection.
 pub struct Receiver {
     input: Box<[u8]>,
-    /// What of `input` is not taken yet.
+    /// Unparsed range of `input`.
     start: usize,
     end: usize,
-    whole: Vec<u8>,
+    payload: Vec<u8>,
     state: State,
     structured: bool,
     context: Option<u32>,
-    /// What has been answered.
-    pub answered: Vec<Answered>,
+    /// Pieces with complete replies.
+    pub replies: Vec<PieceReply>,
 }
 
 impl Receiver {
-    /// Of a new connection.
     pub fn new(structured: bool, context: Option<u32>) -> Self {
         Self {
             input: vec![0; INPUT_BYTES].into(),
             start: 0,
             end: 0,
-            whole: Vec::new(),
+            payload: Vec::new(),
             state: State::Header,
             structured,
             context,
-            answered: Vec::new(),
+            replies: Vec::new(),
         }
     }
 
-    /// Takes what is there. True: more may be.
+    /// Receives and parses available data. Returns true if more may be available.
     ///
     /// # Errors
-    /// The connection is lost, or of no use.
+    /// The connection is lost, or the server violated the protocol.
     pub fn receive(&mut self, link: &mut Link, table: &mut Table) -> Result<bool, LinkError> {
         let mut turn = 0;
         while turn < TURN_BYTES {
@@ -88,7 +95,7 @@ impl Receiver {
                 let buffer = table.buffer(cookie).ok_or(UNKNOWN)?;
                 let got = link.recv(&mut buffer[at..at + left])?;
                 if let Some(n) = got {
-                    self.took(n);
+                    self.add_received(n);
                 }
                 (got, left)
             } else {
@@ -104,7 +111,7 @@ impl Receiver {
                 None => return Ok(false),
                 Some(0) => return Err(LinkError::Closed),
                 Some(n) => {
-                    self.take(table)?;
+                    self.parse_input(table)?;
                     turn += n;
                     if n < wanted && !link.has_unread() {
                         return Ok(false);
@@ -115,8 +122,8 @@ impl Receiver {
         Ok(true)
     }
 
-    /// So many bytes of data have come.
-    fn took(&mut self, n: usize) {
+    /// Advances the data position by `n` bytes.
+    fn add_received(&mut self, n: usize) {
         if let State::Data { at, left, .. } = &mut self.state {
             *at += n;
             *left -= n;
@@ -127,8 +134,8 @@ impl Receiver {
         &self.input[self.start..self.end]
     }
 
-    /// Takes apart what is in the buffer, as far as it goes.
-    fn take(&mut self, table: &mut Table) -> Result<(), LinkError> {
+    /// Parses the input buffer as far as possible.
+    fn parse_input(&mut self, table: &mut Table) -> Result<(), LinkError> {
         loop {
             match self.state {
                 State::Header => {
@@ -140,7 +147,7 @@ impl Receiver {
                     table.get(cookie).ok_or(UNKNOWN)?.since = Instant::now();
                     self.state = State::Header;
                     if last {
-                        self.done(table, cookie)?;
+                        self.finish_reply(table, cookie)?;
                     }
                 }
                 State::Data { cookie, at, left, .. } => {
@@ -151,27 +158,27 @@ impl Receiver {
                     let buffer = table.buffer(cookie).ok_or(UNKNOWN)?;
                     buffer[at..at + n].copy_from_slice(&self.input[self.start..self.start + n]);
                     self.start += n;
-                    self.took(n);
+                    self.add_received(n);
                 }
-                State::Whole { cookie, kind, len, last } => {
-                    let n = (len - self.whole.len()).min(self.end - self.start);
-                    self.whole.extend_from_slice(&self.input[self.start..self.start + n]);
+                State::Payload { cookie, kind, len, last } => {
+                    let n = (len - self.payload.len()).min(self.end - self.start);
+                    self.payload.extend_from_slice(&self.input[self.start..self.start + n]);
                     self.start += n;
-                    if self.whole.len() < len {
+                    if self.payload.len() < len {
                         return Ok(());
                     }
                     self.state = State::Header;
-                    self.whole(table, cookie, kind)?;
-                    self.whole = Vec::new();
+                    self.payload(table, cookie, kind)?;
+                    self.payload = Vec::new();
                     if last {
-                        self.done(table, cookie)?;
+                        self.finish_reply(table, cookie)?;
                     }
                 }
             }
         }
     }
 
-    /// A header, where all of it is there.
+    /// Parses a header. Returns false if it is incomplete.
     fn header(&mut self, table: &mut Table) -> Result<bool, LinkError> {
         let Some(magic) = self.data().first_chunk::<4>() else { return Ok(false) };
         match u32::from_be_bytes(*magic) {
@@ -194,7 +201,7 @@ impl Receiver {
                 self.chunk(table, header)?;
                 Ok(true)
             }
-            _ => Err(LinkError::Protocol("a reply does not begin as one")),
+            _ => Err(LinkError::Protocol("a reply has the wrong magic number")),
         }
     }
 
@@ -203,19 +210,21 @@ impl Receiver {
         let sent = table.get(cookie).ok_or(UNKNOWN)?;
         let asked = sent.piece.command;
         if self.structured && matches!(asked, command::READ | command::BLOCK_STATUS) {
-            return Err(LinkError::Protocol("it answered without chunks what has to come in chunks"));
+            return Err(LinkError::Protocol(
+                "it sent a simple reply to a command that needs a structured reply",
+            ));
         }
         match (reply.error.get(), asked) {
             (0, command::READ) => {
                 let (at, left) = (sent.piece.at, sent.piece.len as usize);
-                sent.covered.add(0, sent.piece.len).map_err(LinkError::Protocol)?;
+                sent.received.add(0, sent.piece.len).map_err(LinkError::Protocol)?;
                 self.state = State::Data { cookie, at, left, last: true };
                 Ok(())
             }
-            (0, _) => self.done(table, cookie),
+            (0, _) => self.finish_reply(table, cookie),
             (errno, _) => {
                 sent.error = Some(errno);
-                self.done(table, cookie)
+                self.finish_reply(table, cookie)
             }
         }
     }
@@ -231,16 +240,16 @@ impl Receiver {
             let at = at.ok_or(OUTSIDE)? as u32;
             if len == 0 || len > piece.len - at { Err(OUTSIDE) } else { Ok(at) }
         };
-        let whole = match kind {
+        let payload = match kind {
             chunk::NONE if len == 0 && last => {
                 self.start += size_of::<Chunk>();
-                return self.done(table, cookie);
+                return self.finish_reply(table, cookie);
             }
             chunk::OFFSET_DATA if piece.command == command::READ => {
                 let Ok((data, _)) = DataChunk::read_from_prefix(self.data()) else { return Err(LENGTH) };
                 let bytes = u32::try_from(len.checked_sub(8).ok_or(LENGTH)?).map_err(|_| LENGTH)?;
                 let at = place(data.offset.get(), bytes)?;
-                sent.covered.add(at, at + bytes).map_err(LinkError::Protocol)?;
+                sent.received.add(at, at + bytes).map_err(LinkError::Protocol)?;
                 self.start += size_of::<DataChunk>();
                 let at = piece.at + at as usize;
                 self.state = State::Data { cookie, at, left: bytes as usize, last };
@@ -254,43 +263,42 @@ impl Receiver {
                 let (offset, fields) = fields.split_first_chunk::<8>().ok_or(LENGTH)?;
                 let bytes = u32::from_be_bytes(*fields.first_chunk::<4>().ok_or(LENGTH)?);
                 let at = place(u64::from_be_bytes(*offset), bytes)?;
-                sent.covered.add(at, at + bytes).map_err(LinkError::Protocol)?;
+                sent.received.add(at, at + bytes).map_err(LinkError::Protocol)?;
                 let from = piece.at + at as usize;
                 sent.job.buffer[from..from + bytes as usize].fill(0);
                 self.start += size_of::<Chunk>() + HOLE_BYTES;
                 if last {
-                    self.done(table, cookie)?;
+                    self.finish_reply(table, cookie)?;
                 }
                 return Ok(());
             }
             chunk::BLOCK_STATUS if piece.command == command::BLOCK_STATUS => MAX_STATUS_BYTES,
             kind if kind & chunk::ERRORS != 0 => MAX_ERROR_BYTES,
-            _ => return Err(LinkError::Protocol("a chunk does not belong to what was asked")),
+            _ => return Err(LinkError::Protocol("a chunk does not match the command")),
         };
-        if len > whole {
+        if len > payload {
             return Err(LinkError::Protocol("a chunk is longer than it can be"));
         }
         self.start += size_of::<Chunk>();
-        self.whole = Vec::with_capacity(len);
-        self.state = State::Whole { cookie, kind, len, last };
+        self.payload = Vec::with_capacity(len);
+        self.state = State::Payload { cookie, kind, len, last };
         Ok(())
     }
 
-    /// A chunk that was kept is complete.
-    fn whole(&mut self, table: &mut Table, cookie: u64, kind: u16) -> Result<(), LinkError> {
+    fn payload(&mut self, table: &mut Table, cookie: u64, kind: u16) -> Result<(), LinkError> {
         let sent = table.get(cookie).ok_or(UNKNOWN)?;
         if kind == chunk::BLOCK_STATUS {
             if !sent.job.status.is_empty() {
-                return Err(LinkError::Protocol("it told block status twice"));
+                return Err(LinkError::Protocol("it sent block status twice"));
             }
             sent.job.status =
-                parse(&self.whole, self.context, sent.piece.len).map_err(LinkError::Protocol)?;
+                parse(&self.payload, self.context, sent.piece.len).map_err(LinkError::Protocol)?;
             return Ok(());
         }
-        let (errno, rest) = self.whole.split_first_chunk::<4>().ok_or(LENGTH)?;
+        let (errno, rest) = self.payload.split_first_chunk::<4>().ok_or(LENGTH)?;
         let errno = u32::from_be_bytes(*errno);
         if errno == 0 {
-            return Err(LinkError::Protocol("an error has the number of none"));
+            return Err(LinkError::Protocol("an error chunk has errno 0"));
         }
         if matches!(kind, chunk::ERROR | chunk::ERROR_OFFSET) {
             let (len, rest) = rest.split_first_chunk::<2>().ok_or(LENGTH)?;
@@ -299,39 +307,38 @@ impl Receiver {
             if rest.len() != len + place {
                 return Err(LENGTH);
             }
-            tracing::debug!(errno, text = text(&rest[..len]), "the server answered an error");
+            tracing::debug!(errno, text = text(&rest[..len]), "the server returned an error");
         }
         sent.error.get_or_insert(errno);
         Ok(())
     }
 
-    /// The last of a reply has come.
-    fn done(&mut self, table: &mut Table, cookie: u64) -> Result<(), LinkError> {
+    fn finish_reply(&mut self, table: &mut Table, cookie: u64) -> Result<(), LinkError> {
         let sent = table.take(cookie).ok_or(UNKNOWN)?;
         let errno = sent.error.unwrap_or(0);
         if errno == errno::SHUTDOWN {
-            self.answered.push(Answered { sent, errno });
+            self.replies.push(PieceReply { sent, errno });
             return Err(LinkError::ShuttingDown);
         }
         if errno == 0 {
-            if sent.piece.command == command::READ && !sent.covered.is_all(sent.piece.len) {
-                return Err(self.broken(sent, "the chunks of a reply are not all that was asked for"));
+            if sent.piece.command == command::READ && !sent.received.is_all(sent.piece.len) {
+                return Err(self.reject_reply(sent, "the chunks of a reply do not cover the request"));
             }
             if sent.piece.command == command::BLOCK_STATUS && sent.job.status.is_empty() {
-                return Err(self.broken(sent, "it answered block status without any"));
+                return Err(self.reject_reply(sent, "it replied to a block status query without descriptors"));
             }
         }
-        self.answered.push(Answered { sent, errno });
+        self.replies.push(PieceReply { sent, errno });
         Ok(())
     }
 
-    /// It is as if it had not been answered.
-    fn broken(&mut self, sent: Sent, what: &'static str) -> LinkError {
-        self.answered.push(Answered { sent, errno: errno::SHUTDOWN });
+    /// Treats a reply as not received, so that the request is sent again, and returns the error.
+    fn reject_reply(&mut self, sent: SentPiece, what: &'static str) -> LinkError {
+        self.replies.push(PieceReply { sent, errno: errno::SHUTDOWN });
         LinkError::Protocol(what)
     }
 }
 
-const UNKNOWN: LinkError = LinkError::Protocol("it answered what was not asked, or was answered before");
-const OUTSIDE: LinkError = LinkError::Protocol("a chunk lies outside of what was asked for");
+const UNKNOWN: LinkError = LinkError::Protocol("it replied to an unknown or completed command");
+const OUTSIDE: LinkError = LinkError::Protocol("a chunk lies outside the requested range");
 const LENGTH: LinkError = LinkError::Protocol("a chunk has the wrong length");

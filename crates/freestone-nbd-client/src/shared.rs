@@ -1,13 +1,13 @@
-//! What the users of a device and its connections share: requests that wait, who has which, and what
-//! happens when connections are lost.
+//! State shared by the users of a device and its connections: waiting requests, assignment to
+//! connections, and recovery from lost connections.
 //!
-//! All connections that are open at one time are a *session*. When one of them is lost, the others
-//! leave as well, and a new session begins when the last one has left. So it is known of each answer
-//! before the next server is asked anything whether it came from the server before, which may have
-//! lost what it had in its cache.
+//! All connections that are open at one time form a *session*. When one of them is lost, the others
+//! leave too, and a new session begins after the last one has left. All replies of the old server
+//! are thus processed before a command is sent to the next server, which may have lost cached
+//! writes.
 //!
-//! Lock order: `state` is the only lock, held for a few instructions, never over a system call, a
-//! completion or a log line.
+//! Lock order: `state` is the only lock. It is held for a few instructions, never across a system
+//! call, a completion or a log line.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,65 +21,59 @@ use freestone_core::sync::{Condvar, Instant, Mutex, MutexGuard};
 use freestone_core::timer;
 
 use crate::error::LinkError;
-use crate::facts::Facts;
+use crate::export_info::ExportInfo;
 use crate::job::Job;
 use crate::state::{Effects, State};
 use crate::table::MAX_IN_FLIGHT;
-use crate::wake::Wake;
+use crate::wake::Waker;
 
-/// A device, as its users and connections see it.
+/// A device, shared by its users and connections.
 pub struct Shared {
-    /// How long a request waits for a server.
+    /// Time that a request waits for a server.
     pub timeout: Duration,
-    /// One for each connection.
-    pub wakes: Vec<Wake>,
-    /// All but the size stays as it is.
+    /// One waker per connection.
+    pub wakes: Vec<Waker>,
+    /// Fixed geometry; only the size may grow.
     geometry: Geometry,
     size: AtomicU64,
-    /// Connections whose threads wait to be woken until a plug is released, a bit each.
+    /// Bitmap of connections whose wake-up is delayed until a plug is released.
     plugged: AtomicU64,
     state: Mutex<State>,
-    /// A thread has ended.
+    /// Signalled when a connection thread ends.
     ended: Condvar,
 }
 
-/// What a connection hands over and is given. Its memory is kept from one time to the next: under
-/// the lock none is allocated for a request.
+/// Data that a connection exchanges with the state. The allocations are reused, so that the lock is
+/// not held across an allocation per request.
 #[derive(Default)]
 pub struct Exchange {
-    /// Jobs that are done, and how.
+    /// Finished requests with their results.
     pub done: Vec<(Box<Job>, Result<()>)>,
-    /// Writes of these and others that were answered, and are not durable.
+    /// Number of completed commands that changed data without making it durable.
     pub unflushed: u64,
-    /// New jobs.
     pub new: VecDeque<Box<Job>>,
-    /// Jobs that waited for others.
     ready: VecDeque<Box<Job>>,
     effects: Effects,
 }
 
-/// Why a connection ends without a fault of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Over {
-    /// The device ends.
+pub enum LeaveReason {
     Stop,
-    /// Another connection was lost.
-    Session,
+    SessionLost,
 }
 
-/// Whether a connection may be used.
 #[derive(Debug)]
-pub enum Joined {
-    /// It is one of the session. True: there was none.
+pub enum JoinResult {
+    /// The connection joined; true if it is the first of the session.
     Yes(bool),
-    /// Once the one before is over.
+    /// The previous session has not ended yet.
     Later,
 }
 
 impl Shared {
-    /// Of an export that was just seen so, with so many connections, none of which is up.
-    pub fn new(facts: Facts, geometry: Geometry, wakes: Vec<Wake>, timeout: Duration) -> Self {
-        let state = State::new(facts, wakes.len());
+    /// Returns the state of a newly seen export with one connection per waker, none of them open.
+    pub fn new(export_info: ExportInfo, geometry: Geometry, wakes: Vec<Waker>, timeout: Duration) -> Self {
+        let state = State::new(export_info, wakes.len());
         Self {
             timeout,
             wakes,
@@ -95,220 +89,226 @@ impl Shared {
         self.state.lock()
     }
 
-    /// As of now.
     pub fn geometry(&self) -> Geometry {
         Geometry { size: self.size.load(Ordering::SeqCst), ..self.geometry }
     }
 
-    /// What the export is.
-    pub fn facts(&self) -> Facts {
-        self.lock().facts
+    pub fn export_info(&self) -> ExportInfo {
+        self.lock().export_info
     }
 
-    /// Connections that are open.
     pub fn members(&self) -> usize {
         self.lock().members
     }
 
-    /// How often the server was connected to again after all connections were lost.
+    /// Returns the number of reconnections after all connections were lost.
     pub fn reconnects(&self) -> u64 {
         self.lock().reconnects
     }
 
-    /// Why a connection was last lost, or not made.
+    /// Returns the reason why a connection was last lost or could not be opened.
     pub fn last_error(&self) -> Option<String> {
         self.lock().last_error.clone()
     }
 
-    /// Notes why a connection was lost, or not made.
-    pub fn note(&self, error: String) {
+    /// Records the reason why a connection was lost or could not be opened.
+    pub fn record_error(&self, error: String) {
         self.lock().last_error = Some(error);
     }
 
-    /// Takes a job.
     pub fn submit(self: &Arc<Self>, mut job: Box<Job>) {
         let mut effects = Effects::default();
         {
             let mut state = self.lock();
             state.jobs += 1;
             job.number = state.jobs;
-            job.covers = state.ledger.covers();
+            job.covered_writes = state.ledger.completed_writes();
             if state.stop {
                 effects.done.push((job, Err(Error::Gone)));
-            } else if let Some(job) = state.arrive(job) {
-                state.place(job, self.timeout, &mut effects);
+            } else if let Some(job) = state.admit(job) {
+                state.dispatch(job, self.timeout, &mut effects);
             }
         }
         if effects.wake != 0 && hold(self) {
             self.plugged.fetch_or(effects.wake, Ordering::SeqCst);
             effects.wake = 0;
         }
-        self.carry_out(&mut effects);
+        self.apply_effects(&mut effects);
     }
 
-    /// What cannot be done under the lock. Nothing of it is left.
-    fn carry_out(self: &Arc<Self>, effects: &mut Effects) {
+    /// Does the work collected under the lock, and empties `effects`.
+    fn apply_effects(self: &Arc<Self>, effects: &mut Effects) {
         self.wake(std::mem::take(&mut effects.wake));
         for (job, outcome) in effects.done.drain(..) {
-            // A completion that panics ends its request, not the device.
+            // A panicking completion ends its request, not the device.
             let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| job.finish(outcome)));
         }
         if let Some(when) = effects.timer.take() {
             let shared = Arc::downgrade(self);
-            let look = move || {
+            let check = move || {
                 if let Some(shared) = shared.upgrade() {
                     shared.expire();
                 }
             };
-            if let Err(error) = timer::at(when, look) {
-                // The connections' threads look as well, when they try to connect.
-                client_log!(warn, "no timer: requests may wait longer than they should: {error}");
+            if let Err(error) = timer::at(when, check) {
+                // Connection threads also check for expired requests before they reconnect.
+                client_log!(warn, "cannot set a timer: requests may exceed their timeout: {error}");
             }
         }
     }
 
-    fn wake(&self, lanes: u64) {
-        for (lane, wake) in self.wakes.iter().enumerate() {
-            if lanes & 1 << lane != 0 {
+    fn wake(&self, connections: u64) {
+        for (connection, wake) in self.wakes.iter().enumerate() {
+            if connections & 1 << connection != 0 {
                 wake.wake();
             }
         }
     }
 
-    /// Fails what has waited for a server for too long.
+    /// Fails requests that have waited for a server longer than the timeout.
     pub fn expire(self: &Arc<Self>) {
         let mut effects = Effects::default();
         self.lock().expire(Instant::now(), self.timeout, &mut effects);
-        self.carry_out(&mut effects);
+        self.apply_effects(&mut effects);
     }
 
-    // ---- for the connections --------------------------------------------------------------------
+    // ---- called by connections
+    // --------------------------------------------------------------------
 
-    /// A connection is made.
+    /// Adds an open connection to the session.
     ///
     /// # Errors
-    /// It is not the same export any more, or the device ends.
-    pub fn join(&self, lane: usize, facts: Facts) -> std::result::Result<Joined, LinkError> {
+    /// The export has changed, or the device is being dropped.
+    pub fn join(
+        &self,
+        connection: usize,
+        export_info: ExportInfo,
+    ) -> std::result::Result<JoinResult, LinkError> {
         let mut state = self.lock();
         if state.stop {
             return Err(LinkError::Ending);
         }
         if state.leaving {
-            return Ok(Joined::Later);
+            return Ok(JoinResult::Later);
         }
-        facts.follows(&state.facts)?;
+        export_info.check_compatible(&state.export_info)?;
         let first = state.members == 0;
         if first {
-            // What a later one sees more than the first is not used: all have what is used.
-            state.facts = facts;
-            let size = facts.size.next_multiple_of(u64::from(self.geometry.logical_block));
+            // The session uses the size that its first connection sees, as all later ones have at
+            // least that.
+            state.export_info = export_info;
+            let size = export_info.size.next_multiple_of(u64::from(self.geometry.logical_block));
             self.size.fetch_max(size, Ordering::SeqCst);
             state.reconnects += u64::from(state.down_since.take().is_some());
         }
         state.members += 1;
-        let lane = &mut state.lanes[lane];
-        (lane.up, lane.assigned) = (true, 0);
-        Ok(Joined::Yes(first))
+        let connection = &mut state.connections[connection];
+        (connection.is_open, connection.assigned) = (true, 0);
+        Ok(JoinResult::Yes(first))
     }
 
-    /// A connection hands over what was answered, and takes what is new, at most what it has room for.
-    /// It is woken when more comes.
+    /// Hands over finished requests and fetches new ones, up to the in-flight limit. The connection
+    /// is woken when more arrive.
     ///
     /// # Errors
-    /// It ends.
-    pub fn exchange(self: &Arc<Self>, lane: usize, exchange: &mut Exchange) -> std::result::Result<(), Over> {
+    /// The connection must end.
+    pub fn exchange(
+        self: &Arc<Self>,
+        connection: usize,
+        exchange: &mut Exchange,
+    ) -> std::result::Result<(), LeaveReason> {
         let Exchange { done, unflushed, new, ready, effects } = exchange;
         let over = {
             let mut state = self.lock();
-            (0..std::mem::take(unflushed)).for_each(|_| state.ledger.answered());
-            state.lanes[lane].assigned -= done.len();
+            (0..std::mem::take(unflushed)).for_each(|_| state.ledger.add_write());
+            state.connections[connection].assigned -= done.len();
             for (job, outcome) in done.drain(..) {
-                let outcome = state.settled(&job, outcome);
+                let outcome = state.check_flush(&job, outcome);
                 state.finish(job, outcome, ready, effects);
             }
-            state.place_all(ready, self.timeout, effects);
+            state.dispatch_all(ready, self.timeout, effects);
             if state.stop {
-                Err(Over::Stop)
+                Err(LeaveReason::Stop)
             } else if state.leaving {
-                Err(Over::Session)
+                Err(LeaveReason::SessionLost)
             } else {
-                let State { lanes, waiting, .. } = &mut *state;
-                let lane = &mut lanes[lane];
-                // Both keep memory.
+                let State { connections, queued, .. } = &mut *state;
+                let connection = &mut connections[connection];
+                // Swapping keeps both allocations.
                 if new.is_empty() {
-                    std::mem::swap(new, &mut lane.inbox);
+                    std::mem::swap(new, &mut connection.inbox);
                 } else {
-                    new.append(&mut lane.inbox);
+                    new.append(&mut connection.inbox);
                 }
-                while lane.assigned < MAX_IN_FLIGHT
-                    && let Some(job) = waiting.pop_front()
+                while connection.assigned < MAX_IN_FLIGHT
+                    && let Some(job) = queued.pop_front()
                 {
-                    lane.assigned += 1;
+                    connection.assigned += 1;
                     new.push_back(job);
                 }
-                lane.asleep = true;
+                connection.needs_wake = true;
                 Ok(())
             }
         };
         let _plug = (effects.done.len() > 1).then(freestone_core::plug::Plug::start);
-        self.carry_out(effects);
+        self.apply_effects(effects);
         over
     }
 
-    /// A connection is lost, with these jobs not answered. Answers how many writes were answered and may
-    /// be lost, if it was the last one and there are any.
-    pub fn leave(self: &Arc<Self>, lane: usize, jobs: VecDeque<Box<Job>>) -> Option<u64> {
+    /// Removes a lost connection; `jobs` are its requests without a reply. If it was the last one,
+    /// returns the number of completed writes that may be lost, if any.
+    pub fn leave(self: &Arc<Self>, connection: usize, jobs: VecDeque<Box<Job>>) -> Option<u64> {
         let mut effects = Effects::default();
         let mut lost = None;
         {
             let mut state = self.lock();
-            let own = &mut state.lanes[lane];
-            (own.up, own.assigned, own.asleep) = (false, 0, false);
+            let own = &mut state.connections[connection];
+            (own.is_open, own.assigned, own.needs_wake) = (false, 0, false);
             let inbox = std::mem::take(&mut own.inbox);
             state.members -= 1;
             state.leaving = state.members > 0;
             if state.stop {
                 effects.done.extend(jobs.into_iter().chain(inbox).map(|job| (job, Err(Error::Gone))));
             } else {
-                state.waiting.extend(jobs.into_iter().chain(inbox));
+                state.queued.extend(jobs.into_iter().chain(inbox));
                 if state.members == 0 {
-                    lost = state.session_over(Instant::now(), self.timeout, &mut effects);
+                    lost = state.end_session(Instant::now(), self.timeout, &mut effects);
                 }
             }
-            // To leave as well, or to begin the next session.
-            effects.wake = !(1 << lane);
+            // Wakes the other connections to leave too, or to begin the next session.
+            effects.wake = !(1 << connection);
         }
-        self.carry_out(&mut effects);
+        self.apply_effects(&mut effects);
         lost
     }
 
-    // ---- coming and going -----------------------------------------------------------------------
+    // ---- thread lifecycle -----------------------------------------------------------------------
 
-    /// A thread begins.
     pub fn enter_thread(&self) {
         self.lock().threads += 1;
     }
 
-    /// A thread ends.
     pub fn leave_thread(&self) {
         self.lock().threads -= 1;
         self.ended.notify_all();
     }
 
-    /// Answers all that is not answered, and has the threads end. True: they did, within `most`.
+    /// Fails all requests with `Gone` and stops the threads. Returns true if at most `others`
+    /// threads are left within `most`.
     pub fn stop(self: &Arc<Self>, most: Duration, others: usize) -> bool {
         let mut effects = Effects::default();
         {
             let mut state = self.lock();
             state.stop = true;
-            let State { waiting, lanes, overlap, .. } = &mut *state;
-            let held = overlap.drain();
-            let queued =
-                waiting.drain(..).chain(lanes.iter_mut().flat_map(|lane| std::mem::take(&mut lane.inbox)));
-            effects.done.extend(queued.chain(held).map(|job| (job, Err(Error::Gone))));
+            let State { queued, connections, overlap, .. } = &mut *state;
+            let overlapping = overlap.drain();
+            let pending = queued
+                .drain(..)
+                .chain(connections.iter_mut().flat_map(|connection| std::mem::take(&mut connection.inbox)));
+            effects.done.extend(pending.chain(overlapping).map(|job| (job, Err(Error::Gone))));
         }
-        self.wakes.iter().for_each(Wake::stop);
-        self.carry_out(&mut effects);
+        self.wakes.iter().for_each(Waker::stop);
+        self.apply_effects(&mut effects);
         let end = Instant::now() + most;
         let mut state = self.lock();
         while state.threads > others {

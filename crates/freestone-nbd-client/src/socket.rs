@@ -1,4 +1,4 @@
-//! Calls of a socket that do not wait.
+//! Non-blocking socket calls.
 
 use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
@@ -6,10 +6,8 @@ use std::os::fd::BorrowedFd;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 
-/// What is there, up to the length of `buf`; 0 where the peer has closed. `None`: nothing is.
-///
-/// # Errors
-/// The connection is lost.
+/// Receives up to `buf.len()` bytes. Returns 0 if the peer has closed the connection, and `None` if
+/// no data is available.
 pub fn receive(socket: BorrowedFd<'_>, buf: &mut [u8]) -> io::Result<Option<usize>> {
     loop {
         return match recv(socket, &mut *buf, RecvFlags::DONTWAIT) {
@@ -21,10 +19,7 @@ pub fn receive(socket: BorrowedFd<'_>, buf: &mut [u8]) -> io::Result<Option<usiz
     }
 }
 
-/// Sends as much as goes, 0 where that is nothing now.
-///
-/// # Errors
-/// The connection is lost.
+/// Sends as much as possible without blocking. Returns the number of bytes, which may be 0.
 pub fn send(socket: BorrowedFd<'_>, parts: &[IoSlice<'_>]) -> io::Result<usize> {
     loop {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;

@@ -1,5 +1,5 @@
-//! What the lock of [`Shared`](crate::shared) is for: connections, jobs that wait, and what is known of
-//! the session. Nothing here waits, and what cannot be done under a lock is noted in [`Effects`].
+//! State behind the lock of [`Shared`](crate::shared): connections, waiting requests and the
+//! session. Nothing here blocks. [`Effects`] collects the work that must not run under the lock.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -8,78 +8,75 @@ use freestone_core::device::{Error, Result};
 use freestone_core::overlap::Overlap;
 use freestone_core::sync::Instant;
 
-use crate::facts::Facts;
+use crate::export_info::ExportInfo;
 use crate::job::Job;
 use crate::ledger::Ledger;
 use crate::table::MAX_IN_FLIGHT;
 
-/// A connection.
 #[derive(Default)]
-pub struct Lane {
-    /// It may be used.
-    pub up: bool,
-    /// Its thread is to be woken when something comes.
-    pub asleep: bool,
-    /// Jobs that are its own.
+pub struct ConnectionState {
+    /// Requests may be assigned to the connection.
+    pub is_open: bool,
+    /// The connection's thread must be woken for new requests.
+    pub needs_wake: bool,
+    /// Number of requests assigned to the connection.
     pub assigned: usize,
-    /// Those of them that it has not seen.
+    /// Assigned requests that the connection's thread has not fetched yet.
     pub inbox: VecDeque<Box<Job>>,
 }
 
-/// All of it.
 pub struct State {
-    pub lanes: Vec<Lane>,
-    /// Connections of the session.
+    pub connections: Vec<ConnectionState>,
+    /// Number of open connections of the session.
     pub members: usize,
-    /// One of them was lost: the others leave, and none comes.
+    /// A connection of the session was lost: the others leave, and none joins.
     pub leaving: bool,
-    /// Since when there is no session, where there was one.
+    /// Start of the outage, if there is no session.
     pub down_since: Option<Instant>,
-    /// Jobs that no connection has.
-    pub waiting: VecDeque<Box<Job>>,
-    /// With the jobs that wait for others.
+    /// Requests that are not assigned to a connection.
+    pub queued: VecDeque<Box<Job>>,
+    /// Ranges of requests, with the requests that wait for an overlapping one.
     pub overlap: Overlap<Box<Job>>,
-    /// Which writes are durable.
+    /// Durability of completed writes.
     pub ledger: Ledger,
-    /// As the session sees the export.
-    pub facts: Facts,
-    /// How many have come.
+    /// The export as the session sees it.
+    pub export_info: ExportInfo,
+    /// Number of requests submitted so far.
     pub jobs: u64,
-    /// The device ends.
     pub stop: bool,
-    /// When it is looked for jobs that have waited for too long.
+    /// Next check for expired requests.
     pub timer: Option<Instant>,
-    /// Of connections.
+    /// Number of connection threads.
     pub threads: usize,
-    /// How often the server was connected to again after all connections were lost.
+    /// Number of reconnections after all connections were lost.
     pub reconnects: u64,
-    /// Why a connection was last lost, or not made.
+    /// Reason why a connection was last lost or could not be opened.
     pub last_error: Option<String>,
 }
 
-/// What is to be done when the lock is free.
+/// Work to do after the lock is released.
 #[derive(Default)]
 pub struct Effects {
-    /// Jobs that are done, and how.
+    /// Finished requests with their results.
     pub done: Vec<(Box<Job>, Result<()>)>,
-    /// Connections, a bit each.
+    /// Bitmap of connections to wake.
     pub wake: u64,
-    /// Look for jobs that have waited for too long.
+    /// Time of the next check for expired requests.
     pub timer: Option<Instant>,
 }
 
 impl State {
-    /// Of an export that was just seen so, with so many connections, none of which is up.
-    pub fn new(facts: Facts, lanes: usize) -> Self {
+    /// Returns the state of a newly seen export with `connections` connections, none of them open.
+    pub fn new(export_info: ExportInfo, connections: usize) -> Self {
         Self {
-            lanes: std::iter::repeat_with(Lane::default).take(lanes).collect(),
+            connections: std::iter::repeat_with(ConnectionState::default).take(connections).collect(),
             members: 0,
             leaving: false,
             down_since: None,
-            waiting: VecDeque::new(),
+            queued: VecDeque::new(),
             overlap: Overlap::default(),
             ledger: Ledger::default(),
-            facts,
+            export_info,
             jobs: 0,
             stop: false,
             timer: None,
@@ -89,8 +86,8 @@ impl State {
         }
     }
 
-    /// A job comes; it is given back where nothing is in its way.
-    pub fn arrive(&mut self, mut job: Box<Job>) -> Option<Box<Job>> {
+    /// Registers a request. Returns it unless it must wait for an overlapping request.
+    pub fn admit(&mut self, mut job: Box<Job>) -> Option<Box<Job>> {
         let (start, len) = (job.request.offset, job.request.len);
         if len == 0 {
             return Some(job);
@@ -104,26 +101,26 @@ impl State {
         None
     }
 
-    /// Gives a job to a connection, or has it wait.
-    pub fn place(&mut self, job: Box<Job>, timeout: Duration, effects: &mut Effects) {
+    /// Assigns a request to a connection, or queues it.
+    pub fn dispatch(&mut self, job: Box<Job>, timeout: Duration, effects: &mut Effects) {
         let mut ready = VecDeque::new();
-        self.place_one(job, Instant::now(), timeout, &mut ready, effects);
-        self.place_all(&mut ready, timeout, effects);
+        self.dispatch_one(job, Instant::now(), timeout, &mut ready, effects);
+        self.dispatch_all(&mut ready, timeout, effects);
     }
 
-    /// The same with all of these.
-    pub fn place_all(&mut self, ready: &mut VecDeque<Box<Job>>, timeout: Duration, effects: &mut Effects) {
+    /// Assigns all requests in `ready`, or queues them.
+    pub fn dispatch_all(&mut self, ready: &mut VecDeque<Box<Job>>, timeout: Duration, effects: &mut Effects) {
         if ready.is_empty() {
             return;
         }
         let now = Instant::now();
         while let Some(job) = ready.pop_front() {
-            self.place_one(job, now, timeout, ready, effects);
+            self.dispatch_one(job, now, timeout, ready, effects);
         }
     }
 
-    /// One that fails here may have had others wait for it: `ready` gets those.
-    fn place_one(
+    /// Assigns one request. If the request fails, `ready` gets the requests that waited for it.
+    fn dispatch_one(
         &mut self,
         mut job: Box<Job>,
         now: Instant,
@@ -140,34 +137,36 @@ impl State {
             if deadline <= now {
                 self.finish(job, Err(Error::Media), ready, effects);
             } else {
-                self.waiting.push_back(job);
-                self.arm(deadline, effects);
+                self.queued.push_back(job);
+                self.arm_timer(deadline, effects);
             }
             return;
         }
-        let free = |lane: &&(usize, &mut Lane)| lane.1.up && lane.1.assigned < MAX_IN_FLIGHT;
-        let lane = self.lanes.iter_mut().enumerate().filter(|lane| free(&lane));
-        match lane.min_by_key(|(_, lane)| lane.assigned) {
-            Some((number, lane)) if self.waiting.is_empty() => {
-                lane.assigned += 1;
-                lane.inbox.push_back(job);
-                if std::mem::take(&mut lane.asleep) {
+        let free = |connection: &&(usize, &mut ConnectionState)| {
+            connection.1.is_open && connection.1.assigned < MAX_IN_FLIGHT
+        };
+        let connection = self.connections.iter_mut().enumerate().filter(|connection| free(&connection));
+        match connection.min_by_key(|(_, connection)| connection.assigned) {
+            Some((number, connection)) if self.queued.is_empty() => {
+                connection.assigned += 1;
+                connection.inbox.push_back(job);
+                if std::mem::take(&mut connection.needs_wake) {
                     effects.wake |= 1 << number;
                 }
             }
-            _ => self.waiting.push_back(job),
+            _ => self.queued.push_back(job),
         }
     }
 
-    /// A flush succeeds where nothing that it covers may be lost.
-    pub fn settled(&mut self, job: &Job, outcome: Result<()>) -> Result<()> {
-        if job.is_flush() && outcome.is_ok() && !self.ledger.flushed(job.covers, job.doomed) {
+    /// Returns the result of a request; a flush fails if writes that it covers may be lost.
+    pub fn check_flush(&mut self, job: &Job, outcome: Result<()>) -> Result<()> {
+        if job.is_flush() && outcome.is_ok() && !self.ledger.finish_flush(job.covered_writes, job.must_fail) {
             return Err(Error::Media);
         }
         outcome
     }
 
-    /// A job is done; `ready` gets those that waited for it.
+    /// Finishes a request; `ready` gets the requests that waited for it.
     pub fn finish(
         &mut self,
         job: Box<Job>,
@@ -181,23 +180,24 @@ impl State {
         effects.done.push((job, outcome));
     }
 
-    /// The last connection has left.
-    pub fn session_over(&mut self, now: Instant, timeout: Duration, effects: &mut Effects) -> Option<u64> {
+    /// Ends a session after its last connection has left. Returns the number of completed writes
+    /// that may be lost, if any.
+    pub fn end_session(&mut self, now: Instant, timeout: Duration, effects: &mut Effects) -> Option<u64> {
         self.down_since = Some(now);
-        let Self { waiting, ledger, .. } = self;
-        for job in waiting.iter_mut() {
-            job.doomed |= job.is_flush() && ledger.is_at_risk(job.covers);
+        let Self { queued, ledger, .. } = self;
+        for job in queued.iter_mut() {
+            job.must_fail |= job.is_flush() && ledger.is_at_risk(job.covered_writes);
             job.deadline.get_or_insert(now + timeout);
-            job.begin_again();
+            job.restart();
         }
-        let flushes = waiting.iter().filter(|job| job.is_flush()).map(|job| job.covers);
-        let loss = ledger.lost(flushes);
-        waiting.make_contiguous().sort_unstable_by_key(|job| job.number);
+        let flushes = queued.iter().filter(|job| job.is_flush()).map(|job| job.covered_writes);
+        let loss = ledger.record_loss(flushes);
+        queued.make_contiguous().sort_unstable_by_key(|job| job.number);
         self.expire(now, timeout, effects);
         loss
     }
 
-    /// Fails what has waited for a server for too long.
+    /// Fails requests that have waited for a server longer than the timeout.
     pub fn expire(&mut self, now: Instant, timeout: Duration, effects: &mut Effects) {
         if self.timer.is_some_and(|when| when <= now) {
             self.timer = None;
@@ -207,20 +207,20 @@ impl State {
         }
         let mut ready = VecDeque::new();
         let is_late = |job: &Job| job.deadline.is_some_and(|deadline| deadline <= now);
-        let all = std::mem::take(&mut self.waiting);
-        let (late, waiting): (VecDeque<_>, _) = all.into_iter().partition(|job| is_late(job));
-        self.waiting = waiting;
-        for job in late {
+        let all = std::mem::take(&mut self.queued);
+        let (expired, queued): (VecDeque<_>, _) = all.into_iter().partition(|job| is_late(job));
+        self.queued = queued;
+        for job in expired {
             self.finish(job, Err(Error::Media), &mut ready, effects);
         }
-        self.place_all(&mut ready, timeout, effects);
-        if let Some(next) = self.waiting.iter().filter_map(|job| job.deadline).min() {
-            self.arm(next, effects);
+        self.dispatch_all(&mut ready, timeout, effects);
+        if let Some(next) = self.queued.iter().filter_map(|job| job.deadline).min() {
+            self.arm_timer(next, effects);
         }
     }
 
-    /// Has it looked then, if it is not looked before.
-    fn arm(&mut self, when: Instant, effects: &mut Effects) {
+    /// Schedules a check for expired requests, unless an earlier one is scheduled.
+    fn arm_timer(&mut self, when: Instant, effects: &mut Effects) {
         if self.timer.is_none_or(|armed| when < armed) {
             self.timer = Some(when);
             effects.timer = Some(effects.timer.map_or(when, |other| other.min(when)));

@@ -1,31 +1,31 @@
-//! Block status: what a server says of holes, and the rows that a device makes of it.
+//! Block status replies, and their conversion to extents.
 
 use freestone_core::device::{Extent, ExtentKind};
 use freestone_nbd_proto::StateFlags;
 
 use crate::job::Status;
 
-/// What is asked about at once, in bytes.
+/// Largest range of a block status query in bytes.
 pub const MAX_ASKED_BYTES: u64 = 128 << 20;
 /// Bytes of a descriptor: length and flags.
 pub const DESCRIPTOR_BYTES: usize = 8;
-/// Most descriptors of an answer: one for each smallest block of a device.
+/// Maximum number of descriptors of a reply: one per smallest block.
 pub const MAX_DESCRIPTORS: usize = (MAX_ASKED_BYTES / 512) as usize;
 
-/// Takes a chunk apart.
+/// Parses a block status chunk.
 ///
 /// # Errors
-/// What the server did wrong.
+/// The protocol violation.
 pub fn parse(bytes: &[u8], context: Option<u32>, asked: u32) -> Result<Vec<Status>, &'static str> {
     const LENGTH: &str = "block status has the wrong length";
     let (id, rest) = bytes.split_first_chunk::<4>().ok_or(LENGTH)?;
     if Some(u32::from_be_bytes(*id)) != context {
-        return Err("block status of a context that was not chosen");
+        return Err("block status of a context that was not negotiated");
     }
     if rest.is_empty() || !rest.len().is_multiple_of(DESCRIPTOR_BYTES) {
         return Err(LENGTH);
     }
-    let mut told = 0_u64;
+    let mut described_bytes = 0_u64;
     let mut all = Vec::with_capacity(rest.len() / DESCRIPTOR_BYTES);
     for descriptor in rest.chunks_exact(DESCRIPTOR_BYTES) {
         let (Some(len), Some(flags)) = (descriptor.first_chunk::<4>(), descriptor.last_chunk::<4>()) else {
@@ -33,13 +33,13 @@ pub fn parse(bytes: &[u8], context: Option<u32>, asked: u32) -> Result<Vec<Statu
         };
         let len = u32::from_be_bytes(*len);
         if len == 0 {
-            return Err("block status of nothing");
+            return Err("block status of length 0");
         }
-        // Only the last one may reach beyond.
-        if told >= u64::from(asked) {
-            return Err("block status of more than was asked");
+        // Only the last descriptor may extend beyond the range.
+        if described_bytes >= u64::from(asked) {
+            return Err("block status beyond the requested range");
         }
-        told += u64::from(len);
+        described_bytes += u64::from(len);
         all.push((len, u32::from_be_bytes(*flags)));
     }
     Ok(all)
@@ -50,28 +50,28 @@ fn kind(flags: u32) -> ExtentKind {
     match (flags.contains(StateFlags::ZERO), flags.contains(StateFlags::HOLE)) {
         (true, true) => ExtentKind::Hole,
         (true, false) => ExtentKind::Zero,
-        // What a hole alone holds is not said.
+        // A hole without the zero flag has undefined content.
         (false, _) => ExtentKind::Data,
     }
 }
 
-/// Rows of whole blocks from `offset` on, of an answer about `asked` bytes. A block of several kinds is
-/// data where one of them is, and so is one that the answer ends in. Returns how many bytes were
-/// described, at least a block.
+/// Converts the descriptors of a query of `asked` bytes at `offset` to rows of whole blocks. A
+/// block with several kinds is data if any of them is, and so is a block that the descriptors cover
+/// only partly. Returns the number of bytes described, at least one block.
 pub fn rows(all: &[Status], offset: u64, asked: u64, block: u64, row: &mut dyn FnMut(Extent) -> bool) -> u64 {
     let merged = |one: ExtentKind, other: ExtentKind| match (one, other) {
         (ExtentKind::Hole, ExtentKind::Hole) => ExtentKind::Hole,
         (ExtentKind::Data, _) | (_, ExtentKind::Data) => ExtentKind::Data,
         _ => ExtentKind::Zero,
     };
-    // The export ends within its last block, or the answer is about whole ones.
+    // If the query is not a multiple of the block, the export ends within its last block.
     let len = asked.next_multiple_of(block);
-    let mut given = 0;
-    let mut give = |from: u64, to: u64, kind: ExtentKind| {
-        given = to;
+    let mut described = 0;
+    let mut emit = |from: u64, to: u64, kind: ExtentKind| {
+        described = to;
         row(Extent { offset: offset + from, len: to - from, kind })
     };
-    // Whole blocks before `done` are given; `open` is the kind of the block in which `at` lies.
+    // Blocks before `done` have rows; `open` is the kind of the partial block that contains `at`.
     let (mut done, mut at) = (0_u64, 0_u64);
     let mut open: Option<ExtentKind> = None;
     for (length, flags) in all {
@@ -84,16 +84,16 @@ pub fn rows(all: &[Status], offset: u64, asked: u64, block: u64, row: &mut dyn F
                 (open, at) = (Some(both), end);
                 continue;
             }
-            if !give(done, edge, both) {
-                return given;
+            if !emit(done, edge, both) {
+                return described;
             }
             done = edge;
             open = None;
         }
         let whole = end - end % block;
         if whole > done {
-            if !give(done, whole, now) {
-                return given;
+            if !emit(done, whole, now) {
+                return described;
             }
             done = whole;
         }
@@ -106,9 +106,9 @@ pub fn rows(all: &[Status], offset: u64, asked: u64, block: u64, row: &mut dyn F
         }
     }
     if let Some(kind) = open {
-        give(done, (done + block).min(len), if at < asked { ExtentKind::Data } else { kind });
+        emit(done, (done + block).min(len), if at < asked { ExtentKind::Data } else { kind });
     }
-    given
+    described
 }
 
 #[cfg(test)]
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_block_status_is_refused() {
         let of = |all: &[Status]| parse(&bytes(7, all), Some(7), 4096);
         assert_eq!(of(&[(512, 0), (4096, 3)]), Ok(vec![(512, 0), (4096, 3)]));
         assert!(of(&[]).is_err());
@@ -146,10 +146,10 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_whole_blocks() {
+    fn block_status_rows_are_whole_blocks() {
         use ExtentKind::{Data, Hole, Zero};
         assert_eq!(of(&[(512, 0), (1024, 3)], 1536, 9), (vec![(0, 512, Data), (512, 1024, Hole)], 1536));
-        // The last one reaches beyond.
+        // The last descriptor extends beyond the range.
         assert_eq!(of(&[(4096, 2)], 1024, 9), (vec![(0, 1024, Zero)], 1024));
         // Kinds that change within a block.
         assert_eq!(
@@ -157,17 +157,17 @@ mod tests {
             (vec![(0, 512, Hole), (512, 512, Data), (1024, 1024, Hole)], 2048)
         );
         assert_eq!(of(&[(100, 3), (412, 2)], 512, 9), (vec![(0, 512, Zero)], 512));
-        // Less than a block was told: of the rest nothing is known.
+        // The descriptors cover less than a block; the rest is unknown.
         assert_eq!(of(&[(100, 3)], 2048, 9), (vec![(0, 512, Data)], 512));
-        // The export ends there.
+        // The export ends within the block.
         assert_eq!(of(&[(100, 3)], 100, 9), (vec![(0, 512, Hole)], 512));
         assert_eq!(of(&[(600, 0)], 2048, 9), (vec![(0, 512, Data), (512, 512, Data)], 1024));
         assert_eq!(of(&[(512, 0), (512, 3), (512, 0)], 1536, 2).1, 1024);
     }
 
-    /// Each byte of a row has been told of, and none that was data is called zeroes.
+    /// Rows cover only described bytes, and no data is reported as zeroes.
     #[test]
-    fn data_is_never_called_zeroes() {
+    fn block_status_never_reports_data_as_zeroes() {
         let mut seed = 1_u64;
         let mut next = |below: u64| {
             seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);

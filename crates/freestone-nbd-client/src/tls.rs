@@ -1,5 +1,5 @@
-//! TLS over a connection: rustls, with the cryptography of ring. The server's certificate is always
-//! checked, and there is no way back to plain text.
+//! TLS over a connection, with rustls and ring. The server's certificate is always verified, and
+//! there is no fallback to plain text.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::BorrowedFd;
@@ -15,21 +15,20 @@ use crate::config::TlsFiles;
 use crate::error::{LinkError, SetupError};
 use crate::socket::{receive, send};
 use crate::uri::{Place, Uri};
-use crate::wake::Patience;
+use crate::wake::Deadline;
 
-/// Bytes that are encrypted and not sent yet, at most.
+/// Maximum number of bytes that are encrypted but not sent.
 const UNSENT_MAX_BYTES: usize = 256 << 10;
-/// Whose certificate a server behind a Unix socket has, unless that is said.
+/// Expected certificate name of a server behind a Unix socket, unless configured.
 const LOCAL_NAME: &str = "localhost";
 
-/// Whom this side trusts, and what it shows of itself.
 pub struct TlsSettings {
     config: Arc<ClientConfig>,
     server: ServerName<'static>,
 }
 
 impl TlsSettings {
-    /// Reads the files.
+    /// Reads the certificate and key files.
     ///
     /// # Errors
     /// See [`SetupError`].
@@ -39,10 +38,10 @@ impl TlsSettings {
             None => roots_of_system()?,
         };
         let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let wrong = |error: rustls::Error| SetupError::Tls(error.to_string());
+        let tls_error = |error: rustls::Error| SetupError::Tls(error.to_string());
         let config = ClientConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
-            .map_err(wrong)?
+            .map_err(tls_error)?
             .with_root_certificates(roots);
         let config = match (&files.cert, &files.key) {
             (Some(cert), Some(key)) => {
@@ -61,7 +60,7 @@ impl TlsSettings {
             (None, Place::Unix(_)) => LOCAL_NAME,
         };
         let server = ServerName::try_from(name.to_owned())
-            .map_err(|_| SetupError::Tls(format!("{name:?} is no name that a certificate can have")))?;
+            .map_err(|_| SetupError::Tls(format!("{name:?} is not a valid server name")))?;
         Ok(Self { config: Arc::new(config), server })
     }
 }
@@ -73,7 +72,7 @@ fn certificate(key: &'static str, path: &Path, why: &str) -> SetupError {
 fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, SetupError> {
     let all = CertificateDer::pem_file_iter(path).and_then(Iterator::collect);
     let all: Vec<_> = all.map_err(|why| certificate(key, path, &why.to_string()))?;
-    if all.is_empty() { Err(certificate(key, path, "has no certificate in it")) } else { Ok(all) }
+    if all.is_empty() { Err(certificate(key, path, "contains no certificate")) } else { Ok(all) }
 }
 
 fn roots_of(path: &Path) -> Result<RootCertStore, SetupError> {
@@ -87,19 +86,17 @@ fn roots_of(path: &Path) -> Result<RootCertStore, SetupError> {
 fn roots_of_system() -> Result<RootCertStore, SetupError> {
     let mut roots = RootCertStore::empty();
     let found = rustls_native_certs::load_native_certs();
-    // One that cannot be read is one that is not trusted.
+    // Certificates that cannot be parsed are skipped.
     roots.add_parsable_certificates(found.certs);
     if roots.is_empty() {
-        return Err(SetupError::Tls("the system has no certificates to trust; say tls_ca=FILE".into()));
+        return Err(SetupError::Tls("the system has no trusted certificates; set tls_ca=FILE".into()));
     }
     Ok(roots)
 }
 
-/// The TLS of a connection.
 pub struct TlsStream(ClientConnection);
 
 impl TlsStream {
-    /// Before the first byte.
     pub fn begin(settings: &TlsSettings) -> Result<Self, LinkError> {
         let connection = ClientConnection::new(Arc::clone(&settings.config), settings.server.clone());
         let mut connection = connection.map_err(|error| LinkError::Tls(error.to_string()))?;
@@ -107,15 +104,15 @@ impl TlsStream {
         Ok(Self(connection))
     }
 
-    /// Until both sides know one another.
+    /// Performs the TLS handshake.
     ///
     /// # Errors
-    /// The server is not who it should be, or takes too long.
-    pub fn shake_hands(&mut self, socket: BorrowedFd<'_>, patience: Patience<'_>) -> Result<(), LinkError> {
+    /// The server's certificate is not valid, or the deadline has passed.
+    pub fn shake_hands(&mut self, socket: BorrowedFd<'_>, deadline: Deadline<'_>) -> Result<(), LinkError> {
         while self.0.is_handshaking() || self.0.wants_write() {
             if self.0.wants_write() {
                 if !self.flush(socket)? {
-                    patience.wait(socket, PollFlags::OUT)?;
+                    deadline.wait(socket, PollFlags::OUT)?;
                 }
                 continue;
             }
@@ -123,13 +120,13 @@ impl TlsStream {
                 Ok(0) => return Err(LinkError::Closed),
                 Ok(_) => {
                     if let Err(error) = self.0.process_new_packets() {
-                        // The server is told why; that it hears it is not waited for.
+                        // Sends the TLS alert without waiting.
                         let _ = self.flush(socket);
                         return Err(LinkError::Tls(error.to_string()));
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    patience.wait(socket, PollFlags::IN)?;
+                    deadline.wait(socket, PollFlags::IN)?;
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -137,7 +134,7 @@ impl TlsStream {
         Ok(())
     }
 
-    /// Sends what is encrypted. True: all of it has left.
+    /// Sends encrypted data. Returns true if all of it was sent.
     fn flush(&mut self, socket: BorrowedFd<'_>) -> io::Result<bool> {
         while self.0.wants_write() {
             match self.0.write_tls(&mut Raw(socket)) {
@@ -189,7 +186,6 @@ impl TlsStream {
     }
 }
 
-/// The socket below.
 struct Raw<'a>(BorrowedFd<'a>);
 
 impl Read for Raw<'_> {

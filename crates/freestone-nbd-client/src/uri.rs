@@ -1,4 +1,4 @@
-//! Where an export is: the URIs of the NBD project's `doc/uri.md`.
+//! NBD URIs, as in the NBD project's `doc/uri.md`.
 
 use std::fmt;
 use std::os::unix::ffi::OsStringExt as _;
@@ -9,56 +9,56 @@ use freestone_core::unix_socket::MAX_SOCKET_PATH_BYTES;
 use freestone_nbd_proto::{At, MAX_STRING_BYTES};
 use thiserror::Error;
 
-/// The port of NBD where none is said.
+/// Default NBD port.
 pub const DEFAULT_PORT: u16 = 10809;
 
-/// Why a text is no URI of an export. What stands before an `@` is in none of them: it may be a
+/// Errors from parsing an NBD URI. No error shows the text before an `@`, which may contain a
 /// password.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum UriError {
-    /// Another scheme.
+    /// Unsupported scheme.
     #[error("the scheme must be nbd://, nbds://, nbd+unix:// or nbds+unix://")]
     Scheme,
-    /// A name or a password before the host.
+    /// User or password before the host.
     #[error("a user or a password before the host is not allowed; NBD has none (it is not shown here)")]
     UserInfo,
-    /// No path of a socket.
+    /// Missing socket path.
     #[error("the socket is missing: write nbd+unix:///EXPORT?socket=PATH")]
     NoSocket,
-    /// A path that no socket has.
+    /// Invalid socket path.
     #[error("the path of the socket must have 1 to {MAX_SOCKET_PATH_BYTES} bytes, and no zero byte")]
     Socket,
-    /// A host beside a socket, or a socket beside a host.
+    /// Host given together with a Unix socket, or socket without `+unix`.
     #[error("{0}")]
     Place(&'static str),
-    /// The port is no number, or too large.
+    /// Invalid port.
     #[error("the port must be a number from 1 to 65535")]
     Port,
-    /// The host cannot be.
+    /// Invalid host.
     #[error("the host must be a name or an IP address, an IPv6 address in brackets")]
     Host,
-    /// A `%` without two hexadecimal digits behind it.
+    /// `%` without two hexadecimal digits.
     #[error("a % must be followed by two hexadecimal digits")]
     Percent,
-    /// The name of the export cannot be.
+    /// Invalid export name.
     #[error("the name of the export must be at most {MAX_STRING_BYTES} bytes of UTF-8, without a zero byte")]
     Export,
-    /// A parameter that is not known.
-    #[error("{0:?} is no parameter; allowed is socket (nbd+unix, nbds+unix){1}")]
+    /// Unknown query parameter.
+    #[error("{0:?} is not a known parameter; socket is allowed (nbd+unix, nbds+unix){1}")]
     Parameter(String, &'static str),
-    /// A fragment.
-    #[error("a # and what follows it is not allowed; as a part of a name write %23")]
+    /// Fragment.
+    #[error("a fragment (#) is not allowed; in a name, write %23")]
     Fragment,
 }
 
-/// How a server is reached.
+/// Address of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Place {
-    /// Over TCP.
+    /// TCP.
     Tcp {
-        /// A name or an IP address, IPv6 without brackets.
+        /// Host name or IP address, IPv6 without brackets.
         host: String,
-        /// The port.
+        /// TCP port.
         port: u16,
     },
     /// A Unix socket.
@@ -68,16 +68,16 @@ pub enum Place {
 /// An export of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Uri {
-    /// Where the server is.
+    /// Address of the server.
     pub place: Place,
-    /// Over TLS.
+    /// Use TLS.
     pub tls: bool,
-    /// The name of the export; empty is the server's default one.
+    /// Name of the export; an empty name is the server's default export.
     pub export: String,
 }
 
 impl Uri {
-    /// The same with an absolute path of the socket, so that it means the same from every directory.
+    /// Makes a socket path absolute, so that the URI is valid in every directory.
     #[must_use]
     pub fn absolute(mut self, base: &std::path::Path) -> Self {
         if let Place::Unix(path) = &mut self.place {
@@ -99,7 +99,7 @@ impl FromStr for Uri {
             "nbds+unix" => (true, true),
             _ => return Err(UriError::Scheme),
         };
-        // First of all, so that no other error shows it.
+        // Checked first, so that no other error can show a password.
         let authority = &rest[..rest.find(['/', '?', '#']).unwrap_or(rest.len())];
         if authority.contains('@') {
             return Err(UriError::UserInfo);
@@ -118,7 +118,7 @@ impl FromStr for Uri {
         let place = if unix {
             if !authority.is_empty() {
                 return Err(UriError::Place(
-                    "with +unix there is no host: write nbd+unix:///EXPORT?socket=PATH",
+                    "a host is not allowed with +unix: write nbd+unix:///EXPORT?socket=PATH",
                 ));
             }
             let path = socket.ok_or(UriError::NoSocket)?;
@@ -136,7 +136,7 @@ impl FromStr for Uri {
     }
 }
 
-/// `HOST`, `HOST:PORT`, or nothing, which is this machine.
+/// Parses `HOST`, `HOST:PORT`, or an empty string for localhost.
 fn tcp(authority: &str) -> Result<Place, UriError> {
     let (host, port) = match authority.strip_prefix('[') {
         Some(inner) => {
@@ -158,7 +158,7 @@ fn tcp(authority: &str) -> Result<Place, UriError> {
     };
     let port = match port {
         None | Some("") => DEFAULT_PORT,
-        // `parse` alone would take a leading plus sign.
+        // `parse` alone would accept a leading plus sign.
         Some(port) if port.bytes().all(|byte| byte.is_ascii_digit()) => {
             port.parse().ok().filter(|port| *port != 0).ok_or(UriError::Port)?
         }
@@ -173,7 +173,7 @@ fn tcp(authority: &str) -> Result<Place, UriError> {
     Ok(Place::Tcp { host, port })
 }
 
-/// The socket among the parameters.
+/// Returns the socket parameter of a query.
 fn socket_of(query: &str) -> Result<Option<Vec<u8>>, UriError> {
     let mut socket = None;
     for part in query.split(['&', ';']).filter(|part| !part.is_empty()) {
@@ -181,7 +181,7 @@ fn socket_of(query: &str) -> Result<Option<Vec<u8>>, UriError> {
         match name {
             "socket" if socket.is_none() => socket = Some(decoded(value)?),
             _ if name.starts_with("tls-") => {
-                return Err(UriError::Parameter(name.into(), "; of TLS say tls_ca, tls_cert, tls_key"));
+                return Err(UriError::Parameter(name.into(), "; for TLS set tls_ca, tls_cert, tls_key"));
             }
             _ => return Err(UriError::Parameter(name.into(), "")),
         }
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn all_forms_are_taken_and_shown_again() {
+    fn uri_forms_parse_and_display() {
         for (text, shown) in [
             ("nbd://host", "nbd://host:10809/"),
             ("nbd://host/", "nbd://host:10809/"),
@@ -239,7 +239,7 @@ mod tests {
             ("nbd+unix:///e%2Ff?socket=rel", "nbd+unix:///e/f?socket=rel"),
             ("nbds+unix:///%C3%BC?socket=/s", "nbds+unix:///%C3%BC?socket=/s"),
             ("nbd+unix://?socket=/s", "nbd+unix:///?socket=/s"),
-            // Two slashes: the name begins with one.
+            // With two slashes, the name begins with a slash.
             ("nbd://host//x", "nbd://host:10809//x"),
         ] {
             let uri = parse(text).unwrap();
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_uris_are_refused() {
         for (text, error) in [
             ("", UriError::Scheme),
             ("nbd:host", UriError::Scheme),
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_password_is_in_no_error() {
+    fn errors_do_not_show_password() {
         for text in ["nbd://me:secret@h", "nbd://me:secret@h:x/#", "nbds://secret@[::1"] {
             assert!(!parse(text).unwrap_err().to_string().contains("secret"));
         }

@@ -1,4 +1,4 @@
-//! How a connection's thread is woken, and how long it waits for a socket.
+//! Wake-ups of connection threads, and the deadline of a handshake.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -10,57 +10,48 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::error::LinkError;
 
-/// How often it is looked for what nothing tells of.
+/// Poll interval for events without a notification.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Wakes one thread.
 #[derive(Debug)]
-pub struct Wake {
+pub struct Waker {
     event: OwnedFd,
     stopped: AtomicBool,
 }
 
-/// What a thread was woken by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ready {
-    /// The socket has something, or has ended.
+    /// The socket is readable or closed.
     pub readable: bool,
 }
 
-impl Wake {
-    /// Nobody is woken yet.
-    ///
-    /// # Errors
-    /// No file descriptor is left.
+impl Waker {
+    /// Returns a waker without a pending wake-up.
     pub fn new() -> io::Result<Self> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self { event, stopped: AtomicBool::new(false) })
     }
 
-    /// Wakes it, now or when it next waits.
+    /// Wakes the thread, or makes its next wait return at once.
     pub fn wake(&self) {
         freestone_core::eventfd::wake(&self.event);
     }
 
-    /// Wakes it to end, whatever it waits for.
+    /// Wakes the thread and tells it to end.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::SeqCst);
         self.wake();
     }
 
-    /// Whether it is to end.
     pub fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::SeqCst)
     }
 
-    /// Waits for the socket, to be woken, or for the end of `most`.
-    ///
-    /// # Errors
-    /// The kernel has no memory.
+    /// Waits for the socket or a wake-up, at most for `most`.
     pub fn wait(&self, socket: Option<(BorrowedFd<'_>, PollFlags)>, most: Duration) -> io::Result<Ready> {
         let most = Timespec { tv_sec: most.as_secs() as i64, tv_nsec: i64::from(most.subsec_nanos()) };
         let event = PollFd::new(&self.event, PollFlags::IN);
-        // The second place is only used where there is a socket.
+        // The second entry is used only with a socket.
         let mut fds = [event.clone(), event];
         if let Some((fd, flags)) = socket {
             fds[1] = PollFd::from_borrowed_fd(fd, flags);
@@ -72,7 +63,7 @@ impl Wake {
         }
         if !fds[0].revents().is_empty() {
             let mut count = [0; 8];
-            // Somebody else cannot have taken it, and it need not be there.
+            // Only this thread reads the eventfd; the event may be the socket's.
             let _ = rustix::io::read(&self.event, &mut count);
         }
         let ends = PollFlags::IN | PollFlags::HUP | PollFlags::ERR;
@@ -80,40 +71,39 @@ impl Wake {
     }
 }
 
-/// How long a handshake may take.
+/// Deadline of a handshake.
 #[derive(Debug, Clone, Copy)]
-pub struct Patience<'a> {
-    wake: &'a Wake,
+pub struct Deadline<'a> {
+    wake: &'a Waker,
     allowed: Duration,
     end: Instant,
 }
 
-impl<'a> Patience<'a> {
-    /// From now on.
-    pub fn new(wake: &'a Wake, allowed: Duration) -> Self {
+impl<'a> Deadline<'a> {
+    /// Starts a deadline of `allowed` from now.
+    pub fn new(wake: &'a Waker, allowed: Duration) -> Self {
         Self { wake, allowed, end: Instant::now() + allowed }
     }
 
     /// Waits for the socket.
     ///
     /// # Errors
-    /// It is over, or the device ends.
+    /// The deadline has passed, or the device is being dropped.
     pub fn wait(&self, socket: BorrowedFd<'_>, flags: PollFlags) -> Result<(), LinkError> {
         self.wake.wait(Some((socket, flags)), self.left()?)?;
         Ok(())
     }
 
-    /// Waits a moment for what nothing tells of.
+    /// Waits for [`PAUSE`], for events without a notification.
     ///
     /// # Errors
-    /// It is over, or the device ends.
+    /// The deadline has passed, or the device is being dropped.
     pub fn pause(&self) -> Result<(), LinkError> {
         self.left()?;
         self.wake.wait(None, PAUSE)?;
         Ok(())
     }
 
-    /// How long there is still.
     fn left(&self) -> Result<Duration, LinkError> {
         if self.wake.is_stopped() {
             return Err(LinkError::Ending);

@@ -1,8 +1,7 @@
-//! The wire: numbers and layouts of the NBD protocol, fixed newstyle. All integers are big-endian.
-//! One list for the server and the client, so that they cannot differ.
+//! Constants and message layouts of the NBD protocol (fixed newstyle), shared by server and client. All
+//! integers are big-endian.
 //!
-//! The names are those of `doc/proto.md` of the `NetworkBlockDevice` project without their `NBD_`
-//! prefix.
+//! Names are those of `doc/proto.md` of the `NetworkBlockDevice` project without the `NBD_` prefix.
 
 mod uri;
 
@@ -12,7 +11,7 @@ use bitflags::bitflags;
 use zerocopy::byteorder::network_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// First eight bytes from the server.
+/// First eight bytes from the server ("NBDMAGIC").
 pub const INIT_MAGIC: u64 = 0x4e42444d41474943;
 /// Second eight bytes from the server, and the start of each option ("IHAVEOPT").
 pub const OPTION_MAGIC: u64 = 0x49484156454F5054;
@@ -29,156 +28,155 @@ pub const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
 /// Start of a reply chunk with an extended header.
 pub const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
-/// Longest string of the protocol (names, descriptions, messages), in bytes.
+/// Maximum length of a string (name, description, message) in bytes.
 pub const MAX_STRING_BYTES: usize = 4096;
-/// Largest data of one request or one reply chunk that is offered, in bytes.
+/// Maximum payload of a request or reply chunk that the server offers, in bytes.
 pub const MAX_PAYLOAD_BYTES: u32 = 64 << 20;
-/// Reserved bytes after the reply to `OPT_EXPORT_NAME`, unless the client declined them.
+/// Zero bytes after the reply to `OPT_EXPORT_NAME`, unless the client declined them.
 pub const EXPORT_NAME_PADDING_BYTES: usize = 124;
-/// The metadata context of holes and zeroes.
+/// Metadata context of holes and zeroes.
 pub const BASE_ALLOCATION: &str = "base:allocation";
-/// Its identifier.
+/// Context id of [`BASE_ALLOCATION`].
 pub const BASE_ALLOCATION_ID: u32 = 1;
-/// The metadata context of what a fork or a snapshot holds itself; offered by exports of such
-/// devices only.
+/// Metadata context of the changes of a fork or snapshot. Only exports of such devices offer this context.
 pub const FREESTONE_CHANGED: &str = "freestone:changed";
-/// Its identifier.
+/// Context id of [`FREESTONE_CHANGED`].
 pub const FREESTONE_CHANGED_ID: u32 = 2;
 
 bitflags! {
-    /// Flags of the server's greeting; the client answers with the same bits in 32.
+    /// Flags of the server's greeting. The client replies with the same bits in 32 bits.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct HandshakeFlags: u16 {
-        /// Options are answered one by one.
+        /// Each option gets a reply.
         const FIXED_NEWSTYLE = 1;
         /// No padding after `OPT_EXPORT_NAME`.
         const NO_ZEROES = 2;
     }
 
-    /// What an export offers.
+    /// Capabilities of an export.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct TransmissionFlags: u16 {
         /// Always set.
         const HAS_FLAGS = 1;
-        /// Writes are refused.
+        /// The export rejects writes.
         const READ_ONLY = 1 << 1;
-        /// `CMD_FLUSH`.
+        /// `CMD_FLUSH` is supported.
         const SEND_FLUSH = 1 << 2;
-        /// `CMD_FLAG_FUA`.
+        /// `CMD_FLAG_FUA` is supported.
         const SEND_FUA = 1 << 3;
-        /// Neighbours are cheaper to reach than what is far away.
+        /// Near accesses are faster than distant ones.
         const ROTATIONAL = 1 << 4;
-        /// `CMD_TRIM`.
+        /// `CMD_TRIM` is supported.
         const SEND_TRIM = 1 << 5;
-        /// `CMD_WRITE_ZEROES`.
+        /// `CMD_WRITE_ZEROES` is supported.
         const SEND_WRITE_ZEROES = 1 << 6;
-        /// `CMD_FLAG_DF`.
+        /// `CMD_FLAG_DF` is supported.
         const SEND_DF = 1 << 7;
-        /// A flush on one connection covers all.
+        /// A flush on one connection covers all connections.
         const CAN_MULTI_CONN = 1 << 8;
-        /// `CMD_CACHE`.
+        /// `CMD_CACHE` is supported.
         const SEND_CACHE = 1 << 10;
-        /// `CMD_FLAG_FAST_ZERO`.
+        /// `CMD_FLAG_FAST_ZERO` is supported.
         const SEND_FAST_ZERO = 1 << 11;
-        /// `CMD_FLAG_PAYLOAD_LEN` with `CMD_BLOCK_STATUS`.
+        /// `CMD_FLAG_PAYLOAD_LEN` is supported with `CMD_BLOCK_STATUS`.
         const BLOCK_STATUS_PAYLOAD = 1 << 12;
     }
 
     /// Flags of a request.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct CommandFlags: u16 {
-        /// Durable before the answer.
+        /// The request is durable at its completion.
         const FUA = 1;
-        /// Write zeroes: keep the space.
+        /// Write zeroes: do not free the space.
         const NO_HOLE = 1 << 1;
-        /// Read: one data chunk.
+        /// Read: reply with one data chunk.
         const DF = 1 << 2;
-        /// Block status: one extent.
+        /// Block status: reply with one extent.
         const REQ_ONE = 1 << 3;
-        /// Write zeroes: only if it is fast.
+        /// Write zeroes: fail if this is not fast.
         const FAST_ZERO = 1 << 4;
-        /// With extended headers: the length is that of a payload, which follows.
+        /// With extended headers: the length is that of a payload, which follows the header.
         const PAYLOAD_LEN = 1 << 5;
     }
 
     /// Flags of an extent in the context `base:allocation`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct StateFlags: u32 {
-        /// Occupies nothing.
+        /// The extent occupies no space.
         const HOLE = 1;
-        /// Reads as zeroes.
+        /// The extent reads as zeroes.
         const ZERO = 2;
     }
 
     /// Flags of an extent in the context `freestone:changed`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct ChangedFlags: u32 {
-        /// The device holds it itself, it does not read it from what it was made from.
+        /// The fork or snapshot stores the extent itself instead of reading it from its base or origin.
         const OWN = 1;
     }
 }
 
 /// Options of the handshake.
 pub mod option {
-    /// Select an export and start; no error reply exists.
+    /// Select an export and start transmission. Has no error reply.
     pub const EXPORT_NAME: u32 = 1;
-    /// End.
+    /// End the session.
     pub const ABORT: u32 = 2;
     /// List the exports.
     pub const LIST: u32 = 3;
-    /// Go on with TLS.
+    /// Switch to TLS.
     pub const STARTTLS: u32 = 5;
     /// Describe an export.
     pub const INFO: u32 = 6;
-    /// Describe an export and start.
+    /// Describe an export and start transmission.
     pub const GO: u32 = 7;
-    /// Ask for structured replies.
+    /// Enable structured replies.
     pub const STRUCTURED_REPLY: u32 = 8;
     /// List metadata contexts.
     pub const LIST_META_CONTEXT: u32 = 9;
     /// Select metadata contexts.
     pub const SET_META_CONTEXT: u32 = 10;
-    /// Ask for extended headers.
+    /// Enable extended headers.
     pub const EXTENDED_HEADERS: u32 = 11;
 }
 
 /// Types of option replies.
 pub mod reply {
-    /// Done.
+    /// The option is complete.
     pub const ACK: u32 = 1;
-    /// An export.
+    /// Description of an export.
     pub const SERVER: u32 = 2;
-    /// A fact about an export.
+    /// Information about an export.
     pub const INFO: u32 = 3;
     /// A metadata context.
     pub const META_CONTEXT: u32 = 4;
-    /// The option is not known.
+    /// The option is unknown.
     pub const ERR_UNSUP: u32 = (1 << 31) + 1;
-    /// The option is known and well formed, and the server will not.
+    /// The server's policy forbids the option.
     pub const ERR_POLICY: u32 = (1 << 31) + 2;
-    /// The option's data is wrong.
+    /// The data of the option is invalid.
     pub const ERR_INVALID: u32 = (1 << 31) + 3;
-    /// Not without TLS.
+    /// The option requires TLS.
     pub const ERR_TLS_REQD: u32 = (1 << 31) + 5;
-    /// No such export.
+    /// The export does not exist.
     pub const ERR_UNKNOWN: u32 = (1 << 31) + 6;
-    /// The server is going away.
+    /// The server is shutting down.
     pub const ERR_SHUTDOWN: u32 = (1 << 31) + 7;
-    /// Not without a request for block sizes.
+    /// The client must request block sizes first.
     pub const ERR_BLOCK_SIZE_REQD: u32 = (1 << 31) + 8;
-    /// The option's data is too long.
+    /// The data of the option is too long.
     pub const ERR_TOO_BIG: u32 = (1 << 31) + 9;
-    /// Extended headers were agreed on, or have to be.
+    /// Extended headers are in use or required.
     pub const ERR_EXT_HEADER_REQD: u32 = (1 << 31) + 10;
 }
 
-/// Types of facts about an export.
+/// Types of information about an export.
 pub mod info {
     /// Size and transmission flags.
     pub const EXPORT: u16 = 0;
     /// Canonical name.
     pub const NAME: u16 = 1;
-    /// Text for people.
+    /// Human-readable text.
     pub const DESCRIPTION: u16 = 2;
     /// Size constraints.
     pub const BLOCK_SIZE: u16 = 3;
@@ -188,7 +186,7 @@ pub mod info {
 pub mod command {
     /// Read.
     pub const READ: u16 = 0;
-    /// Write; with compact headers the only command with a payload.
+    /// Write. With compact headers, the only command with a payload.
     pub const WRITE: u16 = 1;
     /// Disconnect.
     pub const DISC: u16 = 2;
@@ -206,7 +204,7 @@ pub mod command {
 
 /// Types of structured reply chunks.
 pub mod chunk {
-    /// Nothing; ends a reply.
+    /// No payload; ends a reply.
     pub const NONE: u16 = 0;
     /// Data.
     pub const OFFSET_DATA: u16 = 1;
@@ -216,17 +214,17 @@ pub mod chunk {
     pub const BLOCK_STATUS: u16 = 5;
     /// Extents, with extended headers.
     pub const BLOCK_STATUS_EXT: u16 = 6;
-    /// Set in each kind that says that the request failed.
+    /// Bit set in the types of error chunks.
     pub const ERRORS: u16 = 1 << 15;
     /// The request failed.
     pub const ERROR: u16 = ERRORS + 1;
-    /// The request failed at a place.
+    /// The request failed at an offset.
     pub const ERROR_OFFSET: u16 = ERRORS + 2;
-    /// Flag: the last chunk of its reply.
+    /// Flag of the last chunk of a reply.
     pub const FLAG_DONE: u16 = 1;
 }
 
-/// Why a request failed: the closed set of numbers of the protocol.
+/// Error numbers of the protocol, a closed set.
 pub mod errno {
     /// Operation not permitted.
     pub const PERM: u32 = 1;
@@ -242,7 +240,7 @@ pub mod errno {
     pub const OVERFLOW: u32 = 75;
     /// Operation not supported.
     pub const NOTSUP: u32 = 95;
-    /// The server is going away.
+    /// The server is shutting down.
     pub const SHUTDOWN: u32 = 108;
 }
 
@@ -258,33 +256,33 @@ pub struct Greeting {
     pub flags: U16,
 }
 
-/// An option, before its data.
+/// Header of an option, followed by its data.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct OptionHeader {
     /// [`OPTION_MAGIC`].
     pub magic: U64,
-    /// One of [`option`].
+    /// A constant of [`option`].
     pub option: U32,
     /// Length of the data in bytes.
     pub len: U32,
 }
 
-/// A reply to an option, before its data.
+/// Header of an option reply, followed by its data.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct OptionReply {
     /// [`OPTION_REPLY_MAGIC`].
     pub magic: U64,
-    /// The option that is answered.
+    /// Option of the reply.
     pub option: U32,
-    /// One of [`reply`].
+    /// A constant of [`reply`].
     pub kind: U32,
     /// Length of the data in bytes.
     pub len: U32,
 }
 
-/// The reply to `OPT_EXPORT_NAME`, before the padding.
+/// Reply to `OPT_EXPORT_NAME`, followed by the padding.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ExportNameReply {
@@ -314,13 +312,13 @@ pub struct InfoBlockSize {
     pub kind: U16,
     /// Unit of offsets and lengths in bytes.
     pub minimum: U32,
-    /// Bytes from which on a request is efficient.
+    /// Smallest efficient request in bytes.
     pub preferred: U32,
     /// Largest payload in bytes.
     pub maximum: U32,
 }
 
-/// A request, before its payload.
+/// Header of a request, followed by its payload.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct RequestHeader {
@@ -328,9 +326,9 @@ pub struct RequestHeader {
     pub magic: U32,
     /// [`CommandFlags`].
     pub flags: U16,
-    /// One of [`command`].
+    /// A constant of [`command`].
     pub command: U16,
-    /// Chosen by the client, handed back in the reply.
+    /// Chosen by the client and copied to the reply.
     pub cookie: U64,
     /// First byte.
     pub offset: U64,
@@ -338,7 +336,7 @@ pub struct RequestHeader {
     pub len: U32,
 }
 
-/// A request with an extended header, before its payload.
+/// Extended header of a request, followed by its payload.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ExtendedRequest {
@@ -346,29 +344,29 @@ pub struct ExtendedRequest {
     pub magic: U32,
     /// [`CommandFlags`].
     pub flags: U16,
-    /// One of [`command`].
+    /// A constant of [`command`].
     pub command: U16,
-    /// Chosen by the client, handed back in the reply.
+    /// Chosen by the client and copied to the reply.
     pub cookie: U64,
-    /// First byte, handed back in the reply.
+    /// First byte; copied to the reply.
     pub offset: U64,
-    /// Length in bytes: of the payload, with [`CommandFlags::PAYLOAD_LEN`], else of the range.
+    /// Length in bytes: of the payload with [`CommandFlags::PAYLOAD_LEN`], otherwise of the range.
     pub len: U64,
 }
 
-/// A simple reply, before its data.
+/// Simple reply, followed by its data.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct SimpleReply {
     /// [`SIMPLE_REPLY_MAGIC`].
     pub magic: U32,
-    /// 0 or one of [`errno`].
+    /// 0 or a constant of [`errno`].
     pub error: U32,
     /// The request's cookie.
     pub cookie: U64,
 }
 
-/// A structured reply chunk, before its payload.
+/// Header of a structured reply chunk, followed by its payload.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Chunk {
@@ -376,7 +374,7 @@ pub struct Chunk {
     pub magic: U32,
     /// [`chunk::FLAG_DONE`] or 0.
     pub flags: U16,
-    /// One of [`chunk`].
+    /// A constant of [`chunk`].
     pub kind: U16,
     /// The request's cookie.
     pub cookie: U64,
@@ -384,7 +382,7 @@ pub struct Chunk {
     pub len: U32,
 }
 
-/// A reply chunk with an extended header, before its payload.
+/// Extended header of a reply chunk, followed by its payload.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ExtendedChunk {
@@ -392,7 +390,7 @@ pub struct ExtendedChunk {
     pub magic: U32,
     /// [`chunk::FLAG_DONE`] or 0.
     pub flags: U16,
-    /// One of [`chunk`].
+    /// A constant of [`chunk`].
     pub kind: U16,
     /// The request's cookie.
     pub cookie: U64,
@@ -402,21 +400,21 @@ pub struct ExtendedChunk {
     pub len: U64,
 }
 
-/// A data chunk, before its data.
+/// Header of a data chunk, followed by the data.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct DataChunk {
-    /// With the length of the data + 8.
+    /// Header, whose length is that of the data plus 8.
     pub chunk: Chunk,
     /// First byte of the data on the export.
     pub offset: U64,
 }
 
-/// A data chunk with an extended header, before its data.
+/// Extended header of a data chunk, followed by the data.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ExtendedDataChunk {
-    /// With the length of the data + 8.
+    /// Header, whose length is that of the data plus 8.
     pub chunk: ExtendedChunk,
     /// First byte of the data on the export.
     pub offset: U64,
@@ -428,28 +426,28 @@ pub struct ExtendedDataChunk {
 pub struct HolePayload {
     /// First byte on the export.
     pub offset: U64,
-    /// How many bytes.
+    /// Length in bytes.
     pub len: U32,
 }
 
-/// Payload of an error chunk, before its message.
+/// Payload of an error chunk, followed by the message.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ErrorPayload {
-    /// One of [`errno`].
+    /// A constant of [`errno`].
     pub error: U32,
     /// Length of the message in bytes.
     pub message_len: U16,
 }
 
-/// Payload of a block status chunk with an extended header, before its descriptors. (With a compact
-/// header it is the context alone.)
+/// Payload of a block status chunk with an extended header, followed by the descriptors. With a compact
+/// header the payload begins with the context only.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ExtendedStatus {
     /// [`BASE_ALLOCATION_ID`] or [`FREESTONE_CHANGED_ID`].
     pub context: U32,
-    /// Descriptors.
+    /// Number of descriptors.
     pub count: U32,
 }
 
@@ -495,7 +493,7 @@ const _: () = {
 };
 
 impl Chunk {
-    /// The header of a chunk of `kind` with `len` bytes of payload.
+    /// Returns the header of a chunk of `kind` with `len` bytes of payload.
     pub fn new(cookie: u64, kind: u16, done: bool, len: u32) -> Self {
         Self {
             magic: STRUCTURED_REPLY_MAGIC.into(),
@@ -508,8 +506,8 @@ impl Chunk {
 }
 
 impl ExtendedChunk {
-    /// The header of a chunk of `kind` with `len` bytes of payload, in reply to the request with this
-    /// cookie and offset.
+    /// Returns the header of a chunk of `kind` with `len` bytes of payload, for the request with this cookie
+    /// and offset.
     pub fn new(cookie: u64, offset: u64, kind: u16, done: bool, len: u32) -> Self {
         Self {
             magic: EXTENDED_REPLY_MAGIC.into(),

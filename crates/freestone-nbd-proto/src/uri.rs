@@ -1,15 +1,15 @@
-//! How the URI of an export is written: `doc/uri.md` of the NBD project.
+//! URIs of exports, as in `doc/uri.md` of the NBD project.
 
 use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
-/// Where a server is reached.
+/// Address of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum At<'a> {
     /// A Unix socket.
     Unix(&'a Path),
-    /// Over TCP.
+    /// A TCP address.
     Tcp {
         /// A name or an IP address, IPv6 without brackets.
         host: &'a str,
@@ -19,7 +19,7 @@ pub enum At<'a> {
 }
 
 impl At<'_> {
-    /// The URI of an export there, over TLS or not. The name of the default export is empty.
+    /// Returns the URI of an export at this address. The name of the default export is empty.
     pub fn uri(&self, tls: bool, export: &str) -> String {
         let mut uri = String::from(if tls { "nbds" } else { "nbd" });
         match self {
@@ -32,7 +32,7 @@ impl At<'_> {
             Self::Tcp { host, port } => {
                 uri.push_str("://");
                 if host.contains(':') {
-                    // A zone index (`%eth0`) is escaped too, RFC 6874.
+                    // RFC 6874 requires a zone index (`%eth0`) to be escaped, too.
                     uri.push('[');
                     escape(&mut uri, host.as_bytes(), b":");
                     uri.push(']');
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_could_be_misread_is_escaped() {
+    fn uri_escapes_reserved_characters() {
         let unix = At::Unix(Path::new("/run/a b.sock"));
         assert_eq!(unix.uri(false, "a?b/c"), "nbd+unix:///a%3Fb/c?socket=/run/a%20b.sock");
         assert_eq!(unix.uri(true, ""), "nbds+unix:///?socket=/run/a%20b.sock");

@@ -1,5 +1,6 @@
-//! The one thread that accepts at every address of a server, however many there are; it also keeps
-//! the time of those connections that may only stay for so long.
+//! The thread that accepts connections at every address of a server.
+//!
+//! Between accepts, its `next` callback closes connections whose time to live has passed.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -14,40 +15,39 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, p
 use rustix::io::Errno;
 use rustix::net::{SocketAddrAny, SocketFlags, acceptfrom_with, sockopt};
 
-/// Identifier of the wake in the epoll set; listeners count up from 1.
+/// Identifier of the wakeup eventfd in the epoll set. Listener identifiers count up from 1.
 const WAKE: u64 = 0;
-/// Events that are taken at once.
+/// Maximum number of events per `epoll_wait`.
 const EVENTS: usize = 64;
-/// How long to leave a machine without file descriptors or memory alone.
+/// Pause after an accept failed, for example because no file descriptors or memory were left.
 const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-/// Longest wait, far below what the system call takes; a longer one is made of several.
+/// Longest single wait, far below the limit of the system call. A longer wait is split.
 const LONGEST_WAIT: Duration = Duration::from_secs(60 * 60);
 
-/// Listening sockets, and what they are waited on with.
+/// Listening sockets and the epoll set that waits for connections.
 #[derive(Debug)]
 pub struct Acceptor {
     epoll: OwnedFd,
     wake: OwnedFd,
-    /// By listener. Held for calls that do not block; no other lock is taken under it.
+    /// Sockets by listener. The lock is held for system calls that do not block. It is a leaf lock.
     sockets: Mutex<HashMap<u64, Vec<OwnedFd>>>,
 }
 
-/// What the thread does next.
+/// The next action of the accepting thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// It ends.
     Stop,
-    /// It accepts, and asks again at that moment at the latest.
+    /// Accepts connections, and asks for the next action at this time at the latest.
     Accept(Option<Instant>),
-    /// It accepts nothing, and asks again when it is woken, at that moment at the latest.
+    /// Accepts nothing, and asks for the next action when it is woken, or at this time at the latest.
     Wait(Instant),
 }
 
-/// What became of a connection that was to be accepted: its socket and who is at the other end.
-type Accepted = Result<(OwnedFd, String), Errno>;
+/// The result of an accept: the socket and a description of the peer.
+type AcceptResult = Result<(OwnedFd, String), Errno>;
 
 impl Acceptor {
-    /// Without listeners.
+    /// Creates an acceptor without listeners.
     ///
     /// # Errors
     /// No file descriptors are left.
@@ -58,38 +58,38 @@ impl Acceptor {
         Ok(Self { epoll, wake, sockets: Mutex::default() })
     }
 
-    /// Accepts from these sockets, too.
+    /// Adds the sockets of a listener.
     ///
     /// # Errors
-    /// The system has no room for more; the sockets are closed.
+    /// The kernel has no room for more; the sockets are closed.
     pub fn add(&self, listener: u64, sockets: Vec<OwnedFd>) -> Result<(), Errno> {
-        debug_assert!(listener != WAKE, "the wake's identifier");
-        // Under the lock: an event finds its sockets.
+        debug_assert!(listener != WAKE, "the identifier of the wakeup");
+        // Under the lock, so that an event finds the sockets.
         let mut table = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
         for socket in &sockets {
-            // Of one that was added before a failure, the entry goes when it is closed.
+            // If a later socket fails, closing removes the entries added before.
             epoll::add(&self.epoll, socket, epoll::EventData::new_u64(listener), epoll::EventFlags::IN)?;
         }
         table.insert(listener, sockets);
         Ok(())
     }
 
-    /// Closes the sockets of a listener: when this returns, nothing listens there.
+    /// Closes the sockets of a listener. No socket listens there when this returns.
     pub fn remove(&self, listener: u64) {
         let removed = self.sockets.lock().unwrap_or_else(PoisonError::into_inner).remove(&listener);
         for socket in removed.iter().flatten() {
-            // Closing alone would do, unless another process was given the socket.
+            // Closing is not enough if another process has a copy of the socket.
             let _ = epoll::delete(&self.epoll, socket);
         }
     }
 
-    /// Makes the thread ask what comes next.
+    /// Makes the thread ask for its next action.
     pub fn wake(&self) {
         freestone_core::eventfd::wake(&self.wake);
     }
 
-    /// The thread: accepts until `next` says to stop. `connected` gets the listener with each
-    /// connection and its peer; `failed` is told where one could not be accepted.
+    /// Runs the thread: accepts connections until `next` returns [`Next::Stop`]. Calls `connected` with the
+    /// listener, socket and peer of each connection, and `failed` for each failed accept.
     pub fn run(
         &self,
         mut next: impl FnMut() -> Next,
@@ -97,14 +97,14 @@ impl Acceptor {
         mut failed: impl FnMut(u64, Errno),
     ) {
         let mut events: Vec<epoll::Event> = Vec::with_capacity(EVENTS);
-        let mut accepted: Vec<Accepted> = Vec::new();
+        let mut accepted: Vec<AcceptResult> = Vec::new();
         loop {
             let until = match next() {
                 Next::Stop => return,
                 Next::Accept(until) => until,
                 Next::Wait(until) => {
                     let _ = poll(&mut [PollFd::new(&self.wake, PollFlags::IN)], Some(&left_until(until)));
-                    // Unreadable where the time is up.
+                    // Fails with EAGAIN if the wait timed out.
                     let _ = rustix::io::read(&self.wake, &mut [0_u8; 8]);
                     continue;
                 }
@@ -115,7 +115,7 @@ impl Acceptor {
             for event in events.drain(..) {
                 let listener = event.data.u64();
                 if listener == WAKE {
-                    // It fails with EAGAIN where it is unreadable already.
+                    // Fails with EAGAIN if another read reset the eventfd.
                     let _ = rustix::io::read(&self.wake, &mut [0_u8; 8]);
                     continue;
                 }
@@ -133,12 +133,11 @@ impl Acceptor {
         }
     }
 
-    /// Accepts one connection at each socket of a listener that has one.
-    fn accept(&self, listener: u64, accepted: &mut Vec<Accepted>) {
-        // Under the lock, so that whoever removes the listener closes its sockets: a system call or
-        // two.
+    /// Accepts one connection at each socket of a listener that has a pending one.
+    fn accept(&self, listener: u64, accepted: &mut Vec<AcceptResult>) {
+        // Under the lock for a system call or two, so that `remove` really closes the sockets.
         let table = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
-        // None: it was removed after its event.
+        // None: the listener was removed after the event.
         for socket in table.get(&listener).into_iter().flatten() {
             match acceptfrom_with(socket, SocketFlags::CLOEXEC) {
                 Ok((stream, _)) if Reserve::OF_CLIENTS.includes(&stream) => accepted.push(Err(Errno::MFILE)),
@@ -146,8 +145,8 @@ impl Acceptor {
                     let peer = describe_peer(&stream, peer);
                     accepted.push(Ok((stream, peer)));
                 }
-                // Nothing there, or the peer is gone again; errors of the network are the
-                // connection's, accept(2).
+                // No connection is pending, or the peer has already gone. Network errors concern the new
+                // connection only, see accept(2).
                 Err(
                     Errno::WOULDBLOCK
                     | Errno::INTR
@@ -172,13 +171,13 @@ fn left_until(until: Instant) -> Timespec {
     Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
 }
 
-/// Who is at the other end; of a TCP connection also sets what makes it quick and lets it end.
+/// Describes the peer of a connection for logs. For TCP, also disables the Nagle algorithm and enables
+/// keepalive.
 pub fn describe_peer(stream: &OwnedFd, peer: Option<SocketAddrAny>) -> String {
     if let Some(peer) = peer.and_then(|peer| SocketAddr::try_from(peer).ok()) {
-        // Small requests and replies must not wait for each other; the loss is speed only.
+        // Small requests and replies must not wait for each other. A failure only costs speed.
         let _ = sockopt::set_tcp_nodelay(stream, true);
-        // A peer whose machine is gone must not keep its place for ever; nothing else ends a silent
-        // session.
+        // Frees the connection of a peer whose machine is gone. A silent session has no other timeout.
         let _ = sockopt::set_socket_keepalive(stream, true);
         return peer.to_string();
     }

@@ -1,4 +1,4 @@
-//! Where a server listens.
+//! Addresses at which a server listens.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -14,47 +14,46 @@ pub enum Address {
     Unix(PathBuf),
     /// A TCP port.
     Tcp {
-        /// A name or an IP address, IPv6 without brackets.
+        /// A name or an IP address; IPv6 without brackets.
         host: String,
         /// The port; 0 lets the system choose one.
         port: u16,
     },
-    /// Nobody connects here: the one client was there before the server, at its standard input. No
-    /// text means it.
+    /// Standard input: the single client is connected before the server starts. No text parses to this.
     Stdin,
 }
 
-/// Why a text is no address.
+/// Why a text is not a valid address.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum AddressError {
-    /// Neither `unix:` nor `tcp:`.
+    /// The prefix is neither `unix:` nor `tcp:`.
     #[error("`{0}` is no address: write unix:PATH or tcp:HOST:PORT")]
     Kind(String),
-    /// `unix:` and nothing else.
+    /// No path follows `unix:`.
     #[error("`unix:` needs a path after it")]
     NoPath,
-    /// No port.
+    /// The port is missing.
     #[error("`{0}` has no port: write tcp:HOST:PORT, an IPv6 address in brackets")]
     NoPort(String),
-    /// No host.
+    /// The host is missing.
     #[error("`{0}` has no host: write tcp:HOST:PORT, for example tcp:127.0.0.1:10809")]
     NoHost(String),
-    /// The port is no number, or too large.
+    /// The port is not a number, or too large.
     #[error("`{0}` is no port: a number from 0 to 65535 is wanted")]
     Port(String),
-    /// An IPv6 address that is not in brackets, or brackets that do not match.
+    /// An IPv6 address without brackets, or unbalanced brackets.
     #[error("`{0}`: an IPv6 address is written in brackets, as in tcp:[::1]:10809")]
     Brackets(String),
 }
 
 impl Address {
-    /// The URI with which a client reaches `export` here: `nbd+unix:///name?socket=/path` or
-    /// `nbd://host:port/name`. At standard input nobody else reaches it: the text is empty.
+    /// Returns the URI of `export` at this address: `nbd+unix:///name?socket=/path` or
+    /// `nbd://host:port/name`. Returns an empty string for standard input, which other clients cannot reach.
     pub fn uri(&self, export: &str) -> String {
         self.uri_by(export, false)
     }
 
-    /// The same, or by TLS `nbds+unix:` and `nbds:`.
+    /// Returns the URI, with the scheme `nbds+unix:` or `nbds:` if `tls` is set.
     pub fn uri_by(&self, export: &str, tls: bool) -> String {
         let at = match self {
             Self::Unix(path) => At::Unix(path),
@@ -64,7 +63,7 @@ impl Address {
         at.uri(tls, export)
     }
 
-    /// The same address with an absolute path, so that it means the same from every directory.
+    /// Returns the address with an absolute path, which does not depend on the current directory.
     #[must_use]
     pub fn absolute(&self) -> Self {
         match self {
@@ -101,7 +100,7 @@ impl FromStr for Address {
         if host.is_empty() {
             return Err(AddressError::NoHost(text.to_owned()));
         }
-        // `parse` alone would take a leading plus sign.
+        // `parse` alone would accept a leading plus sign.
         if port.is_empty() || !port.bytes().all(|byte| byte.is_ascii_digit()) {
             return Err(AddressError::Port(port.to_owned()));
         }
@@ -130,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_parsed_is_shown_again() {
+    fn address_display_matches_parsed_text() {
         for text in ["unix:/run/a b.sock", "unix:rel", "tcp:127.0.0.1:0", "tcp:[::1]:10809", "tcp:host:65535"]
         {
             assert_eq!(parse(text).unwrap().to_string(), text);
@@ -138,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_addresses_say_why() {
+    fn address_parse_invalid_returns_reason() {
         assert_eq!(parse(""), Err(AddressError::Kind(String::new())));
         assert_eq!(parse("/run/x"), Err(AddressError::Kind("/run/x".to_owned())));
         assert_eq!(parse("unix:"), Err(AddressError::NoPath));
@@ -154,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn uris_are_escaped() {
+    fn uri_special_characters_are_escaped() {
         let unix = parse("unix:/run/a b.sock").unwrap();
         assert_eq!(unix.uri("ram0"), "nbd+unix:///ram0?socket=/run/a%20b.sock");
         assert_eq!(unix.uri("a?b"), "nbd+unix:///a%3Fb?socket=/run/a%20b.sock");

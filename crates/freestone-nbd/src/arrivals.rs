@@ -1,5 +1,4 @@
-//! How connections come: the accepting thread, and a thread for each connection, one that waits for it
-//! or a new one.
+//! New connections: starts the accepting thread, and gives each connection an idle or a new thread.
 
 use freestone_core::client_log;
 use std::ffi::CString;
@@ -17,11 +16,10 @@ use crate::connection;
 use crate::link::Link;
 use crate::shared::ServerShared;
 
-/// Starts the accepting thread, which runs until the server shuts down. Called once, under
-/// `binding`.
+/// Starts the accepting thread, which runs until the server shuts down. Called once, under `binding`.
 ///
 /// # Errors
-/// No file descriptors or no thread are left.
+/// No file descriptors are left, or the thread cannot be created.
 pub fn start(shared: &Arc<ServerShared>) -> io::Result<JoinHandle<()>> {
     shared.make_acceptor()?;
     let shared = Arc::clone(shared);
@@ -38,10 +36,10 @@ pub fn start(shared: &Arc<ServerShared>) -> io::Result<JoinHandle<()>> {
     })
 }
 
-/// A client has connected.
+/// Admits a new connection and gives it to a thread.
 fn connect(shared: &Arc<ServerShared>, listener: u64, socket: OwnedFd, peer: String) {
     let Some(link) = shared.admit(listener, socket, peer) else { return };
-    let Err(link) = shared.spares.hand(link) else { return };
+    let Err(link) = shared.idle_threads.assign(link) else { return };
     let spawned = {
         let (shared, link) = (Arc::clone(shared), Arc::clone(&link));
         thread::Builder::new().name("nbd".to_owned()).spawn(move || serve_many(&shared, link))
@@ -53,22 +51,22 @@ fn connect(shared: &Arc<ServerShared>, listener: u64, socket: OwnedFd, peer: Str
     }
 }
 
-/// A thread's connections, one after the other.
+/// Serves connections on this thread, one after the other.
 fn serve_many(shared: &ServerShared, first: Arc<Link>) {
     let mut next = Some(first);
     while let Some(link) = next {
         if let Ok(name) = CString::new(format!("nbd-{}", link.id)) {
-            // For who looks at threads; without it they are called nbd.
+            // For ps and debuggers. On failure the thread keeps the name nbd.
             let _ = set_name(&name);
         }
         connection::run(shared, &link);
-        // The socket closes here, at the latest.
+        // Closes the socket if no other reference is left.
         drop(link);
-        next = shared.spares.next();
+        next = shared.idle_threads.next_connection();
     }
 }
 
-/// Serves a connection on this thread, from its first byte to its last.
+/// Serves one connection on the calling thread.
 pub fn serve_here(shared: &ServerShared, address: &Address, socket: OwnedFd) {
     let listener = shared.lock().listener_id(address);
     let peer = describe_peer(&socket, getpeername(&socket).ok().flatten());

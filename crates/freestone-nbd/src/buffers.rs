@@ -1,16 +1,16 @@
-//! Buffers of a connection that were used, for its next requests: memory from the allocator would be
-//! zeroed first, page by page.
+//! Used buffers of a connection, kept for its next requests. The allocator would zero new memory page by
+//! page.
 
 use freestone_core::device::{IoBuf, Result};
 
-/// Bytes that are kept at most.
+/// Largest total size of spare buffers, in bytes.
 pub const MAX_SPARE_BYTES: usize = 1 << 20;
-/// Smaller ones are left to the allocator, which has them at hand.
+/// Smallest buffer kept, in bytes. The allocator serves smaller ones quickly.
 const MIN_KEPT_BYTES: usize = 16 << 10;
-/// How many are looked at for one that fits.
-const LOOKS: usize = 4;
+/// Maximum number of spare buffers examined for a fitting one.
+const MAX_PROBES: usize = 4;
 
-/// Spare buffers, the last used one last. What they hold was this client's.
+/// Spare buffers, the most recently used last. They contain data of this client only.
 #[derive(Debug, Default)]
 pub struct Buffers {
     spare: Vec<IoBuf>,
@@ -18,13 +18,14 @@ pub struct Buffers {
 }
 
 impl Buffers {
-    /// A buffer of `len` bytes, of which nothing is to be shown that was not written before.
+    /// Returns a buffer of `len` bytes. Its content may be old, so the caller must overwrite bytes before
+    /// sending them.
     ///
     /// # Errors
-    /// No memory is left.
+    /// Out of memory.
     pub fn take(&mut self, len: usize) -> Result<IoBuf> {
         let fits = |buffer: &IoBuf| buffer.capacity() >= len && buffer.capacity() / 2 <= len;
-        let found = self.spare.iter().rev().take(LOOKS).position(fits);
+        let found = self.spare.iter().rev().take(MAX_PROBES).position(fits);
         let Some(back) = found else { return IoBuf::zeroed(len) };
         let mut buffer = self.spare.remove(self.spare.len() - 1 - back);
         self.bytes -= buffer.capacity();
@@ -32,17 +33,17 @@ impl Buffers {
         Ok(buffer)
     }
 
-    /// A copy of `data`.
+    /// Returns a copy of `data`.
     ///
     /// # Errors
-    /// No memory is left.
+    /// Out of memory.
     pub fn copy_of(&mut self, data: &[u8]) -> Result<IoBuf> {
         let mut buffer = self.take(data.len())?;
         buffer.copy_from_slice(data);
         Ok(buffer)
     }
 
-    /// Keeps a buffer, or drops it where there are enough.
+    /// Keeps a buffer for reuse, or frees it if it is too small or the limit is reached.
     pub fn give(&mut self, buffer: IoBuf) {
         let capacity = buffer.capacity();
         if capacity >= MIN_KEPT_BYTES && self.bytes + capacity <= MAX_SPARE_BYTES {
@@ -51,12 +52,10 @@ impl Buffers {
         }
     }
 
-    /// Bytes that are kept.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Keeps none.
     #[inline]
     pub fn clear(&mut self) {
         if self.bytes > 0 {
@@ -71,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_one_that_fits_is_used_again() {
+    fn take_reuses_last_fitting_buffer() {
         let mut buffers = Buffers::default();
         let mut first = buffers.take(128 << 10).unwrap();
         first[0] = 1;
@@ -85,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_bounded() {
+    fn give_beyond_limit_frees_buffer() {
         let mut buffers = Buffers::default();
         let many: Vec<IoBuf> = (0..6).map(|_| buffers.take(256 << 10).unwrap()).collect();
         for buffer in many {
@@ -93,7 +92,7 @@ mod tests {
         }
         buffers.give(IoBuf::zeroed(4096).unwrap());
         assert_eq!((buffers.spare.len(), buffers.bytes), (4, MAX_SPARE_BYTES));
-        // A large one is not used for little.
+        // A much larger spare buffer is not used for a small request.
         assert_eq!(buffers.take(64 << 10).unwrap().capacity(), 64 << 10);
     }
 }

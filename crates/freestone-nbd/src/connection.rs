@@ -8,28 +8,27 @@ use rustix::net::{RecvFlags, Shutdown, shutdown};
 
 use crate::handshake::{End, Handshake};
 use crate::link::Link;
-use crate::receive::{Patience, receive_into};
+use crate::receive::{Timeouts, receive_into};
 use crate::session::Session;
 use crate::shared::ServerShared;
 use crate::template::OnEnd;
 
-/// How long the client's last bytes are thrown away, so that it can read our last replies before
-/// the socket closes.
+/// Longest time during which the client's last bytes are discarded, so that it can read the last replies
+/// before the socket closes.
 const LINGER: Duration = Duration::from_millis(250);
 
-/// Serves one client. A device that panics ends this connection and no other.
+/// Serves one client. A panic in a device ends only this connection.
 pub fn run(shared: &ServerShared, link: &Link) {
-    // Declared outside `serve`: it is called when everything that holds the device was dropped,
-    // also by a panic.
+    // Declared outside `serve`, so that it is called after everything that holds the device was dropped, even
+    // by a panic.
     let mut on_end = OnEnd::default();
     let mut panicked = catch_unwind(AssertUnwindSafe(|| serve(shared, link, &mut on_end))).is_err();
     if panicked {
         client_log!(error, peer = %link.peer(), "the device panicked: its connection is closed");
     }
-    // The client sees the end before the server counts it; the socket itself may outlive this
-    // thread for a moment.
+    // The client sees the end before the server counts it. The socket itself may outlive this thread briefly.
     let _ = shutdown(link.socket(), Shutdown::Both);
-    // Before `leave`: whoever waits for the connection's end finds its device ended, too.
+    // Before `leave`, so that the device has also ended when a waiter sees the connection's end.
     panicked |= on_end.run();
     shared.leave(link, panicked);
 }
@@ -58,34 +57,35 @@ fn serve(shared: &ServerShared, link: &Link, on_end: &mut OnEnd) {
             client_log!(warn, peer = %link.peer(), what, "the client broke the protocol in the handshake");
         }
         Err(End::Tls(why)) => {
-            client_log!(warn, peer = %link.peer(), why, "no TLS with a client");
+            client_log!(warn, peer = %link.peer(), why, "TLS handshake failed");
         }
         Err(End::NoDevice(text)) => {
-            client_log!(warn, peer = %link.peer(), text, "no device for the client, which is not told why");
+            client_log!(warn, peer = %link.peer(), text, "no device for a client, and no error reply is possible");
         }
     }
     linger(link);
 }
 
-/// Closing a socket with unread input tells the peer of an error, and may cost it our last replies.
-/// Apart: a connection does not have its buffer on the stack while it is served.
+/// Discards input until the client closes or a timeout. Closing a socket with unread input sends an error to
+/// the peer, which may then lose the last replies. Not inlined, to keep its buffer off the stack while a
+/// connection is served.
 #[inline(never)]
 fn linger(link: &Link) {
     let _ = shutdown(link.socket(), Shutdown::Write);
-    let patience = Patience { silence: LINGER, deadline: Instant::now() + LINGER };
+    let timeouts = Timeouts { idle: LINGER, deadline: Instant::now() + LINGER };
     let mut waste = [0_u8; 16 << 10];
     loop {
         match receive_into(link.socket(), RecvFlags::DONTWAIT, &mut waste) {
             Err(rustix::io::Errno::WOULDBLOCK) => {}
             Ok(0) | Err(_) => return,
             Ok(_) => {
-                if Instant::now() >= patience.deadline {
+                if Instant::now() >= timeouts.deadline {
                     return;
                 }
                 continue;
             }
         }
-        if patience.wait(link.socket()).is_err() {
+        if timeouts.wait(link.socket()).is_err() {
             return;
         }
     }

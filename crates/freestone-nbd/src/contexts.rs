@@ -1,4 +1,4 @@
-//! The metadata contexts, and which of them a client asks for.
+//! The metadata contexts, and their selection by clients.
 
 use bitflags::bitflags;
 
@@ -8,37 +8,36 @@ bitflags! {
     /// A set of metadata contexts.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
     pub struct Contexts: u8 {
-        /// [`BASE_ALLOCATION`]: what are holes and zeroes.
+        /// [`BASE_ALLOCATION`]: holes and zeroes.
         const ALLOCATION = 1;
-        /// [`FREESTONE_CHANGED`]: what the device holds itself.
+        /// [`FREESTONE_CHANGED`]: content that the device holds itself.
         const CHANGED = 2;
     }
 }
 
-/// Each context with its name and its identifier on the wire, in the order in which they are told
-/// and answered.
+/// Each context with its name and its identifier on the wire. Lists and block status replies use this order.
 pub const ALL: [(Contexts, &str, u32); 2] = [
     (Contexts::ALLOCATION, BASE_ALLOCATION, BASE_ALLOCATION_ID),
     (Contexts::CHANGED, FREESTONE_CHANGED, FREESTONE_CHANGED_ID),
 ];
 
 impl Contexts {
-    /// What is offered for a device that holds changes over another, or that does not.
+    /// Returns the contexts offered for a device. `changes` says if the device reports changes over its base.
     pub fn offered(changes: bool) -> Self {
         if changes { Self::all() } else { Self::ALLOCATION }
     }
 
-    /// What a query of a client asks for. A namespace with its colon alone asks for all of it where
-    /// contexts are listed, and for nothing where they are set.
-    pub fn asked(query: &str, list: bool) -> Self {
+    /// Returns the contexts that match a query. A bare namespace with its colon matches all its contexts when
+    /// contexts are listed, and none when they are selected.
+    pub fn matching(query: &str, list: bool) -> Self {
         let hit = |name: &str| {
             name == query || (list && query.ends_with(':') && name.split_inclusive(':').next() == Some(query))
         };
         ALL.iter().filter(|(_, name, _)| hit(name)).map(|(context, ..)| *context).collect()
     }
 
-    /// The contexts of the set with these identifiers. `None`: one is not in the set, or there twice.
-    pub fn chosen(self, ids: impl Iterator<Item = u32>) -> Option<Self> {
+    /// Returns the contexts with these identifiers. Returns None if one is not in the set or occurs twice.
+    pub fn by_ids(self, ids: impl Iterator<Item = u32>) -> Option<Self> {
         let mut chosen = Self::empty();
         for wanted in ids {
             let (context, ..) = ALL.iter().find(|(.., id)| *id == wanted)?;
@@ -50,8 +49,8 @@ impl Contexts {
         Some(chosen)
     }
 
-    /// Name and identifier of each context of the set.
-    pub fn named(self) -> impl Iterator<Item = (&'static str, u32)> {
+    /// Returns the name and identifier of each context in the set.
+    pub fn names_and_ids(self) -> impl Iterator<Item = (&'static str, u32)> {
         ALL.iter().filter(move |(context, ..)| self.contains(*context)).map(|(_, name, id)| (*name, *id))
     }
 }
@@ -61,26 +60,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn identifiers() {
+    fn by_ids_unselected_or_duplicate_returns_none() {
         let both = Contexts::all();
-        assert_eq!(both.chosen([2, 1].into_iter()), Some(both));
-        assert_eq!(both.chosen([2].into_iter()), Some(Contexts::CHANGED));
-        assert_eq!(Contexts::ALLOCATION.chosen([2].into_iter()), None);
+        assert_eq!(both.by_ids([2, 1].into_iter()), Some(both));
+        assert_eq!(both.by_ids([2].into_iter()), Some(Contexts::CHANGED));
+        assert_eq!(Contexts::ALLOCATION.by_ids([2].into_iter()), None);
         for wrong in [[1, 1], [0, 1], [3, 1]] {
-            assert_eq!(both.chosen(wrong.into_iter()), None, "{wrong:?}");
+            assert_eq!(both.by_ids(wrong.into_iter()), None, "{wrong:?}");
         }
     }
 
     #[test]
-    fn queries() {
-        assert_eq!(Contexts::asked("base:allocation", false), Contexts::ALLOCATION);
-        assert_eq!(Contexts::asked("freestone:changed", true), Contexts::CHANGED);
-        assert_eq!(Contexts::asked("base:", true), Contexts::ALLOCATION);
-        assert_eq!(Contexts::asked("freestone:", true), Contexts::CHANGED);
+    fn matching_namespace_only_when_listing() {
+        assert_eq!(Contexts::matching("base:allocation", false), Contexts::ALLOCATION);
+        assert_eq!(Contexts::matching("freestone:changed", true), Contexts::CHANGED);
+        assert_eq!(Contexts::matching("base:", true), Contexts::ALLOCATION);
+        assert_eq!(Contexts::matching("freestone:", true), Contexts::CHANGED);
         for (query, list) in
             [("base:", false), ("freestone:", false), ("", true), (":", true), ("base", true)]
         {
-            assert_eq!(Contexts::asked(query, list), Contexts::empty(), "{query}");
+            assert_eq!(Contexts::matching(query, list), Contexts::empty(), "{query}");
         }
     }
 }

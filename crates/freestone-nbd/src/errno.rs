@@ -1,4 +1,4 @@
-//! Errors as the protocol knows them.
+//! NBD error numbers, and the mapping of device errors to them.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -6,46 +6,37 @@ use std::fmt;
 use freestone_core::device::{Error, Failed, Request};
 use freestone_nbd_proto::errno as number;
 
-/// The closed set of error numbers of the protocol.
+/// The error numbers that the protocol defines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Errno {
-    /// Operation not permitted.
     Perm = number::PERM,
-    /// Input/output error.
     Io = number::IO,
-    /// Cannot allocate memory.
     NoMem = number::NOMEM,
-    /// Invalid argument.
     Inval = number::INVAL,
-    /// No space left on device.
     NoSpc = number::NOSPC,
-    /// Value too large.
     Overflow = number::OVERFLOW,
-    /// Operation not supported.
     NotSup = number::NOTSUP,
-    /// The server is going away.
     Shutdown = number::SHUTDOWN,
 }
 
-/// What a command does, as far as its errors go.
+/// Groups of commands with the same error mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Read, cache, block status: outside the device is EINVAL.
+    /// Read, cache, block status: out of range is EINVAL.
     Plain,
     /// Trim, as `Plain`.
     Trim,
     /// Flush, as `Plain`.
     Flush,
-    /// Write and write zeroes: outside the device is ENOSPC.
+    /// Write and write zeroes: out of range is ENOSPC.
     Store,
-    /// Write zeroes with `CMD_FLAG_FAST_ZERO`: as `Store`, and the only one that may answer
-    /// ENOTSUP.
+    /// Write zeroes with `CMD_FLAG_FAST_ZERO`: as `Store`, but may also return ENOTSUP.
     StoreFast,
 }
 
 impl Action {
-    /// What failed, for who looks after the device.
+    /// Returns the kind of failure to count and log.
     const fn failed(self) -> Failed {
         match self {
             Self::Plain => Failed::Read,
@@ -56,27 +47,22 @@ impl Action {
     }
 }
 
-/// Why a request failed: a number, and a text for people that structured replies carry.
+/// Why a request failed: an error number, and a message that structured replies carry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// The number.
     pub errno: Errno,
-    /// The text.
     pub text: Cow<'static, str>,
-    /// What the device answered, where it was asked.
+    /// The device's error, if the device reported it.
     pub cause: Option<Cause>,
 }
 
-/// What a device answered, and to what.
+/// An error of a device, and the request that failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cause {
-    /// What failed.
     pub failed: Failed,
-    /// Why.
     pub error: Error,
-    /// First byte, of the part that failed where it was handed on in parts.
+    /// Offset in bytes, of the failed part if the request was split.
     pub offset: u64,
-    /// Length in bytes.
     pub len: u64,
 }
 
@@ -92,12 +78,12 @@ impl fmt::Display for Cause {
 }
 
 impl Failure {
-    /// A failure that the server found itself.
+    /// Creates a failure that the server detected itself.
     pub const fn new(errno: Errno, text: &'static str) -> Self {
         Self { errno, text: Cow::Borrowed(text), cause: None }
     }
 
-    /// What a device answered to this request.
+    /// Creates a failure from a device's error.
     #[cold]
     pub fn of(error: Error, action: Action, request: &Request) -> Self {
         let text = Cow::Owned(error.to_string());
@@ -107,7 +93,7 @@ impl Failure {
     }
 }
 
-/// Maps every error of a device. The protocol reserves ENOTSUP for fast zeroes and EOVERFLOW for
+/// Maps a device error to an error number. The protocol reserves ENOTSUP for fast zeroes and EOVERFLOW for
 /// lengths, and has no numbers for zones.
 pub const fn errno(error: Error, action: Action) -> Errno {
     match error {
@@ -140,13 +126,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn out_of_range_depends_on_the_command() {
+    fn errno_out_of_range_depends_on_command() {
         assert_eq!(errno(Error::OutOfRange, Action::Plain), Errno::Inval);
         assert_eq!(errno(Error::OutOfRange, Action::Store), Errno::NoSpc);
     }
 
     #[test]
-    fn not_supported_is_for_fast_zeroes_only() {
+    fn errno_notsup_only_for_fast_zeroes() {
         for error in Error::ALL {
             for action in [Action::Plain, Action::Trim, Action::Flush, Action::Store] {
                 assert_ne!(errno(error, action), Errno::NotSup, "{error}");
@@ -157,13 +143,13 @@ mod tests {
     }
 
     #[test]
-    fn text_is_the_devices() {
+    fn failure_text_is_device_error() {
         let request = Request::new(Op::Write, 8192, 512);
         assert_eq!(Failure::of(Error::NoSpace, Action::Store, &request).text, Error::NoSpace.to_string());
     }
 
     #[test]
-    fn a_cause_says_what_failed_and_where() {
+    fn cause_display_has_kind_error_and_range() {
         let cause = |op, action| {
             Failure::of(Error::Media, action, &Request::new(op, 8192, 512)).cause.unwrap().to_string()
         };

@@ -1,4 +1,4 @@
-//! What is published.
+//! Exports: published devices and templates.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,130 +13,129 @@ use crate::link::Link;
 use crate::proto::TransmissionFlags;
 use crate::template::{Facts, OnEnd, Template};
 
-/// How a device is published.
+/// Options for publishing a device.
 #[derive(Debug, Clone, Default)]
 pub struct ExportOptions {
-    /// Writes are refused, also where the device takes them.
+    /// Refuses writes, even if the device accepts them.
     pub read_only: bool,
-    /// The export also answers to the empty name at its address.
+    /// Makes this the default export of its address, which the empty name selects.
     pub default: bool,
-    /// FUA is not offered and is refused: clients flush instead.
+    /// Neither offers nor accepts FUA, so clients flush instead.
     pub without_fua: bool,
-    /// Who sees it at all.
+    /// The clients that can see the export.
     pub clients: Clients,
-    /// A text for people, at most 4096 bytes; may be empty.
+    /// Description for users, at most 4096 bytes; may be empty.
     pub description: String,
-    /// Where requests that fail are counted: of a device that is published more than once, all in
-    /// one; of a template, those of all connections.
+    /// Counters of failed requests, shared by all exports of a device or all connections of a template.
     pub failures: Arc<Failures>,
-    /// Each connection takes a place in all of these; one that finds none waits for it while the
-    /// handshake may last.
+    /// Limits in which each connection takes a place. If one is full, the handshake waits until its time is
+    /// up.
     pub places: Vec<Arc<Places>>,
 }
 
-/// Who sees an export. To others it is as if there were none.
+/// Which clients see an export. For other clients it does not exist.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Clients {
-    /// Whoever connects.
+    /// All clients.
     #[default]
     All,
-    /// Whoever comes by TLS.
+    /// Clients with TLS.
     Secure,
-    /// Whose certificate has one of these names.
+    /// Clients whose certificate has one of these names.
     Named(Arc<[String]>),
 }
 
-/// How a template is published.
+/// Options for publishing a template.
 #[derive(Debug, Clone, Default)]
 pub struct TemplateOptions {
-    /// As for a device.
+    /// Options shared with devices.
     pub export: ExportOptions,
-    /// A connection that is older, counted from when its device was made, ends: what it has sent is
-    /// answered, and what takes longer than [`END_GRACE`](crate::END_GRACE) beyond is cut. `None`:
-    /// it may stay.
+    /// Longest lifetime of a connection, from the creation of its device. Then the connection completes the
+    /// requests it has received and ends; it is cut after another [`END_GRACE`](crate::END_GRACE). `None`
+    /// sets no limit.
     pub ttl: Option<Duration>,
 }
 
-/// Why a client gets no export.
+/// Why a client cannot use an export.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EnterError {
-    /// There is none of the name at the client's address.
+    /// No export of this name exists at the client's address.
     Unknown,
-    /// The server is going away.
+    /// The server is shutting down.
     ShuttingDown,
-    /// It is there for who comes by TLS.
+    /// The export needs TLS.
     OnlyByTls,
-    /// No place came free; so many there are.
+    /// The client limit is reached; the value is the limit.
     Full(u64),
-    /// No device could be made for it; a sentence.
+    /// No device is available, with the message for the client.
     Failed(String),
 }
 
-/// What [`Server::exports`](crate::Server::exports) tells of an export.
-#[expect(clippy::struct_excessive_bools, reason = "each is told for itself")]
+/// Properties of an export, from [`Server::exports`](crate::Server::exports).
+#[expect(clippy::struct_excessive_bools, reason = "independent properties")]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExportInfo {
-    /// Its name.
+    /// The export name.
     pub name: String,
-    /// Where it is seen.
+    /// The address at which it is published.
     pub address: Address,
-    /// Whether writes are refused, by option or by the device; of a template, by option.
+    /// True if writes are refused, by option or by the device. For a template, by option only.
     pub read_only: bool,
-    /// Whether it answers to the empty name.
+    /// True for the default export of the address.
     pub default: bool,
-    /// Whether every connection gets a device of its own.
+    /// True if every connection gets its own device.
     pub template: bool,
-    /// Clients have to come by TLS.
+    /// True if clients must use TLS.
     pub tls: bool,
-    /// The text for people.
+    /// Description for users.
     pub description: String,
-    /// Connections that use it now.
+    /// Current connections.
     pub connections: usize,
 }
 
+/// The peer of a connection.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Client {
+    /// A process on this machine, by its pid.
+    Process(i32),
+    /// Any other peer, as shown in logs.
+    Peer(String),
+}
+
 impl ExportInfo {
-    /// The URI with which a client reaches it, see [`Address::uri`]; `nbds` where it has to be.
+    /// Returns the URI of the export, see [`Address::uri`]. The scheme is `nbds` if TLS is required.
     pub fn uri(&self) -> String {
         self.address.uri_by(&self.name, self.tls)
     }
 }
 
-/// A device, or a template, under a name at one address.
+/// A device or a template, published under a name at one address.
 pub struct Export {
-    /// Its name.
     pub name: String,
-    /// Where it is seen.
     pub address: Address,
-    /// What clients get.
     pub source: Source,
-    /// By option or by the device.
+    /// Refuses writes, by option or because the device is read-only.
     pub read_only: bool,
-    /// Answers to the empty name.
     pub default: bool,
-    /// See [`ExportOptions::without_fua`].
     pub without_fua: bool,
-    /// See [`ExportOptions::clients`].
     pub clients: Clients,
-    /// For people.
     pub description: String,
-    /// Requests that failed.
     pub failures: Arc<Failures>,
-    /// See [`ExportOptions::places`].
     pub places: Vec<Arc<Places>>,
-    /// Connections that use it; changed under the server's lock.
+    /// Current connections; changed under the server's lock.
     pub users: AtomicUsize,
 }
 
-/// Where an export's device comes from.
+/// The source of an export's device.
 pub enum Source {
     /// One device for all connections.
     Device(Arc<dyn Device>),
-    /// One for each.
+    /// Creates a device for each connection.
     Template(Template),
 }
 
 impl Export {
-    /// The template, where it is one.
+    /// Returns the template, or None for a device.
     pub fn template(&self) -> Option<&Template> {
         match &self.source {
             Source::Device(_) => None,
@@ -144,7 +143,7 @@ impl Export {
         }
     }
 
-    /// Whether the client at this link sees it; an error says why not.
+    /// Checks that the client of this link may see the export.
     pub fn admit(&self, link: &Link) -> Result<(), EnterError> {
         match (&self.clients, link.client()) {
             (Clients::All, _) | (Clients::Secure, Some(_)) => Ok(()),
@@ -154,8 +153,7 @@ impl Export {
         }
     }
 
-    /// The device for a connection, and what is to be called when that has ended. An error is a
-    /// sentence.
+    /// Returns the device for a connection and the call for its end. The error is a message for the client.
     pub fn open(&self) -> Result<(Arc<dyn Device>, OnEnd), String> {
         match &self.source {
             Source::Device(device) => Ok((Arc::clone(device), OnEnd::default())),
@@ -163,7 +161,8 @@ impl Export {
         }
     }
 
-    /// What a client is told that has not chosen the export. An error is a sentence.
+    /// Returns the properties for a client that has not chosen the export. The error is a message for the
+    /// client.
     pub fn facts(&self) -> Result<Facts, String> {
         match &self.source {
             Source::Device(device) => Ok(Facts::of(&**device)),
@@ -171,13 +170,12 @@ impl Export {
         }
     }
 
-    /// What clients are told that they may do with a device of this geometry, where replies have
-    /// `chunks` or not.
+    /// Returns the transmission flags for a device of this geometry. `chunks` says if replies have chunks.
     pub fn flags(&self, geometry: &Geometry, chunks: bool) -> TransmissionFlags {
         let mut flags =
             TransmissionFlags::HAS_FLAGS | TransmissionFlags::SEND_FLUSH | TransmissionFlags::SEND_CACHE;
-        // Every connection goes straight to the one device, whose flush covers all that was
-        // answered. A second connection to a template would be to another device.
+        // All connections use the same device, and its flush covers every completed request. A second
+        // connection to a template would use another device.
         flags.set(TransmissionFlags::CAN_MULTI_CONN, self.template().is_none());
         if self.read_only || geometry.read_only {
             flags |= TransmissionFlags::READ_ONLY;

@@ -1,66 +1,60 @@
-//! Requests that a device took over.
+//! Requests submitted to a device.
 
 use freestone_core::device::{IoBuf, Request, Result};
 
 use crate::errno::{Action, Failure};
 use crate::headers::Tag;
 
-/// Parts of requests of one connection that a device may hold at once. At this bound the connection
-/// reads no more.
+/// Maximum number of submitted parts of one connection. At this limit the connection waits.
 pub const MAX_IN_FLIGHT: usize = 256;
-/// Bytes of their buffers, and of large replies that are not sent yet. One request may have as much
-/// on its own.
+/// Maximum total size in bytes of the buffers of submitted parts and of large replies not yet sent. A single
+/// request may use all of this limit.
 pub const MAX_IN_FLIGHT_BYTES: usize = 32 << 20;
 
-/// The outcome of a submitted part.
+/// The completion of a submitted part.
 #[derive(Debug)]
-pub struct Finished {
-    /// Index of its [`Operation`].
+pub struct CompletedPart {
+    /// Index of the part's [`Operation`].
     pub slot: usize,
-    /// The part.
     pub request: Request,
-    /// Bytes of the part's data.
+    /// Length of the part's data in bytes.
     pub len: usize,
-    /// Bytes that the part was charged with: its data, and what parts of blocks need beside it.
+    /// Bytes charged for the part: its data and the extra space for unaligned blocks.
     pub charge: usize,
-    /// What the device says.
     pub outcome: Result<()>,
-    /// Its buffer.
     pub buffer: IoBuf,
 }
 
-/// A request that was not answered at once.
+/// A request that was not completed inline.
 #[derive(Debug)]
 pub struct Operation {
-    /// What its reply repeats of the request.
+    /// The fields of the request that the reply repeats.
     pub tag: Tag,
-    /// How its errors are mapped.
+    /// Selects how errors are mapped.
     pub action: Action,
-    /// Whether its reply carries data.
     pub is_read: bool,
-    /// Parts that the device holds.
+    /// Submitted parts in flight.
     pub parts: usize,
-    /// More parts may follow.
+    /// Set while more parts may follow.
     pub open: bool,
-    /// It is a window of a large simple reply, which the request at hand waits for.
+    /// Set for a window of a large simple reply. The current request waits for it.
     pub window: bool,
     /// The first failure of a part.
     pub failure: Option<Failure>,
 }
 
-/// The operations of one connection.
 #[derive(Debug, Default)]
 pub struct Operations {
     slots: Vec<Option<Operation>>,
     free: Vec<usize>,
-    /// Parts that the device holds, over all operations.
+    /// Parts in flight, over all operations.
     pub in_flight: usize,
-    /// Bytes they are charged with, and those of buffers that are being filled.
+    /// Bytes charged for these parts, and for buffers that are being filled.
     pub charged: usize,
 }
 
 impl Operations {
-    /// Starts an operation.
+    /// Adds an operation and returns its index.
     pub fn open(&mut self, tag: Tag, action: Action, is_read: bool) -> usize {
         let operation =
             Operation { tag, action, is_read, parts: 0, open: true, window: false, failure: None };
@@ -73,12 +67,13 @@ impl Operations {
         }
     }
 
-    /// The operation at `slot`, which is in use as long as it is open or has parts.
+    /// Returns the operation at `slot`. A slot stays in use while its operation is open or has parts in
+    /// flight.
     pub fn get(&mut self, slot: usize) -> &mut Operation {
         self.slots[slot].as_mut().expect("a slot stays in use until its operation has ended")
     }
 
-    /// Removes the operation at `slot` where it has ended.
+    /// Removes and returns the operation at `slot` if it has ended.
     pub fn take_ended(&mut self, slot: usize) -> Option<Operation> {
         let operation = self.slots[slot].take_if(|operation| !operation.open && operation.parts == 0)?;
         self.free.push(slot);
@@ -91,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_are_used_again_when_the_last_part_is_back() {
+    fn operation_slot_is_reused_after_last_part() {
         let mut operations = Operations::default();
         let tag = |cookie| Tag { cookie, offset: 0 };
         let first = operations.open(tag(1), Action::Plain, true);

@@ -1,4 +1,4 @@
-//! The handshake of a connection: fixed newstyle, option by option.
+//! The fixed newstyle handshake of a connection, option by option.
 
 use std::borrow::Cow;
 use std::io;
@@ -16,28 +16,29 @@ use crate::contexts::Contexts;
 use crate::export::{EnterError, Export};
 use crate::flight::MAX_IN_FLIGHT_BYTES;
 use crate::headers::Headers;
-use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received};
+use crate::input::{Input, RECEIVE_BUFFER_BYTES, ReceiveResult};
 use crate::link::Link;
 use crate::proto::{
     EXPORT_NAME_PADDING_BYTES, ExportNameReply, Greeting, HandshakeFlags, INIT_MAGIC, InfoBlockSize,
     InfoExport, MAX_PAYLOAD_BYTES, MAX_STRING_BYTES, OPTION_MAGIC, OPTION_REPLY_MAGIC, OptionHeader,
     OptionReply, TransmissionFlags, info, option, reply,
 };
-use crate::receive::{Impatient, Patience};
+use crate::receive::{Timeouts, WaitError};
 use crate::replies::Replies;
-use crate::session::Negotiated;
+use crate::session::Negotiation;
 use crate::shared::ServerShared;
 use crate::template::{Facts, OnEnd};
 
-/// Longest data of an option that is looked at, in bytes.
+/// Longest option data that is parsed, in bytes.
 pub const MAX_OPTION_BYTES: usize = 64 << 10;
-/// Longest data of an option that is skipped, with an error as the answer, in bytes; beyond, the
-/// connection ends.
+/// Longest option data that is skipped and answered with an error, in bytes. A longer option ends the
+/// connection.
 pub const MAX_SKIPPED_OPTION_BYTES: usize = 16 << 20;
-/// Smallest preferred block that is offered, in bytes.
+/// Smallest preferred block size offered, in bytes.
 const PREFERRED_BLOCK_BYTES: u32 = 4096;
-/// What is left of a handshake in which no place came free, to say so.
-const ANSWER_TIME: Duration = Duration::from_secs(1);
+/// Time reserved at the end of a handshake for the error reply if the client limit of an export leaves no
+/// room.
+const REPLY_TIME: Duration = Duration::from_secs(1);
 const OPTION_HEADER_BYTES: usize = size_of::<OptionHeader>();
 
 const _: () = {
@@ -45,80 +46,79 @@ const _: () = {
     assert!(MAX_STRING_BYTES <= MAX_OPTION_BYTES);
 };
 
-/// How a handshake ended without an export.
+/// Why a handshake ended without an export.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum End {
-    /// The client left, or said that it would.
+    /// The client closed the connection or aborted.
     Left,
-    /// The client took too long.
+    /// The client exceeded a timeout.
     TimedOut,
-    /// The client broke the protocol.
+    /// The client violated the protocol.
     Violation(&'static str),
-    /// One side does not want the other's TLS; why.
+    /// The TLS handshake failed, with the reason.
     Tls(String),
-    /// No device could be made, and the option has no error reply; why.
+    /// No device was available and the option has no error reply, with the reason.
     NoDevice(String),
 }
 
-impl From<Impatient> for End {
-    fn from(why: Impatient) -> Self {
+impl From<WaitError> for End {
+    fn from(why: WaitError) -> Self {
         match why {
-            Impatient::TimedOut => Self::TimedOut,
-            Impatient::Left => Self::Left,
+            WaitError::TimedOut => Self::TimedOut,
+            WaitError::Left => Self::Left,
         }
     }
 }
 
 impl From<rustix::io::Errno> for End {
     fn from(errno: rustix::io::Errno) -> Self {
-        // The send timeout of the handshake.
+        // The socket's send timeout expired.
         if errno == rustix::io::Errno::WOULDBLOCK { Self::TimedOut } else { Self::Left }
     }
 }
 
-/// An export and the device that the connection gets.
-type Chosen = (Arc<Export>, Arc<dyn Device>);
-/// An error reply: its type and a text for people.
+/// The chosen export and the device for the connection.
+type ChosenExport = (Arc<Export>, Arc<dyn Device>);
+/// An error reply: type and message.
 type Refusal = (u32, Cow<'static, str>);
 
-/// The refusal of an export.
+/// Maps the reason for a refused export to an error reply.
 impl From<EnterError> for Refusal {
     fn from(error: EnterError) -> Self {
         match error {
             EnterError::Unknown => (reply::ERR_UNKNOWN, "no such export here".into()),
             EnterError::ShuttingDown => (reply::ERR_SHUTDOWN, "the server is shutting down".into()),
-            EnterError::OnlyByTls => (reply::ERR_TLS_REQD, "this export is for TLS only, nbds://".into()),
-            EnterError::Full(most) => (reply::ERR_POLICY, full(most).into()),
+            EnterError::OnlyByTls => (reply::ERR_TLS_REQD, "this export requires TLS (nbds://)".into()),
+            EnterError::Full(most) => (reply::ERR_POLICY, limit_message(most).into()),
             EnterError::Failed(text) => (reply::ERR_POLICY, text.into()),
         }
     }
 }
 
-/// A connection in its handshake.
 pub struct Handshake<'a> {
     pub(crate) shared: &'a ServerShared,
     pub(crate) link: &'a Link,
-    /// What is called when the connection has ended, from when its device was made.
+    /// Set when a template creates a device: called at the end of the connection.
     on_end: &'a mut OnEnd,
     pub(crate) input: Input,
     pub(crate) replies: Replies,
-    pub(crate) patience: Patience,
-    /// Bytes that were received in clear.
+    pub(crate) timeouts: Timeouts,
+    /// Bytes received without TLS.
     clear_bytes: usize,
     no_zeroes: bool,
     pub(crate) headers: Headers,
-    /// The export name for which contexts were selected, and these.
+    /// The export name of the last `SET_META_CONTEXT` and the contexts selected for it.
     pub(crate) selected: Option<(String, Contexts)>,
 }
 
-/// Longest time that a handshake may be given; a sum with the clock never overflows.
+/// Longest handshake time used, so that the sum with the clock cannot overflow.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 impl<'a> Handshake<'a> {
-    /// A handshake that begins now.
+    /// Starts a handshake; its deadline counts from now.
     ///
     /// # Errors
-    /// No memory is left.
+    /// Out of memory.
     pub fn new(shared: &'a ServerShared, link: &'a Link, on_end: &'a mut OnEnd) -> io::Result<Self> {
         let limits = &shared.limits;
         Ok(Self {
@@ -127,8 +127,8 @@ impl<'a> Handshake<'a> {
             on_end,
             input: Input::new()?,
             replies: Replies::new()?,
-            patience: Patience {
-                silence: limits.handshake_silence,
+            timeouts: Timeouts {
+                idle: limits.handshake_idle_timeout,
                 deadline: Instant::now() + limits.handshake_total.min(HANDSHAKE_MAX),
             },
             clear_bytes: 0,
@@ -138,34 +138,32 @@ impl<'a> Handshake<'a> {
         })
     }
 
-    /// Negotiates until the client has chosen an export; hands over the buffers with what is in
-    /// them.
-    pub fn run(mut self) -> Result<(Negotiated, Input, Replies), End> {
-        // A client that reads no replies is given as long as one that sends nothing.
+    /// Negotiates until the client has chosen an export. Returns the buffers too, with the data left in them.
+    pub fn run(mut self) -> Result<(Negotiation, Input, Replies), End> {
+        // A client that does not read gets the same timeout as one that does not send.
         let socket = self.link.socket();
-        set_socket_timeout(socket, Timeout::Send, Some(self.patience.silence)).map_err(|_| End::Left)?;
+        set_socket_timeout(socket, Timeout::Send, Some(self.timeouts.idle)).map_err(|_| End::Left)?;
         let chosen = self.negotiate();
         if matches!(chosen, Err(End::Violation(_) | End::NoDevice(_))) {
-            // Replies to the options before it are still sent. The client may be gone, which is no
-            // matter here.
+            // Sends the replies to earlier options. The client may be gone, which does not matter here.
             let _ = self.replies.send(socket);
         }
         if chosen.is_err() {
-            self.replies.say_goodbye(socket);
+            self.replies.send_close(socket);
         }
         let (export, device) = chosen?;
         self.replies.send(socket)?;
         set_socket_timeout(socket, Timeout::Send, None).map_err(|_| End::Left)?;
-        // Contexts count only for the export for which they were selected, by whatever of its
-        // names.
+        // Contexts apply only to the export for which they were selected, compared by the name that the
+        // client used.
         let contexts =
             self.selected.filter(|_| self.headers.have_chunks()).map_or(Contexts::empty(), |(_, set)| set);
-        let negotiated = Negotiated { export, device, headers: self.headers, contexts };
+        let negotiated = Negotiation { export, device, headers: self.headers, contexts };
         Ok((negotiated, self.input, self.replies))
     }
 
-    /// Answers option by option, until one chooses an export.
-    fn negotiate(&mut self) -> Result<Chosen, End> {
+    /// Handles options until one chooses an export.
+    fn negotiate(&mut self) -> Result<ChosenExport, End> {
         self.greet()?;
         loop {
             if let Some(chosen) = self.next_option()? {
@@ -188,8 +186,8 @@ impl<'a> Handshake<'a> {
         Ok(())
     }
 
-    /// Answers one option. The export and its device, once one was chosen.
-    fn next_option(&mut self) -> Result<Option<Chosen>, End> {
+    /// Handles one option. Returns the export and its device if the option chose one.
+    fn next_option(&mut self) -> Result<Option<ChosenExport>, End> {
         let header = self.take::<OPTION_HEADER_BYTES>()?;
         let header = OptionHeader::read_from_bytes(&header).map_err(|_| End::Left)?;
         if header.magic.get() != OPTION_MAGIC {
@@ -218,15 +216,15 @@ impl<'a> Handshake<'a> {
         self.input.consume(len);
         let outcome = match kind {
             option::ABORT => {
-                self.answer(kind, reply::ACK, &[])?;
-                // The client may be gone already, and need not wait for this.
+                self.send_reply(kind, reply::ACK, &[])?;
+                // The client may be gone already; it need not wait for this reply.
                 let _ = self.replies.send(self.link.socket());
                 return Err(End::Left);
             }
             option::LIST => self.list(&data)?,
             option::INFO | option::GO => match self.info(kind, &data)? {
                 Ok(Some(chosen)) => {
-                    self.answer(kind, reply::ACK, &[])?;
+                    self.send_reply(kind, reply::ACK, &[])?;
                     return Ok(Some(chosen));
                 }
                 Ok(None) => Ok(()),
@@ -236,7 +234,7 @@ impl<'a> Handshake<'a> {
                 Err((reply::ERR_INVALID, "this option has no data".into()))
             }
             option::STRUCTURED_REPLY if self.headers == Headers::Extended => {
-                Err((reply::ERR_EXT_HEADER_REQD, "extended headers were agreed on".into()))
+                Err((reply::ERR_EXT_HEADER_REQD, "extended headers were negotiated".into()))
             }
             option::STRUCTURED_REPLY => {
                 self.headers = Headers::Structured;
@@ -250,17 +248,16 @@ impl<'a> Handshake<'a> {
             _ => Err((reply::ERR_UNSUP, "the option is not supported".into())),
         };
         match outcome {
-            Ok(()) => self.answer(kind, reply::ACK, &[])?,
+            Ok(()) => self.send_reply(kind, reply::ACK, &[])?,
             Err(refusal) => self.refuse(kind, refusal)?,
         }
         Ok(None)
     }
 
-    /// Chooses an export: from now on the connection counts as its user, and a template's device is
-    /// made.
-    fn choose(&mut self, name: &str) -> Result<Chosen, EnterError> {
-        let answer = ANSWER_TIME.min(self.shared.limits.handshake_total / 4);
-        let until = self.patience.deadline.checked_sub(answer).unwrap_or(self.patience.deadline);
+    /// Chooses an export: counts the connection as its user, and creates a template's device.
+    fn choose(&mut self, name: &str) -> Result<ChosenExport, EnterError> {
+        let reserve = REPLY_TIME.min(self.shared.limits.handshake_total / 4);
+        let until = self.timeouts.deadline.checked_sub(reserve).unwrap_or(self.timeouts.deadline);
         let export = self.shared.enter(self.link, name, until)?;
         match export.open() {
             Ok((device, on_end)) => {
@@ -274,14 +271,14 @@ impl<'a> Handshake<'a> {
             Err(text) => {
                 client_log!(warn, export = %export.name, text, "no device could be made for a client");
                 self.shared.withdraw(self.link);
-                Err(EnterError::Failed(sentence(text)))
+                Err(EnterError::Failed(truncate_message(text)))
             }
         }
     }
 
-    fn export_name(&mut self, len: usize) -> Result<Chosen, End> {
+    fn export_name(&mut self, len: usize) -> Result<ChosenExport, End> {
         if self.headers == Headers::Extended {
-            return Err(End::Violation("the export without GO, after extended headers were agreed on"));
+            return Err(End::Violation("OPT_EXPORT_NAME after extended headers were negotiated"));
         }
         if len > MAX_STRING_BYTES {
             return Err(End::Violation("an export name of more than 4096 bytes"));
@@ -292,9 +289,9 @@ impl<'a> Handshake<'a> {
             .to_owned();
         self.input.consume(len);
         let (export, device) = self.choose(&name).map_err(|error| match error {
-            EnterError::Full(most) => End::NoDevice(full(most)),
+            EnterError::Full(most) => End::NoDevice(limit_message(most)),
             EnterError::Failed(text) => End::NoDevice(text),
-            EnterError::OnlyByTls => End::Violation("an export that is for TLS was chosen without"),
+            EnterError::OnlyByTls => End::Violation("an export that requires TLS was chosen without TLS"),
             EnterError::Unknown | EnterError::ShuttingDown => End::Violation("an unknown export name"),
         })?;
         let geometry = Bytes::told(device.geometry());
@@ -312,16 +309,16 @@ impl<'a> Handshake<'a> {
         if !data.is_empty() {
             return Ok(Err((reply::ERR_INVALID, "this option has no data".into())));
         }
-        for export in self.shared.seen_by(self.link) {
+        for export in self.shared.visible_exports(self.link) {
             let len = (export.name.len() as u32).to_be_bytes();
             let parts: [&[u8]; 3] = [&len, export.name.as_bytes(), export.description.as_bytes()];
-            self.answer(option::LIST, reply::SERVER, &parts)?;
+            self.send_reply(option::LIST, reply::SERVER, &parts)?;
         }
         Ok(Ok(()))
     }
 
-    /// `OPT_INFO` and `OPT_GO`; the export and its device for the latter.
-    fn info(&mut self, kind: u32, data: &[u8]) -> Result<Result<Option<Chosen>, Refusal>, End> {
+    /// Handles `OPT_INFO` and `OPT_GO`. Returns the export and its device for `OPT_GO`.
+    fn info(&mut self, kind: u32, data: &[u8]) -> Result<Result<Option<ChosenExport>, Refusal>, End> {
         let mut fields = Fields(data);
         let parsed = (|| {
             let name = fields.string()?;
@@ -335,7 +332,7 @@ impl<'a> Handshake<'a> {
         let found = if kind == option::GO {
             self.choose(name).map(|chosen| (Arc::clone(&chosen.0), chosen.1.geometry(), Some(chosen)))
         } else {
-            self.look(name).map(|(export, facts)| (export, facts.geometry, None))
+            self.query(name).map(|(export, facts)| (export, facts.geometry, None))
         };
         let (export, geometry, chosen) = match found {
             Ok((export, geometry, chosen)) => (export, Bytes::told(geometry), chosen),
@@ -346,7 +343,7 @@ impl<'a> Handshake<'a> {
         flags.set(TransmissionFlags::BLOCK_STATUS_PAYLOAD, self.headers == Headers::Extended && has_contexts);
         let flags = flags.bits();
         let fact = InfoExport { kind: info::EXPORT.into(), size: geometry.size.into(), flags: flags.into() };
-        self.answer(kind, reply::INFO, &[fact.as_bytes()])?;
+        self.send_reply(kind, reply::INFO, &[fact.as_bytes()])?;
         let (preferred, maximum) = block_sizes(&geometry);
         let sizes = InfoBlockSize {
             kind: info::BLOCK_SIZE.into(),
@@ -354,30 +351,30 @@ impl<'a> Handshake<'a> {
             preferred: preferred.into(),
             maximum: maximum.into(),
         };
-        // Sent also to clients that did not ask for it: what is not a multiple of the minimum is
+        // Also sent to clients that did not request it: requests that are not multiples of the minimum are
         // refused.
-        self.answer(kind, reply::INFO, &[sizes.as_bytes()])?;
+        self.send_reply(kind, reply::INFO, &[sizes.as_bytes()])?;
         if wanted.contains(&info::NAME) {
-            self.answer(kind, reply::INFO, &[&info::NAME.to_be_bytes(), export.name.as_bytes()])?;
+            self.send_reply(kind, reply::INFO, &[&info::NAME.to_be_bytes(), export.name.as_bytes()])?;
         }
         if wanted.contains(&info::DESCRIPTION) && !export.description.is_empty() {
             let parts: [&[u8]; 2] = [&info::DESCRIPTION.to_be_bytes(), export.description.as_bytes()];
-            self.answer(kind, reply::INFO, &parts)?;
+            self.send_reply(kind, reply::INFO, &parts)?;
         }
         Ok(Ok(chosen))
     }
 
-    /// Looks up an export for a client that asks about it without choosing it.
-    fn look(&self, name: &str) -> Result<(Arc<Export>, Facts), EnterError> {
+    /// Looks up an export for a client that queries it without choosing it.
+    fn query(&self, name: &str) -> Result<(Arc<Export>, Facts), EnterError> {
         let export = self.shared.find(self.link, name)?;
-        let facts = export.facts().map_err(|text| EnterError::Failed(sentence(text)))?;
+        let facts = export.facts().map_err(|text| EnterError::Failed(truncate_message(text)))?;
         Ok((export, facts))
     }
 
     fn meta_context(&mut self, kind: u32, data: &[u8]) -> Result<Result<(), Refusal>, End> {
         let list = kind == option::LIST_META_CONTEXT;
         if !list {
-            // Each SET_META_CONTEXT replaces the selection, also one that fails.
+            // Each SET_META_CONTEXT replaces the selection, even if it fails.
             self.selected = None;
         }
         if !self.headers.have_chunks() {
@@ -388,36 +385,35 @@ impl<'a> Handshake<'a> {
         let parsed = (|| {
             let name = fields.string()?;
             let count = fields.u32()?;
-            let mut asked = if list && count == 0 { Contexts::all() } else { Contexts::empty() };
+            let mut queried = if list && count == 0 { Contexts::all() } else { Contexts::empty() };
             for _ in 0..count {
-                asked |= Contexts::asked(fields.string()?, list);
+                queried |= Contexts::matching(fields.string()?, list);
             }
-            fields.0.is_empty().then_some((name, asked))
+            fields.0.is_empty().then_some((name, queried))
         })();
-        let Some((name, asked)) = parsed else {
+        let Some((name, queried)) = parsed else {
             return Ok(Err((reply::ERR_INVALID, "the option's data is malformed".into())));
         };
-        let facts = match self.look(name) {
+        let facts = match self.query(name) {
             Ok((_, facts)) => facts,
             Err(error) => return Ok(Err(error.into())),
         };
-        let told = asked & Contexts::offered(facts.changes);
-        for (context, id) in told.named() {
+        let offered = queried & Contexts::offered(facts.changes);
+        for (context, id) in offered.names_and_ids() {
             let id = if list { 0 } else { id };
-            self.answer(kind, reply::META_CONTEXT, &[&id.to_be_bytes(), context.as_bytes()])?;
+            self.send_reply(kind, reply::META_CONTEXT, &[&id.to_be_bytes(), context.as_bytes()])?;
         }
         if !list {
-            self.selected = Some((name.to_owned(), told));
+            self.selected = Some((name.to_owned(), offered));
         }
         Ok(Ok(()))
     }
 }
 
-/// Sending and receiving.
 impl Handshake<'_> {
-    pub(crate) fn answer(&mut self, option: u32, kind: u32, parts: &[&[u8]]) -> Result<(), End> {
+    pub(crate) fn send_reply(&mut self, option: u32, kind: u32, parts: &[&[u8]]) -> Result<(), End> {
         // The send timeout alone would not end a handshake with a client that reads slowly.
-        if self.patience.deadline <= Instant::now() {
+        if self.timeouts.deadline <= Instant::now() {
             return Err(End::TimedOut);
         }
         let len: usize = parts.iter().map(|part| part.len()).sum();
@@ -440,10 +436,9 @@ impl Handshake<'_> {
 
     pub(crate) fn refuse(&mut self, option: u32, (kind, text): Refusal) -> Result<(), End> {
         tracing::debug!(peer = %self.link.peer(), option, %text, "option refused");
-        self.answer(option, kind, &[text.as_bytes()])
+        self.send_reply(option, kind, &[text.as_bytes()])
     }
 
-    /// Takes exactly `N` bytes.
     fn take<const N: usize>(&mut self) -> Result<[u8; N], End> {
         self.need(N)?;
         let mut bytes = [0; N];
@@ -452,7 +447,6 @@ impl Handshake<'_> {
         Ok(bytes)
     }
 
-    /// Throws `len` bytes away.
     pub(crate) fn skip(&mut self, mut len: usize) -> Result<(), End> {
         while len > 0 {
             self.need(1)?;
@@ -463,7 +457,7 @@ impl Handshake<'_> {
         Ok(())
     }
 
-    /// Sends what is ready and receives until at least `n` bytes are there.
+    /// Sends the pending replies and receives until at least `n` bytes are available.
     fn need(&mut self, n: usize) -> Result<(), End> {
         while self.input.data().len() < n {
             self.replies.send(self.link.socket())?;
@@ -474,23 +468,22 @@ impl Handshake<'_> {
             let most = self.shared.limits.most_handshake_bytes();
             let limit = if self.needs_tls() { most - self.clear_bytes } else { usize::MAX };
             if limit == 0 {
-                return Err(End::Violation("more bytes without TLS than it may send"));
+                return Err(End::Violation("too many bytes before TLS"));
             }
             let socket = self.link.socket();
-            self.patience.wait(socket)?;
+            self.timeouts.wait(socket)?;
             match self.input.receive(socket, RecvFlags::DONTWAIT, n, limit) {
-                (Received::Data, n) => self.clear_bytes = self.clear_bytes.saturating_add(n),
-                (Received::WouldBlock, _) => {}
-                (Received::End, _) => return Err(End::Left),
+                (ReceiveResult::Data, n) => self.clear_bytes = self.clear_bytes.saturating_add(n),
+                (ReceiveResult::WouldBlock, _) => {}
+                (ReceiveResult::End, _) => return Err(End::Left),
             }
         }
         Ok(())
     }
 }
 
-/// Preferred and maximum size of a request in bytes. The first is a power of two and at most the
-/// second, which is a multiple of the logical block. Where the device wants smaller requests than
-/// the protocol allows, a larger one is served all the same.
+/// Returns the preferred and maximum request size in bytes. The preferred size is a power of two and at most
+/// the maximum. If the device's limit is below that of the protocol, larger requests are still served.
 fn block_sizes(geometry: &Geometry) -> (u32, u32) {
     let most = max_payload(geometry);
     let maximum = if geometry.max_request == 0 { most } else { geometry.max_request.min(most) };
@@ -500,25 +493,26 @@ fn block_sizes(geometry: &Geometry) -> (u32, u32) {
     (preferred.min(most), maximum)
 }
 
-/// Most data of a write. To a zone it is written all or not at all, so it must be in memory first.
+/// Returns the largest payload of a write in bytes. A write to a zoned device is executed as a whole, so all
+/// of it must fit in memory.
 pub fn max_payload(geometry: &Geometry) -> u32 {
     if geometry.zones.is_none() { MAX_PAYLOAD_BYTES } else { MAX_IN_FLIGHT_BYTES as u32 }
 }
 
-/// Why a client gets no place.
-fn full(most: u64) -> String {
-    format!("as many clients are connected as may be, {most} (max_clients)")
+/// Returns the error message for an export whose client limit is reached.
+fn limit_message(most: u64) -> String {
+    format!("client limit reached: {most} (max_clients)")
 }
 
-/// At most as much of a text as the protocol's strings may hold.
-fn sentence(mut text: String) -> String {
+/// Truncates a message to the longest string that the protocol allows.
+fn truncate_message(mut text: String) -> String {
     let end = (0..=MAX_STRING_BYTES.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
     text.truncate(end.unwrap_or(0));
     text
 }
 
-/// Fields of an option's data, taken from the front; `None` is the end of the data, or a string
-/// that breaks the rules.
+/// Parses the fields of option data from the front. `None` means that the data is too short or a string is
+/// invalid.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {

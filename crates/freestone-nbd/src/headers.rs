@@ -1,4 +1,4 @@
-//! How requests and replies look on a connection, as it was agreed on in the handshake.
+//! The layout of requests and replies, as negotiated in the handshake.
 
 use freestone_core::zeroes::are_zeroes;
 
@@ -8,37 +8,36 @@ use crate::proto::{
 };
 use crate::replies::Replies;
 
-/// Data of fewer bytes goes as it is: the message that it is zeroes would hardly be shorter.
+/// Shortest run of zeroes, in bytes, that is sent as a hole. For less data the hole chunk would save hardly
+/// anything.
 const HOLE_MIN_BYTES: usize = 512;
 
-/// Headers of requests and replies.
+/// Negotiated headers of requests and replies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Headers {
-    /// Compact ones; each reply is one piece.
+    /// Compact headers; each reply is one piece.
     Simple,
-    /// Compact ones; replies with data, and errors, come in chunks.
+    /// Compact headers; replies with data and errors are sent in chunks.
     Structured,
-    /// Extended ones; all replies come in chunks.
+    /// Extended headers; all replies are sent in chunks.
     Extended,
 }
 
-/// What a reply repeats of its request.
+/// The fields of a request that its reply repeats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tag {
-    /// Chosen by the client.
+    /// Identifier chosen by the client.
     pub cookie: u64,
-    /// First byte; only extended headers have it.
+    /// Offset of the request in bytes; only extended headers repeat it.
     pub offset: u64,
 }
 
 impl Headers {
-    /// Whether replies have chunks.
     #[inline]
     pub const fn have_chunks(self) -> bool {
         !matches!(self, Self::Simple)
     }
 
-    /// Length of a request's header in bytes.
     pub const fn request_bytes(self) -> usize {
         match self {
             Self::Simple | Self::Structured => size_of::<RequestHeader>(),
@@ -46,7 +45,6 @@ impl Headers {
         }
     }
 
-    /// Length of a chunk's header in bytes.
     pub const fn chunk_bytes(self) -> usize {
         match self {
             Self::Simple | Self::Structured => size_of::<Chunk>(),
@@ -54,7 +52,7 @@ impl Headers {
         }
     }
 
-    /// Length of what stands before data, in bytes.
+    /// Returns the length of the header before data, in bytes.
     pub const fn data_head_bytes(self) -> usize {
         match self {
             Self::Simple => size_of::<SimpleReply>(),
@@ -63,19 +61,19 @@ impl Headers {
         }
     }
 
-    /// Length in bytes of a chunk that tells of zeroes.
     pub const fn hole_bytes(self) -> usize {
         self.chunk_bytes() + size_of::<HolePayload>()
     }
 
-    /// Whether this data, which was read for one chunk, is told as a hole. Who has data pays a look
-    /// at both of its ends; a scan of zeroes costs less than it takes to send them.
+    /// Returns true if the data of one chunk is sent as a hole. For nonzero data the check usually ends at
+    /// the first or last bytes. Scanning zeroes costs less than sending them.
     pub fn is_hole(self, data: &[u8]) -> bool {
         self.have_chunks() && data.len() >= HOLE_MIN_BYTES && are_zeroes(data)
     }
 
-    /// Appends a chunk of `len` bytes of data, which lie in the replies behind the place of its head; or
-    /// of a hole, where they are zeroes. Apart, as replies without chunks are to be short.
+    /// Appends a chunk of `len` bytes of data. The data already lies in the reply buffer, behind the space
+    /// for the header. Sends a hole chunk if all bytes are zero. Not inlined, to keep the path of simple
+    /// replies short.
     #[inline(never)]
     pub fn put_chunk_of_data(self, replies: &mut Replies, tag: Tag, offset: u64, len: usize, done: bool) {
         let data = replies.position() + self.data_head_bytes();
@@ -87,14 +85,14 @@ impl Headers {
         }
     }
 
-    /// Appends a chunk that says that `len` bytes from `offset` on are zeroes.
+    /// Appends a hole chunk for `len` bytes at `offset`.
     pub fn put_hole(self, replies: &mut Replies, tag: Tag, offset: u64, len: u32, done: bool) {
         let payload = HolePayload { offset: offset.into(), len: len.into() };
         self.put_chunk(replies, tag, chunk::OFFSET_HOLE, done, size_of::<HolePayload>() as u32);
         replies.put(&payload);
     }
 
-    /// Appends a chunk's header, for a payload of `len` bytes.
+    /// Appends a chunk header for a payload of `len` bytes.
     pub fn put_chunk(self, replies: &mut Replies, tag: Tag, kind: u16, done: bool, len: u32) {
         match self {
             Self::Simple | Self::Structured => replies.put(&Chunk::new(tag.cookie, kind, done, len)),
@@ -102,8 +100,8 @@ impl Headers {
         }
     }
 
-    /// Appends what stands before `len` bytes of data from `offset` on, for which there is room. With
-    /// `done` they are the last of their reply.
+    /// Appends the header before `len` bytes of data at `offset`. The caller has reserved the space. With
+    /// `done` it is the last chunk of the reply.
     pub fn put_data_head(self, replies: &mut Replies, tag: Tag, offset: u64, len: u32, done: bool) {
         let (cookie, kind) = (tag.cookie, chunk::OFFSET_DATA);
         match self {
@@ -120,7 +118,6 @@ impl Headers {
     }
 }
 
-/// The header of a simple reply.
 pub fn simple(cookie: u64, error: u32) -> SimpleReply {
     SimpleReply { magic: SIMPLE_REPLY_MAGIC.into(), error: error.into(), cookie: cookie.into() }
 }

@@ -7,34 +7,34 @@ use freestone_core::mapped::Mapped;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, recvmsg};
 
 use crate::proto::RequestHeader;
-pub use crate::receive::Received;
+pub use crate::receive::ReceiveResult;
 use crate::receive::{outcome, receive_into};
 use crate::tls::opener::{Closed, Opener};
 
-/// Size of a receive buffer in bytes: one piece of a large write, and the begin of what follows it.
+/// Size of a receive buffer in bytes: one piece of a large write, and the start of the requests behind it.
 pub const RECEIVE_BUFFER_BYTES: usize = (256 << 10) + (8 << 10);
-/// Up to this many bytes are moved to the front before each receive, to leave room for a large one.
+/// Up to this many bytes are moved to the front before each receive, to make room for a large receive.
 const CHEAP_MOVE_BYTES: usize = 4096;
-/// What is received behind a payload that goes elsewhere: the next headers, and little of a payload,
-/// which would have to be copied.
+/// Bytes received behind a payload that goes into another buffer: the next headers, but little of the next
+/// payload, which would have to be copied.
 const BEHIND_BYTES: usize = 4096;
 
-/// Bytes that were received and not consumed yet: `buf[start..end]`.
+/// Received bytes that were not consumed yet: `buf[start..end]`.
 #[derive(Debug)]
 pub struct Input {
     buf: Mapped,
     start: usize,
     end: usize,
-    /// What the bytes come through, by TLS.
+    /// Decrypts the received bytes, with TLS only.
     opener: Option<Box<Opener>>,
 }
 
 impl Input {
-    /// An empty buffer. The payload behind a first header begins a page: large copies, and codecs,
-    /// are faster there.
+    /// Creates an empty buffer. The payload behind a first header is page aligned, which makes large copies
+    /// and codecs faster.
     ///
     /// # Errors
-    /// No memory is left.
+    /// Out of memory.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             buf: Mapped::new(RECEIVE_BUFFER_BYTES, size_of::<RequestHeader>())?,
@@ -44,17 +44,16 @@ impl Input {
         })
     }
 
-    /// Gives the memory back; nothing is in it.
-    pub fn rest(&mut self) {
+    /// Returns the memory to the kernel if the buffer is empty.
+    pub fn free_memory(&mut self) {
         if self.start == self.end {
             self.buf.clear();
         }
         if let Some(opener) = &mut self.opener {
-            opener.rest();
+            opener.free_memory();
         }
     }
 
-    /// The received bytes.
     #[inline]
     pub fn data(&self) -> &[u8] {
         &self.buf[self.start..self.end]
@@ -71,8 +70,9 @@ impl Input {
         }
     }
 
-    /// Receives once, at most `limit` bytes, so that in the end `need` bytes (at most
-    /// [`RECEIVE_BUFFER_BYTES`]) fit from the first unconsumed byte on. Returns the bytes too.
+    /// Receives once, at most `limit` bytes. First makes room for `need` bytes (at most
+    /// [`RECEIVE_BUFFER_BYTES`]) from the first unconsumed byte on. Returns the result and the number of
+    /// bytes.
     #[inline]
     pub fn receive(
         &mut self,
@@ -80,7 +80,7 @@ impl Input {
         flags: RecvFlags,
         need: usize,
         limit: usize,
-    ) -> (Received, usize) {
+    ) -> (ReceiveResult, usize) {
         let len = self.end - self.start;
         debug_assert!(len < need && need <= self.buf.len(), "nothing to receive");
         self.make_room(need);
@@ -90,7 +90,7 @@ impl Input {
         (received, n)
     }
 
-    /// From the first unconsumed byte on `need` bytes fit.
+    /// Makes room for `need` bytes from the first unconsumed byte on.
     #[inline]
     fn make_room(&mut self, need: usize) {
         let len = self.end - self.start;
@@ -101,16 +101,16 @@ impl Input {
         }
     }
 
-    /// Receives once into `payload`, and, if there is more, a little of what follows it, at most
-    /// `limit` bytes, into this buffer, which is empty. Returns the bytes of both together.
+    /// Receives once into `payload`. A little of the data behind the payload, at most `limit` bytes, goes
+    /// into this buffer, which must be empty. Returns the total number of bytes.
     pub fn receive_behind(
         &mut self,
         socket: BorrowedFd<'_>,
         flags: RecvFlags,
         payload: &mut [u8],
         limit: usize,
-    ) -> (Received, usize) {
-        debug_assert!(self.start == self.end, "what came first is consumed first");
+    ) -> (ReceiveResult, usize) {
+        debug_assert!(self.start == self.end, "the buffer has unconsumed data");
         let len = payload.len();
         let behind = &mut self.buf[..BEHIND_BYTES.min(limit)];
         let both = rustix::io::retry_on_intr(|| {
@@ -123,45 +123,43 @@ impl Input {
     }
 }
 
-/// By TLS.
 impl Input {
-    /// What comes from now on is opened by this; `early` was already. Nothing else is here.
+    /// Switches to TLS: `opener` decrypts the bytes received from now on. `early` is already decrypted. The
+    /// buffer must be empty.
     pub fn secure(&mut self, opener: Opener, early: &[u8]) {
-        debug_assert!(self.start == self.end, "what came in clear is thrown away before");
+        debug_assert!(self.start == self.end, "the buffer has plaintext");
         self.buf[..early.len()].copy_from_slice(early);
         (self.start, self.end) = (0, early.len());
         self.opener = Some(Box::new(opener));
     }
 
-    /// Whether bytes come by TLS.
     #[inline]
     pub fn is_secure(&self) -> bool {
         self.opener.is_some()
     }
 
-    /// Whether something is here that is to be [opened](Self::open) before more is received.
+    /// Returns true if [`open`](Self::open) has data to decrypt without another receive.
     pub fn has_sealed(&self) -> bool {
         self.opener.as_ref().is_some_and(|opener| opener.is_ready())
     }
 
-    /// Receives once, at most `limit` bytes, which are to be opened; returns them.
+    /// Receives once, at most `limit` encrypted bytes. Returns the result and the number of bytes.
     pub fn receive_sealed(
         &mut self,
         socket: BorrowedFd<'_>,
         flags: RecvFlags,
         limit: usize,
-    ) -> (Received, usize) {
+    ) -> (ReceiveResult, usize) {
         match &mut self.opener {
             Some(opener) => outcome(opener.receive(socket, flags, limit)),
-            None => (Received::End, 0),
+            None => (ReceiveResult::End, 0),
         }
     }
 
-    /// Opens what was received, as far as it is here, so that in the end `need` bytes fit from the
-    /// first unconsumed one on.
+    /// Decrypts the received data. First makes room for `need` bytes from the first unconsumed byte on.
     ///
     /// # Errors
-    /// No more will come.
+    /// The stream ended.
     pub fn open(&mut self, need: usize) -> Result<(), Closed> {
         self.make_room(need);
         let Some(opener) = &mut self.opener else { return Err(Closed) };
@@ -169,21 +167,21 @@ impl Input {
         Ok(())
     }
 
-    /// The same into `payload`, and no more. Returns the bytes.
+    /// Decrypts received data into `payload` only. Returns the number of bytes.
     ///
     /// # Errors
-    /// No more will come.
+    /// The stream ended.
     pub fn open_into(&mut self, payload: &mut [u8]) -> Result<usize, Closed> {
-        debug_assert!(self.start == self.end, "what came first is consumed first");
+        debug_assert!(self.start == self.end, "the buffer has unconsumed data");
         self.opener.as_mut().ok_or(Closed)?.take(payload)
     }
 
-    /// The same into the buffer, which is empty, and little of it: what the next request is.
+    /// Decrypts the start of the next request into the buffer, which must be empty.
     ///
     /// # Errors
-    /// No more will come.
-    pub fn open_begin(&mut self) -> Result<(), Closed> {
-        debug_assert!(self.start == self.end, "what came first is consumed first");
+    /// The stream ended.
+    pub fn open_next_header(&mut self) -> Result<(), Closed> {
+        debug_assert!(self.start == self.end, "the buffer has unconsumed data");
         (self.start, self.end) = (0, 0);
         let opener = self.opener.as_mut().ok_or(Closed)?;
         self.end = opener.take(&mut self.buf[..BEHIND_BYTES])?;

@@ -1,17 +1,20 @@
-//! An NBD server for Freestone's devices, after the protocol's specification (`doc/proto.md` of the
-//! `NetworkBlockDevice` project): fixed newstyle handshake, structured replies, extended headers,
-//! `base:allocation` and a context of what a fork or snapshot holds itself, many exports, exports that make a device
-//! for each connection.
+//! An NBD server for Freestone's devices, following `doc/proto.md` of the `NetworkBlockDevice` project: fixed
+//! newstyle handshake, structured replies, extended headers, `base:allocation` and a metadata context for the
+//! content that a fork or snapshot holds itself, many exports, and templates (exports that create a device
+//! for each connection).
 //!
-//! A [`Server`] listens at any number of [`Address`]es, and a client sees what was published at the
-//! address to which it connected. Each connection has a thread of its own, which tries every
-//! request inline, submits what would block, and hands large ones to [`Workers`] where that is worth
-//! it; replies that are ready together leave in one system call. What clients can make the server
-//! hold is bounded: [`Limits`], [`CONNECTION_MEMORY_BYTES`].
+//! A [`Server`] listens at any number of [`Address`]es. A client sees the exports published at the address to
+//! which it connected. Each connection has its own thread. That thread tries every request inline, submits
+//! requests that would block, and hands large ones to [`Workers`] if that is faster. Replies that are ready
+//! together are sent in one system call. [`Limits`] and [`CONNECTION_MEMORY_BYTES`] bound the resources that
+//! clients can use.
 //!
-//! With [`Server::secure`] clients come by TLS.
+//! [`Server::secure`] enables TLS.
 //!
-//! Not offered: resizing, oldstyle.
+//! The protocol code is our own, as no Rust crate had structured replies. A connection that is idle for a
+//! second returns the memory of its buffers to the kernel.
+//!
+//! Not implemented: resizing and the oldstyle handshake.
 
 mod acceptor;
 mod address;
@@ -22,16 +25,16 @@ mod contexts;
 mod errno;
 mod export;
 mod flight;
-mod hand_on;
 mod handshake;
 mod headers;
+mod idle_threads;
 mod input;
-mod large;
 mod limits;
 mod link;
 mod listen;
-mod newcomers;
+mod multi_turn;
 mod pace;
+mod pending;
 mod receive;
 mod replies;
 mod reply;
@@ -40,7 +43,6 @@ mod secure;
 mod server;
 mod session;
 mod shared;
-mod spares;
 mod stall;
 mod stats;
 mod status;
@@ -50,12 +52,13 @@ mod sweeps;
 mod tables;
 mod template;
 mod tls;
+mod to_workers;
 mod upgrade;
 
 use freestone_nbd_proto as proto;
 
 pub use address::{Address, AddressError};
-pub use export::{Clients, ExportInfo, ExportOptions, TemplateOptions};
+pub use export::{Client, Clients, ExportInfo, ExportOptions, TemplateOptions};
 pub use flight::{MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES};
 pub use freestone_core::allow::{AllowList, Denials, MAX_ALLOWED, NetworkError, Who};
 pub use freestone_core::unix_socket::Access;

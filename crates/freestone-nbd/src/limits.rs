@@ -1,42 +1,43 @@
-//! What clients may use up, and how long the end of something waits for them.
+//! Limits on the resources that clients use, and grace times.
 
 use std::time::Duration;
 
 use freestone_core::budget;
 
-/// How long [`Server::close`](crate::Server::close), a forced
-/// [`Server::unpublish`](crate::Server::unpublish) and dropping a server wait for requests in
-/// flight.
+/// Time that [`Server::close`](crate::Server::close), a forced
+/// [`Server::unpublish`](crate::Server::unpublish) and dropping a server wait for requests in flight.
 pub const END_GRACE: Duration = Duration::from_secs(5);
 
-/// What [`Limits::handshake_bytes`] is at most, and unless said.
+/// Largest and default value of [`Limits::handshake_bytes`].
 pub const MAX_HANDSHAKE_BYTES: usize = 64 << 10;
-/// The least it can be: room for a client's certificate, and a record of what comes in clear.
+/// Smallest value of [`Limits::handshake_bytes`]: room for a client's certificate and a record of plaintext.
 pub const MIN_HANDSHAKE_BYTES: usize = 4 << 10;
 
-/// What clients may use up.
+/// Limits on the resources that clients use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections at once, over all addresses. One more is closed as soon as it is accepted. Each
-    /// may hold [`CONNECTION_MEMORY_BYTES`](crate::CONNECTION_MEMORY_BYTES) and one thread.
+    /// Maximum number of connections, over all addresses. A further connection is closed as soon as it is
+    /// accepted. Each connection may use one thread and
+    /// [`CONNECTION_MEMORY_BYTES`](crate::CONNECTION_MEMORY_BYTES).
     pub max_connections: usize,
-    /// Connections at once that have not chosen an export, at least one. Further ones wait, not
-    /// accepted, until one of them has, or the oldest was there for `newcomer_grace` and is closed.
-    pub max_newcomers: usize,
-    /// Connections that are accepted a second, at least one, after a burst of 64. Further ones wait, not
-    /// accepted: what they cost is time of those that are connected.
-    pub connects_per_second: u32,
-    /// So long one of these is left alone, whoever waits.
-    pub newcomer_grace: Duration,
-    /// Bytes that all connections together may hold for requests that are not answered; a request
-    /// that finds none waits. At least [`budget::MIN_BYTES`](freestone_core::budget::MIN_BYTES).
+    /// Maximum number of connections that have not chosen an export, at least one. At the limit the server
+    /// accepts no connection until one of them chooses. If the oldest reaches `handshake_grace`, it is closed
+    /// instead.
+    pub max_pending_handshakes: usize,
+    /// Maximum number of connections accepted per second, at least one, after a burst of 64. Further ones
+    /// wait in the queue of the listening socket, as each handshake takes time from existing connections.
+    pub max_connect_rate: u32,
+    /// Time during which a handshake is not closed in favor of a new connection.
+    pub handshake_grace: Duration,
+    /// Memory budget of all connections for requests in flight, in bytes. A request that exceeds it waits. At
+    /// least [`budget::MIN_BYTES`](freestone_core::budget::MIN_BYTES).
     pub max_memory_in_flight: u64,
-    /// A handshake in which the client is silent for so long is ended.
-    pub handshake_silence: Duration,
-    /// A handshake that takes longer is ended.
+    /// Longest time without data from the client during a handshake.
+    pub handshake_idle_timeout: Duration,
+    /// Longest duration of a handshake.
     pub handshake_total: Duration,
-    /// Bytes that a client which has to come by TLS may send in clear, and of a client's handshake of
-    /// TLS; [`MIN_HANDSHAKE_BYTES`] to [`MAX_HANDSHAKE_BYTES`], what is beyond is taken for these.
+    /// Maximum number of bytes that a client may send before TLS if TLS is required, and in its TLS
+    /// handshake. Values outside [`MIN_HANDSHAKE_BYTES`] to [`MAX_HANDSHAKE_BYTES`] are clamped.
     pub handshake_bytes: usize,
 }
 
@@ -44,11 +45,11 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             max_connections: 1024,
-            max_newcomers: 128,
-            connects_per_second: 2000,
-            newcomer_grace: Duration::from_secs(3),
+            max_pending_handshakes: 128,
+            max_connect_rate: 2000,
+            handshake_grace: Duration::from_secs(3),
             max_memory_in_flight: budget::DEFAULT_BYTES,
-            handshake_silence: Duration::from_secs(10),
+            handshake_idle_timeout: Duration::from_secs(10),
             handshake_total: Duration::from_secs(60),
             handshake_bytes: MAX_HANDSHAKE_BYTES,
         }
@@ -56,7 +57,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// `handshake_bytes` within what is possible.
+    /// Returns `handshake_bytes`, clamped to its range.
     pub(crate) fn most_handshake_bytes(&self) -> usize {
         self.handshake_bytes.clamp(MIN_HANDSHAKE_BYTES, MAX_HANDSHAKE_BYTES)
     }

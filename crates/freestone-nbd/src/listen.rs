@@ -1,4 +1,4 @@
-//! Listening sockets: made and removed.
+//! Creates and removes listening sockets.
 
 use std::ffi::OsStr;
 use std::io;
@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
 pub use freestone_core::unix_socket::MAX_SOCKET_PATH_BYTES;
-use freestone_core::unix_socket::{self, Access, BindError, SocketFile};
+use freestone_core::unix_socket::{self, Access, BindError, Listener, SocketFile};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, getsockname, listen, socket_with, sockopt,
@@ -17,66 +17,66 @@ use thiserror::Error;
 
 use crate::address::Address;
 
-/// Connections that wait to be accepted; the kernel may allow fewer. Beyond it those that do not block
-/// fail at a Unix socket, so there is room for many that come at once.
+/// Length of the queue of connections to accept; the kernel may use less. If it is full, a nonblocking
+/// connect to a Unix socket fails, so the queue must hold bursts.
 const BACKLOG: i32 = 4096;
 
 /// Why a server cannot listen at an address.
 #[derive(Debug, Error)]
 pub enum ListenError {
-    /// Somebody accepts connections at the path.
-    #[error("{0}: another server listens there")]
-    SocketInUse(Address),
-    /// The path is taken by something that is no socket; it is left alone.
-    #[error("{0}: the path is taken by something that is no socket")]
+    /// Another server accepts connections at the path.
+    #[error("{0}: {1}")]
+    SocketInUse(Address, Listener),
+    /// The path exists and is not a socket; it is left unchanged.
+    #[error("{0}: the path exists and is not a socket")]
     NotASocket(Address),
-    /// The port is taken.
+    /// The port is in use.
     #[error("{0}: the port is in use")]
     PortInUse(Address),
-    /// Not allowed: the directory, or a port below 1024.
+    /// Permission denied for the directory, or for a port below 1024.
     #[error("{0}: permission denied")]
     Permission(Address),
-    /// The path does not fit into a socket address.
+    /// The path is too long for a socket address.
     #[error("{address}: the path has {len} bytes, a socket's path at most {MAX_SOCKET_PATH_BYTES}")]
     PathTooLong {
         /// The address.
         address: Address,
-        /// Its length in bytes.
+        /// Length of the path in bytes.
         len: usize,
     },
-    /// Mode, user or group of the socket cannot be set.
+    /// The mode, user or group of the socket cannot be set.
     #[error("{address}: the socket cannot be given {access}: {source}")]
     Access {
         /// The address.
         address: Address,
-        /// What was to be set.
+        /// The requested mode, user and group.
         access: Access,
-        /// What the system says.
+        /// The system's reason.
         source: io::Error,
     },
-    /// The directory of the path is missing, or is no directory.
-    #[error("{0}: there is no such directory")]
+    /// The directory of the path is missing, or is not a directory.
+    #[error("{0}: the directory does not exist")]
     NoDirectory(Address),
-    /// The host has no address on this machine.
+    /// No address of the host belongs to this machine.
     #[error("{0}: the host is not an address of this machine")]
     NotOurs(Address),
-    /// The name of the host is not known.
+    /// The host name cannot be resolved.
     #[error("{address}: the host is not known ({source})")]
     Host {
         /// The address.
         address: Address,
-        /// What the resolver says.
+        /// The resolver's reason.
         source: io::Error,
     },
     /// The server was shut down.
     #[error("the server is shutting down")]
     ShuttingDown,
-    /// Anything else, for example no file descriptors.
+    /// Any other error, for example no file descriptors left.
     #[error("{address}: {source}")]
     Other {
         /// The address.
         address: Address,
-        /// What the system says.
+        /// The system's reason.
         source: io::Error,
     },
 }
@@ -84,7 +84,7 @@ pub enum ListenError {
 impl ListenError {
     fn of(address: Address, error: BindError) -> Self {
         match error {
-            BindError::InUse => Self::SocketInUse(address),
+            BindError::InUse(listener) => Self::SocketInUse(address, listener),
             BindError::NotASocket => Self::NotASocket(address),
             BindError::Permission => Self::Permission(address),
             BindError::Access { access, source } => Self::Access { address, access, source },
@@ -97,35 +97,35 @@ impl ListenError {
 
 /// Sockets that listen at one address.
 #[derive(Debug)]
-pub struct Bound {
+pub struct BoundSockets {
     /// The address, with the port that the system chose.
     pub address: Address,
-    /// One, or one for each address of a host; they do not block.
+    /// One nonblocking socket, or one for each address of a host.
     pub sockets: Vec<OwnedFd>,
     /// The file of a Unix socket.
     pub file: Option<SocketFile>,
 }
 
-/// Listens at `address`; of a Unix socket `access` says who may connect.
-pub fn bind_to(address: &Address, access: &Access) -> Result<Bound, ListenError> {
+/// Listens at `address`. `access` sets who may connect to a Unix socket.
+pub fn bind_to(address: &Address, access: &Access) -> Result<BoundSockets, ListenError> {
     match address {
         Address::Unix(path) => {
             let bound = unix_socket::bind_to(path, BACKLOG, access);
             let (socket, file) = bound.map_err(|error| ListenError::of(address.clone(), error))?;
-            Ok(Bound { address: address.clone(), sockets: vec![socket], file: Some(file) })
+            Ok(BoundSockets { address: address.clone(), sockets: vec![socket], file: Some(file) })
         }
         Address::Tcp { host, port } => {
             let (sockets, port) = bind_tcp(address, host, *port)?;
             let address = Address::Tcp { host: host.clone(), port };
-            Ok(Bound { address, sockets, file: None })
+            Ok(BoundSockets { address, sockets, file: None })
         }
-        // Who is there is there already.
-        Address::Stdin => Ok(Bound { address: Address::Stdin, sockets: Vec::new(), file: None }),
+        // The single client is already connected.
+        Address::Stdin => Ok(BoundSockets { address: Address::Stdin, sockets: Vec::new(), file: None }),
     }
 }
 
-/// A socket that listens already.
-pub fn adopted(socket: OwnedFd) -> Result<Bound, ListenError> {
+/// Takes over a socket that already listens.
+pub fn adopt_socket(socket: OwnedFd) -> Result<BoundSockets, ListenError> {
     let other = |source: io::Error| ListenError::Other { address: Address::Unix("socket".into()), source };
     let address = address_of(&socket).map_err(other)?;
     if !sockopt::socket_acceptconn(&socket).map_err(|error| other(error.into()))? {
@@ -137,10 +137,10 @@ pub fn adopted(socket: OwnedFd) -> Result<Bound, ListenError> {
     let flags = rustix::fs::fcntl_getfl(&socket).map_err(|error| other(error.into()))?;
     rustix::fs::fcntl_setfl(&socket, flags | rustix::fs::OFlags::NONBLOCK)
         .map_err(|error| other(error.into()))?;
-    Ok(Bound { address, sockets: vec![socket], file: None })
+    Ok(BoundSockets { address, sockets: vec![socket], file: None })
 }
 
-/// Where a socket is.
+/// Returns the address of a socket.
 fn address_of(socket: &OwnedFd) -> io::Result<Address> {
     let is = getsockname(socket)?;
     if let Ok(at) = SocketAddr::try_from(is.clone()) {
@@ -149,11 +149,11 @@ fn address_of(socket: &OwnedFd) -> io::Result<Address> {
     }
     let unix = SocketAddrUnix::try_from(is).ok();
     let path = unix.as_ref().and_then(SocketAddrUnix::path_bytes);
-    let path = path.ok_or_else(|| io::Error::other("a socket that is neither TCP's nor at a path"))?;
+    let path = path.ok_or_else(|| io::Error::other("neither a TCP socket nor a Unix socket with a path"))?;
     Ok(Address::Unix(Path::new(OsStr::from_bytes(path)).to_path_buf()).absolute())
 }
 
-/// Listens at every address of the host, at one port.
+/// Listens at every address of the host, with the same port.
 fn bind_tcp(address: &Address, host: &str, port: u16) -> Result<(Vec<OwnedFd>, u16), ListenError> {
     let mut resolved: Vec<SocketAddr> = (host, port)
         .to_socket_addrs()
@@ -172,7 +172,7 @@ fn bind_tcp(address: &Address, host: &str, port: u16) -> Result<(Vec<OwnedFd>, u
                 sockets.push(socket);
                 port = bound;
             }
-            // For example a name with an IPv6 address, on a machine without IPv6.
+            // For example a name with an IPv6 address on a machine without IPv6.
             Err(errno @ (Errno::ADDRNOTAVAIL | Errno::AFNOSUPPORT)) => unavailable = errno,
             Err(Errno::ADDRINUSE) => return Err(ListenError::PortInUse(address.clone())),
             Err(Errno::ACCESS | Errno::PERM) => return Err(ListenError::Permission(address.clone())),
@@ -192,7 +192,7 @@ fn bind_one(at: &SocketAddr, only_v6: bool) -> Result<(OwnedFd, u16), Errno> {
     let family = if at.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(family, SocketType::STREAM, flags, None)?;
-    // On Linux this ignores connections that linger of an earlier server, never a listening one.
+    // On Linux this ignores connections in TIME_WAIT, but never another listening socket.
     sockopt::set_socket_reuseaddr(&socket, true)?;
     if at.is_ipv6() {
         sockopt::set_ipv6_v6only(&socket, only_v6)?;

@@ -1,35 +1,34 @@
-//! How fast connections are accepted. Each costs the server a thread's wake and a handshake, which
-//! those that are connected pay for with their time.
+//! The rate limit for new connections. Each new connection wakes a thread and needs a handshake, which takes
+//! time from existing connections.
 
 use std::time::{Duration, Instant};
 
-/// Connections that are accepted at once, after a pause.
+/// Connections accepted at once after a pause.
 const BURST: u32 = 64;
 
-/// Lets so many a second through, and [`BURST`] at once.
+/// A token bucket: a number of connections per second, and bursts of [`BURST`].
 #[derive(Debug, Default)]
 pub struct Pace {
-    /// What was accepted so far is paid for then: at most [`BURST`] connections after now, unless more
-    /// were accepted than asked for.
+    /// The time at which the bucket is full again after the accepted connections. At most [`BURST`] intervals
+    /// ahead, unless more were accepted than the limit allows.
     paid: Option<Instant>,
 }
 
 impl Pace {
-    /// When the next one may be accepted, where that is not now.
-    pub fn due(&self, a_second: u32, now: Instant) -> Option<Instant> {
-        let ahead = every(a_second) * (BURST - 1);
+    /// Returns the time at which the next connection may be accepted, or None for now.
+    pub fn due(&self, per_second: u32, now: Instant) -> Option<Instant> {
+        let ahead = interval(per_second) * (BURST - 1);
         self.paid?.checked_sub(ahead).filter(|due| *due > now)
     }
 
-    /// One was accepted.
-    pub fn accepted(&mut self, a_second: u32, now: Instant) {
+    pub fn accepted(&mut self, per_second: u32, now: Instant) {
         let paid = self.paid.map_or(now, |paid| paid.max(now));
-        self.paid = Some(paid + every(a_second));
+        self.paid = Some(paid + interval(per_second));
     }
 }
 
-fn every(a_second: u32) -> Duration {
-    Duration::from_secs(1) / a_second.max(1)
+fn interval(per_second: u32) -> Duration {
+    Duration::from_secs(1) / per_second.max(1)
 }
 
 #[cfg(test)]
@@ -37,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_burst_and_then_so_many_a_second() {
+    fn pace_allows_burst_then_steady_rate() {
         let begun = Instant::now();
         let (mut pace, mut now, mut accepted) = (Pace::default(), begun, 0_u32);
         while now < begun + Duration::from_secs(10) {
@@ -52,7 +51,7 @@ mod tests {
             }
         }
         assert_eq!(accepted, BURST + 5000 - 1);
-        // After a pause there is a burst again, and no more than that.
+        // After a pause exactly one burst is accepted again.
         now += Duration::from_secs(60);
         for _ in 0..BURST {
             assert_eq!(pace.due(500, now), None);

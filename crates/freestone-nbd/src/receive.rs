@@ -1,4 +1,4 @@
-//! Receive system calls, and how long they are waited for outside of the transmission phase.
+//! Receive system calls, and timeouts for receives outside the transmission phase.
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -7,65 +7,65 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 
-/// What a receive brought.
+/// The result of a receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Received {
+pub enum ReceiveResult {
     /// At least one byte.
     Data,
-    /// Nothing yet.
+    /// No data yet.
     WouldBlock,
     /// The peer sends no more, or the connection broke.
     End,
 }
 
-/// What a receive system call brought, and how many bytes.
+/// Converts the result of a receive system call. Returns the number of bytes too.
 #[inline]
-pub fn outcome(bytes: Result<usize, Errno>) -> (Received, usize) {
+pub fn outcome(bytes: Result<usize, Errno>) -> (ReceiveResult, usize) {
     match bytes {
-        Ok(0) => (Received::End, 0),
-        Ok(n) => (Received::Data, n),
-        Err(Errno::WOULDBLOCK) => (Received::WouldBlock, 0),
-        Err(_) => (Received::End, 0),
+        Ok(0) => (ReceiveResult::End, 0),
+        Ok(n) => (ReceiveResult::Data, n),
+        Err(Errno::WOULDBLOCK) => (ReceiveResult::WouldBlock, 0),
+        Err(_) => (ReceiveResult::End, 0),
     }
 }
 
-/// One receive system call; 0 is the end of the stream.
+/// Receives once. Returns 0 at the end of the stream.
 #[inline]
 pub fn receive_into(socket: BorrowedFd<'_>, flags: RecvFlags, buf: &mut [u8]) -> Result<usize, Errno> {
     rustix::io::retry_on_intr(|| recv(socket, &mut *buf, flags).map(|(n, _)| n))
 }
 
-/// How long a client is waited for: in its handshake, and once more at its end.
+/// The timeouts of a handshake, or of the linger at the end of a connection.
 #[derive(Debug, Clone, Copy)]
-pub struct Patience {
-    /// Without a byte.
-    pub silence: Duration,
-    /// For all of it.
+pub struct Timeouts {
+    /// Longest time without a byte.
+    pub idle: Duration,
+    /// Deadline for the whole phase.
     pub deadline: Instant,
 }
 
-/// Why nothing is waited for any more.
+/// Why a wait for the client ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Impatient {
-    /// The client took too long.
+pub enum WaitError {
+    /// A timeout expired.
     TimedOut,
-    /// There is nothing to wait with.
+    /// The poll failed.
     Left,
 }
 
-impl Patience {
-    /// Waits until the socket has something.
-    pub fn wait(&self, socket: BorrowedFd<'_>) -> Result<(), Impatient> {
-        let left = self.deadline.saturating_duration_since(Instant::now()).min(self.silence);
+impl Timeouts {
+    /// Waits until the socket is readable or has ended.
+    pub fn wait(&self, socket: BorrowedFd<'_>) -> Result<(), WaitError> {
+        let left = self.deadline.saturating_duration_since(Instant::now()).min(self.idle);
         if left.is_zero() {
-            return Err(Impatient::TimedOut);
+            return Err(WaitError::TimedOut);
         }
         let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
         let mut fds = [PollFd::from_borrowed_fd(socket, PollFlags::IN)];
         match rustix::io::retry_on_intr(|| poll(&mut fds, Some(&left))) {
-            Ok(0) => Err(Impatient::TimedOut),
+            Ok(0) => Err(WaitError::TimedOut),
             Ok(_) => Ok(()),
-            Err(_) => Err(Impatient::Left),
+            Err(_) => Err(WaitError::Left),
         }
     }
 }

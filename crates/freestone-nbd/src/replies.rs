@@ -1,5 +1,5 @@
-//! The replies of a connection that are ready: one buffer, and large owned data between its bytes.
-//! All of it leaves in one system call (as far as the socket takes it).
+//! The pending replies of a connection: one buffer, and large owned data between its bytes. All of it is sent
+//! in one system call, as far as the socket accepts it.
 
 use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
@@ -15,20 +15,19 @@ use crate::buffers::Buffers;
 use crate::proto::DataChunk;
 use crate::tls::sealer::Sealer;
 
-/// From so many bytes on, replies are sent although more requests are at hand.
+/// Size of pending replies, in bytes, from which on they are sent although more requests are available.
 pub const SEND_THRESHOLD_BYTES: usize = 256 << 10;
-/// Largest data that is copied or decoded into the buffer at once.
+/// Largest data copied or decoded into the buffer at once, in bytes.
 pub const MAX_INLINE_BYTES: usize = 256 << 10;
-/// Room for headers and messages behind the threshold and the data.
+/// Room for headers and messages behind the threshold and the data, in bytes.
 const HEADER_ROOM_BYTES: usize = 8 << 10;
-/// Size of the reply buffer of a connection in bytes.
+/// Size of the reply buffer of a connection, in bytes.
 pub const REPLY_BUFFER_BYTES: usize = SEND_THRESHOLD_BYTES + MAX_INLINE_BYTES + HEADER_ROOM_BYTES;
-/// Owned data up to this size is copied rather than kept.
+/// Largest owned data that is copied into the buffer, in bytes.
 const COPY_BYTES: usize = 16 << 10;
-/// Parts of one `sendmsg`, far below the kernel's `UIO_MAXIOV`.
+/// Maximum number of slices of one `sendmsg`, far below the kernel's `UIO_MAXIOV`.
 const MAX_SLICES: usize = 64;
 
-/// Ready replies.
 #[derive(Debug)]
 pub struct Replies {
     buf: Mapped,
@@ -36,26 +35,26 @@ pub struct Replies {
     /// Owned data, each with the position in `buf` before which it is sent, ascending.
     owned: Vec<(usize, IoBuf)>,
     owned_bytes: usize,
-    /// What was owned and is sent.
+    /// Spare buffers. Owned data moves here after it is sent.
     pub buffers: Buffers,
-    /// Of what is submitted in this turn. Released before a send, which may wait for the client:
-    /// others may wait for what was submitted.
+    /// Plug for the parts submitted in this turn. It is released before a send, because a send may wait for
+    /// the client while other threads wait for these parts.
     pub plug: Option<Plug>,
-    /// While the connection's thread does a large request. Who waits for its client is not at work.
+    /// Marks the thread as busy while it executes a large request. A thread that waits for its client is not
+    /// busy.
     pub at_work: Option<AtWork>,
-    /// Send system calls so far.
     pub sends: u64,
-    /// Bytes sent so far.
     pub sent_bytes: u64,
-    /// What the bytes go through, by TLS.
+    /// Encrypts the sent bytes, with TLS only.
     sealer: Option<Box<Sealer>>,
 }
 
 impl Replies {
-    /// Nothing ready. The data behind a first header begins a page, as in [`Input`](crate::input).
+    /// Creates an empty buffer. The data behind a first header is page aligned, as in
+    /// [`Input`](crate::input).
     ///
     /// # Errors
-    /// No memory is left.
+    /// Out of memory.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             buf: Mapped::new(REPLY_BUFFER_BYTES, size_of::<DataChunk>())?,
@@ -71,53 +70,50 @@ impl Replies {
         })
     }
 
-    /// Gives the memory back; nothing waits to be sent.
-    pub fn rest(&mut self) {
+    /// Returns the memory to the kernel. No reply may be pending.
+    pub fn free_memory(&mut self) {
         debug_assert!(self.is_empty(), "replies would be lost");
         self.buf.clear();
         self.owned = Vec::new();
         self.buffers.clear();
     }
 
-    /// Whether nothing waits to be sent.
     pub fn is_empty(&self) -> bool {
         self.len == 0 && self.owned.is_empty()
     }
 
-    /// Whether so much waits that it should be sent now.
+    /// Returns true if the pending replies are large enough to send now.
     #[inline]
     pub fn is_due(&self) -> bool {
         self.len + self.owned_bytes >= SEND_THRESHOLD_BYTES
     }
 
-    /// Makes room for `n` bytes in the buffer, sends for that if need be.
+    /// Makes room for `n` bytes in the buffer, and sends the pending replies if necessary.
     #[inline]
     pub fn reserve(&mut self, socket: BorrowedFd<'_>, n: usize) -> Result<(), rustix::io::Errno> {
         debug_assert!(n <= REPLY_BUFFER_BYTES, "more than the buffer holds");
         if self.len + n > self.buf.len() { self.send(socket) } else { Ok(()) }
     }
 
-    /// Where the next byte goes.
     #[inline]
     pub fn position(&self) -> usize {
         self.len
     }
 
-    /// `n` bytes from `at` on, reserved before; [`commit`](Self::commit) makes them part of the
-    /// replies.
+    /// Returns the reserved `n` bytes at `at`. [`commit`](Self::commit) makes them part of the replies.
     #[inline]
     pub fn space(&mut self, at: usize, n: usize) -> &mut [u8] {
         &mut self.buf[at..at + n]
     }
 
-    /// Everything before `end` is ready.
+    /// Makes all bytes before `end` part of the replies.
     #[inline]
     pub fn commit(&mut self, end: usize) {
         debug_assert!(end >= self.len, "replies do not shrink");
         self.len = end;
     }
 
-    /// Appends a header or text, for which there is room.
+    /// Appends a header or text. The caller has reserved the space.
     #[inline]
     pub fn put<T: IntoBytes + Immutable + ?Sized>(&mut self, part: &T) {
         let bytes = part.as_bytes();
@@ -125,8 +121,8 @@ impl Replies {
         self.len += bytes.len();
     }
 
-    /// Appends owned data: copied if it is small, else kept until it is sent. Returns whether it
-    /// was kept.
+    /// Appends owned data: copies it if it is small, else keeps it until it is sent. Returns true if it was
+    /// kept.
     pub fn put_owned(&mut self, data: IoBuf) -> bool {
         if data.len() <= COPY_BYTES {
             self.put(&data[..]);
@@ -137,18 +133,17 @@ impl Replies {
         true
     }
 
-    /// Room that [`put_owned`](Self::put_owned) needs in the buffer for `n` bytes.
+    /// Returns the space that [`put_owned`](Self::put_owned) needs in the buffer for `n` bytes.
     pub fn room_for_owned(n: usize) -> usize {
         if n <= COPY_BYTES { n } else { 0 }
     }
 
-    /// Bytes of owned data that are kept.
+    /// Returns the size of the kept owned data in bytes.
     pub fn owned_bytes(&self) -> usize {
         self.owned_bytes
     }
 
-    /// Sends what lies before the uncommitted bytes `len .. len + open`, and moves those to the
-    /// front.
+    /// Sends the committed replies, and moves the uncommitted bytes `len .. len + open` to the front.
     pub fn send_around(&mut self, socket: BorrowedFd<'_>, open: usize) -> Result<(), rustix::io::Errno> {
         let start = self.len;
         if self.is_empty() {
@@ -159,11 +154,10 @@ impl Replies {
         Ok(())
     }
 
-    /// Sends everything, waits as long as the peer does not read. Nothing is left afterwards, also
-    /// on error.
+    /// Sends all replies, and waits for the peer to read them. No reply is pending afterwards, even on error.
     pub fn send(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
         if self.plug.is_some() || self.at_work.is_some() {
-            self.let_go();
+            self.release_plug();
         }
         if self.owned.is_empty() && self.sealer.is_none() {
             let result = self.send_plain(socket);
@@ -173,7 +167,7 @@ impl Replies {
         self.send_others(socket)
     }
 
-    /// What does not lie in the buffer alone, or is sealed. Apart: most sends are neither.
+    /// Sends replies with owned data, or with TLS. Not inlined, because most sends have neither.
     #[inline(never)]
     fn send_others(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
         let result = if self.sealer.is_some() { self.send_sealed(socket) } else { self.send_mixed(socket) };
@@ -186,7 +180,7 @@ impl Replies {
     }
 
     #[cold]
-    fn let_go(&mut self) {
+    fn release_plug(&mut self) {
         (self.plug, self.at_work) = (None, None);
     }
 
@@ -200,14 +194,14 @@ impl Replies {
         Ok(())
     }
 
-    /// What goes out from now on is sealed by this; nothing waits to be sent.
+    /// Switches to TLS: `sealer` encrypts the replies sent from now on. No reply may be pending.
     pub fn secure(&mut self, sealer: Sealer) {
-        debug_assert!(self.is_empty(), "what is for clear leaves before");
+        debug_assert!(self.is_empty(), "plaintext replies are pending");
         self.sealer = Some(Box::new(sealer));
     }
 
-    /// By TLS: says that no more will come.
-    pub fn say_goodbye(&mut self, socket: BorrowedFd<'_>) {
+    /// Sends the TLS close alert, if the connection uses TLS.
+    pub fn send_close(&mut self, socket: BorrowedFd<'_>) {
         if let Some(sealer) = &mut self.sealer {
             sealer.close(socket);
         }
@@ -229,7 +223,7 @@ impl Replies {
     }
 
     fn send_mixed(&mut self, socket: BorrowedFd<'_>) -> Result<(), rustix::io::Errno> {
-        // `slices` borrows from buf and owned, so the counters are kept apart until the end.
+        // `parts` borrows from `buf` and `owned`, so the counters are updated at the end.
         let mut sends = 0;
         let mut parts: Vec<&[u8]> = Vec::with_capacity(self.owned.len() * 2 + 1);
         let mut from = 0;
@@ -272,7 +266,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn owned_data_keeps_its_place() {
+    fn send_keeps_order_of_owned_data() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let mut replies = Replies::new().unwrap();
         let mut wanted = Vec::new();
@@ -296,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn open_bytes_survive_an_early_send() {
+    fn send_around_keeps_uncommitted_bytes() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let mut replies = Replies::new().unwrap();
         replies.put(&b"ready"[..]);

@@ -1,4 +1,4 @@
-//! What requests are answered: that they are done, why not, or with data.
+//! Replies to requests: success, an error, or data.
 
 use freestone_core::device::IoBuf;
 
@@ -9,21 +9,21 @@ use crate::replies::Replies;
 use crate::session::{Lost, Session};
 
 impl Session<'_> {
-    /// Answers the operation at `slot` if it has ended.
+    /// Sends the reply of the operation at `slot` if it has ended.
     pub(crate) fn finish(&mut self, slot: usize) -> Result<(), Lost> {
         match self.operations.take_ended(slot) {
             None => Ok(()),
             Some(operation) => match operation.failure {
                 Some(failure) => self.reply_failure(operation.tag, &failure),
-                // Only reads with chunks have parts, so only they come here.
+                // Only reads with chunks have parts, so a simple read never gets here.
                 None if operation.is_read => self.reply_end(operation.tag),
                 None => self.reply_done(operation.tag),
             },
         }
     }
 
-    /// "It is done", for requests without data in the reply. With compact headers a simple reply is
-    /// allowed for these, whatever others look like.
+    /// Replies with success to a request without data in its reply. With compact headers a simple reply is
+    /// allowed here even if structured replies were negotiated.
     pub(crate) fn reply_done(&mut self, tag: Tag) -> Result<(), Lost> {
         if self.headers == Headers::Extended {
             return self.reply_end(tag);
@@ -34,7 +34,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// A chunk of nothing that ends a reply.
+    /// Sends an empty chunk that ends a reply.
     #[inline(never)]
     fn reply_end(&mut self, tag: Tag) -> Result<(), Lost> {
         self.replies.reserve(self.link.socket(), self.headers.chunk_bytes())?;
@@ -43,12 +43,11 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// The request failed.
     pub(crate) fn reply_failure(&mut self, tag: Tag, failure: &Failure) -> Result<(), Lost> {
         self.tally.replies += 1;
         self.tally.errors += 1;
         if let Some(cause) = &failure.cause {
-            self.tell_failure(cause);
+            self.report_failure(cause);
         }
         let error = failure.errno as u32;
         if self.headers.have_chunks() {
@@ -65,9 +64,9 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Counts what a device answered for who looks after it, and logs it, though seldom.
+    /// Counts an error of the device for its operator, and logs it, rate limited.
     #[cold]
-    pub(crate) fn tell_failure(&self, cause: &Cause) {
+    pub(crate) fn report_failure(&self, cause: &Cause) {
         let (name, peer) = (&self.export.name, self.link.peer());
         if let Some(held_back) = self.export.failures.count(cause.failed, cause.error) {
             tracing::warn!(peer, "{name}: {cause}{held_back}");
@@ -76,7 +75,7 @@ impl Session<'_> {
         }
     }
 
-    /// Data of a read, from an owned buffer.
+    /// Replies to a read with data from an owned buffer.
     pub(crate) fn reply_data(&mut self, tag: Tag, offset: u64, data: IoBuf, done: bool) -> Result<(), Lost> {
         if self.headers.is_hole(&data) {
             self.replies.reserve(self.link.socket(), self.headers.hole_bytes())?;
@@ -92,7 +91,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Data of a read without structured replies; behind a header, unless that is out already.
+    /// Replies to a read without structured replies. `header` is None if the header was already sent.
     pub(crate) fn reply_simple_data(&mut self, header: Option<Tag>, data: IoBuf) -> Result<(), Lost> {
         let room = size_of::<SimpleReply>() + Replies::room_for_owned(data.len());
         self.replies.reserve(self.link.socket(), room)?;

@@ -1,5 +1,4 @@
-//! From a request on the wire to the device and back: the path of every request, and the whole path
-//! of those that are done at once.
+//! Parses requests, executes them inline or submits them, and replies. Every request starts here.
 
 use freestone_core::client_log;
 use freestone_core::device::{Buffer, Error, Flags, IoBuf, Op, Request, Tried};
@@ -20,7 +19,7 @@ use crate::session::{Lost, Session, Step, no_memory};
 use crate::stream::{Gather, Incoming, Skip, Stream, Whole, Windows, Write, advance};
 
 impl Session<'_> {
-    /// Takes the next request from the input.
+    /// Handles the next request in the input.
     pub(crate) fn next_request(&mut self) -> Result<Step, Lost> {
         let (command, incoming) = if self.headers == Headers::Extended {
             match self.next_extended()? {
@@ -56,8 +55,8 @@ impl Session<'_> {
         }
     }
 
-    /// As [`next_request`](Self::next_request), with extended headers: the command and the rest of it,
-    /// or how far it came where it has begun already, or has not come.
+    /// Parses a request with extended headers. Returns its command and fields, or the next step if it is
+    /// incomplete or already handled.
     #[inline(never)]
     fn next_extended(&mut self) -> Result<Result<(u16, Incoming), Step>, Lost> {
         let Ok((header, _)) = ExtendedRequest::ref_from_prefix(self.input.data()) else {
@@ -73,8 +72,8 @@ impl Session<'_> {
             len: header.len.get(),
         };
         let payload = CommandFlags::PAYLOAD_LEN.bits();
-        // The data of a write is there also without the flag: QEMU, up to 10 at least, does not set
-        // it, and its own server takes that.
+        // A write has a payload even without the flag. QEMU (up to 10 at least) does not set the flag, and
+        // its own server accepts that.
         if incoming.flags & payload == 0 && command != command::WRITE {
             return Ok(Ok((command, incoming)));
         }
@@ -83,7 +82,7 @@ impl Session<'_> {
                 peer = %self.link.peer(),
                 export = %self.export.name,
                 len = incoming.len,
-                "the client announced more than 64 MiB of payload"
+                "the client sent a payload length above 64 MiB"
             );
             return Ok(Err(Step::End));
         }
@@ -98,25 +97,25 @@ impl Session<'_> {
         }
     }
 
-    /// What stands where a request should: the connection ends.
+    /// Ends the connection because a request header has the wrong magic number.
     #[cold]
     fn no_request(&self, magic: u32) -> Step {
         client_log!(warn,
             peer = %self.link.peer(),
             export = %self.export.name,
             magic = format_args!("{magic:#010x}"),
-            "the client sent something that is no request"
+            "the client sent an invalid request magic"
         );
         Step::End
     }
 
-    /// Consumes the header and counts the request, which is answered from here on.
+    /// Consumes the header and counts the request. A reply must follow.
     pub(crate) fn accept(&mut self) {
         self.input.consume(self.header_bytes);
         self.tally.requests += 1;
     }
 
-    /// Refuses a request behind whose header a payload comes.
+    /// Refuses a request with a payload, which is discarded.
     #[cold]
     pub(crate) fn skip(&mut self, incoming: Incoming, failure: Failure) -> Step {
         self.accept();
@@ -134,9 +133,8 @@ impl Session<'_> {
         Ok(Step::Done)
     }
 
-    /// Checks everything that can be checked before any effect. FUA is allowed with each command,
-    /// as the protocol wants it, and handed on where the command writes; unless the export does not
-    /// offer it.
+    /// Validates a request before it has any effect. FUA is allowed with each command, as the protocol
+    /// requires, unless the export does not offer it. FUA reaches the device only for commands that write.
     pub(crate) fn vet(
         &mut self,
         incoming: Incoming,
@@ -147,7 +145,7 @@ impl Session<'_> {
         let fua = if self.export.without_fua { CommandFlags::empty() } else { CommandFlags::FUA };
         let flags = CommandFlags::from_bits(incoming.flags)
             .filter(|flags| (allowed | fua).contains(*flags))
-            .ok_or(Failure::new(Errno::Inval, "a flag that this command does not have"))?;
+            .ok_or(Failure::new(Errno::Inval, "invalid flag for this command"))?;
         let writes = matches!(op, Op::Write | Op::Discard | Op::WriteZeroes);
         let mut request = Request::new(op, incoming.tag.offset, incoming.len);
         if writes && self.read_only {
@@ -205,12 +203,12 @@ impl Session<'_> {
         }
         if len > MAX_IN_FLIGHT_BYTES {
             self.accept();
-            let windows = Windows { tag: incoming.tag, rest: request, begun: false, reading: None };
+            let windows = Windows { tag: incoming.tag, rest: request, has_header: false, reading: None };
             self.stream = Some(Stream::Windows(windows));
             return Ok(Step::Done);
         }
-        // The reply must be one piece. It is read into a buffer of its own, so that an error can
-        // still be answered and other replies are not held up.
+        // The reply must be one piece. The data is read into a separate buffer, so that an error reply is
+        // possible and other replies are not delayed.
         if !self.admits(len) {
             return Ok(Step::Stalled);
         }
@@ -224,9 +222,9 @@ impl Session<'_> {
         Ok(Step::Done)
     }
 
-    /// Reads at most [`MAX_INLINE_BYTES`]: straight into the reply buffer behind a header that is
-    /// written when the data is there, or by a submitted part. With `part`, as a piece of that
-    /// operation; true: the last one.
+    /// Reads at most [`MAX_INLINE_BYTES`]. Data read inline goes straight into the reply buffer, and its
+    /// header is written afterwards. Else the read is submitted. `part` is the operation's index, if the
+    /// request is a piece of it, and true for its last piece.
     pub(crate) fn read_piece(
         &mut self,
         tag: Tag,
@@ -269,7 +267,7 @@ impl Session<'_> {
                 }
                 Ok(Tried::Partly(n)) => {
                     rest = advance(rest, n);
-                    // Replies that are ready are sent and do not wait for the rest.
+                    // Pending replies are sent and do not wait for the rest.
                     self.replies.send_around(self.link.socket(), head + len)?;
                 }
                 Ok(Tried::WouldBlock) => {
@@ -306,7 +304,7 @@ impl Session<'_> {
         }
     }
 
-    /// A part of the operation at `slot` failed before it was submitted.
+    /// Records that a part of the operation at `slot` failed before it was submitted.
     pub(crate) fn fail_part(&mut self, slot: usize, error: Error, part: &Request) -> Result<Step, Lost> {
         let operation = self.operations.get(slot);
         let action = operation.action;
@@ -338,33 +336,33 @@ impl Session<'_> {
         let step = self.write_received(tag, request)?;
         if let Some(large) = large {
             self.end_large(&request, large, step);
-            self.followed = !self.input.data().is_empty();
+            self.more_follows = !self.input.data().is_empty();
         }
         Ok(step)
     }
 
-    /// A write of at least [`MIN_BYTES`], if its payload is not done out of the receive buffer, or
-    /// not as a whole.
+    /// Prepares a write of at least [`MIN_BYTES`] if a worker executes it or it does not fit in the receive
+    /// buffer. Returns None for other writes.
     fn write_apart(&mut self, tag: Tag, request: Request) -> Option<Step> {
         let len = request.len as usize;
-        let hand_on = len <= MAX_INLINE_BYTES && self.hands_on(&request, false);
-        if !hand_on && self.header_bytes + len <= RECEIVE_BUFFER_BYTES {
+        let uses_worker = len <= MAX_INLINE_BYTES && self.should_use_worker(&request, false);
+        if !uses_worker && self.header_bytes + len <= RECEIVE_BUFFER_BYTES {
             return None;
         }
-        if self.geometry.zones.is_none() && !hand_on {
+        if self.geometry.zones.is_none() && !uses_worker {
             self.accept();
             let slot = self.operations.open(tag, Action::Store, false);
             self.stream = Some(Stream::Write(Write { slot, rest: request }));
             return Some(Step::Done);
         }
-        // A write to a zone is all or nothing.
+        // A write to a zone is executed as a whole.
         if !self.admits(len) {
             return Some(Step::Stalled);
         }
         self.accept();
         if let Ok(buffer) = self.replies.buffers.take(len) {
             self.operations.charged += len;
-            let gather = Gather { tag, rest: request, buffer, filled: 0, hand_on };
+            let gather = Gather { tag, rest: request, buffer, filled: 0, uses_worker };
             self.stream = Some(Stream::Gather(gather));
         } else {
             let failure = no_memory(Action::Store, &request);
@@ -373,7 +371,7 @@ impl Session<'_> {
         Some(Step::Done)
     }
 
-    /// A write whose payload was received as a whole.
+    /// Executes a write whose payload is completely in the input.
     fn write_received(&mut self, tag: Tag, request: Request) -> Result<Step, Lost> {
         let (header, len) = (self.header_bytes, request.len as usize);
         let mut rest = request;
@@ -391,8 +389,7 @@ impl Session<'_> {
                         if left == len {
                             return Ok(Step::Stalled);
                         }
-                        // What the device has written stays; the rest follows when less is in
-                        // flight.
+                        // The device has written the first part. The rest follows when less is in flight.
                         self.accept();
                         self.input.consume(len - left);
                         let slot = self.operations.open(tag, Action::Store, false);
@@ -424,7 +421,7 @@ impl Session<'_> {
         Ok(Step::Done)
     }
 
-    /// Flush, trim, write zeroes: requests without a payload either way.
+    /// Handles flush, trim and write zeroes, which have no payload in either direction.
     fn plain(&mut self, incoming: Incoming, op: Op, allowed: CommandFlags) -> Result<Step, Lost> {
         self.accept();
         let action = match op {
@@ -444,12 +441,12 @@ impl Session<'_> {
             Op::Discard if self.geometry.discard_granularity == 0 => {
                 return self.refuse(incoming, Errno::Inval, "the device offers no discard");
             }
-            // `fast_zeroes` speaks only of zeroes that may become a hole.
+            // `fast_zeroes` covers only zeroes that may become a hole.
             Op::WriteZeroes
                 if action == Action::StoreFast
                     && (!self.geometry.fast_zeroes || flags.contains(CommandFlags::NO_HOLE)) =>
             {
-                return self.refuse(incoming, Errno::NotSup, "zeroes are not faster than data here");
+                return self.refuse(incoming, Errno::NotSup, "the device has no fast zeroes");
             }
             Op::WriteZeroes if !flags.contains(CommandFlags::NO_HOLE) => request.flags |= Flags::MAY_FREE,
             _ => {}
@@ -460,7 +457,7 @@ impl Session<'_> {
 
     fn cache(&mut self, incoming: Incoming) -> Result<Step, Lost> {
         self.accept();
-        // The range is checked as for a read.
+        // Validated like a read, to check the range.
         match self.vet(incoming, Op::Read, CommandFlags::empty(), Action::Plain) {
             Ok((request, _)) => {
                 self.device.prefetch(request.offset, request.len);

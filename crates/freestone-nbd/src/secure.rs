@@ -1,16 +1,16 @@
-//! How a connection by TLS receives: what is here is opened first, and then the socket is asked.
+//! Receiving with TLS: decrypts buffered data before it receives from the socket.
 
 use rustix::event::PollFlags;
 use rustix::net::RecvFlags;
 
-use crate::input::Received;
+use crate::input::ReceiveResult;
 use crate::session::{Client, Lost, Session};
 use crate::stream::Stream;
 use crate::tls::opener::Closed;
 
 impl Session<'_> {
-    /// As [`receive`](Self::receive). The bytes that are still taken once the server wants the
-    /// connection to end are those of the socket; what is here already is served.
+    /// Receives or decrypts data, like [`receive`](Self::receive). When the server ends the connection, data
+    /// that was already received is still served. The limit on further bytes applies to the socket only.
     #[inline(never)]
     pub(crate) fn receive_sealed(&mut self, need: usize) -> Result<(), Lost> {
         if !self.input.has_sealed() && !self.fetch()? {
@@ -20,17 +20,17 @@ impl Session<'_> {
             Some(Stream::Gather(gather)) => match self.input.open_into(gather.space()) {
                 Ok(n) => {
                     gather.fill(n);
-                    // Whether more requests follow, which says who does the next one.
-                    if gather.space().is_empty() { self.input.open_begin() } else { Ok(()) }
+                    // Whether more requests follow decides who executes the next one.
+                    if gather.space().is_empty() { self.input.open_next_header() } else { Ok(()) }
                 }
                 Err(Closed) => Err(Closed),
             },
             _ => self.input.open(need),
         };
-        opened.or_else(|Closed| self.client_ends())
+        opened.or_else(|Closed| self.handle_client_end())
     }
 
-    /// Receives once. False: nothing came.
+    /// Receives once. Returns false if no data arrived.
     fn fetch(&mut self) -> Result<bool, Lost> {
         let limit = self.begin_drain().unwrap_or(u64::MAX);
         if limit == 0 {
@@ -38,7 +38,7 @@ impl Session<'_> {
             return Ok(false);
         }
         let mut flags = RecvFlags::empty();
-        if limit < u64::MAX || self.sweeps.are_ready() {
+        if limit < u64::MAX || self.sweeps.has_ready() {
             flags = RecvFlags::DONTWAIT;
         } else if self.operations.in_flight > 0 {
             flags = RecvFlags::DONTWAIT;
@@ -48,7 +48,7 @@ impl Session<'_> {
         }
         let limit = usize::try_from(limit).unwrap_or(usize::MAX);
         let (received, n) = self.input.receive_sealed(self.link.socket(), flags, limit);
-        self.received(received, n, flags)?;
-        Ok(received == Received::Data)
+        self.handle_received(received, n, flags)?;
+        Ok(received == ReceiveResult::Data)
     }
 }

@@ -1,4 +1,4 @@
-//! The server: what its owner does with it.
+//! The interface of the server for its owner.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -14,9 +14,10 @@ use freestone_core::workers::Workers;
 
 use crate::address::Address;
 use crate::arrivals;
-use crate::export::{Export, ExportInfo, ExportOptions, Source, TemplateOptions};
+use crate::export::{Client, Export, ExportInfo, ExportOptions, Source, TemplateOptions};
 use crate::limits::{END_GRACE, Limits};
-use crate::listen::{self, Bound, ListenError};
+use crate::link::Link;
+use crate::listen::{self, BoundSockets, ListenError};
 use crate::proto::MAX_STRING_BYTES;
 use crate::shared::ServerShared;
 use crate::stats::Stats;
@@ -24,53 +25,53 @@ use crate::tables::{Listener, PublishError};
 use crate::template::{Make, Template};
 use crate::tls::settings::{Credentials, Policy, TlsMode};
 
-/// An NBD server: any number of addresses, each with exports of its own. A client sees what is
-/// published at the address to which it connected, and nothing else. Dropping it is
-/// [`shutdown`](Self::shutdown) with [`END_GRACE`].
+/// An NBD server with any number of addresses, each with its own exports. A client sees only the exports
+/// published at the address to which it connected. Dropping the server is [`shutdown`](Self::shutdown) with
+/// [`END_GRACE`].
 ///
-/// One thread accepts at all addresses: an address costs its sockets and no thread. All calls may
-/// come from any thread, except from a device's completion and from a template's functions.
+/// One thread accepts connections at all addresses. All methods may be called from any thread, except from a
+/// device's completion and from a template's functions.
 pub struct Server {
     shared: Arc<ServerShared>,
-    /// The accepting thread, from the first address on. Locked under `binding` to start it, or with
-    /// no other lock held to take it out before it is joined; no other lock is taken under it.
+    /// The accepting thread, started with the first address. Locked under `binding` to start it, or with no
+    /// other lock held to take it out before the join. It is a leaf lock.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Server {
-    /// A server that listens nowhere yet.
+    /// Creates a server that does not listen yet.
     pub fn new(limits: Limits) -> Self {
         Self::with_workers(limits, Workers::process())
     }
 
-    /// As [`new`](Self::new), with these workers for large requests instead of the process's. With
-    /// those of one CPU, each connection's thread does all itself, in order.
+    /// Creates a server that uses `workers` for large requests instead of the workers of the process. With
+    /// workers for a single CPU, each connection's thread executes all requests itself, in order.
     pub fn with_workers(limits: Limits, workers: &Workers) -> Self {
         Self { shared: Arc::new(ServerShared::new(limits, workers.clone())), thread: Mutex::default() }
     }
 
-    /// Offers TLS from now on, or wants it; called once, before the server listens.
+    /// Enables or requires TLS. Called once, before the server listens.
     pub fn secure(&self, mode: TlsMode, credentials: Credentials) {
         let set = self.shared.tls.set(Policy::new(mode, credentials));
-        debug_assert!(set.is_ok(), "a server has one mode");
+        debug_assert!(set.is_ok(), "the TLS mode is set once");
     }
 
-    /// Shows other credentials to connections from now on; those that are there stay. Nothing happens
-    /// without TLS.
+    /// Replaces the credentials for new connections. Existing connections keep theirs. Does nothing without
+    /// TLS.
     pub fn renew(&self, credentials: Credentials) {
         if let Some(policy) = self.shared.tls.get() {
             policy.renew(credentials);
         }
     }
 
-    /// Whom TLS is for; `None`: there is none.
+    /// Returns the TLS mode, or None if TLS is disabled.
     pub fn tls(&self) -> Option<TlsMode> {
         self.shared.tls.get().map(|policy| policy.mode)
     }
 
-    /// Starts to listen at an address; where it is listened on already, nothing changes. Returns
-    /// the address with an absolute path, or with the port that the system chose for port 0. A Unix
-    /// socket has mode 0600; one at which nobody accepts any more is replaced.
+    /// Starts to listen at an address. Does nothing if the server already listens there. Returns the address
+    /// with an absolute path, or with the port that the system chose for port 0. A Unix socket has mode 0600.
+    /// A stale socket, at which no process accepts, is replaced.
     ///
     /// # Errors
     /// See [`ListenError`].
@@ -78,9 +79,9 @@ impl Server {
         self.listen_as(address, &Access::default(), None)
     }
 
-    /// The same; to a Unix socket that is made for it those can connect to whom `access` gives it. Who
-    /// is not on the list `allow`, where it is given, is closed as soon as accepted; where the address is
-    /// listened on already, its list is left as it is.
+    /// Starts to listen at an address with access rules. `access` sets mode, user and group of a new Unix
+    /// socket. With an allow list, connections of other peers are closed as soon as they are accepted. If the
+    /// server already listens at the address, its allow list does not change.
     ///
     /// # Errors
     /// See [`ListenError`].
@@ -91,41 +92,41 @@ impl Server {
         allow: Option<AllowList>,
     ) -> Result<Address, ListenError> {
         let address = address.absolute();
-        self.listen_by(&address, allow, || listen::bind_to(&address, access))
+        self.listen_with(&address, allow, || listen::bind_to(&address, access))
     }
 
-    /// Who may connect at an address from now on, `None`: whoever can. Connections that are there stay.
-    /// False: it is not listened on.
+    /// Replaces the allow list of an address; `None` allows all peers. Existing connections stay. Returns
+    /// false if the server does not listen there.
     pub fn set_allow(&self, address: &Address, allow: Option<AllowList>) -> bool {
         self.shared.lock().set_allow(&address.absolute(), allow)
     }
 
-    /// The list of who may connect at an address, where it has one.
+    /// Returns the allow list of an address, if it has one.
     pub fn allow_at(&self, address: &Address) -> Option<AllowList> {
         self.shared.lock().listener(&address.absolute())?.allow.clone()
     }
 
-    /// Who was not let in by such lists: of this server, and of who else counts there.
+    /// Returns the counter of connections denied by allow lists. Other components may count there too.
     pub fn denials(&self) -> &Arc<Denials> {
         &self.shared.denials
     }
 
-    /// Listens with a socket that somebody else has made, at its own address, which is returned, and lets
-    /// in whom `allow` does, where it is given. It is theirs: its file stays when the server ends.
+    /// Takes over a socket that another process created and that listens already. Returns its address. The
+    /// socket file stays when the server ends.
     ///
     /// # Errors
-    /// [`ListenError::Other`]: it is no socket that listens. See [`ListenError`].
+    /// [`ListenError::Other`] if the socket does not listen. See [`ListenError`].
     pub fn adopt(&self, socket: OwnedFd, allow: Option<AllowList>) -> Result<Address, ListenError> {
-        let bound = listen::adopted(socket)?;
+        let bound = listen::adopt_socket(socket)?;
         let address = bound.address.clone();
-        self.listen_by(&address, allow, || Ok(bound))
+        self.listen_with(&address, allow, || Ok(bound))
     }
 
-    fn listen_by(
+    fn listen_with(
         &self,
         address: &Address,
         allow: Option<AllowList>,
-        bind: impl FnOnce() -> Result<Bound, ListenError>,
+        bind: impl FnOnce() -> Result<BoundSockets, ListenError>,
     ) -> Result<Address, ListenError> {
         let _binding = self.shared.binding.lock().unwrap_or_else(PoisonError::into_inner);
         {
@@ -151,8 +152,8 @@ impl Server {
             return Err(ListenError::ShuttingDown);
         }
         let id = tables.add_listener(address.clone(), bound.file, allow);
-        let acceptor = self.shared.acceptor().expect("it was started above");
-        // Both under the lock, so that whoever closes the address finds both.
+        let acceptor = self.shared.acceptor().expect("created above");
+        // Both changes under one lock, so that a thread that closes the address finds both.
         if let Err(errno) = acceptor.add(id, bound.sockets) {
             let listener = tables.remove_listener(&address);
             drop(tables);
@@ -164,7 +165,7 @@ impl Server {
         Ok(address)
     }
 
-    /// Shows `device` as `name` at an address that is listened on.
+    /// Publishes `device` as `name` at an address at which the server listens.
     ///
     /// # Errors
     /// See [`PublishError`].
@@ -176,14 +177,14 @@ impl Server {
         mut options: ExportOptions,
     ) -> Result<(), PublishError> {
         options.read_only |= device.geometry().read_only;
-        self.show(address, name, options, Source::Device(device))
+        self.publish_source(address, name, options, Source::Device(device))
     }
 
-    /// Shows a template as `name` at an address that is listened on: every connection that chooses
-    /// it gets a device that `make` makes for it, and that ends with the connection. Where `make`
-    /// fails, the client is told its sentence and may go on with another export. A client that only
-    /// asks about the export (`INFO`, metadata contexts) is told of the device that was made last;
-    /// where there was none, one is made and ended at once.
+    /// Publishes a template as `name` at an address at which the server listens. For every connection that
+    /// chooses it, `make` creates a device, which ends with the connection. If `make` fails, the client gets
+    /// its error message and may choose another export. A client that only queries the export (`INFO`,
+    /// metadata contexts) gets the properties of the device created last. If there was none yet, a device is
+    /// created and ended at once.
     ///
     /// # Errors
     /// See [`PublishError`].
@@ -195,10 +196,10 @@ impl Server {
         make: Make,
     ) -> Result<(), PublishError> {
         let template = Template::new(make, options.ttl);
-        self.show(address, name, options.export, Source::Template(template))
+        self.publish_source(address, name, options.export, Source::Template(template))
     }
 
-    fn show(
+    fn publish_source(
         &self,
         address: &Address,
         name: &str,
@@ -230,24 +231,24 @@ impl Server {
             places: options.places,
             users: 0.into(),
         });
-        // Where it is refused, the device goes after the lock.
+        // If publishing fails, the device is dropped after the lock is released.
         self.shared.lock().publish(&export)
     }
 
-    /// Takes `name` away from all addresses and returns from how many. With `force` the connections
-    /// that use it end after the requests they have received, or without these after [`END_GRACE`].
+    /// Unpublishes `name` at all addresses and returns their number. With `force`, the connections that use
+    /// it complete the requests they have received and end. After [`END_GRACE`] they are cut.
     ///
     /// # Errors
-    /// [`PublishError::NotPublished`]; [`PublishError::Busy`] where clients use it and `force` is
-    /// not set.
+    /// [`PublishError::NotPublished`]; [`PublishError::Busy`] if clients use the export and `force` is not
+    /// set.
     pub fn unpublish(&self, name: &str, force: bool) -> Result<usize, PublishError> {
         self.unpublish_from(name, None, force)
     }
 
-    /// The same at one address only, and for the connections that came in there.
+    /// Unpublishes `name` at one address, and ends only the connections accepted there.
     ///
     /// # Errors
-    /// As [`unpublish`](Self::unpublish).
+    /// See [`unpublish`](Self::unpublish).
     pub fn unpublish_at(&self, name: &str, address: &Address, force: bool) -> Result<(), PublishError> {
         self.unpublish_from(name, Some(&address.absolute()), force).map(drop)
     }
@@ -255,33 +256,33 @@ impl Server {
     fn unpublish_from(&self, name: &str, only: Option<&Address>, force: bool) -> Result<usize, PublishError> {
         let (removed, links) = self.shared.lock().unpublish(name, only, force)?;
         self.shared.end(links, END_GRACE);
-        // Their devices may go with them, which may wait for a disk: not under the lock.
+        // Dropping the exports may drop their devices, which may wait for a disk. This must not happen under
+        // the lock.
         Ok(removed.len())
     }
 
-    /// What a device's loss of power looks like from outside: cuts the connections that use `name`,
-    /// at all addresses, with no answer to what they had in flight, runs `action`, and serves the
-    /// export again. Who chooses it meanwhile waits for that. Returns how many connections ended. A
-    /// thread that a device holds up for more than a second may still be in a call of the device
-    /// when `action` runs.
+    /// Simulates a power loss as clients see it: cuts the connections that use `name` at all addresses
+    /// without replies to requests in flight, runs `action`, and serves the export again. Clients that choose
+    /// the export meanwhile wait. Returns the number of cut connections. A thread that is blocked in the
+    /// device for more than a second may still be there when `action` runs.
     pub fn restart<T>(&self, name: &str, action: impl FnOnce() -> T) -> (usize, T) {
-        /// Lets clients in again, also where `action` panics.
-        struct Held<'a>(&'a ServerShared, &'a str);
-        impl Drop for Held<'_> {
+        /// Serves the export again, even if `action` panics.
+        struct HoldGuard<'a>(&'a ServerShared, &'a str);
+        impl Drop for HoldGuard<'_> {
             fn drop(&mut self) {
                 self.0.release(self.1);
             }
         }
         let links = self.shared.lock().hold(name);
-        let _held = Held(&self.shared, name);
+        let _guard = HoldGuard(&self.shared, name);
         let ended = links.len();
         self.shared.cut(links);
         (ended, action())
     }
 
-    /// Shows another device under a name that is published, wherever it is: what `device` has for the
-    /// address, which must not wait. Who uses the export goes on with the device that was there, and is
-    /// best sent away before, by a [`restart`](Self::restart).
+    /// Replaces the device of a published name at all its addresses. `device` returns the new device for an
+    /// address and must not block. Existing connections keep the old device; end them before with
+    /// [`restart`](Self::restart).
     pub fn replace(
         &self,
         name: &str,
@@ -289,29 +290,29 @@ impl Server {
         description: &str,
         failures: &Arc<Failures>,
     ) {
-        // The old device may go with it, which may wait for a disk: not under the lock.
+        // Dropping the old device may wait for a disk. This must not happen under the lock.
         let replaced = self.shared.lock().replace(name, device, description, failures);
         drop(replaced);
     }
 
-    /// Everything that is published, in the order of publishing at each address.
+    /// Returns all exports, in the order of publishing at each address.
     pub fn exports(&self) -> Vec<ExportInfo> {
-        self.told(self.shared.lock().exports())
+        self.mark_tls_only(self.shared.lock().exports())
     }
 
-    /// What is published as `name`, at whatever address; does not look at other exports.
+    /// Returns the exports named `name` at all addresses. The cost does not depend on other exports.
     pub fn exports_named(&self, name: &str) -> Vec<ExportInfo> {
-        self.told(self.shared.lock().exports_named(name))
+        self.mark_tls_only(self.shared.lock().exports_named(name))
     }
 
-    /// What is published at an address, in the order of publishing; does not look at other
+    /// Returns the exports at an address, in the order of publishing. The cost does not depend on other
     /// addresses.
     pub fn exports_at(&self, address: &Address) -> Vec<ExportInfo> {
-        self.told(self.shared.lock().exports_at(&address.absolute()))
+        self.mark_tls_only(self.shared.lock().exports_at(&address.absolute()))
     }
 
-    /// What is needed of the server counts for each export.
-    fn told(&self, mut exports: Vec<ExportInfo>) -> Vec<ExportInfo> {
+    /// Marks every export as TLS only if the server requires TLS.
+    fn mark_tls_only(&self, mut exports: Vec<ExportInfo>) -> Vec<ExportInfo> {
         if self.tls() == Some(TlsMode::Require) {
             for export in &mut exports {
                 export.tls = true;
@@ -320,24 +321,35 @@ impl Server {
         exports
     }
 
-    /// Connections that use `name`, at all addresses.
+    /// Returns the number of connections that use `name`, at all addresses.
     pub fn connections(&self, name: &str) -> usize {
         self.shared.lock().users(name)
     }
 
-    /// Where the server listens, in the order of listening.
+    /// Returns the clients of `name`, one for each connection, at all addresses.
+    pub fn clients(&self, name: &str) -> Vec<Client> {
+        // Not under the lock: it takes system calls.
+        let links = self.shared.lock().links_of(name);
+        let client = |link: Arc<Link>| match link.process() {
+            Some(process) => Client::Process(process),
+            None => Client::Peer(link.peer().to_owned()),
+        };
+        links.into_iter().map(client).collect()
+    }
+
+    /// Returns the addresses, in the order in which the server started to listen.
     pub fn addresses(&self) -> Vec<Address> {
         self.shared.lock().listeners.values().map(|listener| listener.address.clone()).collect()
     }
 
-    /// Whether the server listens at an address.
+    /// Returns true if the server listens at an address.
     pub fn listens_at(&self, address: &Address) -> bool {
         self.shared.lock().listener(&address.absolute()).is_some()
     }
 
-    /// Stops listening at an address: removes its socket and its exports, and ends its connections
-    /// after the requests they have received, or without these after [`END_GRACE`]. Nothing happens
-    /// where it is not listened on.
+    /// Stops listening at an address, removes its socket and its exports, and ends its connections. They
+    /// complete the requests they have received, and are cut after [`END_GRACE`]. Does nothing if the server
+    /// does not listen there.
     pub fn close(&self, address: &Address) {
         let address = address.absolute();
         let removed = self.shared.lock().remove_listener(&address);
@@ -347,7 +359,7 @@ impl Server {
         tracing::info!(%address, "closed");
     }
 
-    /// Removes the file of a listener and closes its sockets.
+    /// Removes the socket file of a listener and closes its sockets.
     fn stop(&self, id: u64, listener: Listener) {
         drop(listener.file);
         if let Some(acceptor) = self.shared.acceptor() {
@@ -355,28 +367,27 @@ impl Server {
         }
     }
 
-    /// Serves the client at the other end of `socket`, a stream that blocks, on this thread, until the
-    /// connection ends, as if it had come in at `address`, which is listened on: for
-    /// [`Address::Stdin`], and for checks of very many connections, which have no time for a thread
-    /// each.
+    /// Serves the client of a connected, blocking socket on the calling thread until the connection ends. The
+    /// connection counts as accepted at `address`, at which the server must listen. For [`Address::Stdin`],
+    /// and for tests with too many connections for a thread each.
     pub fn serve_here(&self, address: &Address, socket: OwnedFd) {
         arrivals::serve_here(&self.shared, &address.absolute(), socket);
     }
 
-    /// What bounds the bytes of requests: of this server, and of who else takes from it.
+    /// Returns the memory budget for requests. Other components may share it.
     pub fn budget(&self) -> &Arc<Budget> {
         &self.shared.budget
     }
 
-    /// What the server has done so far.
+    /// Returns the counters of the server.
     pub fn stats(&self) -> Stats {
         let denied = self.shared.denials.count();
         Stats { denied, ..self.shared.lock().stats() }
     }
 
-    /// Stops listening everywhere and removes the sockets, answers the requests that were received,
-    /// and closes all connections; those that are not done after `grace` are cut. The server does
-    /// not come back. A second call finds nothing to do.
+    /// Shuts the server down for good: stops listening, removes the sockets, completes the requests that were
+    /// received, and closes all connections. Connections that have not ended after `grace` are cut. A second
+    /// call does nothing.
     pub fn shutdown(&self, grace: Duration) {
         let listeners = {
             let mut tables = self.shared.lock();
@@ -391,7 +402,7 @@ impl Server {
         }
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread {
-            // The thread runs no code but ours; were it to panic, that was reported.
+            // The panic hook has already reported a panic of the thread.
             let _ = thread.join();
         }
         let links = {
@@ -399,7 +410,7 @@ impl Server {
             tables.links(tables.connections.keys())
         };
         self.shared.end(links, grace);
-        self.shared.spares.end();
+        self.shared.idle_threads.end();
     }
 }
 

@@ -1,8 +1,8 @@
 //! The transmission phase of one connection: the loop of its thread.
 //!
-//! Each turn takes what the device has finished, works through what was received, and sends all
-//! replies that are ready in one call. With nothing submitted a turn is two system calls (receive,
-//! send) and takes no lock.
+//! Each turn handles the device's completions, executes the requests that were received, and sends all
+//! pending replies in one call. With no request in flight a turn is two system calls (receive, send) and
+//! takes no lock.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,9 +21,9 @@ use crate::buffers::MAX_SPARE_BYTES;
 use crate::contexts::Contexts;
 use crate::errno::{Action, Failure};
 use crate::export::Export;
-use crate::flight::{Finished, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, Operations};
+use crate::flight::{CompletedPart, MAX_IN_FLIGHT, MAX_IN_FLIGHT_BYTES, Operations};
 use crate::headers::Headers;
-use crate::input::{Input, RECEIVE_BUFFER_BYTES, Received};
+use crate::input::{Input, RECEIVE_BUFFER_BYTES, ReceiveResult};
 use crate::link::Link;
 use crate::replies::{REPLY_BUFFER_BYTES, Replies};
 use crate::shared::ServerShared;
@@ -33,37 +33,33 @@ use crate::sweeps::{MAX_SWEEPS, Sweeps};
 use crate::tls::opener::SEALED_BUFFER_BYTES;
 use crate::tls::sealer::BATCH_BYTES;
 
-/// Bound of the memory that one connection holds, its thread's stack and small bookkeeping apart,
-/// in bytes.
+/// Largest memory of one connection in bytes, without the stack of its thread and small bookkeeping.
 pub const CONNECTION_MEMORY_BYTES: usize = RECEIVE_BUFFER_BYTES
     + REPLY_BUFFER_BYTES
     + MAX_SPARE_BYTES
     + MAX_IN_FLIGHT_BYTES
     + PARTS_BYTES
     + TLS_BYTES;
-/// Beyond the bound of what is in flight the last request and each sweep may have so much for parts
-/// of blocks.
+/// Extra memory beyond the limit on bytes in flight, for unaligned blocks of the last request and of each
+/// sweep.
 const PARTS_BYTES: usize = (1 + MAX_SWEEPS) * (12 << 10);
 
-/// What is received and sealed, and a batch of sealed replies.
+/// Buffer of encrypted received data, and a batch of encrypted replies.
 const TLS_BYTES: usize = SEALED_BUFFER_BYTES + BATCH_BYTES;
 
-/// A client that has sent nothing for so long is idle.
-const REST: Duration = Duration::from_secs(1);
+/// A client that has sent nothing for this long is idle.
+const IDLE_TIME: Duration = Duration::from_secs(1);
 
-/// What was negotiated in the handshake.
-pub struct Negotiated {
-    /// The export.
+pub struct Negotiation {
     pub export: Arc<Export>,
-    /// Its device; where the export is a template, the one that was made for this connection.
+    /// The export's device. For a template, the device created for this connection.
     pub device: Arc<dyn Device>,
-    /// How requests and replies look.
     pub headers: Headers,
-    /// What block status tells of; none where replies have no chunks.
+    /// The contexts that block status reports; empty if replies have no chunks.
     pub contexts: Contexts,
 }
 
-/// The socket takes no more replies.
+/// The connection cannot continue: it was cut, a send failed, or a reply cannot be completed.
 #[derive(Debug)]
 pub struct Lost;
 
@@ -73,33 +69,32 @@ impl From<rustix::io::Errno> for Lost {
     }
 }
 
-/// How far a request, or the work at hand, came.
+/// The state of a request, or of the loop, after some work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// Nothing holds it up: the loop goes on at once, with the request at hand or else with the
-    /// next one.
+    /// The loop continues at once, with the current request or else the next one.
     Done,
-    /// One piece is done, or many replies are ready: replies are sent, and what the device finished
-    /// is taken, before the next piece.
+    /// One piece is done, or many replies are pending. The loop sends replies and handles completions before
+    /// the next piece.
     Turn,
-    /// It goes on when so many bytes have been received and not consumed.
+    /// The request continues when this many unconsumed bytes are available.
     Input(usize),
-    /// It goes on when less is in flight.
+    /// The request continues when less is in flight, or the server has memory for it.
     Stalled,
-    /// The client wants no more, or broke the protocol.
+    /// The client disconnects, or broke the protocol.
     End,
 }
 
-/// What comes from the client.
+/// The receiving side of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Client {
-    /// Requests, or it may.
-    Sends,
-    /// Nothing for a while: memory was given back.
-    Rests,
-    /// Nothing more: what it has sent ends with a request to disconnect.
-    Leaves,
-    /// Nothing more is taken from the socket.
+    /// The client may send requests.
+    Active,
+    /// The client is idle, and the connection has freed its memory.
+    Idle,
+    /// The client will send nothing more: its last request is a disconnect.
+    Disconnecting,
+    /// The connection receives nothing more.
     Ended,
 }
 
@@ -110,41 +105,41 @@ pub struct Session<'a> {
     pub(crate) device: Bytes,
     pub(crate) read_only: bool,
     pub(crate) headers: Headers,
-    /// Of a request, and of what stands before data in a reply.
+    /// Length of a request header.
     pub(crate) header_bytes: usize,
     pub(crate) data_head_bytes: usize,
     pub(crate) contexts: Contexts,
-    /// As last asked of the device, which may have grown: [`Session::vet`] asks again before it
-    /// refuses a request.
+    /// The last known geometry. The device may grow, so [`Session::vet`] refreshes it before it refuses a
+    /// request.
     pub(crate) geometry: Geometry,
     pub(crate) input: Input,
     pub(crate) replies: Replies,
     pub(crate) operations: Operations,
-    /// Of the server's bytes: what is charged, what replies own, and spare buffers.
+    /// Share of the server's memory budget: charged bytes, bytes owned by replies, and spare buffers.
     pub(crate) share: Share,
-    /// The request that has started but is not wholly tried or submitted; later ones wait for it.
+    /// The current request, which is not yet completely tried or submitted. Later requests wait for it.
     pub(crate) stream: Option<Stream>,
-    /// What was read for [`Stream::Windows`].
+    /// The data read for [`Stream::Windows`].
     pub(crate) window: Option<Result<IoBuf, Failure>>,
     pub(crate) sweeps: Sweeps,
     pub(crate) workers: Workers,
-    /// What large requests cost.
+    /// Measured costs of large requests.
     pub(crate) costs: Arc<Costs>,
-    /// When the last write was taken from the input, more requests were there.
-    pub(crate) followed: bool,
+    /// Set if more data followed the last write in the input.
+    pub(crate) more_follows: bool,
     pub(crate) tally: Tally,
-    finished: Vec<Finished>,
+    finished: Vec<CompletedPart>,
     pub(crate) client: Client,
-    /// Bytes that are still taken from the socket, once the server wants the connection to end.
+    /// Bytes still to receive from the socket, once the server ends the connection.
     drain: Option<u64>,
 }
 
 impl<'a> Session<'a> {
-    /// A session with what the handshake left unread.
+    /// Creates a session. `input` may hold data that the handshake did not consume.
     pub fn new(
         shared: &ServerShared,
         link: &'a Link,
-        negotiated: Negotiated,
+        negotiated: Negotiation,
         input: Input,
         replies: Replies,
     ) -> Self {
@@ -171,20 +166,19 @@ impl<'a> Session<'a> {
             window: None,
             sweeps: Sweeps::default(),
             costs: Arc::default(),
-            followed: false,
+            more_follows: false,
             tally: Tally::default(),
             finished: Vec::new(),
-            client: Client::Sends,
+            client: Client::Active,
             drain: None,
         }
     }
 
-    /// Serves until the client leaves, breaks the protocol, or the server ends the connection. What
-    /// the device holds is waited for in every case but [`Link::cut`], so that the bounds of memory
-    /// hold.
+    /// Serves until the client leaves or breaks the protocol, or the server ends the connection. Waits for
+    /// parts in flight in every case except [`Link::cut`], so that the memory limits hold.
     pub fn run(mut self) {
-        self.notice_rest(true);
-        // The handshake's sends are not counted here.
+        self.set_idle_timeout(true);
+        // Bytes sent in the handshake are not counted.
         self.replies.sends = 0;
         self.replies.sent_bytes = 0;
         if matches!(self.serve(), Err(Lost)) {
@@ -194,15 +188,15 @@ impl<'a> Session<'a> {
                 self.discard_finished();
             }
         } else {
-            self.replies.say_goodbye(self.link.socket());
+            self.replies.send_close(self.link.socket());
         }
-        self.show_tally();
+        self.publish_tally();
     }
 
     fn serve(&mut self) -> Result<(), Lost> {
         loop {
-            self.harvest()?;
-            if self.sweeps.are_ready() {
+            self.handle_completions()?;
+            if self.sweeps.has_ready() {
                 self.sweep()?;
             }
             let step = if self.client == Client::Ended { Step::End } else { self.work()? };
@@ -211,19 +205,19 @@ impl<'a> Session<'a> {
             } else {
                 self.replies.send(self.link.socket())?;
             }
-            self.show_tally();
+            self.publish_tally();
             if self.share.is_used() && step != Step::Stalled {
-                self.give_back();
+                self.return_budget();
             }
             match step {
                 Step::Done | Step::Turn => {}
                 Step::Input(need) => self.receive(need)?,
-                Step::Stalled if self.sweeps.are_ready() => {}
+                Step::Stalled if self.sweeps.has_ready() => {}
                 Step::Stalled if self.operations.in_flight == 0 && !self.share.waits() => {}
                 Step::Stalled => self.wait_stalled()?,
                 Step::End => {
                     self.client = Client::Ended;
-                    if self.sweeps.are_ready() {
+                    if self.sweeps.has_ready() {
                         continue;
                     }
                     if self.operations.in_flight == 0 {
@@ -235,14 +229,14 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Works through what was received, until input or room is used up.
+    /// Executes received requests until input, memory or the reply buffer is used up.
     fn work(&mut self) -> Result<Step, Lost> {
         loop {
             if self.replies.is_due() {
                 return Ok(Step::Turn);
             }
             let step = match self.stream.take() {
-                Some(stream) => self.go_on(stream)?,
+                Some(stream) => self.continue_request(stream)?,
                 None => self.next_request()?,
             };
             if step != Step::Done {
@@ -251,7 +245,8 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Bytes that are still taken from the socket, from when the server wants the connection to end.
+    /// Returns the bytes still to receive if the server ends the connection, else None. The first call after
+    /// [`Link::drain`] sets the limit.
     #[inline]
     pub(crate) fn begin_drain(&mut self) -> Option<u64> {
         if self.drain.is_none() && self.link.is_draining() {
@@ -260,7 +255,7 @@ impl<'a> Session<'a> {
         self.drain
     }
 
-    /// Receives once; sets `ended` where nothing more will come.
+    /// Receives once. Sets [`Client::Ended`] if nothing more will arrive.
     fn receive(&mut self, need: usize) -> Result<(), Lost> {
         if self.input.is_secure() {
             return self.receive_sealed(need);
@@ -271,7 +266,7 @@ impl<'a> Session<'a> {
             return Ok(());
         }
         let mut flags = RecvFlags::empty();
-        if self.drain.is_some() || self.sweeps.are_ready() {
+        if self.drain.is_some() || self.sweeps.has_ready() {
             flags = RecvFlags::DONTWAIT;
         } else if self.operations.in_flight > 0 {
             flags = RecvFlags::DONTWAIT;
@@ -290,84 +285,86 @@ impl<'a> Session<'a> {
         } else {
             self.input.receive(self.link.socket(), flags, need, limit)
         };
-        self.received(received, n, flags)
+        self.handle_received(received, n, flags)
     }
 
-    /// Takes note of what a receive brought.
     #[inline]
-    pub(crate) fn received(&mut self, received: Received, n: usize, flags: RecvFlags) -> Result<(), Lost> {
+    pub(crate) fn handle_received(
+        &mut self,
+        received: ReceiveResult,
+        n: usize,
+        flags: RecvFlags,
+    ) -> Result<(), Lost> {
         match received {
-            Received::Data => {
+            ReceiveResult::Data => {
                 self.tally.receives += 1;
-                if self.client == Client::Rests {
-                    self.notice_rest(true);
+                if self.client == Client::Idle {
+                    self.set_idle_timeout(true);
                 }
                 if let Some(left) = &mut self.drain {
                     *left = left.saturating_sub(n as u64);
                 }
             }
-            Received::WouldBlock if self.drain.is_some() => self.client = Client::Ended,
-            // It has waited for REST.
-            Received::WouldBlock if flags.is_empty() => self.rest(),
-            Received::WouldBlock => {}
-            Received::End => self.client_ends()?,
+            ReceiveResult::WouldBlock if self.drain.is_some() => self.client = Client::Ended,
+            // The receive timeout IDLE_TIME has expired.
+            ReceiveResult::WouldBlock if flags.is_empty() => self.free_idle_memory(),
+            ReceiveResult::WouldBlock => {}
+            ReceiveResult::End => self.handle_client_end()?,
         }
         Ok(())
     }
 
-    /// The client sends no more.
     #[cold]
-    pub(crate) fn client_ends(&mut self) -> Result<(), Lost> {
+    pub(crate) fn handle_client_end(&mut self) -> Result<(), Lost> {
         self.client = Client::Ended;
         self.stop_waiting();
-        // Where it is the server that wants an end, what it was asked for is done.
-        if self.sweeps.is_empty() || self.link.is_draining() { Ok(()) } else { self.end_sweeps() }
+        // If the server ends the connection, the requested sweeps are completed.
+        if self.sweeps.is_empty() || self.link.is_draining() { Ok(()) } else { self.stop_sweeps() }
     }
 
-    /// Whether the client will send no more, also where the requests that it has sent are not yet
-    /// received. Not one that has said that it leaves: what it asked for before is done.
-    pub(crate) fn has_gone(&self) -> bool {
-        if matches!(self.client, Client::Ended | Client::Leaves) || self.link.is_draining() {
+    /// Returns true if the client will send no more, even if data is still unread. Returns false for a client
+    /// that disconnects in order: its earlier requests are completed.
+    pub(crate) fn has_client_gone(&self) -> bool {
+        if matches!(self.client, Client::Ended | Client::Disconnecting) || self.link.is_draining() {
             return false;
         }
         self.link.has_left()
     }
 
-    /// The client has sent nothing for a while: memory that was touched for earlier requests goes
-    /// back to the kernel.
+    /// Returns memory used by earlier requests to the kernel, because the client is idle.
     #[cold]
-    fn rest(&mut self) {
+    fn free_idle_memory(&mut self) {
         if self.stream.is_some() {
             return;
         }
-        self.input.rest();
-        self.replies.rest();
+        self.input.free_memory();
+        self.replies.free_memory();
         self.operations = Operations::default();
         self.finished = Vec::new();
         self.share.leave();
-        self.notice_rest(false);
+        self.set_idle_timeout(false);
         stack::give_back_unused();
     }
 
-    /// Whether it is to be noticed that the client sends nothing.
-    fn notice_rest(&mut self, notice: bool) {
-        // Without it, the connection keeps its memory.
-        let _ = set_socket_timeout(self.link.socket(), Timeout::Recv, notice.then_some(REST));
-        self.client = if notice { Client::Sends } else { Client::Rests };
+    /// Enables or disables the receive timeout that detects an idle client.
+    fn set_idle_timeout(&mut self, enabled: bool) {
+        // On failure the connection keeps its memory.
+        let _ = set_socket_timeout(self.link.socket(), Timeout::Recv, enabled.then_some(IDLE_TIME));
+        self.client = if enabled { Client::Active } else { Client::Idle };
     }
 
-    /// Waits until something has finished, or one of `events` is at the socket, where there are any;
-    /// returns whether it is. `None`: the connection was cut.
+    /// Waits for a completion, a wakeup, or one of `events` at the socket. Returns true if one of `events`
+    /// occurred, and None if the connection was cut.
     #[inline]
     pub(crate) fn wait(&mut self, events: PollFlags) -> Option<bool> {
         let queue = self.link.queue();
-        // Whoever cuts after this look wakes the poll; an earlier wake may have been taken already.
+        // A cut after this check wakes the poll. The wakeup of an earlier cut may have been consumed already.
         if queue.is_ended() {
             return None;
         }
         let wake = PollFd::new(queue.wake_fd(), PollFlags::IN);
         let mut fds = [wake, PollFd::from_borrowed_fd(self.link.socket(), events)];
-        // A signal may end the wait early: every caller checks again what it waits for.
+        // A signal may end the wait early: every caller checks its condition again.
         let _ = poll(&mut fds[..if events.is_empty() { 1 } else { 2 }], None);
         if !fds[0].revents().is_empty() {
             queue.rearm();
@@ -375,8 +372,8 @@ impl<'a> Session<'a> {
         (!queue.is_ended()).then(|| !fds[1].revents().is_empty())
     }
 
-    /// Turns what the device has finished into replies.
-    fn harvest(&mut self) -> Result<(), Lost> {
+    /// Converts the device's completions into replies.
+    fn handle_completions(&mut self) -> Result<(), Lost> {
         if self.operations.in_flight == 0 {
             return Ok(());
         }
@@ -402,13 +399,13 @@ impl<'a> Session<'a> {
         self.finished = finished;
     }
 
-    fn account(&mut self, part: &Finished) {
+    fn account(&mut self, part: &CompletedPart) {
         self.operations.in_flight -= 1;
         self.operations.charged -= part.charge;
         self.operations.get(part.slot).parts -= 1;
     }
 
-    fn answer_part(&mut self, part: Finished) -> Result<(), Lost> {
+    fn answer_part(&mut self, part: CompletedPart) -> Result<(), Lost> {
         let operation = self.operations.get(part.slot);
         let action = operation.action;
         if operation.window {
@@ -423,7 +420,7 @@ impl<'a> Session<'a> {
                 operation.failure.get_or_insert_with(|| Failure::of(error, action, &part.request));
             }
             Ok(()) if operation.is_read && part.buffer.len() != part.len => {
-                // A device that hands back another buffer has no data for the client.
+                // The device returned another buffer, so there is no data for the client.
                 operation.failure.get_or_insert_with(|| Failure::of(Error::Media, action, &part.request));
             }
             Ok(()) if operation.is_read => {
@@ -437,22 +434,22 @@ impl<'a> Session<'a> {
             }
             Ok(()) => self.replies.buffers.give(part.buffer),
         }
-        if self.sweep_on(part.slot)? {
+        if self.resume_sweep(part.slot)? {
             return Ok(());
         }
         self.finish(part.slot)
     }
 
-    fn show_tally(&self) {
+    fn publish_tally(&self) {
         let Replies { sends, sent_bytes, .. } = self.replies;
-        self.link.counters().show(&Tally { sends, sent_bytes, ..self.tally });
+        self.link.counters().publish(&Tally { sends, sent_bytes, ..self.tally });
     }
 }
 
 /// Submitting.
 impl Session<'_> {
-    /// Whether another part with a buffer of `bytes` may be in flight. Where the server has no
-    /// bytes for it, this connection waits for them from now on.
+    /// Returns true if another part with a buffer of `bytes` may be in flight. If the server's budget has no
+    /// room, the connection waits for it from now on.
     pub(crate) fn admits(&mut self, bytes: usize) -> bool {
         let charged = self.operations.charged + self.replies.owned_bytes();
         if self.operations.in_flight >= MAX_IN_FLIGHT
@@ -463,7 +460,7 @@ impl Session<'_> {
         if self.share.reach((self.held_bytes() + bytes) as u64) {
             return true;
         }
-        // Better for a request than spare.
+        // The current request needs the budget more than spare buffers do.
         self.replies.buffers.clear();
         self.share.wait_for(charged as u64, bytes as u64);
         false
@@ -473,29 +470,28 @@ impl Session<'_> {
         self.operations.charged + self.replies.owned_bytes() + self.replies.buffers.bytes()
     }
 
-    /// The request that waits for bytes is not begun any more.
+    /// Stops waiting for the server's budget.
     fn stop_waiting(&mut self) {
         let held = self.held_bytes() as u64;
         self.share.stop_waiting(held);
     }
 
-    /// Gives back what this connection does not hold any more.
-    fn give_back(&mut self) {
+    /// Returns unused bytes to the server's budget.
+    fn return_budget(&mut self) {
         match self.held_bytes() {
             0 => self.share.leave(),
             held => self.share.keep(held as u64),
         }
     }
 
-    /// Hands a part of the operation at `slot` to the device. Its buffer is charged here, unless
-    /// `charged`.
+    /// Submits a part of the operation at `slot` to the device. Charges its buffer, unless `charged`.
     pub(crate) fn submit(&mut self, slot: usize, request: Request, buffer: IoBuf, charged: bool) {
         let done = self.begin_part(slot, request, &buffer, charged);
         self.replies.plug.get_or_insert_with(Plug::start);
         self.device.submit(request, buffer, done);
     }
 
-    /// Accounts for a part that is going to be another's, and says how its outcome comes back.
+    /// Accounts for a part that the device or a worker is about to get. Returns its completion.
     pub(crate) fn begin_part(
         &mut self,
         slot: usize,
@@ -512,12 +508,11 @@ impl Session<'_> {
         self.tally.submitted += 1;
         let queue = Arc::clone(self.link.queue());
         Completion::new(move |outcome, buffer| {
-            queue.push(Finished { slot, request, len, charge, outcome, buffer });
+            queue.push(CompletedPart { slot, request, len, charge, outcome, buffer });
         })
     }
 }
 
-/// A failure of memory for a buffer.
 pub fn no_memory(action: Action, request: &Request) -> Failure {
     Failure::of(Error::NoMemory, action, request)
 }

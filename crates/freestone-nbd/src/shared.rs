@@ -1,5 +1,5 @@
-//! What the threads of a server share: its tables under one lock, how connections are admitted and
-//! how they are ended.
+//! State shared by the threads of a server: the tables under one lock, admission of connections, and their
+//! end.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -12,55 +12,49 @@ use freestone_core::workers::Workers;
 
 use crate::acceptor::{Acceptor, Next};
 use crate::export::{EnterError, Export};
+use crate::idle_threads::IdleThreads;
 use crate::limits::Limits;
 use crate::link::Link;
-use crate::newcomers::Room;
-use crate::spares::Spares;
-use crate::tables::{Due, Tables};
+use crate::pending::Admission;
+use crate::tables::{DeadlineAction, Tables};
 use crate::tls::settings::Policy;
 
-/// How long a connection that was cut may take to notice; only a device call that hangs takes
-/// longer.
+/// Time that a cut connection may take to notice. Only a blocked device call takes longer.
 const CUT_WAIT: Duration = Duration::from_secs(1);
-/// How often one that waits for an export, or for a place there, looks whether there is still something to wait for.
-const HELD_LOOK: Duration = Duration::from_millis(100);
+/// Poll interval of a client that waits for a held export or for a place, to notice unpublishing and
+/// shutdown.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What connections need of their server.
+/// State of a server that its connections need.
 ///
-/// Lock order: 1. `binding`, held while a socket is made and while the accepting thread is
-/// started; 2. `tables`, held for lookups and changes, never across a call of a device or of a
-/// template, a wait, or I/O; 3. the acceptor's. The lock of the accepting thread's handle is
-/// declared in [`Server`](crate::Server).
+/// Lock order: 1. `binding`, held while a socket is created and while the accepting thread is started; 2.
+/// `tables`, held for lookups and changes, never across a call of a device or template, a wait, or I/O; 3.
+/// the acceptor's lock. The lock of the accepting thread's handle is described in [`Server`](crate::Server).
 #[derive(Debug)]
 pub struct ServerShared {
-    /// What clients may use up.
     pub limits: Limits,
-    /// Bytes that connections hold for requests.
     pub budget: Arc<Budget>,
-    /// Who does large requests beside the connections' threads.
     pub workers: Workers,
-    /// Who was not let in.
     pub denials: Arc<Denials>,
-    /// Threads without a connection.
-    pub spares: Spares,
-    /// How TLS is done, where it is; set before anything is listened on.
+    pub idle_threads: IdleThreads,
+    /// The TLS settings, if any; set before the server listens.
     pub tls: OnceLock<Policy>,
-    /// Lets one call at a time start to listen.
+    /// Serializes the calls that start to listen.
     pub binding: Mutex<()>,
     tables: Mutex<Tables>,
-    /// A connection has ended, or an export is not held any more.
+    /// Notified when a connection has ended, or an export is released.
     ended: Condvar,
-    /// From the first address on.
+    /// Created with the first address.
     acceptor: OnceLock<Acceptor>,
 }
 
 impl ServerShared {
-    /// For a server without addresses.
+    /// Creates the state of a server without addresses.
     pub fn new(limits: Limits, workers: Workers) -> Self {
         Self {
             workers,
             denials: Arc::default(),
-            spares: Spares::default(),
+            idle_threads: IdleThreads::default(),
             budget: Budget::new(limits.max_memory_in_flight),
             limits,
             tls: OnceLock::new(),
@@ -71,18 +65,17 @@ impl ServerShared {
         }
     }
 
-    /// The tables.
     pub fn lock(&self) -> MutexGuard<'_, Tables> {
-        // Nothing under this lock leaves the tables half changed.
+        // A panic cannot leave the tables inconsistent, so poisoning is ignored.
         self.tables.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The acceptor, where something was ever listened on.
+    /// Returns the acceptor, or None if the server never listened.
     pub fn acceptor(&self) -> Option<&Acceptor> {
         self.acceptor.get()
     }
 
-    /// Makes the acceptor, unless it is there. Called under `binding`.
+    /// Creates the acceptor if necessary. Called under `binding`.
     ///
     /// # Errors
     /// No file descriptors are left.
@@ -94,17 +87,18 @@ impl ServerShared {
         Ok(())
     }
 
-    /// A place for a connection that may come, if there is one.
+    /// Checks the allow list and the connection limit, and adds the connection. Returns None if it is
+    /// refused.
     pub fn admit(&self, listener: u64, socket: OwnedFd, peer: String) -> Option<Arc<Link>> {
-        let asked = {
+        let listed = {
             let mut tables = self.lock();
             tables.accepted += 1;
-            tables.pace.accepted(self.limits.connects_per_second, Instant::now());
+            tables.pace.accepted(self.limits.max_connect_rate, Instant::now());
             let listener = tables.listeners.get(&listener);
             listener.and_then(|at| Some((at.allow.clone()?, at.address.clone())))
         };
         // Not under the lock: it takes system calls.
-        if let Some((allow, address)) = asked
+        if let Some((allow, address)) = listed
             && !allow.lets_in(socket.as_fd())
         {
             self.denials.add(&address, &peer);
@@ -135,27 +129,26 @@ impl ServerShared {
     }
 }
 
-/// What the thread of a connection asks for.
 impl ServerShared {
-    /// The export of this name, where the client sees it.
+    /// Finds an export that the client may see.
     pub fn find(&self, link: &Link, name: &str) -> Result<Arc<Export>, EnterError> {
         let export = self.lock().find(&link.address, name)?;
         export.admit(link).map(|()| export)
     }
 
-    /// As [`find`](Self::find), and from now on the connection counts as a user of the export.
-    /// Waits while the export is held, and until `until` while it has no place.
+    /// Finds an export like [`find`](Self::find), and counts the connection as its user. Waits while the
+    /// export is held. Waits until `until` for a place in its limits.
     pub fn enter(&self, link: &Link, name: &str, until: Instant) -> Result<Arc<Export>, EnterError> {
         let deadline = Instant::now() + self.limits.handshake_total;
         let mut tables = self.lock();
         tables.find(&link.address, name)?.admit(link)?;
-        if tables.newcomers.remove(link.id) {
+        if tables.pending_handshakes.remove(link.id) {
             self.wake();
         }
         loop {
             if tables.is_held(&link.address, name)? {
                 if deadline <= Instant::now() {
-                    return Err(EnterError::Failed("the device does not come back".to_owned()));
+                    return Err(EnterError::Failed("the device did not return in time".to_owned()));
                 }
             } else {
                 tables.find(&link.address, name)?.admit(link)?;
@@ -163,54 +156,51 @@ impl ServerShared {
                     Err(EnterError::Full(_)) if Instant::now() < until => {}
                     entered => return entered,
                 }
-                // Not under the lock. A place that comes free meanwhile is found at the next look.
+                // Not under the lock. The next poll finds a place that becomes free meanwhile.
                 drop(tables);
                 if link.has_left() {
                     return Err(EnterError::Failed("the client has left".to_owned()));
                 }
                 tables = self.lock();
             }
-            // What was unpublished meanwhile, or a server that goes away, is noticed at the next
-            // look.
-            let look = match until.saturating_duration_since(Instant::now()) {
-                Duration::ZERO => HELD_LOOK,
-                left => HELD_LOOK.min(left),
+            // The next poll notices unpublishing and shutdown.
+            let interval = match until.saturating_duration_since(Instant::now()) {
+                Duration::ZERO => POLL_INTERVAL,
+                left => POLL_INTERVAL.min(left),
             };
-            let waited = self.ended.wait_timeout(tables, look);
+            let waited = self.ended.wait_timeout(tables, interval);
             tables = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    /// Ends what [`Tables::hold`] began.
+    /// Ends a [`Tables::hold`].
     pub fn release(&self, name: &str) {
         self.lock().release(name);
         self.ended.notify_all();
     }
 
-    /// The connection does not use its export after all.
+    /// Returns a connection to the handshake, because no device could be created for it.
     pub fn withdraw(&self, link: &Link) {
         let export = {
             let mut tables = self.lock();
             if let Some(link) = tables.links([&link.id]).first() {
-                tables.newcomers.add(link);
+                tables.pending_handshakes.add(link);
             }
             tables.withdraw(link)
         };
-        // What was published may go with its last user, which may wait for a disk: not under the
-        // lock.
+        // Dropping the last reference to the export may wait for a disk. This must not happen under the lock.
         drop(export);
     }
 
-    /// What a client sees.
-    pub fn seen_by(&self, link: &Link) -> Vec<Arc<Export>> {
+    pub fn visible_exports(&self, link: &Link) -> Vec<Arc<Export>> {
         let tables = self.lock();
         let all = tables.listener(&link.address).into_iter().flat_map(|listener| listener.exports.values());
         all.filter(|export| export.admit(link).is_ok()).cloned().collect()
     }
 
-    /// The connection is to end after that time.
+    /// Ends the connection after `ttl`.
     pub fn expire_after(&self, link: &Link, ttl: Duration) {
-        // Beyond what the clock can tell is never.
+        // A time beyond the range of the clock means never.
         let Some(moment) = Instant::now().checked_add(ttl) else { return };
         let nearest = self.lock().expire_at(link, moment);
         if nearest {
@@ -218,69 +208,70 @@ impl ServerShared {
         }
     }
 
-    /// Makes the accepting thread look again, which takes no lock but for calls that do not block.
+    /// Makes the accepting thread check its deadlines. Does not block, so it may be called under the lock of the
+    /// tables.
     fn wake(&self) {
         if let Some(acceptor) = self.acceptor.get() {
             acceptor.wake();
         }
     }
 
-    /// The connection's thread is about to end.
+    /// Removes a connection whose thread is about to end.
     pub fn leave(&self, link: &Link, panicked: bool) {
         let mut tables = self.lock();
         let gone = tables.leave(link);
         tables.panics += u64::from(panicked);
-        if tables.newcomers.remove(link.id) {
+        if tables.pending_handshakes.remove(link.id) {
             self.wake();
         }
         self.ended.notify_all();
         drop(tables);
-        // The device may go with its last user, which may wait for a disk: not under the lock.
+        // Dropping the last reference to the device may wait for a disk. This must not happen under the lock.
         drop(gone);
     }
 }
 
-/// Ending connections.
 impl ServerShared {
-    /// Ends the connections whose time is up, and says when to look again.
+    /// Ends the connections whose deadline has passed, and decides what the accepting thread does next.
     pub fn expire(&self) -> Next {
         let now = Instant::now();
-        let (expired, until, room) = {
+        let (expired, until, admission) = {
             let mut tables = self.lock();
             if tables.shutting_down {
                 return Next::Stop;
             }
             let (expired, until) = tables.expired(now);
-            let Limits { max_newcomers, newcomer_grace, connects_per_second, .. } = self.limits;
-            let room = match tables.pace.due(connects_per_second, now) {
-                Some(due) => Room::From(due),
-                None => tables.newcomers.room(max_newcomers, newcomer_grace, now),
+            let Limits { max_pending_handshakes, handshake_grace, max_connect_rate, .. } = self.limits;
+            let admission = match tables.pace.due(max_connect_rate, now) {
+                Some(due) => Admission::At(due),
+                None => tables.pending_handshakes.admit(max_pending_handshakes, handshake_grace, now),
             };
-            (expired, until, room)
+            (expired, until, admission)
         };
         for (link, due) in expired {
-            tracing::info!(peer = %link.peer(), ?due, "the connection's time is up");
+            tracing::info!(peer = %link.peer(), ?due, "connection deadline reached");
             match due {
-                Due::Drain => link.drain(),
-                Due::Cut => link.cut(),
+                DeadlineAction::Drain => link.drain(),
+                DeadlineAction::Cut => link.cut(),
             }
         }
-        match room {
-            Room::Free => Next::Accept(until),
-            Room::For(link) => {
+        match admission {
+            Admission::Now => Next::Accept(until),
+            Admission::Instead(link) => {
                 client_log!(warn,
                     peer = %link.peer(),
-                    max_newcomers = self.limits.max_newcomers,
-                    "too many connections that choose no export: the oldest is closed"
+                    max_pending_handshakes = self.limits.max_pending_handshakes,
+                    "too many pending handshakes: the oldest is closed"
                 );
                 link.cut();
                 Next::Accept(until)
             }
-            Room::From(moment) => Next::Wait(until.map_or(moment, |until| until.min(moment))),
+            Admission::At(moment) => Next::Wait(until.map_or(moment, |until| until.min(moment))),
         }
     }
 
-    /// Ends connections: what they received is answered, what takes longer than `grace` is cut.
+    /// Ends connections after replies to the requests they received. Cuts those that take longer than
+    /// `grace`.
     pub fn end(&self, mut links: Vec<Arc<Link>>, grace: Duration) {
         for link in &links {
             link.drain();
@@ -293,7 +284,6 @@ impl ServerShared {
         self.wait_for_end(&mut links, CUT_WAIT);
     }
 
-    /// Ends connections at once.
     pub fn cut(&self, mut links: Vec<Arc<Link>>) {
         for link in &links {
             link.cut();
@@ -301,11 +291,11 @@ impl ServerShared {
         self.wait_for_end(&mut links, CUT_WAIT);
     }
 
-    /// Waits until all of them have ended, takes out those that have.
+    /// Waits until all these connections have ended, and removes those that have.
     fn wait_for_end(&self, links: &mut Vec<Arc<Link>>, time: Duration) {
         let deadline = Instant::now().checked_add(time);
         let mut tables = self.lock();
-        // One after the other: each look is at one that has not ended, however often others end.
+        // Waits for one link at a time, so each wakeup checks one link, however many connections end.
         while let Some(link) = links.last() {
             if !tables.connections.contains_key(&link.id) {
                 links.pop();

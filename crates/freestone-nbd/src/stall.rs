@@ -1,9 +1,9 @@
 //! Waits of a connection that has no room for its next request.
 //!
-//! Such a connection does not receive. One that waits for the budget of the server, which others hold
-//! for as long as they like, polls for the end of the client's stream: a request that nobody reads the
-//! answer of is not begun, and the connection ends. A client that shuts down only its side of the
-//! connection counts as gone, as TCP does not tell the two apart.
+//! Such a connection does not receive. While it waits for the server's memory budget, which other connections
+//! may use for any time, it polls for the end of the client's stream. If the client has gone, the request is
+//! dropped and the connection ends. A client that shuts down only its side of the connection counts as gone,
+//! as TCP cannot tell the two apart.
 
 use rustix::event::PollFlags;
 use rustix::net::RecvFlags;
@@ -12,28 +12,28 @@ use crate::proto::command;
 use crate::receive::receive_into;
 use crate::session::{Client, Lost, Session};
 
-/// Where a header of a request, extended or not, has its command.
+/// Position of the command in a request header, compact or extended.
 const COMMAND: std::ops::Range<usize> = 6..8;
 
 impl Session<'_> {
-    /// Waits until the device has finished something, bytes were granted, or the client has left.
+    /// Waits until the device completes a part, the budget grants bytes, or the client leaves.
     pub(crate) fn wait_stalled(&mut self) -> Result<(), Lost> {
-        // The socket of a connection that drains looks as if the client had left.
-        let looks = self.share.waits() && self.client != Client::Leaves && !self.link.is_draining();
+        // The socket of a draining connection always polls as closed.
+        let looks = self.share.waits() && self.client != Client::Disconnecting && !self.link.is_draining();
         let events = if looks { PollFlags::RDHUP } else { PollFlags::empty() };
-        if !self.wait(events).ok_or(Lost)? || !self.has_gone() {
+        if !self.wait(events).ok_or(Lost)? || !self.has_client_gone() {
             return Ok(());
         }
-        if self.says_goodbye() {
-            self.client = Client::Leaves;
+        if self.is_disconnecting() {
+            self.client = Client::Disconnecting;
             return Ok(());
         }
-        self.client_ends()
+        self.handle_client_end()
     }
 
-    /// Returns true if the last thing that the client has sent may be a request to disconnect: what it
-    /// asked for before is done. Data of TLS does not tell.
-    fn says_goodbye(&self) -> bool {
+    /// Returns true if the client's last data may be a disconnect request. Then its earlier requests are
+    /// completed. Encrypted data counts as such, as it cannot be inspected.
+    fn is_disconnecting(&self) -> bool {
         if self.input.is_secure() {
             return true;
         }

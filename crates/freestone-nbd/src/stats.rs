@@ -2,37 +2,38 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a server has done since it was made.
+/// Totals since the server was created.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Connections that were accepted.
+    /// Accepted connections.
     pub accepted: u64,
-    /// Connections that were closed at once: too many, or no resources for them.
+    /// Connections closed at once because of a limit or missing resources.
     pub refused: u64,
-    /// Connections that were closed at once: their address has a list of who may connect, and they are
-    /// not on it. Also those at whatever else counts by [`Server::denials`](crate::Server::denials).
+    /// Connections closed at once because their peer is not on the allow list of the address. Includes those
+    /// that other users of [`Server::denials`](crate::Server::denials) count.
     pub denied: u64,
-    /// Connections that exist now.
+    /// Current connections.
     pub connections: u64,
     /// Connections whose thread panicked in a device.
     pub panics: u64,
     /// Requests of the transmission phase.
     pub requests: u64,
-    /// Replies to them.
+    /// Replies in the transmission phase.
     pub replies: u64,
-    /// Replies that told of an error.
+    /// Error replies.
     pub errors: u64,
-    /// Requests, or parts of them, that a device took over.
+    /// Requests, or parts of requests, submitted to a device.
     pub submitted: u64,
     /// Send system calls of the transmission phase.
     pub sends: u64,
     /// Bytes sent in the transmission phase.
     pub sent_bytes: u64,
-    /// Receive system calls of the transmission phase that brought data.
+    /// Receive system calls of the transmission phase that returned data.
     pub receives: u64,
 }
 
-/// The counters of one connection: its thread adds once per batch, anybody reads.
+/// Published counters of one connection. Only the connection's thread writes them, once per turn; any thread
+/// reads them.
 #[derive(Debug, Default)]
 pub struct Counters {
     requests: AtomicU64,
@@ -44,30 +45,23 @@ pub struct Counters {
     receives: AtomicU64,
 }
 
-/// What a connection's thread counted.
+/// Private counters of a connection's thread.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// See [`Stats::requests`].
     pub requests: u64,
-    /// See [`Stats::replies`].
     pub replies: u64,
-    /// See [`Stats::errors`].
     pub errors: u64,
-    /// See [`Stats::submitted`].
     pub submitted: u64,
-    /// See [`Stats::sends`].
     pub sends: u64,
-    /// See [`Stats::sent_bytes`].
     pub sent_bytes: u64,
-    /// See [`Stats::receives`].
     pub receives: u64,
 }
 
 impl Counters {
-    /// Shows the totals of the connection's thread.
-    pub fn show(&self, tally: &Tally) {
-        // Relaxed: single numbers with one writer, no other data hangs on them; pairs with the
-        // loads in `read`.
+    /// Publishes the totals of the connection's thread.
+    pub fn publish(&self, tally: &Tally) {
+        // Relaxed: independent counters with one writer; no other data depends on them. Pairs with the loads
+        // in `read`.
         let store = |counter: &AtomicU64, value| counter.store(value, Ordering::Relaxed);
         store(&self.requests, tally.requests);
         store(&self.replies, tally.replies);
@@ -78,9 +72,9 @@ impl Counters {
         store(&self.receives, tally.receives);
     }
 
-    /// The totals as last shown.
+    /// Returns the totals last published.
     pub fn read(&self) -> Tally {
-        // Relaxed: pairs with the stores in `show`.
+        // Relaxed: pairs with the stores in `publish`.
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Tally {
             requests: load(&self.requests),
@@ -95,7 +89,7 @@ impl Counters {
 }
 
 impl Stats {
-    /// Adds what a connection counted.
+    /// Adds the counters of a connection.
     pub(crate) fn add(&mut self, tally: &Tally) {
         self.requests += tally.requests;
         self.replies += tally.replies;

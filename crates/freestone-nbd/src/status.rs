@@ -14,10 +14,9 @@ use crate::replies::REPLY_BUFFER_BYTES;
 use crate::session::{Lost, Session, Step};
 use crate::stream::Incoming;
 
-/// Most descriptors of one context in one block status reply; the client asks again from where they
-/// end.
+/// Maximum number of descriptors of one context in a reply. The client asks again for the rest.
 pub const MAX_DESCRIPTORS: usize = 8192;
-/// What the payload of a request begins with: the length of the range. Identifiers of contexts follow.
+/// Length of the first field of the payload, which is the length of the range. Context identifiers follow.
 const RANGE_BYTES: usize = size_of::<u64>();
 const ID_BYTES: usize = size_of::<u32>();
 
@@ -28,15 +27,15 @@ const _: () = {
 };
 
 impl Session<'_> {
-    /// Block status of the contexts that the request's payload names.
+    /// Replies with the status of the contexts named in the request's payload.
     pub(crate) fn block_status_of(&mut self, mut incoming: Incoming) -> Result<Step, Lost> {
         let (header, len) = (self.header_bytes, incoming.len as usize);
         let ids = len.saturating_sub(RANGE_BYTES) / ID_BYTES;
         if ids == 0 || len != RANGE_BYTES + ids * ID_BYTES {
-            let text = "the payload is a length and identifiers of contexts";
+            let text = "the payload must be a length and context identifiers";
             return Ok(self.skip(incoming, Failure::new(Errno::Inval, text)));
         }
-        // There are not so many.
+        // More identifiers than contexts exist.
         if ids > contexts::ALL.len() {
             return Ok(self.skip(incoming, UNKNOWN_CONTEXT));
         }
@@ -47,7 +46,7 @@ impl Session<'_> {
         incoming.len = u64::from_be_bytes(*range);
         incoming.flags &= !CommandFlags::PAYLOAD_LEN.bits();
         let ids = ids.as_chunks::<ID_BYTES>().0.iter().map(|id| u32::from_be_bytes(*id));
-        let named = self.contexts.chosen(ids);
+        let named = self.contexts.by_ids(ids);
         self.accept();
         self.input.consume(len);
         let Some(contexts) = named else {
@@ -57,13 +56,13 @@ impl Session<'_> {
         self.reply_status(incoming, contexts)
     }
 
-    /// Block status of all contexts that were selected.
+    /// Replies with the status of all selected contexts.
     pub(crate) fn block_status(&mut self, incoming: Incoming) -> Result<Step, Lost> {
         self.accept();
         self.reply_status(incoming, self.contexts)
     }
 
-    /// Answers with one chunk for each of these contexts.
+    /// Replies with one chunk for each of these contexts.
     fn reply_status(&mut self, incoming: Incoming, contexts: Contexts) -> Result<Step, Lost> {
         let (request, flags) = match self.vet(incoming, Op::Read, CommandFlags::REQ_ONE, Action::Plain) {
             Ok(vetted) => vetted,
@@ -79,8 +78,8 @@ impl Session<'_> {
         let most = if flags.contains(CommandFlags::REQ_ONE) { 1 } else { MAX_DESCRIPTORS };
         let room = most * layout.descriptor_bytes;
         self.replies.reserve(self.link.socket(), contexts::ALL.len() * (layout.head_bytes + room))?;
-        // The descriptors first, each context's behind the place of its header: an error may still
-        // come.
+        // The descriptors first, each context's behind the space for its header, because an error is still
+        // possible.
         let mut counts = [0; contexts::ALL.len()];
         let mut at = self.replies.position();
         for ((context, ..), count) in contexts::ALL.iter().zip(&mut counts) {
@@ -97,8 +96,9 @@ impl Session<'_> {
             }
             at += *count * layout.descriptor_bytes;
         }
-        let mut left = contexts.named().count();
-        // `describe` gives at least one descriptor, so what has none was not asked for.
+        let mut left = contexts.names_and_ids().count();
+        // `describe` writes at least one descriptor, so a count of zero means that the context was not
+        // requested.
         for ((.., id), count) in contexts::ALL.iter().zip(counts).filter(|(_, count)| *count > 0) {
             left -= 1;
             let bytes = count * layout.descriptor_bytes;
@@ -117,13 +117,12 @@ impl Session<'_> {
     }
 }
 
-const UNKNOWN_CONTEXT: Failure = Failure::new(Errno::Inval, "a context that was not selected, or twice");
+const UNKNOWN_CONTEXT: Failure = Failure::new(Errno::Inval, "unselected or duplicate metadata context");
 
-/// How a chunk looks.
 #[derive(Debug, Clone, Copy)]
 struct Layout {
     kind: u16,
-    /// Before the descriptors.
+    /// Length of the header before the descriptors.
     head_bytes: usize,
     descriptor_bytes: usize,
 }
@@ -146,7 +145,7 @@ impl Layout {
     }
 }
 
-/// Fills `space` with descriptors of the range; returns how many, at least one.
+/// Fills `space` with descriptors of the range. Returns their number, at least one.
 fn describe(
     device: &Bytes,
     context: Contexts,
@@ -179,27 +178,25 @@ fn describe(
     }
 }
 
-/// Rows of a device on their way to descriptors: neighbours of one kind become one.
+/// Converts the extents of a device to descriptors, and merges neighbors of the same kind.
 struct Runs<'a> {
     space: &'a mut [u8],
-    /// Bytes of a descriptor.
     size: usize,
-    /// Descriptors that were written.
     count: usize,
-    /// Where the next row begins.
+    /// The expected offset of the next extent.
     at: u64,
     end: u64,
-    /// Length and flags of the run that may go on.
+    /// Length and flags of the run that the next extent may continue.
     open: Option<(u64, u32)>,
 }
 
 impl Runs<'_> {
-    /// Takes a row; true: more are wanted.
+    /// Adds an extent. Returns true if more are needed.
     fn push(&mut self, offset: u64, len: u64, flags: u32) -> bool {
         let len = len.min(self.end - self.at);
         if offset != self.at || len == 0 {
-            // A gap or an empty row breaks the device's contract: only the rows before it are
-            // answered.
+            // A gap or an empty extent breaks the device's contract: the reply has only the extents before
+            // it.
             return false;
         }
         self.at += len;
@@ -216,7 +213,7 @@ impl Runs<'_> {
         self.at < self.end
     }
 
-    /// Writes a run; true: there is room for more.
+    /// Writes a run. Returns true if there is room for another.
     fn write(&mut self, len: u64, flags: u32) -> bool {
         let mut places = self.space.chunks_exact_mut(self.size).skip(self.count);
         let Some(place) = places.next() else { return false };
@@ -232,7 +229,7 @@ impl Runs<'_> {
         places.next().is_some()
     }
 
-    /// Descriptors, the last run's too.
+    /// Writes the last run and returns the number of descriptors.
     fn finish(mut self) -> usize {
         if let Some((run, kind)) = self.open.take() {
             self.write(run, kind);
@@ -246,7 +243,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_that_break_the_contract_end_the_answer() {
+    fn invalid_extent_ends_descriptors() {
         let mut space = [0; 4 * size_of::<Descriptor>()];
         let mut runs = Runs { space: &mut space, size: 8, count: 0, at: 0, end: 100, open: None };
         assert!(runs.push(0, 10, 1));

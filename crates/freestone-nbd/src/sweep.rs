@@ -1,8 +1,7 @@
-//! Trims and zeroes of ranges so large that the requests behind them are served meanwhile.
+//! Executes sweeps: trims and write zeroes of ranges so large that later requests are served meanwhile.
 //!
-//! Each turn of the connection does a step of one of them: what the device does of it at once, or a
-//! part of bounded size that the device is given. When the client has gone, no further step is
-//! begun.
+//! Each turn of the connection takes one step of one sweep. The device does a part at once, or gets a part of
+//! bounded size. When the client has gone, no further step starts.
 
 use freestone_core::device::{Buffer, IoBuf, Request, Tried};
 
@@ -11,33 +10,32 @@ use crate::headers::Tag;
 use crate::session::{Lost, Session};
 use crate::sweeps::{Sweep, step};
 
-/// Said to who sends no more, but may still read.
-const GONE: Failure = Failure::new(Errno::Shutdown, "the connection ended before all of it was done");
+/// Error reply to a client that sends no more but may still read.
+const GONE: Failure = Failure::new(Errno::Shutdown, "the connection ended before the request was complete");
 
 impl Session<'_> {
-    /// Begins a sweep; there are not [many](crate::sweeps::Sweeps::are_many).
+    /// Starts a sweep. The caller has checked [`Sweeps::is_full`](crate::sweeps::Sweeps::is_full).
     pub(crate) fn begin_sweep(&mut self, tag: Tag, request: Request, action: Action) {
         let slot = self.operations.open(tag, action, false);
         self.sweeps.ready.push_back(Sweep { slot, rest: request });
     }
 
-    /// Takes a step of one sweep.
     #[inline(never)]
     pub(crate) fn sweep(&mut self) -> Result<(), Lost> {
         let Some(Sweep { slot, rest }) = self.sweeps.ready.pop_front() else { return Ok(()) };
         if self.link.queue().is_ended() {
             return Err(Lost);
         }
-        if self.sweeps.ended || self.has_gone() {
+        if self.sweeps.ended || self.has_client_gone() {
             self.sweeps.ended = true;
-            return self.swept(slot, rest);
+            return self.advance_sweep(slot, rest);
         }
         match self.device.try_io(&rest, Buffer::None) {
-            Ok(Tried::Done) => self.swept(slot, rest.rest(rest.len)),
-            Ok(Tried::Partly(bytes)) => self.swept(slot, rest.rest(bytes)),
+            Ok(Tried::Done) => self.advance_sweep(slot, rest.rest(rest.len)),
+            Ok(Tried::Partly(bytes)) => self.advance_sweep(slot, rest.rest(bytes)),
             Ok(Tried::WouldBlock) => {
                 let step = step(&rest);
-                self.sweeps.with_device.push(Sweep { slot, rest: rest.rest(step.len) });
+                self.sweeps.submitted.push(Sweep { slot, rest: rest.rest(step.len) });
                 self.submit(slot, step, IoBuf::empty(), false);
                 Ok(())
             }
@@ -49,16 +47,16 @@ impl Session<'_> {
         }
     }
 
-    /// The device gave a part of the operation at `slot` back: of a sweep the next step can be
-    /// taken. False: it is none.
-    pub(crate) fn sweep_on(&mut self, slot: usize) -> Result<bool, Lost> {
-        let Some(sweep) = self.sweeps.take_back(slot) else { return Ok(false) };
-        self.swept(slot, sweep.rest)?;
+    /// Makes the sweep of `slot` ready for its next step after the device completed a part. Returns false if
+    /// the operation is not a sweep.
+    pub(crate) fn resume_sweep(&mut self, slot: usize) -> Result<bool, Lost> {
+        let Some(sweep) = self.sweeps.take_submitted(slot) else { return Ok(false) };
+        self.advance_sweep(slot, sweep.rest)?;
         Ok(true)
     }
 
-    /// All of a sweep but `rest` is done, or it has failed.
-    fn swept(&mut self, slot: usize, rest: Request) -> Result<(), Lost> {
+    /// Records that all of a sweep but `rest` is done or has failed. Ends the sweep or queues its next step.
+    fn advance_sweep(&mut self, slot: usize, rest: Request) -> Result<(), Lost> {
         let ended = self.sweeps.ended;
         let operation = self.operations.get(slot);
         if rest.len > 0 && ended {
@@ -76,12 +74,12 @@ impl Session<'_> {
         self.finish(slot)
     }
 
-    /// The client has gone: no further step is begun.
+    /// Stops all sweeps because the client has gone. No further step starts.
     #[cold]
-    pub(crate) fn end_sweeps(&mut self) -> Result<(), Lost> {
+    pub(crate) fn stop_sweeps(&mut self) -> Result<(), Lost> {
         self.sweeps.ended = true;
         while let Some(Sweep { slot, rest }) = self.sweeps.ready.pop_front() {
-            self.swept(slot, rest)?;
+            self.advance_sweep(slot, rest)?;
         }
         Ok(())
     }

@@ -1,74 +1,71 @@
-//! The trims and zeroes of large ranges that a connection has under way.
+//! The sweeps of a connection: trims and write zeroes of large ranges in progress.
 
 use std::collections::VecDeque;
 
 use freestone_core::device::{Op, Request};
 
-/// A trim or write zeroes of more bytes is a sweep. What the device is given of one to do in its own
-/// time is at most so much.
+/// A trim or write zeroes of more bytes is a sweep. Also the largest part of a sweep submitted to the device
+/// at once.
 pub const STEP_BYTES: u64 = 256 << 20;
-/// Sweeps of one connection at a time; the next one waits, and what comes behind it.
+/// Maximum number of sweeps of one connection. The next sweep waits, and so do the requests behind it.
 pub const MAX_SWEEPS: usize = 4;
-/// Parts that the device is given end at multiples of this many bytes: no block is larger.
+/// Alignment in bytes of the ends of submitted parts. No device has larger blocks.
 const STEP_ALIGN_BYTES: u64 = 4096;
 
 const _: () = assert!(STEP_BYTES > STEP_ALIGN_BYTES);
 
-/// The sweeps of one connection.
 #[derive(Debug, Default)]
 pub struct Sweeps {
-    /// Those whose next step can be taken.
+    /// Sweeps that are ready for their next step.
     pub ready: VecDeque<Sweep>,
-    /// Those of which the device has a part, with what is left behind that.
-    pub with_device: Vec<Sweep>,
-    /// The client has gone.
+    /// Sweeps that wait for a part submitted to the device, with the range behind that part.
+    pub submitted: Vec<Sweep>,
+    /// Set when the client has gone.
     pub ended: bool,
 }
 
-/// A trim or write zeroes under way.
+/// A trim or write zeroes in progress.
 #[derive(Debug, Clone, Copy)]
 pub struct Sweep {
-    /// Its operation.
     pub slot: usize,
-    /// What is not yet done, nor with the device.
+    /// The range that is neither done nor submitted.
     pub rest: Request,
 }
 
 impl Sweeps {
-    /// Whether a step can be taken.
     #[inline]
-    pub fn are_ready(&self) -> bool {
+    pub fn has_ready(&self) -> bool {
         !self.ready.is_empty()
     }
 
-    /// Whether there is none.
     pub fn is_empty(&self) -> bool {
-        self.ready.is_empty() && self.with_device.is_empty()
+        self.ready.is_empty() && self.submitted.is_empty()
     }
 
-    /// Whether one more would be too many.
-    pub fn are_many(&self) -> bool {
-        self.ready.len() + self.with_device.len() >= MAX_SWEEPS
+    /// Returns true if no further sweep may start.
+    pub fn is_full(&self) -> bool {
+        self.ready.len() + self.submitted.len() >= MAX_SWEEPS
     }
 
-    /// Whether the operation at `slot` is a sweep, of which the device gives a part back.
-    pub fn take_back(&mut self, slot: usize) -> Option<Sweep> {
-        let at = self.with_device.iter().position(|sweep| sweep.slot == slot)?;
-        Some(self.with_device.swap_remove(at))
+    /// Removes and returns the sweep of `slot` that waits for the device. Returns None if the operation is
+    /// not a sweep.
+    pub fn take_submitted(&mut self, slot: usize) -> Option<Sweep> {
+        let at = self.submitted.iter().position(|sweep| sweep.slot == slot)?;
+        Some(self.submitted.swap_remove(at))
     }
 }
 
-/// Whether a request is one to be done step by step. A zone is written as a whole.
+/// Returns true if a request is executed step by step. A write to a zoned device is executed as a whole.
 pub fn is_sweep(request: &Request, has_zones: bool) -> bool {
     matches!(request.op, Op::Discard | Op::WriteZeroes) && request.len > STEP_BYTES && !has_zones
 }
 
-/// What the device is given of a sweep.
+/// Returns the next part of a sweep for the device.
 pub fn step(rest: &Request) -> Request {
     if rest.len <= STEP_BYTES {
         return *rest;
     }
-    // No overflow: the sweep, which is longer, lies inside the device.
+    // Cannot overflow: the longer sweep lies inside the device.
     let end = (rest.offset + STEP_BYTES) & !(STEP_ALIGN_BYTES - 1);
     Request { len: end - rest.offset, ..*rest }
 }
@@ -78,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn steps_end_at_blocks_and_cover_all() {
+    fn sweep_steps_are_aligned_and_cover_range() {
         let whole = Request::new(Op::Discard, 777, 3 * STEP_BYTES);
         assert!(is_sweep(&whole, false) && !is_sweep(&whole, true));
         assert!(!is_sweep(&Request::new(Op::Discard, 0, STEP_BYTES), false));

@@ -1,6 +1,7 @@
-//! The tables of a server: listeners, exports, connections, and who uses what. Nothing here waits,
-//! and nothing a change needs grows with the number of listeners or exports, their search trees
-//! apart.
+//! The tables of a server: listeners, exports, connections, and the connections that use each export.
+//!
+//! No method blocks. Apart from the search trees, the cost of a change does not grow with the number of
+//! listeners or exports.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -17,30 +18,30 @@ use crate::address::Address;
 use crate::export::{Clients, EnterError, Export, ExportInfo, Source};
 use crate::limits::END_GRACE;
 use crate::link::Link;
-use crate::newcomers::Newcomers;
 use crate::pace::Pace;
+use crate::pending::PendingHandshakes;
 use crate::proto::MAX_STRING_BYTES;
 use crate::stats::Stats;
 
-/// Why something cannot be published or unpublished.
+/// Why an export cannot be published or unpublished.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum PublishError {
-    /// The server does not listen there.
+    /// The server does not listen at the address.
     #[error("the server does not listen at {0}")]
     NotListening(Address),
-    /// An export without a name.
+    /// The name is empty.
     #[error("an export needs a name")]
     NameEmpty,
-    /// The name is longer than the protocol's strings.
+    /// The name is longer than the protocol allows.
     #[error("the export name has {0} bytes, at most {MAX_STRING_BYTES} are allowed")]
     NameTooLong(usize),
-    /// A NUL byte, which the protocol does not allow.
+    /// The name contains a NUL byte, which the protocol does not allow.
     #[error("the export name {0:?} contains a NUL byte")]
     NameInvalid(String),
-    /// The description is longer than the protocol's strings.
+    /// The description is longer than the protocol allows.
     #[error("the description has {0} bytes, at most {MAX_STRING_BYTES} are allowed")]
     DescriptionTooLong(usize),
-    /// The name is taken.
+    /// The name is already published at the address.
     #[error("`{name}` is already published at {address}")]
     Duplicate {
         /// The name.
@@ -48,7 +49,7 @@ pub enum PublishError {
         /// The address.
         address: Address,
     },
-    /// Another export answers to the empty name.
+    /// The address has another default export.
     #[error("`{name}` is already the default export at {address}")]
     DefaultTaken {
         /// The other export.
@@ -56,7 +57,7 @@ pub enum PublishError {
         /// The address.
         address: Address,
     },
-    /// No such export.
+    /// No export has this name.
     #[error("`{0}` is not published")]
     NotPublished(String),
     /// Clients use the export.
@@ -64,34 +65,32 @@ pub enum PublishError {
     Busy {
         /// The export.
         name: String,
-        /// How many connections use it, at all addresses.
+        /// Connections that use the export, at all addresses.
         connections: usize,
     },
 }
 
-/// The tables; guarded by their server's lock.
+/// The tables of a server, guarded by its lock.
 #[derive(Debug, Default)]
 pub struct Tables {
-    /// By identifier, in the order of listening.
+    /// Listeners by identifier, in the order of listening.
     pub listeners: BTreeMap<u64, Listener>,
     by_address: HashMap<Address, u64>,
-    /// By name of export, at all addresses; names that are neither published nor used are not
-    /// there.
-    names: HashMap<String, Name>,
-    /// By identifier.
+    /// Export names at all addresses. A name that is neither published nor used has no entry.
+    names: HashMap<String, NameEntry>,
+    /// Connections by identifier.
     pub connections: HashMap<u64, Connection>,
-    /// Those that have no export yet.
-    pub newcomers: Newcomers,
-    /// How fast they come.
+    /// Connections that have not chosen an export.
+    pub pending_handshakes: PendingHandshakes,
+    /// Rate limit for new connections.
     pub pace: Pace,
-    /// Names of exports that nobody gets now, with how often each is held.
-    held: HashMap<String, usize>,
-    /// By moment and connection: the ends of templates' devices.
-    deadlines: BTreeMap<(Instant, u64), Due>,
-    /// The identifier that was given out last: listeners, exports and connections share one
-    /// sequence.
+    /// Held export names, with the number of holds. Clients that choose one wait.
+    holds: HashMap<String, usize>,
+    /// Deadlines of connections to templates, by time and connection.
+    deadlines: BTreeMap<(Instant, u64), DeadlineAction>,
+    /// The last identifier used. Listeners, exports and connections share one sequence.
     next_id: u64,
-    /// Nothing more is accepted, listened on or published.
+    /// Set at shutdown: the server accepts, listens and publishes no more.
     pub shutting_down: bool,
     /// See [`Stats::accepted`].
     pub accepted: u64,
@@ -99,25 +98,21 @@ pub struct Tables {
     pub refused: u64,
     /// See [`Stats::panics`].
     pub panics: u64,
-    /// Counted by connections that have ended.
+    /// Totals of ended connections.
     past: Stats,
 }
 
-/// An address that is listened on.
 #[derive(Debug)]
 pub struct Listener {
-    /// The address.
     pub address: Address,
-    /// The file of a Unix socket.
     pub file: Option<SocketFile>,
-    /// Who may connect; `None`: whoever can.
+    /// Peers that may connect; `None` allows all.
     pub allow: Option<AllowList>,
-    /// By identifier, in the order of publishing.
+    /// Exports by identifier, in the order of publishing.
     pub exports: BTreeMap<u64, Arc<Export>>,
     by_name: HashMap<String, u64>,
-    /// The export that also answers to the empty name.
+    /// The export that the empty name selects.
     default: Option<u64>,
-    /// The connections that came in here and have not ended.
     connections: HashSet<u64>,
 }
 
@@ -127,32 +122,32 @@ pub struct Connection {
     link: Arc<Link>,
     listener: u64,
     export: Option<Arc<Export>>,
-    /// What it has taken of the export's places.
+    /// The places that it holds in the limits of its export.
     places: Vec<Place>,
-    /// Its key in `deadlines`, where it has one.
+    /// The time of its entry in `deadlines`, if any.
     deadline: Option<Instant>,
 }
 
-/// An export's name.
+/// The listeners and users of an export name.
 #[derive(Debug, Default)]
-struct Name {
-    /// Listeners at which it is published.
+struct NameEntry {
+    /// Listeners at which the name is published.
     listeners: BTreeSet<u64>,
-    /// Connections that use it; also those that have not yet ended after it was unpublished.
+    /// Connections that use the name, including those that outlive its unpublishing.
     users: HashSet<u64>,
 }
 
-/// What is due for a connection whose time is up.
+/// The action at the deadline of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Due {
-    /// It ends when it has answered what it received.
+pub enum DeadlineAction {
+    /// End after replying to the requests received.
     Drain,
-    /// It ends now.
+    /// End at once.
     Cut,
 }
 
-/// What was taken away, and the links of the connections that use it.
-pub type Unpublished = (Vec<Arc<Export>>, Vec<Arc<Link>>);
+/// The removed exports, and the links of the connections that use them.
+pub type UnpublishResult = (Vec<Arc<Export>>, Vec<Arc<Link>>);
 
 impl Tables {
     fn new_id(&mut self) -> u64 {
@@ -160,17 +155,15 @@ impl Tables {
         self.next_id
     }
 
-    /// The listener at an address.
     pub fn listener(&self, address: &Address) -> Option<&Listener> {
         self.listeners.get(self.by_address.get(address)?)
     }
 
-    /// The identifier of the listener at an address.
     pub fn listener_id(&self, address: &Address) -> Option<u64> {
         self.by_address.get(address).copied()
     }
 
-    /// A new listener; answers its identifier.
+    /// Adds a listener and returns its identifier.
     pub fn add_listener(
         &mut self,
         address: Address,
@@ -192,15 +185,14 @@ impl Tables {
         id
     }
 
-    /// Who may connect at an address from now on. False: it is not listened on.
+    /// Replaces the allow list of an address. Returns false if the server does not listen there.
     pub fn set_allow(&mut self, address: &Address, allow: Option<AllowList>) -> bool {
         let id = self.by_address.get(address);
         let listener = id.and_then(|id| self.listeners.get_mut(id));
         listener.map(|listener| listener.allow = allow).is_some()
     }
 
-    /// Takes away the listener at an address with its exports; the links are those of its
-    /// connections.
+    /// Removes the listener at an address with its exports. Returns the links of its connections too.
     pub fn remove_listener(&mut self, address: &Address) -> Option<(u64, Listener, Vec<Arc<Link>>)> {
         let id = self.by_address.remove(address)?;
         let listener = self.listeners.remove(&id)?;
@@ -211,15 +203,14 @@ impl Tables {
         Some((id, listener, links))
     }
 
-    /// Takes away all listeners with their exports, of a server that shuts down.
+    /// Removes all listeners with their exports, at shutdown.
     pub fn remove_all_listeners(&mut self) -> BTreeMap<u64, Listener> {
-        debug_assert!(self.shutting_down, "names are not looked up any more");
+        debug_assert!(self.shutting_down, "called only at shutdown");
         self.by_address.clear();
         self.names.values_mut().for_each(|name| name.listeners.clear());
         std::mem::take(&mut self.listeners)
     }
 
-    /// Shows an export at its address.
     pub fn publish(&mut self, export: &Arc<Export>) -> Result<(), PublishError> {
         let id = self.new_id();
         let at = self.by_address.get(&export.address);
@@ -242,13 +233,13 @@ impl Tables {
         Ok(())
     }
 
-    /// Takes `name` away from all addresses, or `only` from that one.
+    /// Removes the exports named `name` at all addresses, or only at `only`.
     pub fn unpublish(
         &mut self,
         name: &str,
         only: Option<&Address>,
         force: bool,
-    ) -> Result<Unpublished, PublishError> {
+    ) -> Result<UnpublishResult, PublishError> {
         let not_published = || PublishError::NotPublished(name.to_owned());
         let only = only.map(|address| self.listener_id(address).ok_or_else(not_published)).transpose()?;
         let known = self.names.get_mut(name).ok_or_else(not_published)?;
@@ -269,7 +260,7 @@ impl Tables {
         Ok((removed, links))
     }
 
-    /// Shows another device under a name, at all its addresses. What was shown is returned.
+    /// Replaces the device of a name at all its addresses. Returns the old exports.
     pub fn replace(
         &mut self,
         name: &str,
@@ -301,8 +292,8 @@ impl Tables {
         replaced
     }
 
-    /// Changes what is known of a name, and forgets it where nothing is left.
-    fn change_name<T>(&mut self, name: &str, change: impl FnOnce(&mut Name) -> T) {
+    /// Changes the entry of a name, and removes it if it is neither published nor used.
+    fn change_name<T>(&mut self, name: &str, change: impl FnOnce(&mut NameEntry) -> T) {
         if let Some(known) = self.names.get_mut(name) {
             change(known);
             if known.listeners.is_empty() && known.users.is_empty() {
@@ -311,30 +302,34 @@ impl Tables {
         }
     }
 
-    /// All exports, in the order of publishing at each address.
+    /// Returns all exports, in the order of publishing at each address.
     pub fn exports(&self) -> Vec<ExportInfo> {
-        self.listeners.values().flat_map(|at| at.exports.values()).map(|export| told(export)).collect()
+        self.listeners.values().flat_map(|at| at.exports.values()).map(|export| export_info(export)).collect()
     }
 
-    /// The exports of one name.
     pub fn exports_named(&self, name: &str) -> Vec<ExportInfo> {
         let at = self.names.get(name).into_iter().flat_map(|known| &known.listeners);
         let at = at.filter_map(|at| self.listeners.get(at));
-        at.filter_map(|listener| listener.named(name)).map(|export| told(export)).collect()
+        at.filter_map(|listener| listener.named(name)).map(|export| export_info(export)).collect()
     }
 
-    /// The exports at one address, in the order of publishing.
+    /// Returns the exports at one address, in the order of publishing.
     pub fn exports_at(&self, address: &Address) -> Vec<ExportInfo> {
         let at = self.listener(address).into_iter();
-        at.flat_map(|at| at.exports.values()).map(|export| told(export)).collect()
+        at.flat_map(|at| at.exports.values()).map(|export| export_info(export)).collect()
     }
 
-    /// Connections that use `name`, at all addresses.
+    /// Returns the number of connections that use `name`, at all addresses.
     pub fn users(&self, name: &str) -> usize {
         self.names.get(name).map_or(0, |known| known.users.len())
     }
 
-    /// The export that answers to `name` at an address; the empty name is the default one's.
+    /// Returns the links of the connections that use `name`, at all addresses.
+    pub fn links_of(&self, name: &str) -> Vec<Arc<Link>> {
+        self.links(self.names.get(name).into_iter().flat_map(|known| &known.users))
+    }
+
+    /// Finds an export at an address. The empty name selects the default export.
     pub fn find(&self, address: &Address, name: &str) -> Result<Arc<Export>, EnterError> {
         if self.shutting_down {
             return Err(EnterError::ShuttingDown);
@@ -346,7 +341,7 @@ impl Tables {
         found.cloned().ok_or(EnterError::Unknown)
     }
 
-    /// A new connection. `None`: its listener is gone.
+    /// Adds a connection. Returns None if its listener was removed.
     pub fn connect<E>(
         &mut self,
         listener: u64,
@@ -365,12 +360,12 @@ impl Tables {
                 deadline: None,
             };
             self.connections.insert(id, connection);
-            self.newcomers.add(&link);
+            self.pending_handshakes.add(&link);
             link
         }))
     }
 
-    /// As [`find`](Self::find), and from now on the connection counts as a user of the export.
+    /// Finds an export like [`find`](Self::find), and counts the connection as its user.
     pub fn enter(&mut self, link: &Link, name: &str) -> Result<Arc<Export>, EnterError> {
         let export = self.find(&link.address, name)?;
         let connection = self.connections.get_mut(&link.id).ok_or(EnterError::ShuttingDown)?;
@@ -383,30 +378,29 @@ impl Tables {
         Ok(export)
     }
 
-    /// Nobody gets the exports of that name until they are released; with the links of the
+    /// Holds the exports of a name: clients that choose one wait until the release. Returns the links of the
     /// connections that use them.
     pub fn hold(&mut self, name: &str) -> Vec<Arc<Link>> {
-        *self.held.entry(name.to_owned()).or_default() += 1;
-        let users = self.names.get(name).into_iter().flat_map(|known| &known.users);
-        self.links(users)
+        *self.holds.entry(name.to_owned()).or_default() += 1;
+        self.links_of(name)
     }
 
     /// Ends one [`hold`](Self::hold).
     pub fn release(&mut self, name: &str) {
-        let Some(times) = self.held.get_mut(name) else { return };
+        let Some(times) = self.holds.get_mut(name) else { return };
         *times -= 1;
         if *times == 0 {
-            self.held.remove(name);
+            self.holds.remove(name);
         }
     }
 
-    /// Whether the export that answers to `name` at an address is held.
+    /// Returns true if the export that `name` selects at an address is held.
     pub fn is_held(&self, address: &Address, name: &str) -> Result<bool, EnterError> {
         let export = self.find(address, name)?;
-        Ok(self.held.contains_key(&export.name))
+        Ok(self.holds.contains_key(&export.name))
     }
 
-    /// The connection uses no export any more.
+    /// Removes the connection from the users of its export, and releases its places.
     pub fn withdraw(&mut self, link: &Link) -> Option<Arc<Export>> {
         let connection = self.connections.get_mut(&link.id)?;
         connection.places.clear();
@@ -415,10 +409,10 @@ impl Tables {
         Some(export)
     }
 
-    /// The connection has ended.
+    /// Removes a connection that has ended.
     pub fn leave(&mut self, link: &Link) -> Option<Connection> {
         let mut connection = self.connections.remove(&link.id)?;
-        // Before those that wait for them look again.
+        // Released before waiting connections check the limits again.
         connection.places.clear();
         if let Some(at) = self.listeners.get_mut(&connection.listener) {
             at.connections.remove(&link.id);
@@ -438,7 +432,7 @@ impl Tables {
         self.change_name(&export.name, |known| known.users.remove(&id));
     }
 
-    /// What the server has done so far.
+    /// Returns the totals of current and ended connections.
     pub fn stats(&self) -> Stats {
         let mut sum = self.past;
         for connection in self.connections.values() {
@@ -451,27 +445,27 @@ impl Tables {
         sum
     }
 
-    /// Links of these connections.
     pub fn links<'a>(&self, ids: impl IntoIterator<Item = &'a u64>) -> Vec<Arc<Link>> {
         let connections = ids.into_iter().filter_map(|id| self.connections.get(id));
         connections.map(|connection| Arc::clone(&connection.link)).collect()
     }
 
-    /// The connection is to end at that moment. True: it is the nearest of all.
+    /// Sets the deadline of a connection. Returns true if it is the earliest of all.
     pub fn expire_at(&mut self, link: &Link, moment: Instant) -> bool {
-        self.set_deadline(link.id, moment, Due::Drain);
+        self.set_deadline(link.id, moment, DeadlineAction::Drain);
         self.deadlines.first_key_value().is_some_and(|(key, _)| *key == (moment, link.id))
     }
 
-    fn set_deadline(&mut self, id: u64, moment: Instant, due: Due) {
+    fn set_deadline(&mut self, id: u64, moment: Instant, due: DeadlineAction) {
         if let Some(connection) = self.connections.get_mut(&id) {
             connection.deadline = Some(moment);
             self.deadlines.insert((moment, id), due);
         }
     }
 
-    /// Takes the connections whose time is up; with the moment at which the next one's is.
-    pub fn expired(&mut self, now: Instant) -> (Vec<(Arc<Link>, Due)>, Option<Instant>) {
+    /// Removes the expired deadlines, and returns their connections and actions. Also returns the next
+    /// deadline.
+    pub fn expired(&mut self, now: Instant) -> (Vec<(Arc<Link>, DeadlineAction)>, Option<Instant>) {
         let mut expired = Vec::new();
         while let Some(first) = self.deadlines.first_entry() {
             let (moment, id) = *first.key();
@@ -482,8 +476,8 @@ impl Tables {
             let Some(connection) = self.connections.get_mut(&id) else { continue };
             connection.deadline = None;
             expired.push((Arc::clone(&connection.link), due));
-            if due == Due::Drain {
-                self.set_deadline(id, now + END_GRACE, Due::Cut);
+            if due == DeadlineAction::Drain {
+                self.set_deadline(id, now + END_GRACE, DeadlineAction::Cut);
             }
         }
         (expired, None)
@@ -502,7 +496,7 @@ impl Listener {
     }
 }
 
-fn told(export: &Export) -> ExportInfo {
+fn export_info(export: &Export) -> ExportInfo {
     ExportInfo {
         name: export.name.clone(),
         address: export.address.clone(),

@@ -1,4 +1,4 @@
-//! Exports that give every connection a device of its own.
+//! Templates: exports that create a device for each connection.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,54 +8,52 @@ use std::time::Duration;
 use freestone_core::client_log;
 use freestone_core::device::{Device, Geometry};
 
-/// A device that was made for one connection.
+/// A device that was created for one connection.
 pub struct Fresh {
     /// The device. The server holds it until the connection has ended.
     pub device: Arc<dyn Device>,
-    /// Called exactly once, on the connection's thread, after the server has let go of the device:
-    /// when the client has left, was killed or broke the protocol, when the device panicked, when
-    /// the time to live is over, when the template is unpublished by force or the server stops. A
-    /// device may then still hold requests of a connection that was cut. The connection counts
-    /// until this returns, so it must not wait for the server.
+    /// Called exactly once, on the connection's thread, after the server has released the device. This
+    /// happens however the connection ends: the client leaves or breaks the protocol, the device panics, the
+    /// time to live is over, the template is unpublished by force, or the server stops. The device may still
+    /// hold requests of a connection that was cut. The connection counts until the call returns, so it must
+    /// not wait for the server.
     pub on_end: Box<dyn FnOnce() + Send>,
 }
 
-/// Makes a device for a connection, on that connection's thread and under no lock of the server;
-/// several may be made at once. An error is a sentence for the client.
+/// Creates a device for a connection, on the connection's thread and without a lock of the server. Several
+/// calls may run in parallel. The error is a sentence for the client.
 pub type Make = Arc<dyn Fn() -> Result<Fresh, String> + Send + Sync>;
 
-/// What clients are told of a device before they choose it.
+/// Properties of a device that clients can query before they choose it.
 #[derive(Debug, Clone, Copy)]
 pub struct Facts {
-    /// Its geometry.
     pub geometry: Geometry,
-    /// Whether it has [`Changes`](freestone_core::device::Changes).
+    /// True if the device has [`Changes`](freestone_core::device::Changes).
     pub changes: bool,
 }
 
 impl Facts {
-    /// What is true of this device now.
     pub fn of(device: &dyn Device) -> Self {
         Self { geometry: device.geometry(), changes: device.changes().is_some() }
     }
 }
 
-/// What an export of a template holds. `facts` is locked to read or replace the value only.
+/// The template of an export. `facts` is locked only to read or replace the value.
 pub struct Template {
     make: Make,
     /// See [`TemplateOptions::ttl`](crate::TemplateOptions::ttl).
     pub ttl: Option<Duration>,
-    /// Of the device that was made last: what is told of the next one to who only asks.
+    /// Properties of the device created last, for clients that only query the export.
     facts: Mutex<Option<Facts>>,
 }
 
 impl Template {
-    /// A template of which no device was made yet.
+    /// Creates a template without creating a device.
     pub fn new(make: Make, ttl: Option<Duration>) -> Self {
         Self { make, ttl, facts: Mutex::new(None) }
     }
 
-    /// A device for a connection, and what is to be called when that has ended.
+    /// Creates a device for a connection. Also returns the call for the connection's end.
     pub fn open(&self) -> Result<(Arc<dyn Device>, OnEnd), String> {
         let fresh = (self.make)()?;
         let on_end = OnEnd(Some(fresh.on_end));
@@ -65,7 +63,8 @@ impl Template {
         Ok((device, on_end))
     }
 
-    /// What the last device was like. Where there was none, one is made and ended at once.
+    /// Returns the properties of the device created last. If there was none, creates a device and ends it at
+    /// once.
     pub fn facts(&self) -> Result<Facts, String> {
         let known = *self.facts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(facts) = known {
@@ -85,17 +84,17 @@ impl fmt::Debug for Template {
     }
 }
 
-/// [`Fresh::on_end`], called once: by [`run`](Self::run), else when it is dropped.
+/// Calls [`Fresh::on_end`] exactly once: in [`run`](Self::run), or else when it is dropped.
 #[derive(Default)]
 pub struct OnEnd(Option<Box<dyn FnOnce() + Send>>);
 
 impl OnEnd {
-    /// Calls it, unless there is none or it was called. True: it panicked.
+    /// Calls the function unless there is none or it was called. Returns true if it panicked.
     pub fn run(&mut self) -> bool {
         let Some(call) = self.0.take() else { return false };
         let panicked = catch_unwind(AssertUnwindSafe(call)).is_err();
         if panicked {
-            client_log!(error, "the end of a template's device panicked");
+            client_log!(error, "the end callback of a template device panicked");
         }
         panicked
     }
@@ -114,13 +113,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_end_comes_once_and_a_panic_in_it_stays_there() {
+    fn on_end_runs_once_and_catches_panic() {
         let count = Arc::new(AtomicUsize::new(0));
         let end = |panics: bool| {
             let count = Arc::clone(&count);
             OnEnd(Some(Box::new(move || {
                 count.fetch_add(1, SeqCst);
-                assert!(!panics, "asked to");
+                assert!(!panics, "injected");
             })))
         };
         let mut once = end(false);
@@ -135,7 +134,7 @@ mod tests {
         // Also while its thread unwinds.
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             let _end = end(true);
-            panic!("asked to");
+            panic!("injected");
         }));
         assert!(outcome.is_err());
         assert_eq!(count.load(SeqCst), 5);

@@ -1,9 +1,9 @@
-//! Clients that leave, close one way or stop at any step of the protocol, in clear and by TLS,
-//! beside others that work: no thread, descriptor or byte is left of them. A program of its own, as
-//! it counts those of the process.
+//! Checks that clients that leave, half-close or stop at any step leak no thread, descriptor or memory. They
+//! connect with and without TLS, next to working clients. This is a separate program, because it counts the
+//! resources of the process.
 #![allow(missing_docs, reason = "test code")]
 #![expect(unsafe_code)]
-// UNSAFETY: an allocator, which counts and passes on.
+// UNSAFETY: a global allocator that counts bytes and forwards to the system allocator.
 
 #[path = "server/common/mod.rs"]
 mod common;
@@ -23,21 +23,21 @@ use common::secure::{STARTTLS, Secure, connection};
 use freestone_nbd::{Clients, Limits, TlsMode};
 use freestone_testkit::effort;
 
-/// Clients of a quick run and of the slow lane.
+/// Number of clients in a quick run and in the slow lane.
 const ROUNDS: [usize; 2] = [800, 8000];
-/// Clients before the counts that the others are compared with.
+/// Number of clients before the first count.
 const FIRST_ROUNDS: usize = 400;
-/// Clients at one time.
+/// Number of concurrent clients.
 const THREADS: usize = 4;
-/// Bytes that tables of the process may have grown by: measured, up to 27 000 bytes come and go, after
-/// 800 clients as after 32 000. Less than anything of each client.
+/// Allowed growth in bytes. Measured: up to 27 000 bytes vary, after 800 clients as after 32 000. A leak of a
+/// few bytes per client exceeds this.
 const SLACK_BYTES: usize = 32 << 10;
 const _: () = assert!(SLACK_BYTES / ROUNDS[0] <= 40 && SLACK_BYTES / ROUNDS[1] <= 4);
 
-/// Of writes of which only a part arrives: a part may be written.
+/// Offset of incomplete writes, because a part of them may be written.
 const ELSEWHERE: u64 = 4 << 20;
 
-/// Bytes that were allocated and are not freed yet.
+/// Bytes allocated and not freed.
 static BYTES: AtomicUsize = AtomicUsize::new(0);
 
 struct Counting;
@@ -45,50 +45,50 @@ struct Counting;
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-// SAFETY: the system's allocator does all the work; the count changes no layout and no address.
+// SAFETY: the system allocator does all the work; counting changes neither layout nor address.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         BYTES.fetch_add(layout.size(), SeqCst);
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds the contract of the allocator.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         BYTES.fetch_add(layout.size(), SeqCst);
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds the contract of the allocator.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         BYTES.fetch_sub(layout.size(), SeqCst);
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds the contract of the allocator.
         unsafe { System.dealloc(memory, layout) }
     }
 }
 
-/// Where a client stops.
+/// The step at which a client stops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
-    /// In the greeting.
+    /// Within the greeting.
     Greeting,
-    /// In its flags.
+    /// Within the client flags.
     Flags,
-    /// In front of, in, and behind `OPT_STARTTLS`.
+    /// Before, within or after `OPT_STARTTLS`.
     Starting(usize),
-    /// In the first or the last message of TLS's handshake.
+    /// Within the first message of the TLS handshake.
     Hello,
     Finished,
-    /// Behind it, or where options begin in clear.
+    /// At the first option.
     Entered,
     InOption,
     InHeader,
     InPayload,
-    /// It sends requests and reads no answer.
+    /// After large reads whose replies it does not read.
     Unread,
     Unheard,
 }
 
-const IN_CLEAR: [Step; 8] = [
+const PLAIN_STEPS: [Step; 8] = [
     Step::Greeting,
     Step::Flags,
     Step::Entered,
@@ -99,7 +99,7 @@ const IN_CLEAR: [Step; 8] = [
     Step::Unheard,
 ];
 
-const BY_TLS: [Step; 11] = [
+const TLS_STEPS: [Step; 11] = [
     Step::Starting(0),
     Step::Starting(7),
     Step::Starting(16),
@@ -113,18 +113,18 @@ const BY_TLS: [Step; 11] = [
     Step::Unheard,
 ];
 
-/// How it ends there.
+/// How a client ends at its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum Ending {
     Leaves,
     HalfCloses,
     Stops,
 }
 
-const WAYS: [Way; 3] = [Way::Leaves, Way::HalfCloses, Way::Stops];
+const ENDINGS: [Ending; 3] = [Ending::Leaves, Ending::HalfCloses, Ending::Stops];
 
-/// Takes a client in clear to its step; the socket is all that is left of it.
-fn in_clear(secure: &Secure, step: Step, number: usize) -> UnixStream {
+/// Takes a client without TLS to its step, and returns its socket.
+fn stop_without_tls(secure: &Secure, step: Step, number: usize) -> UnixStream {
     let mut socket = secure.socket();
     let mut greeting = [0; 18];
     if step == Step::Greeting {
@@ -138,12 +138,12 @@ fn in_clear(secure: &Secure, step: Step, number: usize) -> UnixStream {
         return socket;
     }
     socket.write_all(&flags).unwrap();
-    go_on(Client::over(Box::new(socket.try_clone().unwrap())), step, number);
+    continue_from_options(Client::over(Box::new(socket.try_clone().unwrap())), step, number);
     socket
 }
 
-/// The same by TLS.
-fn by_tls(secure: &Secure, step: Step, number: usize) -> UnixStream {
+/// Takes a client with TLS to its step, and returns its socket.
+fn stop_with_tls(secure: &Secure, step: Step, number: usize) -> UnixStream {
     let mut socket = secure.socket();
     socket.read_exact(&mut [0; 18]).unwrap();
     socket.write_all(&3_u32.to_be_bytes()).unwrap();
@@ -175,12 +175,12 @@ fn by_tls(secure: &Secure, step: Step, number: usize) -> UnixStream {
     }
     tls.complete_io(&mut socket).unwrap();
     let stream = rustls::StreamOwned::new(tls, socket.try_clone().unwrap());
-    go_on(Client::over(Box::new(stream)), step, number);
+    continue_from_options(Client::over(Box::new(stream)), step, number);
     socket
 }
 
-/// From where options begin.
-fn go_on(mut client: Client, step: Step, number: usize) {
+/// Continues from the first option.
+fn continue_from_options(mut client: Client, step: Step, number: usize) {
     let headers = Headers::ALL[number % 3];
     match step {
         Step::Entered => return,
@@ -197,7 +197,7 @@ fn go_on(mut client: Client, step: Step, number: usize) {
     client.go("disk");
     let header = |command, cookie, len: u32| {
         if headers == Headers::Extended {
-            // Of a write it says that the payload is as long.
+            // Announces the payload of a write.
             let flags = if command == WRITE { 32 } else { 0 };
             long_request(flags, command, cookie, ELSEWHERE, len.into())
         } else {
@@ -213,13 +213,13 @@ fn go_on(mut client: Client, step: Step, number: usize) {
             client.send(&header(WRITE, 1, 300_000));
             client.send(&vec![7; number * 97 % 300_000]);
         }
-        // What a socket holds and more.
+        // More replies than a socket buffers.
         Step::Unread => (0..8).for_each(|cookie| client.send(&header(READ, cookie, 1 << 20))),
         Step::Unheard => {
             let command = if client.structured { BLOCK_STATUS } else { READ };
             (0..40).for_each(|cookie| client.send(&header(command, cookie, 8192)));
         }
-        _ => unreachable!("{step:?} is before that"),
+        _ => unreachable!("{step:?} was handled before"),
     }
 }
 
@@ -228,7 +228,13 @@ fn counts() -> (usize, usize) {
     (of("/proc/self/task"), of("/proc/self/fd"))
 }
 
-fn everybody(secure: &Secure, rounds: usize) {
+/// Returns the targets of the open descriptors, for the message of a failure.
+fn descriptors() -> Vec<std::path::PathBuf> {
+    let entries = std::fs::read_dir("/proc/self/fd").unwrap();
+    entries.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok()).collect()
+}
+
+fn run_stopping_clients(secure: &Secure, rounds: usize) {
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..THREADS {
@@ -240,19 +246,23 @@ fn everybody(secure: &Secure, rounds: usize) {
                         break;
                     }
                     let (kind, turn) = (number % 2, number / 2);
-                    let steps: &[Step] = if kind == 0 { &IN_CLEAR } else { &BY_TLS };
-                    let (step, way) = (steps[turn % steps.len()], WAYS[turn / steps.len() % WAYS.len()]);
-                    let socket =
-                        if kind == 0 { in_clear(secure, step, turn) } else { by_tls(secure, step, turn) };
+                    let steps: &[Step] = if kind == 0 { &PLAIN_STEPS } else { &TLS_STEPS };
+                    let (step, way) =
+                        (steps[turn % steps.len()], ENDINGS[turn / steps.len() % ENDINGS.len()]);
+                    let socket = if kind == 0 {
+                        stop_without_tls(secure, step, turn)
+                    } else {
+                        stop_with_tls(secure, step, turn)
+                    };
                     match way {
-                        Way::Leaves => drop(socket),
-                        Way::HalfCloses => {
+                        Ending::Leaves => drop(socket),
+                        Ending::HalfCloses => {
                             socket.shutdown(Shutdown::Write).unwrap();
                             stopped.push(socket);
                         }
-                        Way::Stops => stopped.push(socket),
+                        Ending::Stops => stopped.push(socket),
                     }
-                    // Those that stop are many at one time, and leave in the end.
+                    // Keeps many stopped clients, and drops the oldest ones.
                     if stopped.len() > 40 {
                         stopped.drain(..20);
                     }
@@ -262,8 +272,8 @@ fn everybody(secure: &Secure, rounds: usize) {
     });
 }
 
-/// Some that work for as long as the others come, one in clear and one by TLS.
-fn beside_work(secure: &Secure, rounds: usize) {
+/// Runs two working clients, one with TLS, while the other clients connect.
+fn run_beside_workload(secure: &Secure, rounds: usize) {
     let busy = AtomicBool::new(true);
     let work = |mut client: Client, from: u64| {
         client.structured();
@@ -279,35 +289,35 @@ fn beside_work(secure: &Secure, rounds: usize) {
     std::thread::scope(|scope| {
         scope.spawn(|| work(secure.clear(), 4096));
         scope.spawn(|| work(secure.client(), 1 << 20));
-        everybody(secure, rounds);
+        run_stopping_clients(secure, rounds);
         busy.store(false, SeqCst);
     });
 }
 
 #[test]
-fn nothing_is_left_of_clients_that_leave_or_stop_anywhere() {
-    let limits = Limits { handshake_silence: Duration::from_millis(500), ..Limits::default() };
+fn clients_stopping_at_any_step_leak_nothing() {
+    let limits = Limits { handshake_idle_timeout: Duration::from_millis(500), ..Limits::default() };
     let secure = Secure::with(TlsMode::On, limits, true);
     let device: Arc<MemDevice> = MemDevice::new(8 << 20);
     device.set(Manner::Thread);
     secure.publish("disk", &device, Clients::All);
-    // Threads wait a moment for the next connection.
+    // Idle connection threads end after a moment.
     let settled = |before: Option<(usize, usize)>| {
         let end = Instant::now() + Duration::from_secs(30);
         while secure.server.stats().connections > 0 || before.is_some_and(|before| counts() != before) {
-            assert!(Instant::now() < end, "{:?}, and {before:?} before", counts());
+            assert!(Instant::now() < end, "{:?}, and {before:?} before: {:?}", counts(), descriptors());
             std::thread::sleep(Duration::from_millis(5));
         }
-        // Of the device, which notes what it was asked for.
+        // The device's log would count as growth.
         *device.log.lock().unwrap() = Vec::new();
     };
-    // What the process keeps is there after the first ones.
-    beside_work(&secure, FIRST_ROUNDS);
+    // The first clients cause one-time allocations of the process.
+    run_beside_workload(&secure, FIRST_ROUNDS);
     settled(None);
     std::thread::sleep(Duration::from_millis(1500));
     let (before, bytes_before) = (counts(), BYTES.load(SeqCst));
     let rounds = effort(ROUNDS[0], ROUNDS[1]);
-    beside_work(&secure, rounds);
+    run_beside_workload(&secure, rounds);
     settled(Some(before));
     let grown = BYTES.load(SeqCst).saturating_sub(bytes_before);
     assert!(grown <= SLACK_BYTES, "{grown} bytes are left of {rounds} connections");

@@ -1,6 +1,5 @@
-//! Many sockets, each with an export of its own: what one costs does not grow with their number,
-//! and nothing of them stays. The only test of its program: it counts the threads and descriptors
-//! of the process.
+//! Checks that many sockets with an export each do not make an operation slower, and leak nothing. This is
+//! the only test of its program, because it counts threads and descriptors of the process.
 #![allow(missing_docs, reason = "test code")]
 
 #[path = "server/common/mod.rs"]
@@ -18,7 +17,7 @@ use freestone_nbd::{Address, ExportOptions, Fresh, Limits, Make, Server, Templat
 use rustix::process::{Resource, getrlimit, setrlimit};
 
 const SOCKETS: usize = 1000;
-/// What creating and exporting a fork may take, of which this is a part.
+/// Longest time to listen and publish, as a part of creating and exporting a fork.
 const LONGEST: Duration = Duration::from_millis(2);
 
 fn descriptors() -> usize {
@@ -42,14 +41,14 @@ fn median(times: &[Duration]) -> Duration {
 }
 
 #[test]
-fn a_thousand_sockets() {
+fn many_sockets_do_not_slow_operations() {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     setrlimit(Resource::Nofile, limit).unwrap();
     let directory = tempfile::tempdir().unwrap();
     let device: Arc<dyn Device> = MemDevice::new(4096);
     let server = Server::new(Limits::default());
-    // What a server starts once is there.
+    // The first address starts everything that a server starts once.
     let first = server.listen(&Address::Unix(directory.path().join("first.sock"))).unwrap();
     let before = (descriptors(), threads());
     let resident = resident_kib();
@@ -91,7 +90,7 @@ fn a_thousand_sockets() {
     eprintln!("unpublish and close: first 100 {late:?}, last 100 {:?}", median(&removed[SOCKETS - 100..]));
     assert!(late < LONGEST, "{late:?}");
     assert_eq!(server.addresses(), std::slice::from_ref(&first));
-    // The thread of a connection is gone a moment after the connection is.
+    // The thread of a connection ends a moment after the connection.
     eventually(|| (descriptors(), threads()) == before);
     many_exports_at_one_address(&server, &first, &device);
     many_connections_to_a_template(&server, &first);

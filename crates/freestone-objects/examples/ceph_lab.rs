@@ -1,13 +1,13 @@
-//! Calls a real store of objects for `lab/run-ceph.sh`, and says what it answered.
+//! Tests calls against a real object store for `lab/run-ceph.sh`, and prints the results.
 //!
 //! ```text
-//! ceph_lab calls                   all calls, with and without conditions, and what is refused
-//! ceph_lab race ROUNDS             of 8 writers with a condition exactly one wins
-//! ceph_lab stalled                 the store does not answer: calls end in time all the same
-//! ceph_lab load SECONDS            writes and reads meanwhile, tries again, and then looks whether all is there
+//! ceph_lab calls                   all calls, conditional and not, and refused ones
+//! ceph_lab race ROUNDS             exactly one of 8 concurrent conditional writers wins
+//! ceph_lab stalled                 calls end at their deadline although the store does not respond
+//! ceph_lab load SECONDS            writes and reads with retries, then verifies all objects
 //! ```
 //!
-//! The environment says where: that of `lab/ceph.sh`. Exit status: 0, 1 where something is not as it should be.
+//! The environment of `lab/ceph.sh` provides the endpoint and the bucket. Exit status: 0, or 1 on failure.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -28,11 +28,11 @@ use freestone_testkit::Rng;
 type Outcome = Result<(), Box<dyn Error>>;
 
 const WRITERS: usize = 8;
-/// A call of the load is given up then; a stall of the store is longer.
+/// Timeout of a call under load, shorter than a stall of the store.
 const CALL_TIME: Duration = Duration::from_secs(3);
-/// Of a writer in a race.
+/// Maximum number of attempts of a writer in a race.
 const TRIES_MAX: usize = 20;
-/// How much later than its deadline a call may end.
+/// Longest accepted delay after a deadline.
 const LATE: Duration = Duration::from_millis(200);
 
 fn soon() -> Until<'static> {
@@ -63,7 +63,7 @@ fn store(below: &str) -> Result<Arc<dyn Objects>, Box<dyn Error>> {
     Ok(open(&format!("s3://{bucket}/{below}"), &Options::default())?)
 }
 
-/// Says what was answered, and fails where it is something else.
+/// Prints the result, and fails if it is not `wanted`.
 fn expect<T: Debug + PartialEq>(what: &str, answer: impl Into<T>, wanted: &T) -> Outcome {
     let answer = answer.into();
     if answer != *wanted {
@@ -98,7 +98,7 @@ fn calls() -> Outcome {
     let second = put(b"9876543210", When::Unchanged(&first))?.ok_or("no version")?;
     expect("put If-Match, changed", put(b"x", When::Unchanged(&first)), &Err(Fault::Condition))?;
     let quoted = Version(format!("\"{}\"", second.0));
-    // Where this is written one day, versions may have quotes; where not, they may not.
+    // Informational: some stores accept versions with quotes.
     println!("     put If-Match with quotes: {:?}", put(b"9876543210", When::Unchanged(&quoted)));
     let head = store.head("t", soon())?;
     expect("head", (head.bytes, head.version.as_ref()), &(10, Some(&second)))?;
@@ -171,14 +171,14 @@ fn calls() -> Outcome {
     expect("all is deleted", keys(&*store, ""), &Ok(Vec::new()))
 }
 
-/// Faults by what they say, without what is another one each time.
+/// Counts of faults by message, without variable parts.
 #[derive(Default)]
 struct Faults(Mutex<BTreeMap<String, u64>>);
 
 impl Faults {
     fn note(&self, call: &str, fault: &Fault) {
         let said = fault.to_string();
-        // The endpoint.
+        // Strip the endpoint.
         let said =
             said.strip_prefix("127.0.0.1:").map_or(&*said, |rest| rest.trim_start_matches(char::is_numeric));
         *self.0.lock().unwrap().entry(format!("{call}: {said}")).or_default() += 1;
@@ -192,8 +192,8 @@ impl Faults {
     }
 }
 
-/// Another one for each writer and round: the entity tag of the same bytes would be the same, and a condition hold
-/// twice.
+/// Returns content that differs between writers and rounds. Equal content would have equal entity tags, so a
+/// condition could hold twice.
 fn body(round: u64, writer: u8, bytes: usize) -> Vec<u8> {
     let mut body = vec![0; bytes];
     Rng::new(round << 8 | u64::from(writer)).fill(&mut body);
@@ -205,7 +205,7 @@ fn race(rounds: u64) -> Outcome {
     let mut before: Option<Version> = None;
     let (mut most, odd) = (Duration::ZERO, Faults::default());
     for round in 0..rounds {
-        // Half of the rounds begin without an object.
+        // Half of the rounds start without the object.
         let bytes = if round % 4 < 2 { 64 } else { 1 << 20 };
         if round % 2 == 0 {
             store.delete("t", soon())?;
@@ -226,7 +226,7 @@ fn race(rounds: u64) -> Outcome {
                                 return Ok(());
                             }
                             Err(Fault::Condition) => return Ok(()),
-                            // Of two that come at once the later one may be told that something is wrong.
+                            // The loser of a race may get another error first.
                             Err(fault @ Fault::Transient(_)) => odd.note("put", &fault),
                             Err(fault) => return Err(fault),
                         }
@@ -284,7 +284,7 @@ fn content(key: &str) -> Vec<u8> {
     bytes
 }
 
-/// Tries until it is there.
+/// Writes an object, with retries.
 fn written(store: &dyn Objects, key: &str, faults: &Faults, own: &AtomicU64, end: Instant) -> Outcome {
     let bytes = content(key);
     let mut tries = 0;
@@ -292,7 +292,7 @@ fn written(store: &dyn Objects, key: &str, faults: &Faults, own: &AtomicU64, end
         tries += 1;
         match store.put(key, &bytes, When::Absent, Until::within(CALL_TIME)) {
             Ok(_) => return Ok(()),
-            // An earlier try of ours had its effect, and its answer was lost.
+            // An earlier attempt succeeded, and its response was lost.
             Err(Fault::Condition) if tries > 1 => {
                 own.fetch_add(1, SeqCst);
                 return Ok(());

@@ -1,4 +1,4 @@
-//! URLs of stores, and of the services that keep them.
+//! URLs of buckets and of HTTP services.
 
 use object_store::path::Path;
 use url::Url;
@@ -6,16 +6,16 @@ use url::Url;
 use crate::OpenError;
 use crate::text::plain;
 
-/// A bucket, and where in it.
+/// Bucket and key prefix.
 #[derive(Debug, PartialEq, Eq)]
-pub struct InBucket {
+pub struct BucketPath {
     pub bucket: String,
-    /// Empty, or ends with `/`.
+    /// Key prefix: empty, or ends with `/`.
     pub base: String,
 }
 
-impl InBucket {
-    /// Takes what stands behind `scheme://`.
+impl BucketPath {
+    /// Parses the part of a URL after `scheme://`.
     pub fn parse(scheme: &str, rest: &str) -> Result<Self, OpenError> {
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         if bucket.contains(['@', ':']) {
@@ -37,26 +37,26 @@ impl InBucket {
         Ok(Self { bucket: bucket.to_owned(), base })
     }
 
-    /// What people know it by.
+    /// Returns the URL without credentials.
     pub fn url(&self, scheme: &str) -> String {
         format!("{scheme}://{}/{}", self.bucket, self.base).trim_end_matches('/').to_owned()
     }
 }
 
-/// A service that is spoken to with HTTP.
+/// HTTP service.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Service {
-    /// Without a slash at its end.
+    /// URL without a trailing slash.
     pub url: String,
-    /// Host and port as requests name them.
+    /// Host and port as in requests.
     pub authority: String,
     pub is_plain: bool,
 }
 
 impl Service {
-    /// Takes `http://HOST[:PORT][/PATH]`, or the same with `https://`.
+    /// Parses `http://HOST[:PORT][/PATH]` or `https://HOST[:PORT][/PATH]`.
     pub fn parse(text: &str) -> Result<Self, OpenError> {
-        // Not shown before it is known to have no secret in it.
+        // The text may contain a secret, so parse errors do not repeat it.
         let url = Url::parse(text).map_err(|_| OpenError::Endpoint)?;
         if !url.username().is_empty() || url.password().is_some() {
             return Err(OpenError::UserInfo);
@@ -68,7 +68,7 @@ impl Service {
         if !(is_plain || url.scheme() == "https") || url.host_str().is_none_or(str::is_empty) {
             return Err(OpenError::Endpoint);
         }
-        // Without the port that the scheme has anyway.
+        // Requests omit the default port of the scheme, and so does `Url::port`.
         let host = url.host_str().unwrap_or_default();
         let authority = url.port().map_or_else(|| host.to_owned(), |port| format!("{host}:{port}"));
         Ok(Self { url: url.as_str().trim_end_matches('/').to_owned(), authority, is_plain })
@@ -80,8 +80,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bucket_and_a_prefix() {
-        let parse = |rest| InBucket::parse("s3", rest).map(|place| (place.url("s3"), place.base));
+    fn bucket_path_is_parsed() {
+        let parse = |rest| BucketPath::parse("s3", rest).map(|place| (place.url("s3"), place.base));
         assert_eq!(parse("disks").unwrap(), ("s3://disks".to_owned(), String::new()));
         assert_eq!(parse("disks/").unwrap(), ("s3://disks".to_owned(), String::new()));
         assert_eq!(parse("disks/a/b/").unwrap(), ("s3://disks/a/b".to_owned(), "a/b/".to_owned()));
@@ -95,9 +95,9 @@ mod tests {
     }
 
     #[test]
-    fn secrets_in_urls_are_refused_and_not_shown() {
+    fn secrets_in_urls_are_refused_without_echo() {
         for bad in ["AKIA:geheim@disks/a", "geheim@disks", "AKIA:geheim", "AKIA:ge/heim@disks"] {
-            let refused = InBucket::parse("s3", bad).unwrap_err();
+            let refused = BucketPath::parse("s3", bad).unwrap_err();
             assert!(matches!(refused, OpenError::UserInfo), "{refused:?}");
         }
         for bad in
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_service() {
+    fn service_url_is_parsed() {
         let service = Service::parse("http://Example.ORG:80/x/").unwrap();
         assert_eq!((service.url.as_str(), service.is_plain), ("http://example.org/x", true));
         assert_eq!(service.authority, "example.org");

@@ -1,4 +1,4 @@
-//! Files with credentials and settings for S3, as other programs use them: sections of `key = value`.
+//! Credentials and settings for S3 in the usual files: sections of `key = value`.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -12,18 +12,18 @@ use async_trait::async_trait;
 use object_store::CredentialProvider;
 use object_store::aws::AwsCredential;
 
-/// The profile where none is named.
+/// Default profile.
 pub const DEFAULT: &str = "default";
-/// How long credentials from a file are used before it is looked into again: it may be written anew.
+/// Interval between reads of a credentials file, which may be replaced.
 const FRESH_FOR: Duration = Duration::from_secs(30);
-/// Longest file that is read.
+/// Maximum number of bytes read from a file.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// One section of a file.
+/// Section of a file.
 pub type Section = BTreeMap<String, String>;
 
-/// The section of a profile; of the same key the last counts. Settings that belong to another (their lines are
-/// indented) are passed over.
+/// Returns the section of a profile. The last value of a key counts. Nested settings, on indented lines, are
+/// skipped.
 pub fn section(text: &str, profile: &str) -> Section {
     let mut section = Section::new();
     let mut is_ours = false;
@@ -42,18 +42,18 @@ pub fn section(text: &str, profile: &str) -> Section {
     section
 }
 
-/// The section of a profile in a file. Errors are sentences without the file's name.
+/// Reads the section of a profile from a file. Errors do not contain the path.
 pub fn read(path: &Path, profile: &str) -> Result<Section, String> {
     let mut text = String::new();
     let file = File::open(path).map_err(|e| e.to_string())?;
-    // Its error would say where in the text it is wrong.
+    // The original error would quote the position in the text.
     file.take(FILE_BYTES_MAX)
         .read_to_string(&mut text)
         .map_err(|_| "it cannot be read as text".to_owned())?;
     Ok(section(&text, profile))
 }
 
-/// What credentials consist of, where both halves are there and can be sent.
+/// Checks and combines the parts of a credential.
 pub fn credential(
     key: Option<&str>,
     secret: Option<&str>,
@@ -62,7 +62,7 @@ pub fn credential(
     let word = |value: Option<&str>, name: &str| match value.filter(|value| !value.is_empty()) {
         None => Err(format!("it has no {name}")),
         Some(value) if value.bytes().all(|b| b.is_ascii_graphic()) => Ok(value.to_owned()),
-        Some(_) => Err(format!("its {name} has characters that none has")),
+        Some(_) => Err(format!("its {name} has invalid characters")),
     };
     let token = token.filter(|token| !token.is_empty());
     Ok(AwsCredential {
@@ -72,23 +72,23 @@ pub fn credential(
     })
 }
 
-fn of(section: &Section) -> Result<AwsCredential, String> {
+fn section_credential(section: &Section) -> Result<AwsCredential, String> {
     let value = |key: &str| section.get(key).map(String::as_str);
     credential(value("aws_access_key_id"), value("aws_secret_access_key"), value("aws_session_token"))
 }
 
-/// Credentials from a file, which are read again from time to time.
+/// Credentials from a file, which is read again periodically.
 #[derive(Debug)]
-pub struct FromFile {
+pub struct FileCredentials {
     path: PathBuf,
     profile: String,
-    /// What was read last, and when. Held while the file is read.
+    /// Latest credentials, and the time of the last attempt to read the file. Locked while the file is read.
     last: Mutex<(Arc<AwsCredential>, Instant)>,
 }
 
-impl FromFile {
+impl FileCredentials {
     pub fn open(path: &Path, profile: &str) -> Result<Self, String> {
-        let credential = read(path, profile).and_then(|section| match of(&section) {
+        let credential = read(path, profile).and_then(|section| match section_credential(&section) {
             Err(_) if section.is_empty() => Err(format!("it has no profile [{profile}]")),
             credential => credential,
         })?;
@@ -99,11 +99,11 @@ impl FromFile {
         Ok(Self { path: path.to_owned(), profile: profile.to_owned(), last })
     }
 
-    fn now(&self, fresh_for: Duration) -> Arc<AwsCredential> {
+    fn current(&self, fresh_for: Duration) -> Arc<AwsCredential> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if last.1.elapsed() >= fresh_for {
             last.1 = Instant::now();
-            match read(&self.path, &self.profile).and_then(|section| of(&section)) {
+            match read(&self.path, &self.profile).and_then(|section| section_credential(&section)) {
                 Ok(credential) if credential != *last.0 => last.0 = Arc::new(credential),
                 Ok(_) => {}
                 Err(why) => tracing::warn!("{}: {why}; what it had before is used", self.path.display()),
@@ -114,11 +114,11 @@ impl FromFile {
 }
 
 #[async_trait]
-impl CredentialProvider for FromFile {
+impl CredentialProvider for FileCredentials {
     type Credential = AwsCredential;
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
-        Ok(self.now(FRESH_FOR))
+        Ok(self.current(FRESH_FOR))
     }
 }
 
@@ -131,19 +131,22 @@ mod tests {
                         AWS_ACCESS_KEY_ID = AKOTHER\naws_secret_access_key = s\naws_session_token = t\n[third]\n";
 
     #[test]
-    fn a_section_is_found() {
+    fn profile_section_is_found() {
         let default = section(TEXT, "default");
         assert_eq!(default["aws_secret_access_key"], "geheim = 1");
         assert_eq!(default["region"], "here");
-        of(&default).unwrap_err();
-        let other = of(&section(TEXT, "other")).unwrap();
+        section_credential(&default).unwrap_err();
+        let other = section_credential(&section(TEXT, "other")).unwrap();
         assert_eq!((other.key_id.as_str(), other.token.as_deref()), ("AKOTHER", Some("t")));
-        assert_eq!(of(&section(TEXT, "third")), Err("it has no aws_access_key_id".to_owned()));
+        assert_eq!(
+            section_credential(&section(TEXT, "third")),
+            Err("it has no aws_access_key_id".to_owned())
+        );
         assert!(section(TEXT, "fourth").is_empty());
     }
 
     #[test]
-    fn what_is_wrong_with_credentials_is_said_without_them() {
+    fn credential_error_does_not_contain_secret() {
         for (key, secret, token) in [
             ("geheim\u{7f}", "a", None),
             ("a", "geheim\n", None),
@@ -156,22 +159,25 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_written_anew_is_read_anew() {
+    fn changed_credentials_file_is_reloaded() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("credentials");
         let write = |key: &str| {
-            fs::write(&path, format!("[default]\naws_access_key_id={key}\naws_secret_access_key=s\n"))
-                .unwrap();
+            fs::write(
+                &path,
+                format!("[default]\naws_access_key_id={key}\naws_secret_access_key=secret-{key}\n"),
+            )
+            .unwrap();
         };
-        assert!(FromFile::open(&path, DEFAULT).unwrap_err().contains("No such file"));
+        assert!(FileCredentials::open(&path, DEFAULT).unwrap_err().contains("No such file"));
         write("A1");
-        assert_eq!(FromFile::open(&path, "x").unwrap_err(), "it has no profile [x]");
-        let file = FromFile::open(&path, DEFAULT).unwrap();
-        assert!(!format!("{file:?}").contains("geheim"), "{file:?}");
+        assert_eq!(FileCredentials::open(&path, "x").unwrap_err(), "it has no profile [x]");
+        let file = FileCredentials::open(&path, DEFAULT).unwrap();
+        assert!(!format!("{file:?}").contains("secret-A1"), "{file:?}");
         write("A2");
-        assert_eq!(file.now(FRESH_FOR).key_id, "A1");
-        assert_eq!(file.now(Duration::ZERO).key_id, "A2");
+        assert_eq!(file.current(FRESH_FOR).key_id, "A1");
+        assert_eq!(file.current(Duration::ZERO).key_id, "A2");
         fs::write(&path, "[default]\n").unwrap();
-        assert_eq!(file.now(Duration::ZERO).key_id, "A2");
+        assert_eq!(file.current(Duration::ZERO).key_id, "A2");
     }
 }

@@ -1,4 +1,4 @@
-//! A store behind `object_store` as [`Objects`].
+//! [`Objects`] on top of `object_store`.
 
 use std::ops::Range;
 use std::pin::pin;
@@ -18,47 +18,47 @@ use object_store::{
     PutPayload, UpdateVersion,
 };
 
-use crate::fault::{Asked, Condition, Refusal, fault, is_behind_the_end, refusal};
+use crate::fault::{Condition, Operation, Refusal, fault, is_range_past_end, refusal};
 use crate::runtime::call;
 use crate::text::plain;
-use crate::wire::IsObject;
+use crate::wire::ObjectRequest;
 
-/// Reserved for an object because the store says how long it is.
+/// Largest buffer allocated in advance for an object, in bytes, as the announced length may be wrong.
 const RESERVED_BYTES_MAX: u64 = 64 << 20;
 
-/// How a store names versions of an object.
+/// Form of object versions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dialect {
-    /// By entity tags. Most stores take them with quotes, as HTTP has it, Ceph 16 only without.
+    /// Entity tags. Most stores accept them with quotes, as in HTTP; Ceph 16 only without.
     S3,
-    /// By generations.
+    /// Generation numbers.
     Google,
-    /// By entity tags with quotes.
+    /// Entity tags with quotes.
     Azure,
-    /// By entity tags, if at all; nothing is written.
+    /// Entity tags, if any. Read-only.
     Http,
 }
 
-/// How an entity tag is sent in a condition.
+/// Form of an entity tag in a condition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum TagForm {
     Quoted,
     Bare,
 }
 
-/// A store of objects over the network.
+/// Object storage over the network.
 pub struct Remote {
     pub url: String,
-    /// What people call the bucket, for messages.
+    /// Name of the bucket for messages.
     pub place: String,
-    /// What keys begin with: empty, or ends with `/`.
+    /// Prefix of all keys: empty, or ends with `/`.
     pub base: String,
     pub dialect: Dialect,
     pub store: Arc<dyn ObjectStore>,
-    /// Where the store can list.
+    /// Interface for listings, if the store can list.
     pub pages: Option<Arc<dyn PaginatedListStore>>,
     pub hedge: Option<Duration>,
-    /// The store takes entity tags without quotes alone, as a write has shown.
+    /// Set if a write has shown that the store accepts only entity tags without quotes.
     pub takes_bare_tags: AtomicBool,
 }
 
@@ -67,23 +67,23 @@ impl Remote {
         let full = format!("{}{key}", self.base);
         match Path::parse(&full) {
             Ok(path) if path.as_ref() == full && !key.is_empty() && full.len() <= KEY_BYTES_MAX => Ok(path),
-            _ => Err(Fault::Other(plain(&format!("{key}: no object is called so")))),
+            _ => Err(Fault::Other(plain(&format!("{key}: invalid object key")))),
         }
     }
 
     fn check_writes(&self) -> Result<()> {
         if self.dialect == Dialect::Http {
-            return Err(Fault::Unsupported("a store of http:// is only read from".to_owned()));
+            return Err(Fault::Unsupported("a store at http:// is read-only".to_owned()));
         }
         Ok(())
     }
 }
 
 impl Remote {
-    /// Returns the forms of a condition in the order in which they are tried.
+    /// Returns the forms of a condition in the order of attempts.
     fn tag_forms(&self, when: When<'_>) -> [TagForm; 2] {
         match when {
-            // Relaxed: a hint, which orders nothing.
+            // Relaxed: a hint, which orders no other memory access.
             When::Unchanged(_) if self.dialect == Dialect::S3 => {
                 if self.takes_bare_tags.load(Ordering::Relaxed) {
                     [TagForm::Bare, TagForm::Quoted]
@@ -91,12 +91,12 @@ impl Remote {
                     [TagForm::Quoted, TagForm::Bare]
                 }
             }
-            // A second try tells a store that refuses the condition from one in which the object just changed.
+            // A second attempt detects an object that changed between the refused write and the check.
             _ => [TagForm::Quoted; 2],
         }
     }
 
-    /// Writes an object, or returns why its condition was refused.
+    /// Writes an object with one request. Returns the refusal if the store refuses the condition.
     fn put_once(
         &self,
         path: &Path,
@@ -108,12 +108,12 @@ impl Remote {
         let (store, path, dialect, place) =
             (self.store.clone(), path.clone(), self.dialect, self.place.clone());
         let options = PutOptions { mode: dialect.mode(when, form)?, ..PutOptions::default() };
-        let asked = Asked::Put(Condition::from(when));
+        let operation = Operation::Put(Condition::from(when));
         let payload = PutPayload::from(bytes.to_vec());
         call(until, async move {
             match store.put_opts(&path, payload, options).await {
                 Ok(put) => Ok(Ok(dialect.version(put.e_tag.as_deref(), put.version.as_deref()))),
-                Err(e) => match fault(&e, asked, &place) {
+                Err(e) => match fault(&e, operation, &place) {
                     Fault::Condition => Ok(Err(refusal(&e))),
                     fault => Err(fault),
                 },
@@ -121,9 +121,16 @@ impl Remote {
         })
     }
 
-    /// Returns the version of an object after a write whose answer has none: some errors look like that.
-    fn written(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
-        let lost = || Fault::Transient(format!("{}: an object that was written is not there", self.place));
+    /// Returns the version of an object after a successful write without a version in its response, as some
+    /// errors look like that.
+    fn read_back_version(
+        &self,
+        key: &str,
+        bytes: &[u8],
+        when: When<'_>,
+        until: Until<'_>,
+    ) -> Result<Option<Version>> {
+        let lost = || Fault::Transient(format!("{}: an object is missing after it was written", self.place));
         if when == When::Always {
             return match self.head(key, until) {
                 Ok(head) if head.bytes == bytes.len() as u64 => Ok(head.version),
@@ -131,7 +138,7 @@ impl Remote {
                 Err(fault) => Err(fault),
             };
         }
-        // The object before, a tag for example, may have the same length.
+        // The previous object, for example a tag, may have the same length.
         match self.get(key, None, bytes.len() as u64, until) {
             Ok(read) if read.bytes == bytes => Ok(read.version),
             Ok(_) | Err(Fault::NotFound | Fault::TooLong(_)) => Err(lost()),
@@ -139,8 +146,8 @@ impl Remote {
         }
     }
 
-    /// Returns true if the object is as the condition of a write wants it.
-    fn holds(&self, key: &str, when: When<'_>, until: Until<'_>) -> Result<bool> {
+    /// Returns true if the condition of a write holds now.
+    fn condition_holds(&self, key: &str, when: When<'_>, until: Until<'_>) -> Result<bool> {
         match (when, self.head(key, until)) {
             (When::Unchanged(_), Err(Fault::NotFound)) | (When::Absent, Ok(_)) => Ok(false),
             (_, Err(Fault::NotFound)) | (When::Always, Ok(_)) => Ok(true),
@@ -183,7 +190,7 @@ impl Dialect {
     }
 }
 
-/// One request for an object, and its answer to the end.
+/// Parameters of a request for an object.
 #[derive(Clone)]
 struct Get {
     store: Arc<dyn ObjectStore>,
@@ -197,47 +204,47 @@ struct Get {
 impl Get {
     async fn run(self) -> Result<Read> {
         let mut extensions = Extensions::new();
-        extensions.insert(IsObject);
+        extensions.insert(ObjectRequest);
         let range = self.part.map(GetRange::Bounded);
         let options = GetOptions { range, extensions, ..GetOptions::default() };
-        let answer = match self.store.get_opts(&self.path, options).await {
-            Err(e) if is_behind_the_end(&e) => return Ok(Read { bytes: Vec::new(), version: None }),
-            answer => answer.map_err(|e| fault(&e, Asked::Get, &self.place))?,
+        let response = match self.store.get_opts(&self.path, options).await {
+            Err(e) if is_range_past_end(&e) => return Ok(Read { bytes: Vec::new(), version: None }),
+            response => response.map_err(|e| fault(&e, Operation::Get, &self.place))?,
         };
-        let version = self.dialect.head(&answer.meta).version;
-        let length = answer.range.end.saturating_sub(answer.range.start);
+        let version = self.dialect.head(&response.meta).version;
+        let length = response.range.end.saturating_sub(response.range.start);
         if length > self.most {
             return Err(Fault::TooLong(self.most));
         }
-        // Most may be anything; what comes does not lie.
+        // The announced length may be wrong, and the limit huge, so the buffer grows with the data.
         let mut bytes = Vec::with_capacity(length.min(RESERVED_BYTES_MAX) as usize);
-        let mut pieces = answer.into_stream();
+        let mut pieces = response.into_stream();
         while let Some(piece) = pieces.next().await {
-            let piece = piece.map_err(|e| fault(&e, Asked::Get, &self.place))?;
+            let piece = piece.map_err(|e| fault(&e, Operation::Get, &self.place))?;
             if (bytes.len() + piece.len()) as u64 > length {
-                return Err(Fault::Transient(format!("{}: more bytes came than were announced", self.place)));
+                return Err(Fault::Transient(format!("{}: the response is too long", self.place)));
             }
             bytes.extend_from_slice(&piece);
         }
         if bytes.len() as u64 != length {
-            let what = format!("{}: {} of {length} bytes came", self.place, bytes.len());
+            let what = format!("{}: the response ended after {} of {length} bytes", self.place, bytes.len());
             return Err(Fault::Transient(what));
         }
         Ok(Read { bytes, version })
     }
 }
 
-/// The answer of the first of two equal requests that has a good one; the second is sent `after` that time.
+/// Sends a request, and repeats it if it is still pending `after` that time. Returns the first good response.
 async fn hedged<T, F: Future<Output = Result<T>>>(request: impl Fn() -> F, after: Duration) -> Result<T> {
     let mut first = pin!(request());
-    if let Ok(answer) = tokio::time::timeout(after, &mut first).await {
-        return answer;
+    if let Ok(response) = tokio::time::timeout(after, &mut first).await {
+        return response;
     }
     let second = pin!(request());
     match select(first, second).await {
         Either::Left((Err(Fault::Transient(_)), second)) => second.await,
         Either::Right((Err(Fault::Transient(_)), first)) => first.await,
-        Either::Left((answer, _)) | Either::Right((answer, _)) => answer,
+        Either::Left((response, _)) | Either::Right((response, _)) => response,
     }
 }
 
@@ -258,10 +265,12 @@ impl Objects for Remote {
     fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
         self.check_writes()?;
         let path = self.path(key)?;
-        let mut said = String::new();
+        let mut message = String::new();
         for form in self.tag_forms(when) {
             let refusal = match self.put_once(&path, bytes, when, form, until)? {
-                Ok(None) if self.dialect == Dialect::S3 => return self.written(key, bytes, when, until),
+                Ok(None) if self.dialect == Dialect::S3 => {
+                    return self.read_back_version(key, bytes, when, until);
+                }
                 Ok(version) => {
                     if matches!(when, When::Unchanged(_)) {
                         self.takes_bare_tags.store(form == TagForm::Bare, Ordering::SeqCst);
@@ -270,30 +279,31 @@ impl Objects for Remote {
                 }
                 Err(refusal) => refusal,
             };
-            // Stores also refuse a condition for its form, or because of another operation: the object tells.
-            if !self.holds(key, when, until)? {
+            // Stores also refuse a condition because of its form, or because of another operation. Check the
+            // object.
+            if !self.condition_holds(key, when, until)? {
                 return Err(Fault::Condition);
             }
             if refusal.is_conflict {
-                return Err(Fault::Transient(refusal.said));
+                return Err(Fault::Transient(refusal.message));
             }
-            said = refusal.said;
+            message = refusal.message;
         }
-        Err(Fault::Unsupported(format!("{said} to a write whose condition holds")))
+        Err(Fault::Unsupported(format!("{message} to a write whose condition holds")))
     }
 
     fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
         let (store, path, dialect, place) =
             (self.store.clone(), self.path(key)?, self.dialect, self.place.clone());
         call(until, async move {
-            let meta = store.head(&path).await.map_err(|e| fault(&e, Asked::Head, &place))?;
+            let meta = store.head(&path).await.map_err(|e| fault(&e, Operation::Head, &place))?;
             Ok(dialect.head(&meta))
         })
     }
 
     fn list(&self, prefix: &str, each: &mut dyn FnMut(Listed) -> bool, until: Until<'_>) -> Result<()> {
         let Some(pages) = &self.pages else {
-            return Err(Fault::Unsupported("a store of http:// lists nothing".to_owned()));
+            return Err(Fault::Unsupported("a store at http:// cannot list objects".to_owned()));
         };
         let full = format!("{}{prefix}", self.base);
         let mut token = None;
@@ -303,11 +313,12 @@ impl Objects for Remote {
             let page = call(until, async move {
                 let prefix = (!full.is_empty()).then_some(full.as_str());
                 let page = pages.list_paginated(prefix, options).await;
-                page.map_err(|e| fault(&e, Asked::List, &place))
+                page.map_err(|e| fault(&e, Operation::List, &place))
             })?;
             for meta in page.result.objects {
                 let Some(rest) = meta.location.as_ref().strip_prefix(&self.base) else { continue };
-                // One that was not asked for, or ended with `/`: keys come without that.
+                // The store listed a key outside the prefix, or a key that ended with `/`, which object_store
+                // strips.
                 if !rest.starts_with(prefix) {
                     continue;
                 }
@@ -328,7 +339,7 @@ impl Objects for Remote {
         self.check_writes()?;
         let (store, path, place) = (self.store.clone(), self.path(key)?, self.place.clone());
         call(until, async move {
-            match store.delete(&path).await.map_err(|e| fault(&e, Asked::Delete, &place)) {
+            match store.delete(&path).await.map_err(|e| fault(&e, Operation::Delete, &place)) {
                 Err(Fault::NotFound) => Ok(()),
                 deleted => deleted,
             }
@@ -341,7 +352,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_have_no_quotes() {
+    fn versions_omit_quotes() {
         let version = |tag| Dialect::S3.version(Some(tag), None).map(|version| version.0);
         assert_eq!(version("\"abc\"").as_deref(), Some("abc"));
         assert_eq!(version("abc").as_deref(), Some("abc"));

@@ -1,7 +1,7 @@
-//! The one thread that all requests of the process run on, and how other threads wait for them.
+//! The thread that runs all requests of the process, and blocking calls to it.
 //!
-//! It is started with the first request. Nothing outside of this crate sees that it is asynchronous. Beside it
-//! only names of hosts are looked up, as the system's call for that waits.
+//! The first request starts the thread. Callers outside of this crate see only blocking calls. Host names are
+//! resolved on other threads, as the resolver of the system blocks.
 
 use std::future::{Future, pending};
 use std::sync::OnceLock;
@@ -14,14 +14,14 @@ use tokio::runtime::{Builder, Handle};
 
 use crate::text::plain;
 
-/// Name of the thread; the kernel shows 15 bytes.
+/// Thread name, within the kernel's limit of 15 bytes.
 const THREAD: &str = "fs-objects";
-/// Threads on which names are looked up at once; they end when they have nothing to do.
+/// Maximum number of threads that resolve host names. Idle ones exit.
 const LOOKUPS_MAX: usize = 4;
-/// How often who waits is asked whether it still does.
-const ASK_EVERY: Duration = Duration::from_millis(50);
+/// Interval between checks for cancellation.
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The thread never ends, so what it said when it was started is true for ever.
+/// Returns the handle of the thread, which runs until the process exits. A failure to start it is permanent.
 fn handle() -> Result<&'static Handle> {
     static HANDLE: OnceLock<std::result::Result<Handle, String>> = OnceLock::new();
     let started = HANDLE.get_or_init(|| {
@@ -36,7 +36,7 @@ fn handle() -> Result<&'static Handle> {
     started.as_ref().map_err(|e| Fault::Other(format!("the thread for requests cannot be started: {e}")))
 }
 
-/// Runs `work` on that thread and waits for it; it is dropped when the call is over before.
+/// Runs `work` on the thread and waits for the result. If the call ends early, `work` is dropped.
 pub fn call<T: Send + 'static>(
     until: Until<'_>,
     work: impl Future<Output = Result<T>> + Send + 'static,
@@ -44,12 +44,12 @@ pub fn call<T: Send + 'static>(
     until.check()?;
     let (sender, receiver) = sync_channel(1);
     let task = handle()?.spawn(async move {
-        // Nobody takes it where the caller has given up.
+        // The receiver is gone if the caller has given up.
         let _ = sender.send(work.await);
     });
     loop {
         let left = until.deadline.saturating_duration_since(Instant::now());
-        match receiver.recv_timeout(left.min(ASK_EVERY)) {
+        match receiver.recv_timeout(left.min(CHECK_INTERVAL)) {
             Ok(result) => return result,
             Err(RecvTimeoutError::Timeout) => {
                 if let Err(fault) = until.check() {
@@ -57,7 +57,7 @@ pub fn call<T: Send + 'static>(
                     return Err(fault);
                 }
             }
-            // It panicked: libraries below us do where a header cannot be written.
+            // The task panicked. Libraries do so if a header is invalid.
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(Fault::Other(plain("the request ended without an answer")));
             }
@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_run_on_one_thread_of_its_own() {
+    fn calls_run_on_one_dedicated_thread() {
         let ask = || {
             let name = async { Ok((thread::current().id(), thread::current().name().map(str::to_owned))) };
             call(Until::within(Duration::from_secs(5)), name).unwrap()
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_waits_for_is_dropped() {
+    fn abandoned_call_is_dropped() {
         let dropped = Arc::default();
         let since = Instant::now();
         let late = call(Until::within(Duration::from_millis(120)), never(&dropped));
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_is_a_fault_of_that_call_only() {
+    fn panic_fails_only_its_call() {
         let soon = Until::within(Duration::from_secs(5));
         let broken = call::<()>(soon, async { panic!("on purpose") });
         assert!(matches!(broken, Err(Fault::Other(_))), "{broken:?}");

@@ -1,4 +1,4 @@
-//! S3 and what speaks like it.
+//! S3 and compatible stores.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -7,17 +7,17 @@ use std::sync::atomic::AtomicBool;
 use object_store::StaticCredentialProvider;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, S3ConditionalPut};
 
-use crate::address::{InBucket, Service};
-use crate::profile::{self, FromFile, Section};
+use crate::address::{BucketPath, Service};
+use crate::profile::{self, FileCredentials, Section};
 use crate::remote::{Dialect, Remote};
 use crate::text::plain;
 use crate::wire::Connector;
-use crate::{OpenError, Options, client_options, no_retries};
+use crate::{OpenError, Options, client_options, retry_config};
 
-/// Where there is none: services that are not Amazon's do not look at it.
+/// Default region. Stores other than Amazon's ignore the region.
 const REGION: &str = "us-east-1";
 
-/// Variables that say where credentials come from, if not from a key or a file: `object_store` knows them.
+/// Environment variables for other sources of credentials, which `object_store` implements.
 const ELSEWHERE: [(&str, AmazonS3ConfigKey); 9] = [
     ("AWS_WEB_IDENTITY_TOKEN_FILE", AmazonS3ConfigKey::WebIdentityTokenFile),
     ("AWS_ROLE_ARN", AmazonS3ConfigKey::RoleArn),
@@ -30,19 +30,28 @@ const ELSEWHERE: [(&str, AmazonS3ConfigKey); 9] = [
     ("AWS_IMDSV1_FALLBACK", AmazonS3ConfigKey::ImdsV1Fallback),
 ];
 
-/// The environment, or a test's.
+/// Environment variables of credential services other than the instance's metadata service.
+const SERVICES: [&str; 3] = [
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+];
+/// Advice on providing credentials.
+const ADVICE: &str = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give credentials=FILE";
+
+/// Environment of the process, or of a test.
 pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// Opens `s3://` with the rest.
+/// Opens `s3://REST`.
 pub fn open(rest: &str, options: &Options, env: Env<'_>) -> Result<Remote, OpenError> {
-    let place = InBucket::parse("s3", rest)?;
+    let place = BucketPath::parse("s3", rest)?;
     let env = |name: &str| env(name).filter(|value| !value.is_empty());
     let profile = env("AWS_PROFILE").unwrap_or_else(|| profile::DEFAULT.to_owned());
     let home = env("HOME").map(PathBuf::from);
     let file = |variable: &str, name: &str| {
         env(variable).map(PathBuf::from).or_else(|| home.as_ref().map(|home| home.join(".aws").join(name)))
     };
-    // A file that is not there sets nothing.
+    // A missing file is like an empty one.
     let config = file("AWS_CONFIG_FILE", "config");
     let settings = config.as_deref().and_then(|path| profile::read(path, &profile).ok()).unwrap_or_default();
 
@@ -66,12 +75,13 @@ pub fn open(rest: &str, options: &Options, env: Env<'_>) -> Result<Remote, OpenE
         .with_conditional_put(S3ConditionalPut::ETagMatch)
         .with_disable_bulk_delete(true)
         .with_disable_tagging(true)
-        .with_retry(no_retries())
+        .with_retry(retry_config())
         .with_client_options(client_options().with_allow_http(service.is_plain))
         .with_http_connector(Connector {
             authority: service.authority,
             is_plain: service.is_plain,
-            follows: false,
+            follows_redirects: false,
+            advice: SERVICES.iter().all(|name| env(name).is_none()).then_some(ADVICE),
         });
     let shared = file("AWS_SHARED_CREDENTIALS_FILE", "credentials");
     builder = with_credentials(builder, options, &env, &profile, [shared, config], &settings)?;
@@ -88,7 +98,8 @@ pub fn open(rest: &str, options: &Options, env: Env<'_>) -> Result<Remote, OpenE
     })
 }
 
-/// The file that was named; or the environment, the shared files, and what `object_store` finds elsewhere.
+/// Sets the credentials: the given file, else the environment, the shared files, or a source of
+/// `object_store`.
 fn with_credentials(
     mut builder: AmazonS3Builder,
     options: &Options,
@@ -117,7 +128,7 @@ fn with_credentials(
             return Ok(builder.with_credentials(Arc::new(from_file(&path, profile)?)));
         }
     }
-    // A profile that was asked for by name and is nowhere would be passed over in silence.
+    // Report a profile that was selected but does not exist.
     if env("AWS_PROFILE").is_some() && settings.is_empty() {
         let why = format!("no file has the profile [{}]", plain(profile));
         return Err(OpenError::Credentials("AWS_PROFILE".to_owned(), why));
@@ -132,13 +143,14 @@ fn with_credentials(
     if !is_elsewhere
         && env("AWS_EC2_METADATA_DISABLED").is_some_and(|value| value.eq_ignore_ascii_case("true"))
     {
-        let why = "there are none, in no file either".to_owned();
+        let why =
+            format!("no variable and no file has some; {ADVICE}. A verb of a server uses its environment");
         return Err(OpenError::Credentials("the environment".to_owned(), why));
     }
     Ok(builder)
 }
 
-fn from_file(path: &Path, profile: &str) -> Result<FromFile, OpenError> {
-    FromFile::open(path, profile)
+fn from_file(path: &Path, profile: &str) -> Result<FileCredentials, OpenError> {
+    FileCredentials::open(path, profile)
         .map_err(|why| OpenError::Credentials(plain(&path.display().to_string()), plain(&why)))
 }

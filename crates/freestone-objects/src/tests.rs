@@ -1,4 +1,4 @@
-//! Opening: what is refused, and where settings come from.
+//! Tests of opening stores: refused URLs, and sources of settings.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
@@ -16,17 +16,17 @@ fn refused(url: &str, options: &Options, env: &[(&str, &str)]) -> OpenError {
 }
 
 #[test]
-fn urls_that_name_no_store_are_refused() {
+fn invalid_store_urls_are_refused() {
     let none = Options::default();
     for (url, said) in [
         ("disks", "disks: the URL of a store begins with s3://, gs://, az://, http:// or https://"),
         ("ftp://disks", "ftp: the URL of a store begins with s3://, gs://, az://, http:// or https://"),
-        ("s3://", ": no bucket is called so: 3 to 63 letters, digits, dots and dashes"),
-        ("gs://a b", "a b: no bucket is called so: 3 to 63 letters, digits, dots and dashes"),
+        ("s3://", ": invalid bucket name: must be 3 to 63 letters, digits, dots, dashes and underscores"),
         (
-            "az://disks//x",
-            "az://disks//x: the path has empty parts, parts of dots, or characters that a path has not",
+            "gs://a b",
+            "a b: invalid bucket name: must be 3 to 63 letters, digits, dots, dashes and underscores",
         ),
+        ("az://disks//x", "az://disks//x: the path has empty or dot components, or invalid characters"),
         ("http:///x?y", "the URL of a store has no ? and no # in it"),
     ] {
         assert_eq!(refused(url, &none, &[]).to_string(), said, "{url}");
@@ -61,7 +61,7 @@ fn secrets_in_urls_are_not_shown() {
 }
 
 #[test]
-fn credentials_that_are_half_there_are_refused_without_them() {
+fn incomplete_credentials_are_refused_without_echo() {
     let none = Options::default();
     let half = refused("s3://disks", &none, &[("AWS_SECRET_ACCESS_KEY", "geheim")]);
     assert_eq!(half.to_string(), "the environment: no credentials: it has no aws_access_key_id");
@@ -78,14 +78,14 @@ fn credentials_that_are_half_there_are_refused_without_them() {
 }
 
 #[test]
-fn the_url_is_shown_as_it_was_given() {
+fn store_url_is_kept() {
     let env = |name: &str| name.starts_with("AWS_").then(|| "x".to_owned()).filter(|_| name.contains("_KEY"));
     let options = Options { endpoint: Some("http://127.0.0.1:1".to_owned()), ..Options::default() };
     assert_eq!(open_in("s3://disks/a/b/", &options, &env).unwrap().url(), "s3://disks/a/b");
     assert_eq!(open_in("http://host:80/a/", &Options::default(), &env).unwrap().url(), "http://host/a");
 }
 
-/// Writes one object with what the environment gives, and tells which key it was signed with.
+/// Writes an object with an environment, and returns the key that signed the request.
 fn signed_with(server: &Server, options: &Options, env: &[(&str, &str)]) -> Option<&'static str> {
     let endpoint = server.endpoint();
     let env = |name: &str| match env.iter().find(|(n, _)| *n == name) {
@@ -105,7 +105,7 @@ fn written(path: &Path, text: &str) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-/// A server that gives credentials, and where.
+/// Starts a server that provides credentials, and returns the URL of the credentials.
 fn giving(credentials: &str) -> (Server, String) {
     let server = Server::start(&["iam"]);
     server.set_object("iam", "credentials", credentials.as_bytes());
@@ -114,7 +114,7 @@ fn giving(credentials: &str) -> (Server, String) {
 }
 
 #[test]
-fn credentials_come_from_the_first_place_that_has_some() {
+fn credentials_come_from_first_available_source() {
     let server = Server::start(&["disks"]);
     let dir = tempfile::tempdir().unwrap();
     let key = |profile: &str, key: &str| {
@@ -142,14 +142,14 @@ fn credentials_come_from_the_first_place_that_has_some() {
         assert_eq!(signed_with(&server, &none, &env), Some(key));
     }
     assert_eq!(signed_with(&server, &none, &container), Some("AKCONTAINER"));
-    // The home directory has files of both kinds, too.
+    // The home directory may contain both files.
     fs::create_dir(dir.path().join(".aws")).unwrap();
     fs::rename(&shared, dir.path().join(".aws/credentials")).unwrap();
     assert_eq!(signed_with(&server, &none, &[("HOME", dir.path().to_str().unwrap())]), Some("AKFILE"));
 }
 
 #[test]
-fn a_place_without_credentials_is_no_store_without_objects() {
+fn missing_credentials_are_not_missing_objects() {
     let (giving, uri) = giving("");
     giving.make_bucket("iam");
     let env = |name: &str| match name {
@@ -164,9 +164,33 @@ fn a_place_without_credentials_is_no_store_without_objects() {
     assert_eq!(fault, Err(Fault::Denied(said)));
 }
 
-/// Whoever hears a token, or credentials, may use them.
 #[test]
-fn credentials_come_in_clear_from_this_machine_alone() {
+fn failure_of_instance_metadata_names_the_variables() {
+    let instance = Server::start(&[]);
+    let fault = |metadata: &str| {
+        let env = |name: &str| match name {
+            "AWS_METADATA_ENDPOINT" => Some(metadata.to_owned()),
+            "AWS_ENDPOINT_URL" => Some("http://127.0.0.1:9".to_owned()),
+            _ => None,
+        };
+        let store = open_in("s3://disks", &Options::default(), &env).unwrap();
+        store.get("x", None, 1, Until::within(Duration::from_secs(10))).unwrap_err()
+    };
+    let advice = "and the environment of this process names no credentials; set AWS_ACCESS_KEY_ID and \
+                  AWS_SECRET_ACCESS_KEY, or give credentials=FILE. A verb of a server uses the environment of the \
+                  server";
+    let refused = fault(&instance.endpoint());
+    let Fault::Denied(said) = &refused else { panic!("{refused:?}") };
+    let start = format!("no credentials: {} answers 40", instance.address());
+    assert!(said.starts_with(&start) && said.ends_with(advice), "{said}");
+    let unreached = fault("http://127.0.0.1:1");
+    let Fault::Transient(said) = &unreached else { panic!("{unreached:?}") };
+    assert!(said.starts_with("no credentials: 127.0.0.1:1: ") && said.ends_with(advice), "{said}");
+}
+
+/// Credentials sent without TLS can be intercepted.
+#[test]
+fn remote_credentials_without_tls_are_refused() {
     let server = Server::start(&["disks"]);
     let dir = tempfile::tempdir().unwrap();
     let token = written(&dir.path().join("token"), "geheim");
@@ -181,7 +205,7 @@ fn credentials_come_in_clear_from_this_machine_alone() {
     };
     let denied = |host: &str| {
         Fault::Denied(format!(
-            "no credentials: {host} gives credentials with TLS alone, and its URL says http://"
+            "no credentials: {host}: credentials need TLS, but the URL begins with http://"
         ))
     };
     let identity = [
@@ -189,7 +213,7 @@ fn credentials_come_in_clear_from_this_machine_alone() {
         ("AWS_ROLE_ARN", "arn:aws:iam::1:role/r"),
         ("AWS_ENDPOINT_URL_STS", &*endpoint),
     ];
-    // A token goes nowhere so, whether the store itself is spoken to in clear or not.
+    // The token is not sent, with either scheme of the store.
     for store in [&*endpoint, "https://127.0.0.1:9"] {
         assert_eq!(fault(store, &identity), denied(&server.address().to_string()), "{store}");
     }
@@ -205,7 +229,7 @@ fn credentials_come_in_clear_from_this_machine_alone() {
 }
 
 #[test]
-fn the_place_of_a_store_comes_from_where_it_is_said() {
+fn endpoint_comes_from_profile_or_environment() {
     let server = Server::start(&["disks"]);
     let dir = tempfile::tempdir().unwrap();
     let text = format!("[default]\nendpoint_url = {}\nregion = here-1\n", server.endpoint());
@@ -222,11 +246,11 @@ fn the_place_of_a_store_comes_from_where_it_is_said() {
         store.put("x", b"", When::Always, Until::within(Duration::from_secs(10))).unwrap();
     }
     let region = Options { region: Some("a/b".to_owned()), ..Options::default() };
-    assert_eq!(refused("s3://disks", &region, &[]).to_string(), "a/b: no region is called so");
+    assert_eq!(refused("s3://disks", &region, &[]).to_string(), "a/b: invalid region name");
 }
 
 #[test]
-fn a_file_that_others_can_read_is_warned_of() {
+fn readable_credentials_file_logs_warning() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("credentials");
     written(&path, "[default]\naws_access_key_id=A\naws_secret_access_key=geheim\n");

@@ -1,9 +1,9 @@
-//! What a store says, made fit for a message: it may say anything.
+//! Sanitizing text from a store for messages.
 
-/// Longest sentence that is passed on, in characters.
+/// Maximum length of a message in characters.
 pub const SENTENCE_CHARS_MAX: usize = 300;
 
-/// Without control characters and what turns or hides text, and not too long.
+/// Escapes control characters and characters that reorder or hide text, and limits the length.
 pub fn plain(text: &str) -> String {
     let mut plain = String::new();
     let mut chars = 0;
@@ -20,7 +20,7 @@ pub fn plain(text: &str) -> String {
     plain
 }
 
-/// A code that a store gives for an error, where it looks like one.
+/// Returns the error code of a store if it has the form of a code.
 pub fn code(text: &str) -> Option<&str> {
     let is_code = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     (!text.is_empty() && text.len() <= 64 && text.chars().all(is_code)).then_some(text)
@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_store_says_cannot_move_the_cursor() {
+    fn store_text_is_escaped_and_limited() {
         assert_eq!(plain(" a\x1b[2Jb\n\u{202e}ä "), "a\\u{1b}[2Jb\\n\\u{202e}ä");
         let long = plain(&"\x07".repeat(1000));
         assert!(long.ends_with("...") && long.chars().count() <= SENTENCE_CHARS_MAX, "{long}");
@@ -39,7 +39,7 @@ mod tests {
     }
 
     #[test]
-    fn a_code_is_one_word() {
+    fn error_code_is_one_word() {
         assert_eq!(code("NoSuchKey"), Some("NoSuchKey"));
         for no in ["", "a b", "a\n", "<x>", &"a".repeat(65)] {
             assert_eq!(code(no), None);

@@ -1,8 +1,8 @@
-//! What stands between `object_store` and the network: it believes nothing that a store answers.
+//! HTTP layer below `object_store`, which does not trust responses.
 //!
-//! Answers that are no success come back as [`Wire`], with as much of their body read as a code takes. A
-//! body that has to be read whole is bounded. A store that answers a whole object where a part was asked for
-//! is given the part's answer here; one that answers another part has broken the contract.
+//! Unsuccessful responses become a [`WireError`] error, after reading just enough of their body for an error
+//! code. Other bodies are limited, except those of objects. If a store responds to a range request with the
+//! whole object, this layer cuts out the range. A response with a different range is an error.
 
 use std::error::Error as StdError;
 use std::io;
@@ -27,70 +27,77 @@ use thiserror::Error;
 
 use crate::text::{code, plain};
 
-/// Bytes of an answer that is read whole and is no object: a page of a list has up to a thousand keys of
-/// 1 KiB, and each byte of these may be written as three.
-const ANSWER_BYTES_MAX: u64 = 16 << 20;
-/// Bytes of an error's answer that are looked at.
+/// Maximum size of a response that is not an object. A page of a listing has up to a thousand keys of 1 KiB,
+/// and each byte of a key may be escaped as three.
+const RESPONSE_BYTES_MAX: u64 = 16 << 20;
+/// Maximum number of bytes read from an error response.
 const ERROR_BYTES_MAX: u64 = 16 << 10;
-/// Bytes of an object that are read for nothing, where a store answers no parts.
+/// Maximum number of bytes of an object skipped if a store ignores ranges.
 const SKIP_BYTES_MAX: u64 = 16 << 20;
-/// Redirects that are followed where they are at all.
+/// Maximum number of redirects, if they are allowed.
 const REDIRECTS_MAX: usize = 5;
 
-/// Whose answer it is.
+/// Kind of service that responded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Whose {
+pub enum Peer {
     Store,
-    /// Of the service that gives credentials.
+    /// The service that provides credentials.
     Credentials,
 }
 
-/// Why a request came to nothing. Each sentence names the host.
+/// Failure of a request. Each message contains the host.
 #[derive(Debug, Error)]
-pub enum Wire {
+pub enum WireError {
     #[error("{host} answers {status} {code}")]
-    Refused { whose: Whose, host: String, status: u16, code: String },
+    Refused { peer: Peer, host: String, status: u16, code: String },
     #[error("{0}")]
     Broken(String),
     #[error("{0}")]
     Tls(String),
-    #[error("{0} answers no parts of objects")]
-    NoParts(String),
-    #[error("{0} gives credentials with TLS alone, and its URL says http://")]
-    NoTls(String),
+    #[error("{0} does not support range requests")]
+    NoRanges(String),
+    #[error("{0}: credentials need TLS, but the URL begins with http://")]
+    PlainCredentials(String),
+    /// The instance's metadata service failed, the last resort for credentials.
+    #[error(
+        "{cause}, and the environment of this process names no credentials; {advice}. A verb of a server uses \
+         the environment of the server"
+    )]
+    NoCredentials { cause: Box<Self>, advice: &'static str },
 }
 
-impl From<Wire> for HttpError {
-    fn from(wire: Wire) -> Self {
+impl From<WireError> for HttpError {
+    fn from(wire: WireError) -> Self {
         Self::new(HttpErrorKind::Unknown, wire)
     }
 }
 
-/// Put into the extensions of a request whose answer is an object: it is read piece by piece by who knows how
-/// much is wanted.
+/// Extension of a request whose response is an object. The caller reads it piecewise and limits its size.
 #[derive(Debug, Clone, Copy)]
-pub struct IsObject;
+pub struct ObjectRequest;
 
-/// Makes the clients of one store.
+/// Creates the HTTP clients of a store.
 #[derive(Debug)]
 pub struct Connector {
-    /// Host and port of the store; others give credentials.
+    /// Host and port of the store. Other hosts provide credentials.
     pub authority: String,
-    /// The store is spoken to without TLS.
+    /// The store is used without TLS.
     pub is_plain: bool,
-    /// A store that is only read from may lead elsewhere.
-    pub follows: bool,
+    /// Redirects are allowed, for a read-only store.
+    pub follows_redirects: bool,
+    /// Advice on providing credentials, if the instance's metadata service is the last resort.
+    pub advice: Option<&'static str>,
 }
 
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
-        // Fails where there is one already, and then that one is used.
+        // Fails if another provider is already installed, which is then used.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let build = |builder: reqwest::ClientBuilder| {
             let mut builder = builder
                 .user_agent(concat!("freestone/", env!("CARGO_PKG_VERSION")))
                 .http1_only()
-                .redirect(if self.follows { Policy::custom(follow) } else { Policy::none() });
+                .redirect(if self.follows_redirects { Policy::custom(follow) } else { Policy::none() });
             let time = |key| options.get_config_value(&key).and_then(|v| humantime::parse_duration(&v).ok());
             if let Some(time) = time(ClientConfigKey::ConnectTimeout) {
                 builder = builder.connect_timeout(time);
@@ -102,7 +109,7 @@ impl HttpConnector for Connector {
         };
         let mut client = build(reqwest::Client::builder());
         if client.is_err() && self.is_plain {
-            // A host without certificates of authorities needs none for this store.
+            // A host without root certificates needs none for a store without TLS.
             let tls = rustls::ClientConfig::builder()
                 .with_root_certificates(rustls::RootCertStore::empty())
                 .with_no_client_auth();
@@ -111,15 +118,16 @@ impl HttpConnector for Connector {
         let client =
             client.map_err(|e| object_store::Error::Generic { store: "HTTP", source: Box::new(e) })?;
         let client = HttpClient::new(client);
-        // object_store says it of each client, and leaves it to the connector to keep to it.
+        // object_store sets this option for each client, and relies on the connector to enforce it.
         let allowed = options.get_config_value(&ClientConfigKey::AllowHttp);
         let may_be_plain = allowed.as_deref() == Some("true");
         let authority = self.authority.clone();
-        Ok(HttpClient::new(Guard { client, authority, is_plain: self.is_plain, may_be_plain }))
+        let (is_plain, advice) = (self.is_plain, self.advice);
+        Ok(HttpClient::new(Guard { client, authority, is_plain, may_be_plain, advice }))
     }
 }
 
-/// A redirect leads neither from TLS to none nor on and on.
+/// Refuses redirects from TLS to plain HTTP, and more than [`REDIRECTS_MAX`].
 fn follow(attempt: reqwest::redirect::Attempt<'_>) -> reqwest::redirect::Action {
     let was_tls = attempt.previous().last().is_some_and(|url| url.scheme() == "https");
     if attempt.previous().len() > REDIRECTS_MAX || (was_tls && attempt.url().scheme() != "https") {
@@ -129,9 +137,9 @@ fn follow(attempt: reqwest::redirect::Attempt<'_>) -> reqwest::redirect::Action 
     }
 }
 
-/// Without the port, and without the brackets of an address.
+/// Returns the host without the port and without the brackets of an IPv6 address.
 fn host_of(authority: &str) -> &str {
-    // The colons of an address in brackets are no port.
+    // Colons inside brackets do not separate a port.
     let host = if authority.ends_with(']') {
         authority
     } else {
@@ -145,33 +153,48 @@ fn is_loopback(authority: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
-/// Where a machine finds its own credentials: what is asked there leaves neither it nor its host.
-fn is_of_machine(authority: &str) -> bool {
-    /// Of Amazon's machines, beside the addresses of a link.
+/// Returns true for addresses of local credential services. Requests to them do not leave the machine or its
+/// host.
+fn is_machine_local(authority: &str) -> bool {
+    /// IPv6 prefix of Amazon's metadata services, which is not link-local.
     const AMAZON: [u16; 2] = [0xfd00, 0xec2];
     let host = host_of(authority);
-    let is_of_link = |address: IpAddr| match address {
+    let is_link_local_or_amazon = |address: IpAddr| match address {
         IpAddr::V4(address) => address.is_link_local(),
         IpAddr::V6(address) => address.is_unicast_link_local() || address.segments()[..2] == AMAZON,
     };
-    is_loopback(authority) || host == "metadata.google.internal" || host.parse().is_ok_and(is_of_link)
+    is_loopback(authority)
+        || host == "metadata.google.internal"
+        || host.parse().is_ok_and(is_link_local_or_amazon)
 }
 
-/// A client that checks what it is answered.
+/// HTTP client that checks responses.
 #[derive(Debug)]
 struct Guard {
     client: HttpClient,
-    /// The store's, and whether that is spoken to without TLS.
+    /// Host and port of the store. `is_plain` is true if the store is used without TLS.
     authority: String,
     is_plain: bool,
-    /// What this client asks may go without TLS, if it goes to such a store or stays on this machine.
+    /// This client may send plain HTTP, to a plain store or to a local credential service.
     may_be_plain: bool,
+    /// Advice on providing credentials, if the instance's metadata service is the last resort.
+    advice: Option<&'static str>,
 }
 
 impl Guard {
     fn allows_plain(&self, authority: &str) -> bool {
         let is_store = self.is_plain && authority == self.authority;
-        self.may_be_plain && (is_store || is_of_machine(authority))
+        self.may_be_plain && (is_store || is_machine_local(authority))
+    }
+
+    /// Adds the advice to a failure of the instance's metadata service.
+    fn add_advice(&self, authority: &str, cause: WireError) -> WireError {
+        match self.advice {
+            Some(advice) if authority != self.authority && is_machine_local(authority) => {
+                WireError::NoCredentials { cause: Box::new(cause), advice }
+            }
+            _ => cause,
+        }
     }
 }
 
@@ -179,54 +202,57 @@ impl Guard {
 impl HttpService for Guard {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let authority = request.uri().authority().map(|a| a.as_str().to_owned()).unwrap_or_default();
-        let whose = if authority == self.authority { Whose::Store } else { Whose::Credentials };
+        let peer = if authority == self.authority { Peer::Store } else { Peer::Credentials };
         let host = plain(&authority);
         if request.uri().scheme_str() != Some("https") && !self.allows_plain(&authority) {
-            return Err(Wire::NoTls(host).into());
+            return Err(WireError::PlainCredentials(host).into());
         }
         let is_get = request.method() == Method::GET;
-        let is_object = is_get && request.extensions().get::<IsObject>().is_some();
-        let part = request.headers().get(RANGE).filter(|_| is_get).and_then(asked_part);
-        let answer = self.client.execute(request).await.map_err(|e| failed(&host, &e))?;
-        let (mut head, body) = answer.into_parts();
+        let is_object = is_get && request.extensions().get::<ObjectRequest>().is_some();
+        let part = request.headers().get(RANGE).filter(|_| is_get).and_then(requested_range);
+        let response = self.client.execute(request).await;
+        let response = response.map_err(|e| self.add_advice(&authority, connection_error(&host, &e)))?;
+        let (mut head, body) = response.into_parts();
         if !head.status.is_success() {
             let status = head.status;
             let code = error_code(&head.headers, body, &host).await;
             let code = code.or_else(|| status.canonical_reason().map(str::to_owned)).unwrap_or_default();
-            return Err(Wire::Refused { whose, host, status: status.as_u16(), code }.into());
+            let refused = WireError::Refused { peer, host, status: status.as_u16(), code };
+            return Err(self.add_advice(&authority, refused).into());
         }
-        // object_store takes no answer without one, also where nobody asks for it; we read this as none.
+        // object_store requires an entity tag in all responses. An empty one counts as none.
         head.headers.entry(ETAG).or_insert(HeaderValue::from_static("\"\""));
         let mut window = Window { body, host, skip: 0, left: u64::MAX, is_cut: true };
         match part {
             Some((start, end)) if head.status == StatusCode::PARTIAL_CONTENT => {
-                let bytes = check_part(&head.headers, start, end)
-                    .map_err(|what| Wire::Broken(format!("{}: {what}", window.host)))?;
-                // Where the body comes in chunks nothing says so otherwise.
+                let bytes = check_range(&head.headers, start, end)
+                    .map_err(|what| WireError::Broken(format!("{}: {what}", window.host)))?;
+                // A chunked body has no length otherwise.
                 head.headers.insert(CONTENT_LENGTH, HeaderValue::from(bytes));
             }
             Some((start, end)) => {
                 let Some(bytes) = number(&head.headers, CONTENT_LENGTH.as_str()) else {
-                    return Err(Wire::NoParts(window.host).into());
+                    return Err(WireError::NoRanges(window.host).into());
                 };
                 if start >= bytes {
                     let status = StatusCode::RANGE_NOT_SATISFIABLE.as_u16();
                     return Err(
-                        Wire::Refused { whose, host: window.host, status, code: String::new() }.into()
+                        WireError::Refused { peer, host: window.host, status, code: String::new() }.into()
                     );
                 }
                 if start > SKIP_BYTES_MAX {
-                    return Err(Wire::NoParts(window.host).into());
+                    return Err(WireError::NoRanges(window.host).into());
                 }
                 window.skip = start;
                 window.left = end.min(bytes) - start;
                 head.status = StatusCode::PARTIAL_CONTENT;
                 let range = format!("bytes {start}-{}/{bytes}", start + window.left - 1);
                 head.headers.insert(CONTENT_LENGTH, HeaderValue::from(window.left));
-                head.headers.insert(CONTENT_RANGE, HeaderValue::from_str(&range).map_err(|_| no_header())?);
+                head.headers
+                    .insert(CONTENT_RANGE, HeaderValue::from_str(&range).map_err(|_| header_error())?);
             }
             None if !is_object => {
-                window.left = ANSWER_BYTES_MAX;
+                window.left = RESPONSE_BYTES_MAX;
                 window.is_cut = false;
             }
             None => {}
@@ -235,30 +261,30 @@ impl HttpService for Guard {
     }
 }
 
-fn no_header() -> Wire {
-    Wire::Broken("a header cannot be written".to_owned())
+fn header_error() -> WireError {
+    WireError::Broken("a header cannot be written".to_owned())
 }
 
-/// The start and the end of `bytes=START-LAST`, as we ask.
-fn asked_part(range: &HeaderValue) -> Option<(u64, u64)> {
+/// Parses `bytes=START-LAST` and returns the start and the end.
+fn requested_range(range: &HeaderValue) -> Option<(u64, u64)> {
     let (start, last) = range.to_str().ok()?.strip_prefix("bytes=")?.split_once('-')?;
     Some((start.parse().ok()?, last.parse::<u64>().ok()?.checked_add(1)?))
 }
 
-/// The length of the part that is answered, where it is the one that was asked for, or as much of it as there is.
-fn check_part(headers: &HeaderMap, start: u64, end: u64) -> Result<u64, &'static str> {
+/// Checks that a response has the requested range, up to the end of the object. Returns its length.
+fn check_range(headers: &HeaderMap, start: u64, end: u64) -> Result<u64, &'static str> {
     let said = headers.get(CONTENT_RANGE).and_then(|value| value.to_str().ok());
     let said = said.and_then(|said| said.strip_prefix("bytes ")).and_then(|said| said.split_once('/'));
-    let (range, all) = said.ok_or("it does not say which part it answers")?;
-    let all: u64 = all.parse().map_err(|_| "it does not say how long the object is")?;
+    let (range, all) = said.ok_or("the response does not state its range")?;
+    let all: u64 = all.parse().map_err(|_| "the response does not state the size of the object")?;
     let range = range.split_once('-').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
-    let (first, last): (u64, u64) = range.ok_or("it does not say which part it answers")?;
+    let (first, last): (u64, u64) = range.ok_or("the response does not state its range")?;
     if first != start || last.checked_add(1) != Some(end.min(all)) || last < first {
-        return Err("it answers another part than was asked for");
+        return Err("the response has another range than requested");
     }
     let bytes = last + 1 - first;
     match number(headers, CONTENT_LENGTH.as_str()) {
-        Some(length) if length != bytes => Err("its answer has another length than the part"),
+        Some(length) if length != bytes => Err("the response has another length than its range"),
         _ => Ok(bytes),
     }
 }
@@ -267,7 +293,7 @@ fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
     headers.get(name)?.to_str().ok()?.trim().parse().ok()
 }
 
-/// The code in an error's answer, where there is one: of S3, Google and Azure in XML, of Azure in a header too.
+/// Returns the error code of a response: in XML for S3, Google and Azure, or in a header for Azure.
 async fn error_code(headers: &HeaderMap, body: HttpResponseBody, host: &str) -> Option<String> {
     if let Some(said) = headers.get("x-ms-error-code").and_then(|value| value.to_str().ok()) {
         return code(said).map(str::to_owned);
@@ -283,12 +309,12 @@ async fn error_code(headers: &HeaderMap, body: HttpResponseBody, host: &str) -> 
     code(rest.split_once("</Code>")?.0.trim()).map(str::to_owned)
 }
 
-/// Why a request had no answer, or an answer no end.
-fn failed(host: &str, error: &HttpError) -> Wire {
+/// Converts a failure of the connection, before or during the response.
+fn connection_error(host: &str, error: &HttpError) -> WireError {
     let (mut innermost, mut is_tls) = (error as &(dyn StdError + 'static), false);
     loop {
         is_tls |= innermost.is::<rustls::Error>();
-        // An error of the kind that wraps another passes over it in `source`.
+        // `source` of an I/O error skips the wrapped error itself.
         let wrapped = innermost.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
         let next = wrapped.map(|e| e as &(dyn StdError + 'static)).or_else(|| innermost.source());
         let Some(next) = next else { break };
@@ -296,20 +322,20 @@ fn failed(host: &str, error: &HttpError) -> Wire {
     }
     let why = plain(&format!("{host}: {innermost}"));
     match error.kind() {
-        HttpErrorKind::Connect if is_tls => Wire::Tls(why),
-        HttpErrorKind::Timeout => Wire::Broken(format!("{host}: no connection in time")),
-        _ => Wire::Broken(why),
+        HttpErrorKind::Connect if is_tls => WireError::Tls(why),
+        HttpErrorKind::Timeout => WireError::Broken(format!("{host}: no connection in time")),
+        _ => WireError::Broken(why),
     }
 }
 
-/// A part of a body.
+/// Range of a body.
 #[derive(Debug)]
 struct Window {
     body: HttpResponseBody,
     host: String,
     skip: u64,
     left: u64,
-    /// Where it is longer the rest is left; otherwise that is an error.
+    /// If the body is longer than `left`, true ends the body there, and false is an error.
     is_cut: bool,
 }
 
@@ -327,7 +353,9 @@ impl Body for Window {
             }
             let frame = match Pin::new(&mut self.body).poll_frame(context) {
                 Poll::Ready(Some(Ok(frame))) => frame,
-                Poll::Ready(Some(Err(e))) => return Poll::Ready(Some(Err(failed(&self.host, &e).into()))),
+                Poll::Ready(Some(Err(e))) => {
+                    return Poll::Ready(Some(Err(connection_error(&self.host, &e).into())));
+                }
                 other => return other,
             };
             let Ok(mut data) = frame.into_data() else { continue };
@@ -336,8 +364,8 @@ impl Body for Window {
             let mut data = data.split_off(skipped as usize);
             if data.len() as u64 > self.left {
                 if !self.is_cut {
-                    let what = format!("{}: its answer is too long", self.host);
-                    return Poll::Ready(Some(Err(Wire::Broken(what).into())));
+                    let what = format!("{}: the response is too long", self.host);
+                    return Poll::Ready(Some(Err(WireError::Broken(what).into())));
                 }
                 data.truncate(self.left as usize);
             }
@@ -354,7 +382,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_part_that_was_asked_for_is_taken() {
+    fn response_with_other_range_is_refused() {
         let check = |range: Option<&str>, length: Option<&str>| {
             let mut headers = HeaderMap::new();
             for (name, value) in [(CONTENT_RANGE, range), (CONTENT_LENGTH, length)] {
@@ -362,7 +390,7 @@ mod tests {
                     headers.insert(name, HeaderValue::from_str(value).unwrap());
                 }
             }
-            check_part(&headers, 10, 20)
+            check_range(&headers, 10, 20)
         };
         for (good, bytes) in [("bytes 10-19/100", 10), ("bytes 10-14/15", 5), ("bytes 10-19/20", 10)] {
             assert_eq!(check(Some(good), None), Ok(bytes), "{good}");
@@ -386,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_of_this_machine_need_no_proxy() {
+    fn loopback_hosts_bypass_proxy() {
         for host in ["localhost", "localhost:80", "127.0.0.1:9000", "127.0.0.1", "[::1]:80", "[::1]"] {
             assert!(is_loopback(host), "{host}");
         }
@@ -396,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn credentials_without_tls_come_from_this_machine_alone() {
+    fn only_machine_local_hosts_may_skip_tls() {
         let own = [
             "localhost:42356",
             "127.0.0.1",
@@ -405,7 +433,7 @@ mod tests {
             "metadata.google.internal",
         ];
         for host in own.iter().chain(&["[fd00:ec2::254]", "[fd00:ec2::23]:80", "[fe80::1]", "[::1]:8080"]) {
-            assert!(is_of_machine(host), "{host}");
+            assert!(is_machine_local(host), "{host}");
         }
         for host in [
             "sts.example.org",
@@ -414,7 +442,7 @@ mod tests {
             "[fd00:ec3::1]",
             "metadata.google.internal.example.org",
         ] {
-            assert!(!is_of_machine(host), "{host}");
+            assert!(!is_machine_local(host), "{host}");
         }
     }
 }

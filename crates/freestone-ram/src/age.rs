@@ -1,31 +1,31 @@
-//! Ages: when a page was last touched, in the six bits that its slot has for that.
+//! Ages of pages: the time of the last access, in six bits per slot.
 //!
-//! A slot notes the *epoch* of its last access. An epoch is opened and closed by whoever needs the
-//! distinction (once a second by the clock, and by every round of spilling), and knows when it was
-//! closed. There are 63 numbers; when they run short, a scan merges those neighbours that are short
-//! for their age, so that epochs get longer the older they are, in proportion. A page is as old as
-//! the end of its epoch: never older than the truth, and younger by a third at most.
+//! A slot stores the *epoch* of its last access. Epochs are closed by the clock (once a second) and
+//! by every eviction round, and each knows the time at which it was closed. There are 63 numbers.
+//! When few are free, a scan merges the neighbouring epochs that are shortest relative to their
+//! age, so the length of epochs grows in proportion to their age. A page counts as old as the end
+//! of its epoch: never older than it is, and younger by at most a third.
 //!
-//! Number 0 is "before everything".
+//! Number 0 means "before all epochs".
 
 use std::collections::VecDeque;
 
 use freestone_core::slot::AGES;
 use freestone_core::sync::{AtomicU32, Mutex, Ordering};
 
-/// Numbers below which a scan is due.
+/// A merge is due if fewer numbers are free.
 const FEW_NUMBERS: usize = 8;
-/// Most numbers that a scan makes free.
+/// Maximum numbers that a merge frees.
 const FREED_BY_SCAN: usize = 12;
 
-/// The epochs of one disk.
+/// The epochs of one family.
 pub struct Ages {
     now: AtomicU32,
     epochs: Mutex<Epochs>,
 }
 
 struct Epochs {
-    /// Oldest first.
+    /// Closed epochs, oldest first.
     past: VecDeque<Epoch>,
     free: Vec<u8>,
     merging: bool,
@@ -34,19 +34,19 @@ struct Epochs {
 #[derive(Clone, Copy)]
 struct Epoch {
     number: u8,
-    /// When it was closed.
+    /// Time at which the epoch was closed.
     to_ms: u64,
 }
 
 impl Epochs {
-    /// Neighbours that are to be one, by the place of the earlier: those whose common length is
-    /// least beside their age.
+    /// Returns the neighbours to merge, as the index of the earlier epoch: those with the least
+    /// common length relative to their age.
     fn pairs(&self) -> Vec<usize> {
         let now_ms = self.past.back().map_or(0, |epoch| epoch.to_ms);
         let share = |at: usize| {
             let from_ms = if at == 0 { 0 } else { self.past[at - 1].to_ms };
             let to_ms = self.past[at + 1].to_ms;
-            // Rounds of spilling can close an epoch at once: it has no length.
+            // An eviction round can close an epoch at once, so its length may be 0.
             (to_ms - from_ms) as f64 / (now_ms - to_ms + 1000) as f64
         };
         let mut all: Vec<usize> = (0..self.past.len().saturating_sub(1)).collect();
@@ -61,7 +61,7 @@ impl Epochs {
     }
 }
 
-/// For each number the one that takes its place, while epochs are merged.
+/// Replacement of each number during a merge.
 pub type Renumbering = [u8; AGES];
 
 impl Default for Ages {
@@ -72,32 +72,31 @@ impl Default for Ages {
 }
 
 impl Ages {
-    /// The number that an access notes.
+    /// Returns the number that an access stores.
     #[inline]
     pub fn now(&self) -> u8 {
-        // Relaxed: a page that is touched at the turn may note either epoch.
+        // Relaxed: an access at the change of epochs may store either number.
         self.now.load(Ordering::Relaxed) as u8
     }
 
-    /// Closes the present epoch at `now_ms` and opens the next, if there is a number for it.
+    /// Closes the current epoch at `now_ms` and opens the next, if a number is free.
     pub fn advance(&self, now_ms: u64) {
         let mut epochs = self.epochs.lock();
         let Some(next) = epochs.free.pop() else { return };
-        // Threads take the time before they take the lock: no epoch ends before the one before it.
+        // Threads read the clock before they lock: keep the ends of epochs in order.
         let to_ms = now_ms.max(epochs.past.back().map_or(0, |last| last.to_ms));
         epochs.past.push_back(Epoch { number: self.now(), to_ms });
-        // Relaxed: written under the lock only, read as above.
+        // Relaxed: written under the lock only; see `now`.
         self.now.store(u32::from(next), Ordering::Relaxed);
     }
 
-    /// When the present epoch was opened: at the close of the one before.
+    /// Returns the time at which the current epoch was opened.
     pub fn opened_ms(&self) -> u64 {
         self.epochs.lock().past.back().map_or(0, |epoch| epoch.to_ms)
     }
 
-    /// Which numbers are to be replaced by which, where numbers run short. The caller applies that
-    /// to every slot, then calls [`merged`](Self::merged); nobody else gets a renumbering
-    /// meanwhile.
+    /// Returns the replacement of numbers if few are free. The caller must apply it to every slot
+    /// and then call [`merged`](Self::merged); other calls return `None` until then.
     pub fn merge(&self) -> Option<Renumbering> {
         let mut epochs = self.epochs.lock();
         if epochs.free.len() >= FEW_NUMBERS || epochs.merging {
@@ -106,13 +105,13 @@ impl Ages {
         epochs.merging = true;
         let mut renumbering: Renumbering = std::array::from_fn(|number| number as u8);
         for at in epochs.pairs() {
-            // The later of two takes the earlier one in: pages look younger, not older.
+            // The later epoch absorbs the earlier: pages look younger, never older.
             renumbering[usize::from(epochs.past[at].number)] = epochs.past[at + 1].number;
         }
         Some(renumbering)
     }
 
-    /// No slot has a replaced number any more.
+    /// Ends a merge: no slot has a replaced number any more.
     pub fn merged(&self, renumbering: &Renumbering) {
         let mut epochs = self.epochs.lock();
         let Epochs { past, free, merging } = &mut *epochs;
@@ -126,8 +125,7 @@ impl Ages {
         *merging = false;
     }
 
-    /// For each number the end of its epoch, `now_ms` for the present one; `None` where nobody
-    /// knows.
+    /// Returns the end of each number's epoch, `now_ms` for the current one; `None` if unknown.
     pub fn ends(&self, now_ms: u64) -> [Option<u64>; AGES] {
         let epochs = self.epochs.lock();
         let mut ends = [None; AGES];
@@ -138,11 +136,10 @@ impl Ages {
         ends
     }
 
-    /// For each number, whether a page with it was last touched at or before `ms`.
+    /// Returns for each number whether its pages were last accessed at or before `ms`.
     pub fn untouched_since(&self, ms: u64) -> [bool; AGES] {
         let epochs = self.epochs.lock();
-        // A number that is in no epoch was noted by a thread that was long on its way, or before a
-        // merge: who knows.
+        // A number without an epoch was read by a slow thread before a merge: its age is unknown.
         let mut old = [false; AGES];
         old[0] = true;
         for epoch in &epochs.past {
@@ -151,7 +148,7 @@ impl Ages {
         old
     }
 
-    /// For each number its place in the order of ages, 0 for the oldest.
+    /// Returns the rank of each number by age, 0 for the oldest.
     pub fn ranks(&self) -> [u8; AGES] {
         let epochs = self.epochs.lock();
         let mut ranks = [AGES as u8 - 1; AGES];
@@ -168,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_grow_old_by_epochs() {
+    fn ages_follow_epochs() {
         let ages = Ages::default();
         let first = ages.now();
         ages.advance(1000);
@@ -183,9 +180,9 @@ mod tests {
         assert_eq!(ages.opened_ms(), 2000);
     }
 
-    /// What was touched long ago is known to be old, however often epochs were merged since.
+    /// Old pages remain known as old, however often epochs are merged.
     #[test]
-    fn ages_are_known_in_proportion() {
+    fn age_error_is_at_most_a_third() {
         let ages = Ages::default();
         let mut slots: Vec<(u64, u8)> = Vec::new();
         for second in 0..20_000 {
@@ -212,15 +209,15 @@ mod tests {
         }
     }
 
-    /// Threads take the time before they take the lock: an epoch may be closed at a moment that
-    /// lies before the last one's end.
+    /// Threads read the clock before they lock, so a close may have an earlier time than the one
+    /// before.
     #[test]
-    fn time_does_not_go_back() {
+    fn epoch_close_in_past_keeps_order() {
         let ages = Ages::default();
         let mut last = 0;
         for second in 1..500 {
             ages.advance(second * 1000);
-            // One that was held up since.
+            // A delayed thread.
             ages.advance(second * 1000 - 30);
             assert!(ages.opened_ms() >= last && ages.opened_ms() >= second * 1000);
             last = ages.opened_ms();
@@ -234,9 +231,9 @@ mod tests {
     }
 
     #[test]
-    fn numbers_never_run_out_and_order_is_kept() {
+    fn merge_frees_numbers_and_keeps_order() {
         let ages = Ages::default();
-        // What a slot notes, beside the second in which it did.
+        // Pairs of access time in seconds and number stored in a slot.
         let mut slots: Vec<(u64, u8)> = Vec::new();
         for second in 0..1000 {
             slots.push((second, ages.now()));

@@ -1,36 +1,37 @@
-//! Coarse time, for ages and deadlines, and who is told that a second has passed.
+//! Coarse time for ages and deadlines, and a once-a-second tick for registered listeners.
 
 use std::sync::Weak;
 use std::time::Duration;
 
 use freestone_core::sync::{Arc, Instant, LazyLock, Mutex};
 
-/// How often [`Ticks::tick`] is called.
+/// Interval between calls of [`Ticks::tick`].
 pub const TICK: Duration = Duration::from_secs(1);
 
-/// Milliseconds since some moment before the first call.
+/// Returns milliseconds since an arbitrary moment before the first call.
 pub fn now_ms() -> u64 {
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     START.elapsed().as_millis() as u64
 }
 
-/// A duration in milliseconds.
+/// Converts a duration to milliseconds; saturates at `u64::MAX`.
 pub fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Something that wants to know of time passing.
+/// A listener that does periodic work.
 pub trait Ticks: Send + Sync {
-    /// Called about once a second, on a thread that all share: short work only.
+    /// Called about once a second, on one thread for the whole process: must be short and not
+    /// block.
     fn tick(&self);
 }
 
 static LISTENERS: LazyLock<Mutex<Vec<Weak<dyn Ticks>>>> = LazyLock::new(Mutex::default);
 
-/// Has `listener` called from now on, as long as it lives.
+/// Registers `listener`; ticks stop when its last strong reference is dropped.
 ///
 /// # Errors
-/// The process's one thread for this could not be started.
+/// Fails if the process's clock thread cannot be started.
 pub fn listen(listener: Weak<dyn Ticks>) -> std::io::Result<()> {
     static RUNNING: LazyLock<Mutex<bool>> = LazyLock::new(Mutex::default);
     let mut running = RUNNING.lock();
@@ -50,7 +51,7 @@ fn run() {
             listeners.retain(|listener| listener.strong_count() > 0);
             listeners.iter().filter_map(Weak::upgrade).collect()
         };
-        // The last owner of one of them may be this thread: it is dropped outside of the lock.
+        // This thread may drop the last reference of a listener: drop it outside the lock.
         for listener in listeners {
             listener.tick();
         }

@@ -1,5 +1,5 @@
-//! How much work a randomised test does. The crate's own copy of `freestone_testkit::effort`, as the
-//! testkit is built for devices and the models leave out devices.
+//! The amount of work of randomised tests. A copy of `freestone_testkit::effort`: the testkit
+//! depends on devices, which loom models leave out.
 
 /// Returns `full` if the environment has `FREESTONE_EFFORT=full`, and `quick` otherwise.
 pub fn effort<T>(quick: T, full: T) -> T {

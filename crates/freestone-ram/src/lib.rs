@@ -1,6 +1,6 @@
-//! The compressed RAM disk, its forks and its snapshots: [`ram`] is what they can be asked for,
-//! [`codec`] compresses pages, [`save`] saves families of disks to files, [`keep`] keeps them in a
-//! directory across restarts.
+//! The compressed RAM disk with its forks and snapshots. [`ram`] is the device interface, [`codec`]
+//! compresses pages, [`save`] saves families of disks to files, and [`keep`] keeps their content in
+//! a directory across restarts.
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
@@ -25,7 +25,7 @@ mod spill;
 
 #[cfg(loom)]
 mod pool {
-    //! What of the pool is modelled: the states of spans.
+    //! The part of the pool that loom models check: span states.
     pub mod class;
     mod span_table;
     mod spans;
@@ -36,16 +36,16 @@ mod pool {
 
 #[cfg(loom)]
 mod ram {
-    //! What of RAM disks is modelled: requests that wait for room.
-    mod room_waiters;
+    //! The part of RAM disks that loom models check: requests that wait for space.
+    mod space_waiters;
 
     #[cfg(test)]
-    mod room_models;
+    mod space_models;
 }
 
 #[cfg(loom)]
 mod spill {
-    //! What of spilling is modelled: how blocks of the backing go round.
+    //! The part of spilling that loom models check: allocation of blocks on the backing device.
     pub mod blocks;
     pub mod space;
 

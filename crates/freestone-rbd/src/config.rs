@@ -1,26 +1,26 @@
-//! What is to be opened, and how.
+//! Configuration of an RBD device.
 
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// How long a request waits for the cluster, unless that is said. Ceph needs up to a minute to notice
-/// that an OSD is gone and to go on without it, or with it again.
+/// Default time that a request waits for the cluster. Ceph needs up to a minute to detect a lost
+/// OSD and to continue without it.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(120);
-/// Shortest and longest of these times.
+/// Smallest [`Config::timeout`].
 pub const MIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// See [`MIN_TIMEOUT`].
+/// Largest [`Config::timeout`].
 pub const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Which image: `POOL/NAME`, or `POOL/NAMESPACE/NAME`.
+/// Name of an image: `POOL/NAME`, or `POOL/NAMESPACE/NAME`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageName {
-    /// The pool.
+    /// Name of the pool.
     pub pool: String,
-    /// The namespace in it; empty is the usual one.
+    /// Namespace in the pool; empty for the default namespace.
     pub namespace: String,
-    /// The image.
+    /// Name of the image.
     pub name: String,
 }
 
@@ -32,7 +32,7 @@ impl FromStr for ImageName {
             return Err("a snapshot is named with snap=NAME");
         }
         if text.contains('\0') {
-            return Err("a name has no NUL");
+            return Err("a name must not contain a NUL");
         }
         let parts: Vec<&str> = text.split('/').collect();
         let (pool, namespace, name) = match parts[..] {
@@ -54,29 +54,30 @@ impl fmt::Display for ImageName {
     }
 }
 
-/// What is to be opened, and how.
+/// Options for opening an [`Rbd`](crate::Rbd) device.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// The image.
+    /// Name of the image.
     pub image: ImageName,
-    /// What the log calls the device.
+    /// Name of the device in log lines.
     pub name: String,
-    /// Ceph's configuration; none: where Ceph looks for it (`$CEPH_CONF`, `/etc/ceph/ceph.conf`).
+    /// Ceph configuration file; `None` uses Ceph's search path (`$CEPH_CONF`,
+    /// `/etc/ceph/ceph.conf`).
     pub conf: Option<PathBuf>,
-    /// The user without `client.`; none: as the configuration says, or `admin`.
+    /// Ceph user without `client.`; `None` uses the configured one, or `admin`.
     pub user: Option<String>,
-    /// A snapshot of the image, which is only read.
+    /// Snapshot to open instead of the image; always read-only.
     pub snap: Option<String>,
-    /// How long a request waits for the cluster.
+    /// Time that a request waits for the cluster.
     pub timeout: Duration,
-    /// Serve reads only.
+    /// Serves only reads.
     pub read_only: bool,
-    /// Where `librbd.so.1` and `librados.so.2` are; none: where the system's loader looks for them.
+    /// Directory of `librbd.so.1` and `librados.so.2`; `None` uses the system loader's search path.
     pub libraries: Option<PathBuf>,
 }
 
 impl Config {
-    /// All by default.
+    /// Returns options with defaults, with the image as the device's name.
     pub fn new(image: ImageName) -> Self {
         Self {
             name: image.to_string(),
@@ -96,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_images() {
+    fn image_names_are_validated() {
         let parse = |text: &str| text.parse::<ImageName>().map(|name| name.to_string());
         for good in ["rbd/vm", "rbd/tenant/vm", "a b/c"] {
             assert_eq!(parse(good).as_deref(), Ok(good));

@@ -1,4 +1,4 @@
-//! The device.
+//! An RBD image as a [`Device`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,27 +13,28 @@ use freestone_core::timer;
 
 use crate::config::{Config, ImageName, MAX_TIMEOUT, MIN_TIMEOUT};
 use crate::error::SetupError;
-use crate::extents::{asked, rows};
+use crate::extents::{query_range, rows};
 use crate::job::Job;
-use crate::shared::{Shared, answers};
-use crate::worker::{self, Desk, Question, Ready};
+use crate::shared::{Shared, is_completion_thread};
+use crate::worker::{self, ExtentQuery, OpenedImage, TaskQueue};
 
-/// How long the end of a device waits for the image to be closed. It goes on after that.
-const END_MAX: Duration = Duration::from_secs(5);
-/// How much longer than the library is waited for when an image is opened: it knows better what is
-/// wrong.
+/// Maximum time that dropping a device waits for the image to close. Closing continues in the
+/// background.
+const DROP_TIMEOUT: Duration = Duration::from_secs(5);
+/// Additional wait when an image is opened, so that the library's own timeout, with its more
+/// precise error, comes first.
 const OPEN_GRACE: Duration = Duration::from_secs(2);
 
-/// An image in RBD.
+/// An RBD image as a device.
 pub struct Rbd {
     config: Config,
     shared: Arc<Shared>,
     object_size: u64,
-    desk: Arc<Desk>,
+    queue: Arc<TaskQueue>,
 }
 
 impl Rbd {
-    /// Connects to the cluster, and opens an image.
+    /// Connects to the cluster and opens an image.
     ///
     /// # Errors
     /// See [`SetupError`].
@@ -41,34 +42,34 @@ impl Rbd {
         let timeout = config.timeout.clamp(MIN_TIMEOUT, MAX_TIMEOUT);
         let config = Config { timeout, ..config.clone() };
         timer::start().map_err(SetupError::Thread)?;
-        let desk = Arc::new(Desk::default());
-        let (tell, told) = mpsc::sync_channel(1);
-        let (own, asked) = (config.clone(), Arc::clone(&desk));
-        let run = move || worker::run(&own, &asked, &tell);
+        let queue = Arc::new(TaskQueue::default());
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let (own, thread_queue) = (config.clone(), Arc::clone(&queue));
+        let run = move || worker::run(&own, &thread_queue, &sender);
         thread::Builder::new().name("rbd".into()).spawn(run).map_err(SetupError::Thread)?;
-        match told.recv_timeout(timeout + OPEN_GRACE) {
+        match receiver.recv_timeout(timeout + OPEN_GRACE) {
             Ok(ready) => {
-                let Ready { shared, object_size } = ready?;
-                Ok(Self { config, shared, object_size, desk })
+                let OpenedImage { shared, object_size } = ready?;
+                Ok(Self { config, shared, object_size, queue })
             }
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                desk.stop();
+                queue.stop();
                 Err(SetupError::Silent { image: config.image.to_string(), within: timeout + OPEN_GRACE })
             }
         }
     }
 
-    /// What was opened.
+    /// Returns the name of the image.
     pub fn image(&self) -> &ImageName {
         &self.config.image
     }
 
-    /// The snapshot of it, where it is one.
+    /// Returns the name of the snapshot, if one was opened.
     pub fn snap(&self) -> Option<&str> {
         self.config.snap.as_deref()
     }
 
-    /// What last went wrong with a request, or when it was looked for the size.
+    /// Returns the last error of a request or of a size check.
     pub fn last_error(&self) -> Option<String> {
         self.shared.last_error()
     }
@@ -91,39 +92,39 @@ impl Device for Rbd {
         if matches!(request.op, Op::Read | Op::Write) && buffer.len() as u64 != request.len {
             return done.complete(Err(Error::Misaligned), buffer);
         }
-        self.shared.go_on(Job::new(request, done), buffer);
+        self.shared.submit_next(Job::new(request, done), buffer);
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         let geometry = self.shared.geometry();
         let end = range_end(offset, len, geometry.size)?;
         let image_size = self.shared.image_size();
-        let asked = asked(&(offset..end), self.object_size, image_size);
+        let query = query_range(&(offset..end), self.object_size, image_size);
         let whole = |row: &mut dyn FnMut(Extent) -> bool| {
             row(Extent { offset, len, kind: ExtentKind::Data });
             Ok(len)
         };
-        if asked.is_empty() {
-            // The image became smaller.
+        if query.is_empty() {
+            // The image has shrunk.
             return whole(row);
         }
-        let (tell, told) = mpsc::sync_channel(1);
-        if !self.desk.ask(Question { range: asked.clone(), tell }) {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        if !self.queue.push_query(ExtentQuery { range: query.clone(), sender }) {
             return Err(Error::Media);
         }
-        match told.recv_timeout(self.config.timeout) {
+        match receiver.recv_timeout(self.config.timeout) {
             Ok(Ok(allocated)) => {
                 let block = u64::from(geometry.logical_block);
-                let known = end.min(asked.end.next_multiple_of(block));
+                let known = end.min(query.end.next_multiple_of(block));
                 Ok(rows(allocated, offset..known, block, row))
             }
-            // What is not known is data.
+            // Unknown allocation is reported as data.
             Ok(Err(errno)) => {
-                self.shared.note("what of the image is allocated", errno);
+                self.shared.record_error("a query of allocated ranges", errno);
                 whole(row)
             }
             Err(RecvTimeoutError::Timeout) => {
-                self.shared.note("what of the image is allocated", libc::ETIMEDOUT);
+                self.shared.record_error("a query of allocated ranges", libc::ETIMEDOUT);
                 Err(Error::Media)
             }
             Err(RecvTimeoutError::Disconnected) => Err(Error::Gone),
@@ -134,11 +135,12 @@ impl Device for Rbd {
 impl Drop for Rbd {
     fn drop(&mut self) {
         self.shared.stop();
-        self.desk.stop();
-        // The last reference may be dropped by a completion, on a thread that the library needs.
-        if !answers() && !self.desk.wait_for_end(END_MAX) {
+        self.queue.stop();
+        // A completion may drop the last reference on a thread that the library needs; such a
+        // thread must not wait.
+        if !is_completion_thread() && !self.queue.wait_for_end(DROP_TIMEOUT) {
             tracing::warn!(
-                "{}: the cluster does not answer, so the image is not closed yet",
+                "{}: the cluster does not respond; the image is closed in the background",
                 self.config.name
             );
         }

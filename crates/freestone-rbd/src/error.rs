@@ -1,4 +1,4 @@
-//! Why an image cannot be had, and what Ceph's error numbers mean here.
+//! Errors from opening an image, and the meaning of Ceph's error numbers.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,98 +10,98 @@ use thiserror::Error as ThisError;
 /// A positive errno.
 pub type Errno = i32;
 
-/// Why a device could not be set up. Each sentence says what to do where that is known.
+/// Errors from opening a device. The messages name the remedy if it is known.
 #[derive(Debug, ThisError)]
 pub enum SetupError {
-    /// The library is not there.
+    /// The library cannot be loaded.
     #[error("{library} cannot be loaded; Debian's package librbd1 has it ({why})")]
     NoLibrary {
-        /// Its file.
+        /// File name of the library.
         library: String,
-        /// What the loader says.
+        /// Error of the loader.
         why: String,
     },
-    /// The library is another one than is known.
+    /// The library lacks a function.
     #[error("{library} has no {function}; version 16 (Pacific) of Ceph or a later one is needed")]
     OldLibrary {
-        /// Its file.
+        /// File name of the library.
         library: String,
-        /// What is missing.
+        /// Missing function.
         function: &'static str,
     },
-    /// The configuration of Ceph.
-    #[error("conf{}: {}", at(.path.as_deref()), conf_reason(*.errno, .path.is_some()))]
+    /// The Ceph configuration is missing or invalid.
+    #[error("conf{}: {}", path_suffix(.path.as_deref()), conf_reason(*.errno, .path.is_some()))]
     Conf {
-        /// Where it is; none: where Ceph looks for it.
+        /// Path of the configuration; `None` for Ceph's default search path.
         path: Option<PathBuf>,
-        /// What is wrong.
+        /// Error number.
         errno: Errno,
     },
-    /// A value that Ceph does not take.
+    /// Ceph rejects a setting.
     #[error("{what} cannot be used: {}", reason(*.errno))]
     Setting {
-        /// Which one.
+        /// Name of the option.
         what: &'static str,
-        /// What is wrong.
+        /// Error number.
         errno: Errno,
     },
-    /// The cluster.
+    /// Connecting to the cluster failed.
     #[error("cannot connect to the cluster: {}", connect_reason(*.errno))]
     Connect {
-        /// What is wrong.
+        /// Error number.
         errno: Errno,
     },
-    /// The pool.
+    /// The pool cannot be opened.
     #[error("pool {pool}: {}", if *.errno == libc::ENOENT { "there is no such pool".into() } else { reason(*.errno) })]
     Pool {
-        /// Its name.
+        /// Name of the pool.
         pool: String,
-        /// What is wrong.
+        /// Error number.
         errno: Errno,
     },
-    /// The image, or its snapshot.
+    /// The image or its snapshot cannot be opened.
     #[error("{image}: {}", if *.errno == libc::ENOENT { format!("there is no such {what}") } else { reason(*.errno) })]
     Image {
-        /// Its name, with that of the snapshot.
+        /// Name of the image, with the snapshot if one was requested.
         image: String,
-        /// What was asked for.
+        /// Kind of the missing object.
         what: &'static str,
-        /// What is wrong.
+        /// Error number.
         errno: Errno,
     },
-    /// It cannot be a device.
+    /// The image is not usable as a device.
     #[error("{image}: {why}")]
     Unfit {
-        /// Its name.
+        /// Name of the image.
         image: String,
-        /// What is wrong.
+        /// Reason.
         why: &'static str,
     },
-    /// Nobody answered.
+    /// The cluster did not reply in time.
     #[error("{image}: the cluster did not answer within {within:?}")]
     Silent {
-        /// The image.
+        /// Name of the image.
         image: String,
-        /// For so long.
+        /// Time waited.
         within: Duration,
     },
-    /// No thread.
+    /// The thread could not be started.
     #[error("cannot start the thread of an image: {0}")]
     Thread(io::Error),
 }
 
-fn at(path: Option<&Path>) -> String {
+fn path_suffix(path: Option<&Path>) -> String {
     path.map_or_else(String::new, |path| format!("={}", path.display()))
 }
 
-fn conf_reason(errno: Errno, said: bool) -> String {
-    match (errno, said) {
+fn conf_reason(errno: Errno, is_given: bool) -> String {
+    match (errno, is_given) {
         (libc::ENOENT, true) => "there is no such file".into(),
         (libc::ENOENT, false) => {
             "no configuration of Ceph was found ($CEPH_CONF, /etc/ceph/ceph.conf); say where it is with conf=FILE"
                 .into()
         }
-        (libc::EINVAL, _) => "it is no configuration of Ceph".into(),
+        (libc::EINVAL, _) => "the file is not a Ceph configuration".into(),
         (libc::EPERM | libc::EACCES, _) => "the file cannot be read".into(),
         _ => reason(errno),
     }
@@ -118,7 +118,7 @@ fn connect_reason(errno: Errno) -> String {
     }
 }
 
-/// What an error number of Ceph means to who reads it.
+/// Returns a description of a Ceph error number for users.
 pub fn reason(errno: Errno) -> String {
     match errno {
         libc::ENOENT => "the image or its pool is gone".into(),
@@ -126,7 +126,7 @@ pub fn reason(errno: Errno) -> String {
         libc::EROFS => "the image cannot be written: it is a snapshot, or another client has its lock".into(),
         libc::ENOSPC | libc::EDQUOT => "the cluster or the pool is full".into(),
         libc::ETIMEDOUT => "the cluster did not answer in time".into(),
-        // EBLOCKLISTED of Ceph.
+        // EBLOCKLISTED in Ceph.
         libc::ESHUTDOWN => {
             "the cluster has blocklisted this client: another one took the image over; remove the device and make it again".into()
         }
@@ -134,8 +134,8 @@ pub fn reason(errno: Errno) -> String {
     }
 }
 
-/// What a request is answered that ended so.
-pub fn of_request(errno: Errno) -> Error {
+/// Maps the error number of a request to a device error.
+pub fn request_error(errno: Errno) -> Error {
     match errno {
         libc::EROFS => Error::ReadOnly,
         libc::ENOSPC | libc::EDQUOT => Error::NoSpace,
@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sentences_say_what_to_do() {
+    fn error_messages_name_remedy() {
         let text = |error: SetupError| error.to_string();
         let lost = text(SetupError::NoLibrary { library: "librbd.so.1".into(), why: "not found".into() });
         assert_eq!(lost, "librbd.so.1 cannot be loaded; Debian's package librbd1 has it (not found)");
@@ -164,7 +164,7 @@ mod tests {
             "pool p: there is no such pool"
         );
         assert!(reason(libc::ESHUTDOWN).contains("blocklisted"));
-        assert_eq!(of_request(libc::EDQUOT), Error::NoSpace);
-        assert_eq!(of_request(libc::ESHUTDOWN), Error::Media);
+        assert_eq!(request_error(libc::EDQUOT), Error::NoSpace);
+        assert_eq!(request_error(libc::ESHUTDOWN), Error::Media);
     }
 }

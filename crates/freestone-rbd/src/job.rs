@@ -1,52 +1,47 @@
-//! A request on its way: what of it the library is asked next, and how it is answered.
+//! A request in progress: the library calls made for it, and its completion.
 //!
-//! Long ones are asked for piece by piece, one after the other, with the one buffer. What is to be
-//! durable ends with a flush.
+//! A large request is split into pieces, one after the other, with its one buffer. A FUA request
+//! ends with a flush.
 
 use freestone_core::device::{Completion, Error, Flags, IoBuf, Op, Request, Result};
 
-/// Most data of a piece in bytes; a multiple of every block.
+/// Maximum data of a piece in bytes; a multiple of every block size.
 const MAX_DATA_BYTES: u64 = 16 << 20;
-/// Largest range of a piece without data in bytes, so that one is not long under way. A multiple of
-/// every block.
+/// Largest range of a piece without data in bytes, which bounds the time of one call. A multiple of
+/// every block size.
 const MAX_EFFECT_BYTES: u64 = 1 << 30;
 
-/// What the library is asked.
+/// One library call of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// What to do.
     pub op: Op,
-    /// Zeroes may become a hole.
+    /// For write zeroes: the range may become a hole.
     pub may_free: bool,
-    /// First byte.
     pub offset: u64,
-    /// Length in bytes.
     pub len: u64,
-    /// Where its data begins in the buffer, for reads and writes.
+    /// Offset of the data in the buffer, for reads and writes.
     pub at: usize,
 }
 
-/// A request that is not answered yet. The library has its buffer.
+/// A request that is not complete yet. The library has its buffer.
 pub struct Job {
-    /// As it was asked for.
     pub request: Request,
     done: Completion,
-    /// Bytes that are done.
+    /// Bytes finished.
     at: u64,
-    /// A flush was asked for.
-    flushed: bool,
+    /// The flush at the end was issued.
+    flush_issued: bool,
 }
 
 impl Job {
-    /// A request of a user.
     pub fn new(request: Request, done: Completion) -> Self {
-        Self { request, done, at: 0, flushed: false }
+        Self { request, done, at: 0, flush_issued: false }
     }
 
-    /// What is asked next of an image with so many bytes; `None` where nothing is left.
-    pub fn next(&mut self, size: u64, buffer: &mut IoBuf) -> Option<Piece> {
+    /// Returns the next piece for an image of `size` bytes, or `None` if the request is finished.
+    pub fn next_piece(&mut self, size: u64, buffer: &mut IoBuf) -> Option<Piece> {
         let Request { op, flags, offset, len } = self.request;
-        // A device that ends with a whole block may be longer than the image.
+        // The device's size is rounded up to a whole block and may exceed the image.
         let end = (offset + len).min(size);
         let from = offset + self.at;
         let may_free = flags.contains(Flags::MAY_FREE);
@@ -65,18 +60,18 @@ impl Job {
             let at = self.at as usize;
             buffer[at..].fill(0);
         }
-        if self.flushed || !(op == Op::Flush || flags.contains(Flags::FUA) && op != Op::Read) {
+        if self.flush_issued || !(op == Op::Flush || flags.contains(Flags::FUA) && op != Op::Read) {
             return None;
         }
-        self.flushed = true;
+        self.flush_issued = true;
         Some(Piece { op: Op::Flush, may_free: false, offset: 0, len: 0, at: 0 })
     }
 
-    /// A piece succeeded.
+    /// Records that a piece succeeded.
     ///
     /// # Errors
-    /// Less was read than was asked for: the image became smaller.
-    pub fn did(&mut self, piece: &Piece, bytes: u64) -> Result<()> {
+    /// A read returned less than requested: the image has shrunk.
+    pub fn advance(&mut self, piece: &Piece, bytes: u64) -> Result<()> {
         if piece.op == Op::Read && bytes < piece.len {
             return Err(Error::Media);
         }
@@ -84,7 +79,6 @@ impl Job {
         Ok(())
     }
 
-    /// Answers it.
     pub fn finish(self, outcome: Result<()>, buffer: IoBuf) {
         self.done.complete(outcome, buffer);
     }
@@ -94,21 +88,20 @@ impl Job {
 mod tests {
     use super::*;
 
-    /// All pieces of a request, each as it is done.
     fn pieces(request: Request, size: u64) -> Vec<(Op, u64, u64, usize)> {
         let mut job = Job::new(request, Completion::new(|_, _| {}));
         let mut buffer =
             IoBuf::zeroed(if request.op == Op::Read { request.len as usize } else { 0 }).unwrap();
         let mut all = Vec::new();
-        while let Some(piece) = job.next(size, &mut buffer) {
+        while let Some(piece) = job.next_piece(size, &mut buffer) {
             all.push((piece.op, piece.offset, piece.len, piece.at));
-            job.did(&piece, piece.len).unwrap();
+            job.advance(&piece, piece.len).unwrap();
         }
         all
     }
 
     #[test]
-    fn long_ones_are_asked_for_in_pieces() {
+    fn large_requests_are_split_into_pieces() {
         let data = MAX_DATA_BYTES;
         let all = pieces(Request::write(512, data + 512), 1 << 40);
         assert_eq!(all, [(Op::Write, 512, data, 0), (Op::Write, 512 + data, 512, data as usize)]);
@@ -117,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_to_be_durable_ends_with_a_flush() {
+    fn fua_request_ends_with_flush() {
         for op in [Op::Write, Op::Discard, Op::WriteZeroes] {
             let all = pieces(Request::new(op, 0, 512).with(Flags::FUA), 1 << 20);
             assert_eq!(all.iter().map(|piece| piece.0).collect::<Vec<_>>(), [op, Op::Flush]);
@@ -127,14 +120,14 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_the_last_block_is_not_asked_for_and_reads_as_zeroes() {
+    fn padding_is_not_requested_and_reads_as_zeroes() {
         assert_eq!(pieces(Request::write(512, 512), 1000), [(Op::Write, 512, 488, 0)]);
         let mut job = Job::new(Request::read(512, 512), Completion::new(|_, _| {}));
         let mut buffer = IoBuf::copy_of(&[7; 512]).unwrap();
-        let piece = job.next(1000, &mut buffer).unwrap();
-        assert_eq!(job.did(&piece, 487), Err(Error::Media));
-        job.did(&piece, 488).unwrap();
-        assert_eq!(job.next(1000, &mut buffer), None);
+        let piece = job.next_piece(1000, &mut buffer).unwrap();
+        assert_eq!(job.advance(&piece, 487), Err(Error::Media));
+        job.advance(&piece, 488).unwrap();
+        assert_eq!(job.next_piece(1000, &mut buffer), None);
         assert!(buffer[..488] == [7; 488] && buffer[488..] == [0; 24]);
     }
 }

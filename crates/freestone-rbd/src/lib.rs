@@ -1,17 +1,18 @@
-//! Images in Ceph's RBD as devices.
+//! Ceph RBD images as devices.
 //!
-//! [`Rbd`] does its requests with librbd, which is loaded when the first image is opened: nothing of Ceph
-//! is needed to build this, and a machine that opens no image need not have it. Requests are handed to
-//! the library with their buffers, and answered when it calls back; a try never waits for it.
+//! [`Rbd`] uses librbd, which is loaded when the first image is opened. Building needs nothing of
+//! Ceph, and a machine that opens no image does not need the library. Requests and their buffers
+//! are passed to the library and complete when it calls back; `try_io` never performs I/O, as it
+//! would wait for the cluster.
 //!
-//! **Deadlines.** Ceph waits for ever for an OSD that is away. Here the library is told to give up after
-//! [`Config::timeout`], and a request that it does not answer for so long fails with
-//! [`Error::Media`](freestone_core::device::Error::Media) all the same; its buffer is kept for the library
-//! until that calls back. A write that failed so may still be carried out, before any later one to the
-//! same place.
+//! **Deadlines.** Ceph waits forever for an unreachable OSD. The library is configured to give up
+//! after [`Config::timeout`]. If it does not call back in that time, the request fails with
+//! [`Error::Media`](freestone_core::device::Error::Media); the library keeps the buffer until it
+//! calls back. A failed write may still be applied later, but before any later write to the same
+//! range.
 //!
-//! **Durability.** The library's cache is off, so what was answered is in the cluster; a flush is passed on
-//! all the same, and a write that is to be durable is a write and a flush.
+//! **Durability.** The library's cache is off, so completed writes are in the cluster. Flushes are
+//! passed on nevertheless, and a FUA write is a write followed by a flush.
 
 mod config;
 mod device;

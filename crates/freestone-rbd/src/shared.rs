@@ -1,11 +1,11 @@
-//! Requests that the library has: how long it may take with each, how they end.
+//! Requests in the library: deadlines, completion and memory accounting.
 //!
-//! A request that is not answered in time is answered for the library, which keeps the buffer until it
-//! calls back. So a cluster that hangs holds up no user of the device, and nothing is freed that the
-//! library may still write to.
+//! If the library does not call back in time, the request fails, and the library keeps the buffer
+//! until it calls back. A hanging cluster therefore blocks no user of the device, and no memory is
+//! freed that the library may still write to.
 //!
-//! Lock order: `state` is the only lock, held for a few instructions, never over a call of the library, a
-//! completion or a log line.
+//! Lock order: `state` is the only lock. It is held for a few instructions, never across a library
+//! call, a completion or a log line.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -19,41 +19,41 @@ use freestone_core::log_limit::LogLimit;
 use freestone_core::sync::{AtomicU64, Condvar, Instant, Mutex, Ordering};
 use freestone_core::timer;
 
-use crate::error::{Errno, of_request, reason};
+use crate::error::{Errno, reason, request_error};
 use crate::job::{Job, Piece};
 use crate::librbd::Image;
 
-/// Memory of requests that were given up and that the library still has, in bytes: with more, new ones
-/// fail at once.
-const MAX_GIVEN_UP_BYTES: u64 = 256 << 20;
-/// What one of them counts for beside its data.
+/// Limit on the memory of timed-out requests that the library still holds, in bytes. Beyond it, new
+/// requests fail at once.
+const MAX_ABANDONED_BYTES: u64 = 256 << 20;
+/// Memory counted for a request beside its data, in bytes.
 const REQUEST_BYTES: u64 = 4096;
 
 thread_local! {
-    /// This thread is the library's, which called back, or the timer's.
-    static ANSWERS: Cell<bool> = const { Cell::new(false) };
+    /// True on threads that run completions: the library's callback threads and the timer.
+    static IS_COMPLETION_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread is one that answers requests: it must not wait for the library.
-pub fn answers() -> bool {
-    ANSWERS.get()
+/// Returns true if this thread runs completions. Such a thread must not wait for the library.
+pub fn is_completion_thread() -> bool {
+    IS_COMPLETION_THREAD.get()
 }
 
-/// Runs what answers requests. A completion that panics ends its request, not the device.
-fn answering(run: impl FnOnce()) {
-    let outer = ANSWERS.replace(true);
+/// Runs code that completes requests. A panicking completion ends its request, not the device.
+fn run_completion(run: impl FnOnce()) {
+    let outer = IS_COMPLETION_THREAD.replace(true);
     let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
-    ANSWERS.set(outer);
+    IS_COMPLETION_THREAD.set(outer);
 }
 
-/// What a piece counts for that was given up.
+/// Returns the memory that a timed-out piece counts for.
 fn cost(piece: &Piece) -> u64 {
     let data = matches!(piece.op, Op::Read | Op::Write);
     REQUEST_BYTES + if data { piece.len } else { 0 }
 }
 
-/// A piece, as the log calls it.
-fn told(piece: &Piece) -> String {
+/// Returns a description of a piece for log lines.
+fn describe(piece: &Piece) -> String {
     let Piece { op, offset, len, .. } = piece;
     match op {
         Op::Read => format!("a read of {len} bytes at {offset}"),
@@ -64,48 +64,47 @@ fn told(piece: &Piece) -> String {
     }
 }
 
-/// An image with its requests.
+/// An image with its requests in flight.
 pub struct Shared {
-    /// What the log calls the device.
+    /// Name of the device in log lines.
     name: String,
     timeout: Duration,
-    /// All but the size stays as it is.
+    /// Fixed geometry; only the size may grow.
     geometry: Geometry,
-    /// Of the device; it never becomes less.
+    /// Size of the device in bytes; never shrinks.
     size: AtomicU64,
-    /// Bytes of the image as of the last look.
+    /// Size of the image in bytes at the last check.
     image_size: AtomicU64,
     state: Mutex<State>,
-    /// The library has called back for all that it was asked.
+    /// Signalled when the library has called back for every piece.
     idle: Condvar,
     log: LogLimit<Errno>,
 }
 
-/// A request with the piece that the library has, and until when it has time for that.
-struct Begun {
+/// A request with the piece that the library has, and the deadline of the piece.
+struct InFlight {
     job: Job,
     piece: Piece,
     deadline: Instant,
 }
 
 struct State {
-    /// None once the device ends.
+    /// `None` after the device was dropped.
     image: Option<Arc<Image>>,
-    /// What is not answered, by number: the oldest first, whose deadline is the next.
-    jobs: BTreeMap<u64, Begun>,
-    /// How many pieces were begun.
-    begun: u64,
-    /// Pieces that the library has not called back for, given up or not.
-    inside: u64,
-    /// Bytes of those that were given up.
-    given_up: u64,
-    /// A timer is set for the oldest.
+    /// Requests in flight by serial number, so in order of their deadlines.
+    jobs: BTreeMap<u64, InFlight>,
+    /// Number of pieces submitted so far.
+    submitted: u64,
+    /// Pieces that the library has not called back for, including timed-out ones.
+    in_library: u64,
+    /// Memory of timed-out pieces in bytes.
+    abandoned_bytes: u64,
+    /// A timer is armed for the oldest request.
     timer: bool,
     last_error: Option<String>,
 }
 
 impl Shared {
-    /// Of an image that was just opened.
     pub fn new(
         name: String,
         image: Arc<Image>,
@@ -116,9 +115,9 @@ impl Shared {
         let state = State {
             image: Some(image),
             jobs: BTreeMap::new(),
-            begun: 0,
-            inside: 0,
-            given_up: 0,
+            submitted: 0,
+            in_library: 0,
+            abandoned_bytes: 0,
             timer: false,
             last_error: None,
         };
@@ -134,176 +133,179 @@ impl Shared {
         }
     }
 
-    /// As of now.
     pub fn geometry(&self) -> Geometry {
         Geometry { size: self.size.load(Ordering::SeqCst), ..self.geometry }
     }
 
-    /// Bytes of the image as of the last look.
+    /// Returns the size of the image in bytes at the last check.
     pub fn image_size(&self) -> u64 {
         self.image_size.load(Ordering::SeqCst)
     }
 
-    /// The image has this size now. The device grows with it where both sizes are whole blocks.
-    pub fn resized(&self, size: u64) {
+    /// Updates the size of the image. The device grows with it if both sizes are multiples of the
+    /// block size.
+    pub fn update_size(&self, size: u64) {
         let before = self.image_size.swap(size, Ordering::SeqCst);
         let block = u64::from(self.geometry.logical_block);
         if size > before && self.geometry.padding == 0 && size.is_multiple_of(block) {
             self.size.fetch_max(size, Ordering::SeqCst);
         } else if size != before {
             tracing::warn!(
-                "{}: the image has {size} bytes, and had {before}; the device keeps its size, and what lies behind the image fails",
+                "{}: the image changed from {before} to {size} bytes; the device keeps its size, and requests beyond the image fail",
                 self.name
             );
         }
     }
 
-    /// What went wrong last.
     pub fn last_error(&self) -> Option<String> {
         self.state.lock().last_error.clone()
     }
 
-    /// Something went wrong: it is kept, and logged now and then.
-    pub fn note(&self, what: &str, errno: Errno) {
+    /// Records an error, and logs it rate-limited.
+    pub fn record_error(&self, what: &str, errno: Errno) {
         let why = reason(errno);
-        if let Some(held_back) = self.log.line(errno) {
-            tracing::warn!("{}: {what}: {why}{held_back}", self.name);
+        if let Some(suppressed) = self.log.line(errno) {
+            tracing::warn!("{}: {what}: {why}{suppressed}", self.name);
         }
         self.state.lock().last_error = Some(format!("{what}: {why}"));
     }
 
-    /// Takes a request: has the library do its next piece, or answers.
-    pub fn go_on(self: &Arc<Self>, mut job: Job, mut buffer: IoBuf) {
+    /// Submits the next piece of a request to the library, or completes the request.
+    pub fn submit_next(self: &Arc<Self>, mut job: Job, mut buffer: IoBuf) {
         let (size, block) = (self.image_size(), u64::from(self.geometry.logical_block));
         if job.request.offset + job.request.len > size.next_multiple_of(block) {
-            // The image became smaller.
+            // The image has shrunk.
             return job.finish(Err(Error::Media), buffer);
         }
-        let Some(piece) = job.next(size, &mut buffer) else {
+        let Some(piece) = job.next_piece(size, &mut buffer) else {
             return job.finish(Ok(()), buffer);
         };
         let deadline = Instant::now() + self.timeout;
-        let begun = {
+        let entry = {
             let mut state = self.state.lock();
             match state.image.clone() {
                 None => Err((job, Error::Gone)),
-                Some(_) if state.given_up >= MAX_GIVEN_UP_BYTES => Err((job, Error::Media)),
+                Some(_) if state.abandoned_bytes >= MAX_ABANDONED_BYTES => Err((job, Error::Media)),
                 Some(image) => {
-                    state.begun += 1;
-                    state.inside += 1;
-                    let number = state.begun;
-                    state.jobs.insert(number, Begun { job, piece, deadline });
+                    state.submitted += 1;
+                    state.in_library += 1;
+                    let number = state.submitted;
+                    state.jobs.insert(number, InFlight { job, piece, deadline });
                     let timer = (!std::mem::replace(&mut state.timer, true)).then_some(deadline);
                     Ok((image, number, timer))
                 }
             }
         };
-        match begun {
+        match entry {
             Err((job, error)) => job.finish(Err(error), buffer),
             Ok((image, number, timer)) => {
                 if let Some(when) = timer {
-                    self.look_at(when);
+                    self.arm_timer(when);
                 }
                 let shared = Arc::clone(self);
-                let done = move |result, buffer| shared.called_back(number, &piece, result, buffer);
-                image.begin(piece, buffer, Box::new(done));
+                let done = move |result, buffer| shared.complete_piece(number, &piece, result, buffer);
+                image.submit(piece, buffer, Box::new(done));
             }
         }
     }
 
-    /// The library is done with a piece.
-    fn called_back(
+    /// Called by the library when it has finished a piece.
+    fn complete_piece(
         self: &Arc<Self>,
         number: u64,
         piece: &Piece,
         result: std::result::Result<u64, Errno>,
         buffer: IoBuf,
     ) {
-        answering(|| {
-            let begun = {
+        run_completion(|| {
+            let entry = {
                 let mut state = self.state.lock();
-                let begun = state.jobs.remove(&number);
-                if begun.is_none() {
-                    state.given_up -= cost(piece);
+                let entry = state.jobs.remove(&number);
+                if entry.is_none() {
+                    state.abandoned_bytes -= cost(piece);
                 }
-                begun
+                entry
             };
-            // None: it was answered before.
-            let Some(Begun { mut job, .. }) = begun else { return };
-            match result.map_err(|errno| (of_request(errno), errno)) {
-                Ok(bytes) => match job.did(piece, bytes) {
-                    Ok(()) => self.go_on(job, buffer),
+            // `None` if the request has timed out.
+            let Some(InFlight { mut job, .. }) = entry else { return };
+            match result.map_err(|errno| (request_error(errno), errno)) {
+                Ok(bytes) => match job.advance(piece, bytes) {
+                    Ok(()) => self.submit_next(job, buffer),
                     Err(error) => job.finish(Err(error), buffer),
                 },
                 Err((error, errno)) => {
-                    self.note(&told(piece), errno);
+                    self.record_error(&describe(piece), errno);
                     job.finish(Err(error), buffer);
                 }
             }
         });
         let mut state = self.state.lock();
-        state.inside -= 1;
-        if state.inside == 0 {
+        state.in_library -= 1;
+        if state.in_library == 0 {
             self.idle.notify_all();
         }
     }
 
-    /// Looks at the requests then.
-    fn look_at(self: &Arc<Self>, when: Instant) {
+    /// Arms the timer for the oldest request.
+    fn arm_timer(self: &Arc<Self>, when: Instant) {
         let shared = Arc::downgrade(self);
-        let look = move || {
+        let check = move || {
             if let Some(shared) = shared.upgrade() {
                 shared.expire(Instant::now());
             }
         };
-        if let Err(error) = timer::at(when, look) {
-            // It was started when the device was.
-            client_log!(warn, "{}: no timer: requests may wait longer than they should: {error}", self.name);
+        if let Err(error) = timer::at(when, check) {
+            // Cannot fail normally: the timer thread was started with the device.
+            client_log!(
+                warn,
+                "{}: cannot set a timer: requests may exceed their timeout: {error}",
+                self.name
+            );
         }
     }
 
-    /// Answers what the library has had for too long.
+    /// Fails requests whose deadline has passed.
     fn expire(self: &Arc<Self>, now: Instant) {
-        let mut late = Vec::new();
+        let mut expired = Vec::new();
         let next = {
             let mut state = self.state.lock();
             while let Some(entry) = state.jobs.first_entry()
                 && entry.get().deadline <= now
             {
-                late.push(entry.remove());
+                expired.push(entry.remove());
             }
-            state.given_up += late.iter().map(|begun| cost(&begun.piece)).sum::<u64>();
-            let next = state.jobs.first_key_value().map(|(_, begun)| begun.deadline);
+            state.abandoned_bytes += expired.iter().map(|entry| cost(&entry.piece)).sum::<u64>();
+            let next = state.jobs.first_key_value().map(|(_, entry)| entry.deadline);
             state.timer = next.is_some();
             next
         };
         if let Some(when) = next {
-            self.look_at(when);
+            self.arm_timer(when);
         }
-        for Begun { job, piece, .. } in late {
-            self.note(&told(&piece), libc::ETIMEDOUT);
-            answering(|| job.finish(Err(Error::Media), IoBuf::empty()));
+        for InFlight { job, piece, .. } in expired {
+            self.record_error(&describe(&piece), libc::ETIMEDOUT);
+            run_completion(|| job.finish(Err(Error::Media), IoBuf::empty()));
         }
     }
 
-    /// Nothing is begun any more, and what is not answered is answered.
+    /// Stops submission and fails all requests in flight with `Gone`.
     pub fn stop(&self) {
         let jobs = {
             let mut state = self.state.lock();
             state.image = None;
             let jobs = std::mem::take(&mut state.jobs);
-            state.given_up += jobs.values().map(|begun| cost(&begun.piece)).sum::<u64>();
+            state.abandoned_bytes += jobs.values().map(|entry| cost(&entry.piece)).sum::<u64>();
             jobs
         };
-        for Begun { job, .. } in jobs.into_values() {
-            answering(|| job.finish(Err(Error::Gone), IoBuf::empty()));
+        for InFlight { job, .. } in jobs.into_values() {
+            run_completion(|| job.finish(Err(Error::Gone), IoBuf::empty()));
         }
     }
 
-    /// Waits, after a [`stop`](Self::stop), until the library has called back for all that it was asked.
+    /// Waits, after [`stop`](Self::stop), until the library has called back for every piece.
     pub fn wait_until_idle(&self) {
         let mut state = self.state.lock();
-        while state.inside > 0 {
+        while state.in_library > 0 {
             state = self.idle.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }

@@ -1,8 +1,8 @@
-//! The one thread of an image: it opens and closes it, and makes the calls of the library that wait for
-//! the cluster. All that wait for this thread have a deadline; it has none itself, and ends when the
-//! library lets it.
+//! The thread of an image. It opens and closes the image, and makes the library calls that block on
+//! the cluster. Callers wait for this thread with a deadline; the thread itself has none, and ends
+//! when the library lets it.
 //!
-//! Lock order: `desk` is innermost; nothing is called under it.
+//! Lock order: the queue's lock is innermost; nothing is called under it.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -18,172 +18,173 @@ use crate::error::{Errno, SetupError};
 use crate::librbd::{Cluster, Image, Info, Librbd, Pool};
 use crate::shared::Shared;
 
-/// Questions that wait at once.
-const MAX_QUESTIONS: usize = 64;
-/// Block of a device in bytes: the library takes any byte.
+/// Maximum number of waiting queries.
+const MAX_QUERIES: usize = 64;
+/// Logical block of a device in bytes; the library accepts any byte range.
 const BLOCK_BYTES: u32 = 512;
-/// What an OSD writes at least, in bytes.
+/// Smallest write of an OSD in bytes.
 const PHYSICAL_BLOCK_BYTES: u32 = 4096;
-/// Longest preferred request in bytes: an object, unless these are large.
+/// Largest preferred request size in bytes: an object, unless objects are larger.
 const MAX_PREFERRED_BYTES: u64 = 4 << 20;
-/// Smallest range that a discard frees where the configuration does not say, in bytes: Ceph's default.
+/// Smallest range that a discard frees in bytes, if the configuration does not set it: Ceph's
+/// default.
 const DEFAULT_DISCARD_BYTES: u32 = 64 << 10;
-/// Largest size of an image in bytes: what a signed offset reaches, and a block less, so that it can be
+/// Largest image in bytes: the largest signed offset less one block, so that the size can be
 /// rounded up.
 const MAX_SIZE_BYTES: u64 = i64::MAX as u64 - BLOCK_BYTES as u64;
 
-/// Which ranges of it are allocated, and who hears of that.
-pub struct Question {
+/// A query for allocated ranges, and the channel for its result.
+pub struct ExtentQuery {
     pub range: Range<u64>,
-    pub tell: SyncSender<Result<Vec<Range<u64>>, Errno>>,
+    pub sender: SyncSender<Result<Vec<Range<u64>>, Errno>>,
 }
 
-/// What the thread is asked to do.
 #[derive(Default)]
-pub struct Desk {
-    desk: Mutex<Asked>,
+pub struct TaskQueue {
+    state: Mutex<QueueState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Asked {
-    questions: VecDeque<Question>,
-    /// The image may have another size.
+struct QueueState {
+    queries: VecDeque<ExtentQuery>,
+    /// The size of the image may have changed.
     resized: bool,
-    /// To close the image and to end.
+    /// The thread must close the image and end.
     stop: bool,
-    /// It has ended.
+    /// The thread has ended.
     ended: bool,
 }
 
 enum Task {
-    Answer(Question),
+    Query(ExtentQuery),
     Resize,
     Stop,
 }
 
-impl Desk {
-    /// Asks. False: too many wait.
-    pub fn ask(&self, question: Question) -> bool {
-        let mut desk = self.desk.lock();
-        if desk.questions.len() >= MAX_QUESTIONS {
+impl TaskQueue {
+    /// Queues a query. Returns false if the queue is full.
+    pub fn push_query(&self, query: ExtentQuery) -> bool {
+        let mut queue = self.state.lock();
+        if queue.queries.len() >= MAX_QUERIES {
             return false;
         }
-        desk.questions.push_back(question);
+        queue.queries.push_back(query);
         self.changed.notify_all();
         true
     }
 
-    fn look_at_size(&self) {
-        self.desk.lock().resized = true;
+    fn request_size_check(&self) {
+        self.state.lock().resized = true;
         self.changed.notify_all();
     }
 
-    /// Has the thread close the image and end.
+    /// Tells the thread to close the image and end.
     pub fn stop(&self) {
-        self.desk.lock().stop = true;
+        self.state.lock().stop = true;
         self.changed.notify_all();
     }
 
-    fn ended(&self) {
-        self.desk.lock().ended = true;
+    fn set_ended(&self) {
+        self.state.lock().ended = true;
         self.changed.notify_all();
     }
 
-    /// Waits until the thread has ended. False: it has not, within `most`.
+    /// Waits until the thread has ended. Returns false if it has not ended within `most`.
     pub fn wait_for_end(&self, most: Duration) -> bool {
         let end = Instant::now() + most;
-        let mut desk = self.desk.lock();
-        while !desk.ended {
+        let mut queue = self.state.lock();
+        while !queue.ended {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return false;
             }
-            desk = self.changed.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0;
+            queue = self.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         true
     }
 
     fn next(&self) -> Task {
-        let mut desk = self.desk.lock();
+        let mut queue = self.state.lock();
         loop {
-            if desk.stop {
+            if queue.stop {
                 return Task::Stop;
             }
-            if std::mem::take(&mut desk.resized) {
+            if std::mem::take(&mut queue.resized) {
                 return Task::Resize;
             }
-            if let Some(question) = desk.questions.pop_front() {
-                return Task::Answer(question);
+            if let Some(query) = queue.queries.pop_front() {
+                return Task::Query(query);
             }
-            desk = self.changed.wait(desk).unwrap_or_else(PoisonError::into_inner);
+            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
 
-/// What was opened.
-pub struct Ready {
+pub struct OpenedImage {
     pub shared: Arc<Shared>,
     pub object_size: u64,
 }
 
-/// The thread. It tells what it has opened; if nobody waits for that any more, it closes it again.
-pub fn run(config: &Config, desk: &Arc<Desk>, tell: &SyncSender<Result<Ready, SetupError>>) {
-    match open(config, desk) {
+/// Runs the thread. Sends the opened image to `sender`, and closes it again if nobody is waiting for
+/// it.
+pub fn run(config: &Config, queue: &Arc<TaskQueue>, sender: &SyncSender<Result<OpenedImage, SetupError>>) {
+    match open(config, queue) {
         Ok((image, info)) => {
             let geometry = geometry(&image, info, config);
             let (name, timeout) = (config.name.clone(), config.timeout);
             let shared = Arc::new(Shared::new(name, Arc::clone(&image), info.size, geometry, timeout));
-            let ready = Ready { shared: Arc::clone(&shared), object_size: info.object_size };
-            // Before this is told the device is there. What cannot be told is dropped with it.
-            if tell.send(Ok(ready)).is_ok() {
-                work(&image, &shared, desk);
+            let ready = OpenedImage { shared: Arc::clone(&shared), object_size: info.object_size };
+            // After this, the device exists. If the receiver is gone, `ready` is dropped.
+            if sender.send(Ok(ready)).is_ok() {
+                work(&image, &shared, queue);
             }
             shared.stop();
             shared.wait_until_idle();
-            // The last one.
+            // The last reference closes the image.
             drop(image);
         }
         Err(error) => {
-            // Who has waited for too long does not hear of it.
-            let _ = tell.send(Err(error));
+            // The receiver may have timed out.
+            let _ = sender.send(Err(error));
         }
     }
-    desk.ended();
+    queue.set_ended();
 }
 
-fn work(image: &Arc<Image>, shared: &Shared, desk: &Desk) {
+fn work(image: &Arc<Image>, shared: &Shared, queue: &TaskQueue) {
     loop {
-        match desk.next() {
+        match queue.next() {
             Task::Stop => return,
             Task::Resize => match image.info() {
-                Ok(info) => shared.resized(info.size),
-                Err(errno) => shared.note("the size of the image", errno),
+                Ok(info) => shared.update_size(info.size),
+                Err(errno) => shared.record_error("a query of the image's size", errno),
             },
-            Task::Answer(Question { range, tell }) => {
-                // Who has waited for too long does not hear of it.
-                let _ = tell.send(image.allocated(range));
+            Task::Query(ExtentQuery { range, sender }) => {
+                // The receiver may have timed out.
+                let _ = sender.send(image.allocated(range));
             }
         }
     }
 }
 
-fn open(config: &Config, desk: &Arc<Desk>) -> Result<(Arc<Image>, Info), SetupError> {
+fn open(config: &Config, queue: &Arc<TaskQueue>) -> Result<(Arc<Image>, Info), SetupError> {
     let library = Librbd::load(config.libraries.as_deref())?;
     let setting = |what| move |errno| SetupError::Setting { what, errno };
     let cluster = Cluster::new(library, config.user.as_deref()).map_err(setting("id"))?;
     let path = config.conf.clone();
     cluster.read_conf(config.conf.as_deref()).map_err(|errno| SetupError::Conf { path, errno })?;
-    // Whole seconds.
+    // Rounded up to whole seconds.
     let seconds = (config.timeout.as_secs() + u64::from(config.timeout.subsec_nanos() > 0)).to_string();
     for name in [c"client_mount_timeout", c"rados_mon_op_timeout", c"rados_osd_op_timeout"] {
         cluster.set(name, &seconds).map_err(setting("timeout"))?;
     }
-    // With its cache the library answers writes before they are carried out. One that fails then is told
-    // by the next flush only if that comes before it has failed: a later flush succeeds.
+    // With its cache, the library completes writes before they reach the cluster. If such a write
+    // fails in the background before the next flush, that flush still succeeds, so the error is
+    // lost.
     cluster.set(c"rbd_cache", "false").map_err(setting("rbd_cache"))?;
-    // Requests are begun on threads of the library, so that who submits them does not wait. It is the
-    // default, and a version without it does so as well.
+    // Requests start on the library's threads, so that submitters do not block. This is the
+    // default, also in versions without the option.
     let _ = cluster.set(c"rbd_non_blocking_aio", "true");
     cluster.connect().map_err(|errno| SetupError::Connect { errno })?;
     let of_pool = |errno| SetupError::Pool { pool: config.image.pool.clone(), errno };
@@ -196,10 +197,10 @@ fn open(config: &Config, desk: &Arc<Desk>) -> Result<(Arc<Image>, Info), SetupEr
     let of_image = |errno| SetupError::Image { image: image.clone(), what, errno };
     let mut opened =
         Image::open(pool, &config.image.name, config.snap.as_deref(), read_only).map_err(of_image)?;
-    let watcher = Arc::downgrade(desk);
+    let watcher = Arc::downgrade(queue);
     let notify = move || {
-        if let Some(desk) = watcher.upgrade() {
-            desk.look_at_size();
+        if let Some(queue) = watcher.upgrade() {
+            queue.request_size_check();
         }
     };
     opened.watch(Box::new(notify)).map_err(of_image)?;
@@ -232,7 +233,7 @@ fn geometry(image: &Image, info: Info, config: &Config) -> Geometry {
         max_request: 0,
         discard_granularity: discard.max(BLOCK_BYTES),
         fast_zeroes: true,
-        // It may write to a log of its own, on this machine (rbd_persistent_cache_mode).
+        // The library may write to a local persistent cache (rbd_persistent_cache_mode).
         volatile_cache: true,
         volatile_media: false,
         rotational: false,

@@ -1,15 +1,14 @@
-//! Threads, locks and time that a seed decides (development only).
+//! Deterministic simulation of threads, locks and time (development only).
 //!
-//! Code that takes its threads, locks, channels and clock from [`sync`], [`thread`] and [`time`]
-//! runs as it is in a normal build, where these are `std`'s. Built with `--cfg freestone_sim` they
-//! are those of [`sim`]: real threads, of which exactly one runs at a time. Whenever one takes a
-//! lock, touches a shared atomic, waits, or starts another, the seed may choose who goes on. Nobody
-//! ever sleeps: where all wait, the clock jumps to the earliest deadline. So one seed is one run,
-//! to the last step, and a run in which nobody can go on is a deadlock that is told with every
-//! thread's stack.
+//! Code under test imports threads, locks, channels and the clock from [`sync`], [`thread`] and [`time`]. In
+//! a normal build these are `std`'s. With `--cfg freestone_sim` they are those of [`sim`]: real threads,
+//! exactly one of which runs at a time. Whenever a thread takes a lock, accesses a shared atomic, waits, or
+//! starts a thread, the seed may select another thread to run. No thread really sleeps: if all wait, the
+//! clock jumps to the earliest deadline. So a seed reproduces a run exactly. If no thread can run, the
+//! simulation reports a deadlock with the stacks of all threads.
 //!
-//! Not simulated: memory orderings (every access is as if it were `SeqCst`; the loom models check
-//! them), and what the kernel does (files are read and written for real, at once).
+//! Not simulated: memory orderings (all accesses are sequentially consistent; the loom models check
+//! orderings), and the kernel (file I/O is real and synchronous).
 
 #[cfg(freestone_sim)]
 pub use sim::{sync, thread, time};

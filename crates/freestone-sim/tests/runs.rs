@@ -1,5 +1,5 @@
-//! Runs of the simulation. One a process, so each is a process of its own: this test's program,
-//! called again.
+//! Tests of simulation runs. A process can run one simulation, so each test starts this test program again
+//! for every run.
 
 use std::process::{Command, Output};
 use std::time::Duration;
@@ -10,8 +10,8 @@ use freestone_sim::sim::{Config, Summary, run, thread};
 
 const WHICH: &str = "FREESTONE_SIM_RUN";
 
-/// Runs the test `name`, in which `WHICH` is now set, in a process of its own.
-fn again(name: &str, seed: u64) -> Output {
+/// Runs the test `name` in a new process, with `WHICH` set to the seed.
+fn run_in_process(name: &str, seed: u64) -> Output {
     let mut program = Command::new(std::env::current_exe().unwrap());
     program.args(["--exact", name, "--nocapture"]).env(WHICH, seed.to_string());
     program.output().unwrap()
@@ -25,21 +25,21 @@ fn config(seed: u64) -> Config {
     Config { seed, switch_one_in: 4, points_max: 1_000_000 }
 }
 
-/// Three threads that add to a number under a lock and hand it on through a channel, with pauses.
-fn work() -> (u64, Summary) {
+/// Simulates three threads that change a number under a lock and send it to a channel, with pauses.
+fn simulate_threads() -> (u64, Summary) {
     run(config(seed().unwrap()), || {
         let number = Arc::new(Mutex::new(0_u64));
         let (tx, rx) = mpsc::channel();
         let threads: Vec<_> = (0..3_u64)
-            .map(|who| {
+            .map(|index| {
                 let (number, tx) = (Arc::clone(&number), tx.clone());
                 thread::spawn(move || {
                     for _ in 0..50 {
                         let mut number = number.lock().unwrap();
-                        *number = number.wrapping_mul(31).wrapping_add(who);
+                        *number = number.wrapping_mul(31).wrapping_add(index);
                         tx.send(*number).unwrap();
                         drop(number);
-                        thread::sleep(Duration::from_millis(who));
+                        thread::sleep(Duration::from_millis(index));
                     }
                 })
             })
@@ -53,24 +53,25 @@ fn work() -> (u64, Summary) {
     })
 }
 
-fn line(output: &Output) -> String {
+fn result_line(output: &Output) -> String {
     let text = String::from_utf8_lossy(&output.stdout);
-    text.lines().find_map(|line| line.strip_prefix("came to ").map(str::to_owned)).expect("no result")
+    text.lines().find_map(|line| line.strip_prefix("result ").map(str::to_owned)).expect("no result")
 }
 
 #[test]
-fn a_seed_is_one_run() {
+fn seed_reproduces_run() {
     if seed().is_some() {
-        println!("\ncame to {:?}", work());
+        println!("\nresult {:?}", simulate_threads());
         return;
     }
-    let lines: Vec<String> = [1, 1, 2].map(|seed| line(&again("a_seed_is_one_run", seed))).into();
+    let lines: Vec<String> =
+        [1, 1, 2].map(|seed| result_line(&run_in_process("seed_reproduces_run", seed))).into();
     assert_eq!(lines[0], lines[1]);
     assert_ne!(lines[0], lines[2]);
 }
 
 #[test]
-fn time_passes_only_where_all_wait() {
+fn time_advances_only_if_all_wait() {
     if let Some(seed) = seed() {
         let (hours, summary) = run(config(seed), || {
             let began = Instant::now();
@@ -84,14 +85,14 @@ fn time_passes_only_where_all_wait() {
             }
             began.elapsed().as_secs() / 3600
         });
-        println!("\ncame to {hours} {}", summary.elapsed.as_secs() / 3600);
+        println!("\nresult {hours} {}", summary.elapsed.as_secs() / 3600);
         return;
     }
-    assert_eq!(line(&again("time_passes_only_where_all_wait", 7)), "4 4");
+    assert_eq!(result_line(&run_in_process("time_advances_only_if_all_wait", 7)), "4 4");
 }
 
 #[test]
-fn a_deadlock_is_told_with_all_stacks() {
+fn deadlock_is_reported_with_all_stacks() {
     if let Some(seed) = seed() {
         run(config(seed), || {
             let locks = Arc::new((Mutex::new(()), Mutex::new(())));
@@ -113,8 +114,8 @@ fn a_deadlock_is_told_with_all_stacks() {
         });
         return;
     }
-    let output = again("a_deadlock_is_told_with_all_stacks", 3);
-    let told = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(3), "{told}");
-    assert!(told.contains("nobody can go on") && told.contains("backwards, waits:"), "{told}");
+    let output = run_in_process("deadlock_is_reported_with_all_stacks", 3);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{stderr}");
+    assert!(stderr.contains("no task can run") && stderr.contains("backwards, waiting:"), "{stderr}");
 }

@@ -1,44 +1,45 @@
-//! Who may connect to the sockets of a server, as it is written: `socket_mode`, `socket_user`,
-//! `socket_group`, and the same of the control socket.
+//! Permissions and owners of a server's sockets: the keys `socket_mode`, `socket_user` and
+//! `socket_group`, and the corresponding keys of the control sockets.
 
 use toml::de::DeValue;
 
-/// What was said; the rest is as the system has it.
+/// Permissions and owner of a socket. Values that are not set keep the system's default.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct AccessWords {
     /// Permission bits of the socket's file.
     pub mode: Option<u32>,
-    /// A name or a number.
+    /// User name or number.
     pub user: Option<String>,
-    /// A name or a number.
+    /// Group name or number.
     pub group: Option<String>,
 }
 
-/// Most of the permission bits.
+/// Largest permission bits accepted: no set-user-ID, set-group-ID or sticky bit.
 const MAX_MODE: u32 = 0o777;
 const MUST: &str = "must be an octal number of up to 0777, for example 0660";
 
-/// Reads permission bits.
+/// Parses permission bits.
 ///
 /// # Errors
-/// Half a sentence that follows the text.
+/// Returns the reason, which the caller puts after `KEY=TEXT: `.
 pub fn mode(text: &str) -> Result<u32, String> {
-    // `from_str_radix` alone would take a sign.
+    // `from_str_radix` also accepts a sign.
     let digits = text.bytes().all(|byte| byte.is_ascii_digit());
     let mode = u32::from_str_radix(text, 8).ok().filter(|mode| digits && *mode <= MAX_MODE);
     mode.ok_or_else(|| MUST.to_owned())
 }
 
-/// Permission bits as they are written.
+/// Formats permission bits as [`mode`] parses them.
 pub fn mode_text(mode: u32) -> String {
     format!("{mode:04o}")
 }
 
 impl AccessWords {
-    /// Takes one of its keys of a file, whose last word says which it is.
+    /// Sets a key of the configuration file. The end of the key (`_mode`, `_user`, `_group`) selects
+    /// the value.
     ///
     /// # Errors
-    /// A sentence.
+    /// Returns a message that names the key.
     pub fn take(&mut self, key: &str, value: &DeValue<'_>) -> Result<(), String> {
         if key.ends_with("_mode") {
             let DeValue::String(text) = value else {
@@ -47,17 +48,17 @@ impl AccessWords {
             self.mode = Some(mode(text).map_err(|why| format!("{key}={text}: {why}"))?);
             return Ok(());
         }
-        let who = match value {
+        let owner = match value {
             DeValue::String(text) if !text.is_empty() => text.to_string(),
             DeValue::Integer(number) if number.radix() == 10 => number.as_str().to_owned(),
             _ => return Err(format!("{key}: must be a name as a text, or a number")),
         };
-        let place = if key.ends_with("_user") { &mut self.user } else { &mut self.group };
-        *place = Some(who);
+        let field = if key.ends_with("_user") { &mut self.user } else { &mut self.group };
+        *field = Some(owner);
         Ok(())
     }
 
-    /// What these say, and of the rest what `others` say.
+    /// Returns these values, and those of `others` for the values that are not set.
     #[must_use]
     pub fn or(self, others: Self) -> Self {
         Self {
@@ -67,12 +68,12 @@ impl AccessWords {
         }
     }
 
-    /// The keys that say so, behind `prefix_`.
+    /// Returns the keys and values that are set. Keys start with `prefix_`.
     pub fn keys(&self, prefix: &str) -> Vec<(String, String)> {
         let parts =
             [("mode", self.mode.map(mode_text)), ("user", self.user.clone()), ("group", self.group.clone())];
-        let said = parts.into_iter().filter_map(|(part, value)| Some((format!("{prefix}_{part}"), value?)));
-        said.collect()
+        let set = parts.into_iter().filter_map(|(part, value)| Some((format!("{prefix}_{part}"), value?)));
+        set.collect()
     }
 }
 
@@ -81,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn modes_are_octal() {
+    fn mode_is_octal_and_at_most_0777() {
         assert_eq!((mode("0660"), mode("600"), mode("777")), (Ok(0o660), Ok(0o600), Ok(0o777)));
         for text in ["", "0800", "1777", "+660", "rw", "0x1", "-1", "99999999999999"] {
             assert_eq!(mode(text), Err(MUST.to_owned()), "{text}");

@@ -1,4 +1,4 @@
-//! The attributes of devices under the kernel's names: what they are, and which can be set to what.
+//! Attributes of devices, under the kernel's names: lists, gets, checks and sets them.
 
 use std::sync::Arc;
 
@@ -12,39 +12,40 @@ use crate::layers;
 use crate::limits::{self, LimitWords};
 use crate::refusal::Refusal;
 
-/// The names of a device's attributes.
+/// Returns the names of a device's attributes.
 pub fn names(entry: &Entry) -> Vec<&'static str> {
-    [entry.kind.attrs(), &entry.layers.names(), &limits::KEYS].concat()
+    [entry.kind.attrs(), &entry.layers.names(), &limits::KEYS, entry.restart_keys()].concat()
 }
 
-/// The value of one attribute. Sizes are numbers of bytes.
+/// Returns the value of an attribute. Sizes are numbers of bytes.
 pub fn get(entry: &Entry, attr: &str) -> Result<Value, Refusal> {
-    let of_layers = |entry: &Entry| {
+    let layer_values = |entry: &Entry| {
         let top = entry.device()?;
         entry.layers.value(&entry.spec.layers, &**top, attr)
     };
     let value = match attr {
-        _ if entry.layers.names().contains(&attr) => of_layers(entry),
+        _ if entry.layers.names().contains(&attr) => layer_values(entry),
         _ if entry.kind.attrs().contains(&attr) => entry.kind.value(entry, attr),
         _ if limits::KEYS.contains(&attr) => entry.limits().value(attr).map(Value::from),
+        _ if entry.restart_keys().contains(&attr) => entry.restart_policy().value(attr).map(Value::from),
         _ => None,
     };
     value.ok_or_else(|| unknown(entry, attr))
 }
 
-/// A value as sysfs shows it: statistics are a row of numbers, algorithms a line each with all that
-/// could be chosen.
+/// Formats a value as sysfs shows it: statistics are a row of numbers; an algorithm is a line with
+/// all algorithms, the selected one in brackets.
 pub fn plain(attr: &str, value: &Value) -> String {
     match value {
         Value::Object(chosen) if attr == "recomp_algorithm" => {
             let line = |(priority, chosen)| format!("#{priority}: {}", among_all(chosen));
             chosen.iter().map(line).collect::<Vec<_>>().join("\n")
         }
-        // Where memory is not compressed there is nothing to choose from.
+        // A word that is not an algorithm is printed as it is.
         Value::String(chosen) if attr == "comp_algorithm" && chosen.parse::<Algorithm>().is_ok() => {
             among_all(value)
         }
-        // The kernel's first line says how the second one is read.
+        // As in the kernel, the first line is the version of the format of the second one.
         Value::Object(columns) if attr == "debug_stat" => {
             let of = |key: &str| columns.get(key).map(ToString::to_string).unwrap_or_default();
             format!("version: {}\n{} {}", of("version"), of("writestall"), of("miss_free"))
@@ -55,7 +56,7 @@ pub fn plain(attr: &str, value: &Value) -> String {
     }
 }
 
-/// All algorithms, with the chosen one in brackets.
+/// Lists all algorithms, with the selected one in brackets.
 fn among_all(chosen: &Value) -> String {
     let all = Algorithm::ALL.map(|algorithm| match algorithm.name() {
         name if chosen == name => format!("[{name}]"),
@@ -64,49 +65,57 @@ fn among_all(chosen: &Value) -> String {
     all.join(" ")
 }
 
-/// Checks every attribute, then sets them; after a refusal nothing has changed.
+/// Checks all attributes, then sets them. If a check fails, nothing has changed.
 pub fn set(registry: &Registry, entry: &Arc<Entry>, wanted: &Map<String, Value>) -> Result<(), Refusal> {
     let mut changes = Vec::new();
-    let mut of_layers = layers::Changes::default();
-    let mut of_limits = LimitWords::default();
+    let mut layer_changes = layers::Changes::default();
+    let mut limits = LimitWords::default();
+    let mut policy = entry.restart_policy();
     for (attr, value) in wanted {
         let text = match value {
             Value::String(text) => text.clone(),
-            Value::Number(number) => number.to_string(),
+            Value::Number(_) | Value::Bool(_) => value.to_string(),
             _ => {
                 return Err(Refusal::invalid(format!(
-                    "{}: {attr}: must be a text or a number",
+                    "{}: {attr}: must be a text, a number or a boolean",
                     entry.name()
                 )));
             }
         };
-        let of_all = of_limits.take(attr, &text);
-        if of_all.map_err(|why| Refusal::invalid(format!("{}: {attr}={text}: {why}", entry.name())))? {
+        let refused = |why| Refusal::invalid(format!("{}: {attr}={text}: {why}", entry.name()));
+        if limits.take(attr, &text).map_err(refused)? {
             continue;
         }
-        if !of_layers.take(&entry.layers, entry.name(), entry.is_read_only(), attr, &text)? {
+        if entry.restart_keys().contains(&attr.as_str()) && policy.take(attr, &text).map_err(refused)? {
+            continue;
+        }
+        if !layer_changes.take(&entry.layers, entry.name(), entry.is_read_only(), attr, &text)? {
             changes.push((check(entry, attr, &text)?, attr, text));
         }
     }
-    of_layers.make(&entry.layers, entry.name())?;
-    if !of_limits.is_empty() {
-        entry.set_limits(of_limits.over(entry.limits()))?;
+    if policy.keep != entry.is_kept() {
+        entry.check_keep(registry, policy.keep)?;
+    }
+    layer_changes.apply(&entry.layers, entry.name())?;
+    if !limits.is_empty() {
+        entry.set_limits(limits.over(entry.limits()))?;
     }
     changes.sort_unstable_by_key(|(change, ..)| *change);
     let set = entry.kind.set(entry, registry, &changes);
     if set.is_ok() {
-        wanted.keys().for_each(|attr| note(entry, attr, wanted));
+        entry.set_restart_policy(policy);
+        wanted.keys().for_each(|attr| update_words(entry, attr, wanted));
     }
     set
 }
 
-/// Keeps what was set, for who makes the device again.
-fn note(entry: &Entry, attr: &str, wanted: &Map<String, Value>) {
+/// Records a new value in the device's words, from which the device can be created again.
+fn update_words(entry: &Entry, attr: &str, wanted: &Map<String, Value>) {
     match attr {
         "disksize" if entry.spec.kind.fork().is_some() => {
             entry.words.put(&entry.spec, "size", &plain(attr, &wanted[attr]));
         }
-        // These were changed, not replaced.
+        // The new value was merged into these lists, so store the resulting list.
         "badblocks" | "zone_readonly" | "zone_offline" => match get(entry, attr) {
             Ok(now) if now == "none" => entry.words.forget(&entry.spec, attr),
             Ok(now) => entry.words.put(&entry.spec, attr, &plain(attr, &now)),
@@ -126,7 +135,7 @@ fn check(entry: &Entry, attr: &str, text: &str) -> Result<Change, Refusal> {
 
 fn unknown(entry: &Entry, attr: &str) -> Refusal {
     let (name, names) = (entry.name(), names(entry));
-    // In the kernel these are files to write to.
+    // The kernel has these as writable attributes.
     let words = match attr {
         "compact" | "reset" | "rewind" => Some(""),
         "idle" => Some(" all"),
@@ -174,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn every_name_has_a_value() {
+    fn every_attribute_has_a_value() {
         let dir = tempfile::tempdir().unwrap();
         let image = dir.path().join("image");
         std::fs::write(&image, vec![0; 8192]).unwrap();
@@ -232,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_set_is_set() {
+    fn settable_attributes_change() {
         let entry = entry("r=ram,disksize=1M,mem_limit=1M");
         set(&entry, &wanted(&[("mem_limit", "8M"), ("disksize", "2M"), ("mem_used_max", "0")])).unwrap();
         assert_eq!(get(&entry, "disksize"), Ok(json!(2 << 20)));
@@ -242,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_change_nothing() {
+    fn refused_set_changes_nothing() {
         let ram = entry("r=ram,disksize=1M,mem_limit=1M");
         let fixed = "fixed once the device is initialised; create a new device with another value";
         let settable = "read-only; disksize (grow), mem_limit, mem_used_max (0), writeback_limit, \
@@ -251,7 +260,7 @@ mod tests {
             ("disksize", "512K", false, "smaller than the present 1M; a device only grows"),
             ("disksize", "16777215T", true, "too large; a ram device has at most 256T"),
             ("disksize", "12", true, "give a unit; 12M? (K, M, G and T are known, 1024-based)"),
-            ("mem_used_max", "1", true, "only 0 can be set, which starts the maximum anew"),
+            ("mem_used_max", "1", true, "only 0 can be set, which restarts the maximum at the present value"),
             ("comp_algorithm", "zstd", false, fixed),
             ("algorithm_params", "level=3", false, fixed),
             ("mm_stat", "0", true, settable),

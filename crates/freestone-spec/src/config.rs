@@ -1,4 +1,5 @@
-//! The file of `serve --config`, `apply` and `dump`: all that the command line can say, as TOML.
+//! Configuration file of `serve --config`, `apply` and `dump`: everything the command line accepts,
+//! as TOML. The parser checks names and types; the callers check device keys, addresses and paths.
 //!
 //! ```toml
 //! nbd = ["unix:/run/freestone/nbd.sock"]
@@ -38,19 +39,20 @@ use crate::kinds::registry::MAX_DEVICES;
 use crate::layers::NUMBER;
 use crate::limits::{self, LimitWords};
 use crate::metrics::MetricsWords;
-use crate::numbers::{integer, within};
+use crate::numbers::{integer, parse_in_range};
+use crate::renamed;
 use crate::size;
 use crate::times;
 use crate::tls::TlsWords;
 
-/// More is not a list of devices; bounds what a mistyped path can make us read.
+/// Largest configuration file accepted, in bytes. Limits what is read if the path is mistyped.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// Saves would run all the time.
+/// Smallest `save_every`. With a shorter interval, saves would run all the time.
 const SAVE_EVERY_MIN: Duration = Duration::from_secs(1);
 const SAVE_AFTER_MIN_BYTES: u64 = 1 << 20;
 
-/// What `max_connections` can be.
+/// Allowed values of `max_connections`.
 pub const MAX_CONNECTIONS_RANGE: RangeInclusive<i64> = 1..=65_536;
 
 const TOP_KEYS: [&str; 38] = [
@@ -80,10 +82,10 @@ const TOP_KEYS: [&str; 38] = [
     "allow_plaintext",
     "max_connections",
     "max_memory_in_flight",
-    "max_newcomers",
-    "newcomer_grace",
-    "connects_per_second",
-    "handshake_silence",
+    "max_pending_handshakes",
+    "handshake_grace",
+    "max_connect_rate",
+    "handshake_idle_timeout",
     "handshake_timeout",
     "handshake_bytes",
     "metrics",
@@ -96,116 +98,117 @@ const TOP_KEYS: [&str; 38] = [
 const EXPORT_KEYS: [&str; 11] =
     joined(&["nbd", "vhost_user", "ublk", "queues", "read_only", "allow"], &limits::KEYS, &[]);
 
-/// What the file says. Relative paths in it start at the directory of the file.
+/// Content of the file. Relative paths are relative to the directory of the file.
 #[derive(Debug, Default, PartialEq)]
 pub struct FileConfig {
-    /// Devices in the order of the file, keys and values unchecked.
+    /// Devices in the order of the file. Their keys and values are unchecked.
     pub devices: Vec<DeviceWords>,
     /// NBD addresses, unchecked.
     pub nbd: Vec<String>,
-    /// Who may connect to these, unchecked.
+    /// Allow list of these addresses, unchecked.
     pub allow: Option<Vec<String>>,
-    /// What is published is shown as block devices too.
+    /// Also provide every published device as a ublk block device.
     pub ublk: bool,
-    /// Where the control socket goes.
+    /// Path of the control socket.
     pub control: Option<PathBuf>,
-    /// Where one goes that changes nothing.
+    /// Path of the read-only control socket.
     pub control_read_only: Option<PathBuf>,
-    /// The directory of what is there after the next start.
+    /// State directory: devices and exports that the next start restores.
     pub state: Option<PathBuf>,
-    /// So often what devices keep is saved.
+    /// Interval between saves of devices with `keep=yes`.
     pub save_every: Option<Duration>,
-    /// When so many bytes of it have changed.
+    /// Number of changed bytes that starts a save.
     pub save_after: Option<u64>,
-    /// How long the end of the server waits for it.
+    /// How long the shutdown of the server waits for the last save.
     pub save_timeout: Option<Duration>,
-    /// Who may connect to the sockets of devices.
+    /// Permissions and owner of the sockets of exports.
     pub sockets: AccessWords,
-    /// Who may connect to the control socket.
+    /// Permissions and owner of the control socket.
     pub control_socket: AccessWords,
-    /// Who may connect to the one that changes nothing.
+    /// Permissions and owner of the read-only control socket.
     pub control_read_only_socket: AccessWords,
-    /// TLS of NBD.
+    /// TLS settings of NBD.
     pub tls: TlsWords,
-    /// Most NBD connections at one time.
+    /// Maximum number of NBD connections.
     pub max_connections: Option<u32>,
-    /// Most bytes that connections hold for requests.
+    /// Maximum memory of requests in flight, in bytes.
     pub max_memory_in_flight: Option<u64>,
-    /// What clients may take before they have an export.
+    /// Limits of clients during the handshake.
     pub handshake: HandshakeWords,
-    /// Who is told how busy the server is.
+    /// Metrics endpoint.
     pub metrics: MetricsWords,
-    /// Where the page is: `http` and `http_open`.
+    /// Status page: `http` and `http_open`.
     pub http: HttpWords,
-    /// The directory of the file.
+    /// Directory of the file.
     pub base: PathBuf,
 }
 
-/// A device of the file, or as many as `count` says.
+/// A `[[device]]` of the file, which stands for `count` devices.
 #[derive(Debug, PartialEq)]
 pub struct DeviceWords {
-    /// Its name, kind and keys.
+    /// Name, kind and keys.
     pub entries: Entries,
-    /// Where it is published, beside the addresses of the server.
+    /// Exports of the device, in addition to the addresses of the server.
     pub exports: Vec<ExportWords>,
-    /// So many of them; `%n` is the number of each.
+    /// Number of devices; `%n` stands for the number of each device. None: one device, without a number.
     count: Option<usize>,
-    /// Where it begins, and where its keys are.
+    /// Line of `[[device]]`.
     line: usize,
-    lines: Vec<(String, usize)>,
+    /// Line of each key.
+    key_lines: Vec<(String, usize)>,
 }
 
-/// A place where a device is to be seen, unchecked: one of the first three.
+/// An export of a device, unchecked. Exactly one of `nbd`, `vhost_user` and `ublk` is set.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct ExportWords {
-    /// An NBD address.
+    /// NBD address.
     pub nbd: Option<String>,
-    /// The socket of a virtual machine, `unix:PATH`.
+    /// Address of a vhost-user socket, `unix:PATH`.
     pub vhost_user: Option<String>,
-    /// A block device of this machine.
+    /// A ublk block device of this machine.
     pub ublk: bool,
-    /// Of the block device.
+    /// Number of queues of the block device.
     pub queues: Option<u16>,
-    /// Nobody writes there.
+    /// The export is read-only.
     pub read_only: bool,
-    /// Who may connect there; `None`: whoever can.
+    /// Allow list; None allows every client that can connect.
     pub allow: Option<Vec<String>>,
-    /// What it lets through.
+    /// I/O and connection limits of the export.
     pub limits: LimitWords,
-    /// Where it stands.
+    /// Line of the export in the file.
     pub line: usize,
 }
 
-/// Why there is no such list of devices.
+/// Errors from reading the file.
 #[derive(Debug, Error)]
 pub enum ConfigError {
-    /// The file is not to be had.
+    /// The file cannot be read.
     #[error("{}: cannot read the file", .0.display())]
     Read(PathBuf, #[source] io::Error),
-    /// What its paths start at is not to be had.
+    /// The directory of the file cannot be determined.
     #[error("{}: cannot find its directory", .0.display())]
     Directory(PathBuf, #[source] io::Error),
-    /// What is in it cannot be meant; the sentence names file and line.
+    /// The content is invalid. The message names the file and the line.
     #[error("{0}")]
     Content(String),
 }
 
 impl DeviceWords {
-    /// The line where it begins.
+    /// Returns the line of `[[device]]`.
     pub fn line(&self) -> usize {
         self.line
     }
 
-    /// The line of what is wrong with it.
+    /// Returns the line of the key that an error is about, or the line of `[[device]]`.
     pub fn line_of(&self, error: &SpecError) -> usize {
-        let of_key = |key| self.lines.iter().find(|(known, _)| known == key);
-        error.key().and_then(of_key).map_or(self.line, |(_, line)| *line)
+        let line_of_key = |key| self.key_lines.iter().find(|(known, _)| known == key);
+        error.key().and_then(line_of_key).map_or(self.line, |(_, line)| *line)
     }
 
-    /// Each of the devices that it stands for, with the numbers in.
+    /// Returns the devices that `count` stands for, with `%n` replaced by the number of each.
     pub fn each(&self) -> Vec<(Entries, Vec<ExportWords>)> {
         let Some(count) = self.count else { return vec![(self.entries.clone(), self.exports.clone())] };
-        let one = |number: usize| {
+        let numbered = |number: usize| {
             let at = |text: &str| text.replace(NUMBER, &number.to_string());
             let mut entries = self.entries.clone();
             let name = &self.entries.name;
@@ -218,11 +221,11 @@ impl DeviceWords {
             }
             (entries, exports)
         };
-        (0..count).map(one).collect()
+        (0..count).map(numbered).collect()
     }
 }
 
-/// Reads the file.
+/// Reads a configuration file.
 pub fn read(path: &Path) -> Result<FileConfig, ConfigError> {
     let (at, mut text) = (path.display(), String::new());
     fs::File::open(path)
@@ -237,76 +240,80 @@ pub fn read(path: &Path) -> Result<FileConfig, ConfigError> {
     Ok(config)
 }
 
-/// Reads what is in it; `base` is not known here.
+/// Parses the content of a configuration file. `base` stays empty.
 ///
 /// # Errors
-/// `line N: ` and a sentence.
+/// Returns `line N: ` and the reason.
 pub fn parse(text: &str) -> Result<FileConfig, String> {
     let lines = Lines(text);
     let table = DeTable::parse(text).map_err(|error| {
         let span = error.span().unwrap_or(0..0);
-        lines.at(&span, &error.message().replace('\n', ", "))
+        lines.message(&span, &error.message().replace('\n', ", "))
     })?;
     let mut config = FileConfig::default();
     for (key, value) in table.into_inner() {
         let span = key.span();
         config
-            .take(&lines, key.get_ref(), value)
-            .map_err(|(within, why)| lines.at(&within.unwrap_or(span), &why))?;
+            .take(&lines, renamed::key(key.get_ref()), value)
+            .map_err(|(span_of_error, why)| lines.message(&span_of_error.unwrap_or(span), &why))?;
     }
     Ok(config)
 }
 
-/// The lines of a text.
+/// The text of the file, for line numbers.
 struct Lines<'a>(&'a str);
 
 impl Lines<'_> {
-    fn of(&self, span: &Range<usize>) -> usize {
+    fn number(&self, span: &Range<usize>) -> usize {
         self.0.get(..span.start).unwrap_or(self.0).matches('\n').count() + 1
     }
 
-    fn at(&self, span: &Range<usize>, why: &str) -> String {
-        format!("line {}: {why}", self.of(span))
+    fn message(&self, span: &Range<usize>, why: &str) -> String {
+        format!("line {}: {why}", self.number(span))
     }
 }
 
-/// What is wrong, and where it is if that is not where the key is.
-type Wrong = (Option<Range<usize>>, String);
+/// An error of a key: the place in the text, if it is not the place of the key, and the reason.
+type KeyError = (Option<Range<usize>>, String);
 
-fn wrong<T>(why: impl Into<String>) -> Result<T, Wrong> {
+fn error_at_key<T>(why: impl Into<String>) -> Result<T, KeyError> {
     Err((None, why.into()))
 }
 
 impl FileConfig {
-    fn take(&mut self, lines: &Lines<'_>, key: &str, value: Spanned<DeValue<'_>>) -> Result<(), Wrong> {
+    fn take(&mut self, lines: &Lines<'_>, key: &str, value: Spanned<DeValue<'_>>) -> Result<(), KeyError> {
         match (key, value.into_inner()) {
-            ("nbd", value) => self.nbd = texts(key, &value).map_err(|why| (None, why))?,
-            ("allow", value) => self.allow = Some(texts(key, &value).map_err(|why| (None, why))?),
+            ("nbd", value) => self.nbd = string_list(key, &value).map_err(|why| (None, why))?,
+            ("allow", value) => self.allow = Some(string_list(key, &value).map_err(|why| (None, why))?),
             ("ublk", DeValue::Boolean(yes)) => self.ublk = yes,
-            ("ublk", _) => return wrong("ublk: must be true or false"),
+            ("ublk", _) => return error_at_key("ublk: must be true or false"),
             ("control", DeValue::String(path)) => self.control = Some(PathBuf::from(&*path)),
             ("control_read_only", DeValue::String(path)) => {
                 self.control_read_only = Some(PathBuf::from(&*path));
             }
             ("control" | "control_read_only", _) => {
-                return wrong(format!("{key}: must be a path as a text"));
+                return error_at_key(format!("{key}: must be a path as a text"));
             }
             ("state", DeValue::String(path)) => self.state = Some(PathBuf::from(&*path)),
-            ("state", _) => return wrong("state: must be a path as a text"),
+            ("state", _) => return error_at_key("state: must be a path as a text"),
             ("save_every", DeValue::String(text)) => {
-                self.save_every = Some(save_every(&text).map_err(|why| of_key("save_every", &text, &why))?);
+                self.save_every =
+                    Some(save_every(&text).map_err(|why| value_error("save_every", &text, &why))?);
             }
             ("save_after", DeValue::String(text)) => {
-                self.save_after = Some(save_after(&text).map_err(|why| of_key("save_after", &text, &why))?);
+                self.save_after =
+                    Some(save_after(&text).map_err(|why| value_error("save_after", &text, &why))?);
             }
             ("save_timeout", DeValue::String(text)) => {
-                let time = times::parse(&text).map_err(|why| of_key("save_timeout", &text, &why))?;
+                let time = times::parse(&text).map_err(|why| value_error("save_timeout", &text, &why))?;
                 self.save_timeout = Some(time);
             }
             (key @ ("save_every" | "save_timeout"), _) => {
-                return wrong(format!("{key}: must be a time as a text, for example '10m'"));
+                return error_at_key(format!("{key}: must be a time as a text, for example '10m'"));
             }
-            ("save_after", _) => return wrong("save_after: must be a size as a text, for example '256M'"),
+            ("save_after", _) => {
+                return error_at_key("save_after: must be a size as a text, for example '256M'");
+            }
             ("socket_mode" | "socket_user" | "socket_group", value) => {
                 self.sockets.take(key, &value).map_err(|why| (None, why))?;
             }
@@ -317,10 +324,10 @@ impl FileConfig {
                 self.control_read_only_socket.take(key, &value).map_err(|why| (None, why))?;
             }
             (
-                "max_newcomers"
-                | "newcomer_grace"
-                | "connects_per_second"
-                | "handshake_silence"
+                "max_pending_handshakes"
+                | "handshake_grace"
+                | "max_connect_rate"
+                | "handshake_idle_timeout"
                 | "handshake_timeout"
                 | "handshake_bytes",
                 value,
@@ -333,7 +340,7 @@ impl FileConfig {
             }
             (key @ "max_connections", value) => {
                 self.max_connections =
-                    Some(within(key, &value, MAX_CONNECTIONS_RANGE).map_err(|why| (None, why))?);
+                    Some(parse_in_range(key, &value, MAX_CONNECTIONS_RANGE).map_err(|why| (None, why))?);
             }
             ("metrics" | "metrics_open" | "metrics_forks", value) => {
                 self.metrics.take(key, &value).map_err(|why| (None, why))?;
@@ -347,7 +354,7 @@ impl FileConfig {
                 self.max_memory_in_flight = Some(bytes);
             }
             ("max_memory_in_flight", _) => {
-                return wrong("max_memory_in_flight: must be a size as a text, for example '256M'");
+                return error_at_key("max_memory_in_flight: must be a size as a text, for example '256M'");
             }
             ("device", DeValue::Array(list)) => {
                 for (index, entry) in list.into_iter().enumerate() {
@@ -356,22 +363,23 @@ impl FileConfig {
                         return Err((Some(span), "device: write [[device]]".into()));
                     };
                     let device = device(lines, index + 1, table, &span);
-                    self.devices.push(device.map_err(|(within, why)| (within.or(Some(span)), why))?);
+                    self.devices
+                        .push(device.map_err(|(span_of_error, why)| (span_of_error.or(Some(span)), why))?);
                 }
             }
-            ("device", _) => return wrong("device: write [[device]], with two brackets"),
+            ("device", _) => return error_at_key("device: write [[device]], with two brackets"),
             (other, _) => {
                 let hint = nearest(other, &TOP_KEYS).map(|h| format!("; {h}?")).unwrap_or_default();
                 let keys = TOP_KEYS.join(", ");
-                return wrong(format!("unknown key {other:?}{hint}; the keys are {keys}"));
+                return error_at_key(format!("unknown key {other:?}{hint}; the keys are {keys}"));
             }
         }
         Ok(())
     }
 }
 
-/// A text, or a list of texts. The error is a sentence.
-fn texts(key: &str, value: &DeValue<'_>) -> Result<Vec<String>, String> {
+/// Parses a string or a list of strings. The error names the key.
+fn string_list(key: &str, value: &DeValue<'_>) -> Result<Vec<String>, String> {
     let text = |value: &DeValue<'_>| match value {
         DeValue::String(text) => Ok(text.clone().into_owned()),
         _ => Err(format!("{key}: must be a text or a list of texts")),
@@ -382,32 +390,32 @@ fn texts(key: &str, value: &DeValue<'_>) -> Result<Vec<String>, String> {
     }
 }
 
-fn of_key(key: &str, text: &str, why: &str) -> Wrong {
+fn value_error(key: &str, text: &str, why: &str) -> KeyError {
     (None, format!("{key}={text}: {why}"))
 }
 
-/// How often is saved.
+/// Parses `save_every`, the interval between saves.
 ///
 /// # Errors
-/// Half a sentence.
+/// Returns the reason, which the caller puts after `KEY=TEXT: `.
 pub fn save_every(text: &str) -> Result<Duration, String> {
     let time = times::parse(text)?;
     if time < SAVE_EVERY_MIN { Err("at least 1s".into()) } else { Ok(time) }
 }
 
-/// After how many changed bytes is saved.
+/// Parses `save_after`, the number of changed bytes that starts a save.
 ///
 /// # Errors
-/// Half a sentence.
+/// Returns the reason, which the caller puts after `KEY=TEXT: `.
 pub fn save_after(text: &str) -> Result<u64, String> {
     let bytes = size::parse(text).map_err(|error| error.to_string())?;
     if bytes < SAVE_AFTER_MIN_BYTES { Err("at least 1M".into()) } else { Ok(bytes) }
 }
 
-/// Reads the bytes that connections may hold for requests.
+/// Parses `max_memory_in_flight`.
 ///
 /// # Errors
-/// Half a sentence that follows the text.
+/// Returns the reason, which the caller puts after `KEY=TEXT: `.
 pub fn memory_in_flight(text: &str) -> Result<u64, String> {
     let bytes = size::parse(text).map_err(|error| error.to_string())?;
     if bytes < budget::MIN_BYTES {
@@ -424,37 +432,37 @@ fn device(
     number: usize,
     mut table: DeTable<'_>,
     span: &Range<usize>,
-) -> Result<DeviceWords, Wrong> {
-    let at = |(key, _): (&Spanned<DeString<'_>>, _)| (key.get_ref().to_string(), lines.of(&key.span()));
+) -> Result<DeviceWords, KeyError> {
+    let at = |(key, _): (&Spanned<DeString<'_>>, _)| (key.get_ref().to_string(), lines.number(&key.span()));
     let key_lines = table.iter().map(at).collect();
     let mut text = |key: &str| match table.remove(key).map(|value| (value.span(), value.into_inner())) {
         Some((_, DeValue::String(text))) => Ok(text.into_owned()),
         Some((span, _)) => Err((Some(span), format!("device {number}: {key}: must be a text"))),
-        None => wrong(format!("device {number}: {key} is missing")),
+        None => error_at_key(format!("device {number}: {key} is missing")),
     };
     let entries = Entries::new(&text("name")?, &text("kind")?).map_err(|e| (None, e.to_string()))?;
-    let line = lines.of(span);
-    let mut device = DeviceWords { entries, exports: Vec::new(), count: None, line, lines: key_lines };
+    let line = lines.number(span);
+    let mut device = DeviceWords { entries, exports: Vec::new(), count: None, line, key_lines };
     for (key, value) in table {
         let span = key.span();
         device
             .take(lines, key.get_ref(), value.into_inner())
-            .map_err(|(within, why)| (within.or(Some(span)), why))?;
+            .map_err(|(span_of_error, why)| (span_of_error.or(Some(span)), why))?;
     }
     if device.entries.name.contains(NUMBER) && device.count.is_none() {
-        return wrong(format!("{}: {NUMBER} is for count", device.entries.name));
+        return error_at_key(format!("{}: {NUMBER} is for count", device.entries.name));
     }
     Ok(device)
 }
 
 impl DeviceWords {
-    fn take(&mut self, lines: &Lines<'_>, key: &DeString<'_>, value: DeValue<'_>) -> Result<(), Wrong> {
+    fn take(&mut self, lines: &Lines<'_>, key: &DeString<'_>, value: DeValue<'_>) -> Result<(), KeyError> {
         let name = self.entries.name.clone();
         let value = match (key.as_ref(), value) {
             ("count", value) => {
                 let number = integer(&value).and_then(|number| usize::try_from(number).ok());
                 let Some(count @ 1..=MAX_DEVICES) = number else {
-                    return wrong(format!("{name}: count: must be a number from 1 to {MAX_DEVICES}"));
+                    return error_at_key(format!("{name}: count: must be a number from 1 to {MAX_DEVICES}"));
                 };
                 self.count = Some(count);
                 return Ok(());
@@ -470,18 +478,20 @@ impl DeviceWords {
                 }
                 return Ok(());
             }
-            ("export", _) => return wrong(format!("{name}: {EXPORT_FORM}")),
+            ("export", _) => return error_at_key(format!("{name}: {EXPORT_FORM}")),
             (_, DeValue::String(text)) => text.into_owned(),
             (_, DeValue::Boolean(yes)) => if yes { "yes" } else { "no" }.into(),
-            // Where a size is meant, a number is refused later, with the same words as on the
+            // A number that should be a size is refused later, with the same message as on the
             // command line.
             (key, value @ DeValue::Integer(_)) => match integer(&value) {
                 Some(number) => number.to_string(),
-                None => return wrong(format!("{name}: {key}: the number is too large")),
+                None => return error_at_key(format!("{name}: {key}: the number is too large")),
             },
             (key, other) => {
                 let is = other.type_str();
-                return wrong(format!("{name}: {key}: must be a text, a number or a boolean, not {is}"));
+                return error_at_key(format!(
+                    "{name}: {key}: must be a text, a number or a boolean, not {is}"
+                ));
             }
         };
         self.entries.add(key, &value).map_err(|e| (None, e.to_string()))
@@ -492,10 +502,10 @@ impl DeviceWords {
         lines: &Lines<'_>,
         table: DeTable<'_>,
         span: Option<Range<usize>>,
-    ) -> Result<(), Wrong> {
+    ) -> Result<(), KeyError> {
         let name = &self.entries.name;
         let mut export = ExportWords {
-            line: span.as_ref().map_or(self.line, |span| lines.of(span)),
+            line: span.as_ref().map_or(self.line, |span| lines.number(span)),
             ..ExportWords::default()
         };
         for (key, value) in table {
@@ -507,8 +517,8 @@ impl DeviceWords {
                 ("ublk", DeValue::Boolean(yes)) => export.ublk = *yes,
                 ("read_only", DeValue::Boolean(yes)) => export.read_only = *yes,
                 ("allow", value) => {
-                    let said = texts("allow", value);
-                    export.allow = Some(said.map_err(|why| (at, format!("{name}: export: {why}")))?);
+                    let list = string_list("allow", value);
+                    export.allow = Some(list.map_err(|why| (at, format!("{name}: export: {why}")))?);
                 }
                 ("queues", _) => match integer(&value).and_then(|number| u16::try_from(number).ok()) {
                     Some(queues) => export.queues = Some(queues),
@@ -521,7 +531,7 @@ impl DeviceWords {
                     return Err((at, format!("{name}: export: {key}: must be true or false")));
                 }
                 (key, value) if limits::KEYS.contains(&key) => {
-                    let taken = limits::of_toml(&mut export.limits, key, value);
+                    let taken = limits::take_toml(&mut export.limits, key, value);
                     taken.map_err(|why| (at, format!("{name}: export: {why}")))?;
                 }
                 (other, _) => {

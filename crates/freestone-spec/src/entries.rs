@@ -1,5 +1,5 @@
-//! The syntax of a device: `NAME=KIND[,key=value]...`, a comma inside a value written twice. What
-//! the keys mean is in [`kinds`](crate::kinds).
+//! Syntax of a device specification: `NAME=KIND[,key=value]...`. A comma inside a value is doubled.
+//! [`kinds`](crate::kinds) checks the keys and their values.
 
 use std::fmt;
 use std::path::Path;
@@ -9,53 +9,52 @@ use thiserror::Error;
 
 use crate::path_text;
 
-/// Longest name of a device in bytes: what NBD clients accept everywhere.
+/// Longest name of a device, in bytes. All NBD clients accept export names of this length.
 const MAX_NAME_BYTES: usize = 255;
 
-/// In front of the name of a device, where a bare word is a file.
+/// Prefix of a device name in keys whose value is otherwise a file.
 pub(crate) const DEVICE: &str = "device:";
 
-/// Why a text is not a device, or a device cannot be as it was asked for. One sentence each, which
-/// names the device and the key.
+/// Errors of a device specification. Each message is one sentence that names the device and the key.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum SpecError {
-    /// Not of the form at all.
+    /// The text does not have the form `NAME=KIND[,key=value]...`.
     #[error("{0:?}: a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G")]
     Form(String),
-    /// A name that cannot be.
+    /// The device name is invalid.
     #[error(
         "{0:?}: a device name is 1 to {MAX_NAME_BYTES} bytes of printable characters without '=', ',' or blanks, and '/' only between others"
     )]
     Name(String),
-    /// No such kind.
-    #[error("{name}: unknown kind {kind:?}{}; the kinds are {}", maybe(*.hint), .kinds.join(", "))]
+    /// The kind is unknown.
+    #[error("{name}: unknown kind {kind:?}{}; the kinds are {}", suggestion(*.hint), .kinds.join(", "))]
     Kind {
         /// The device.
         name: String,
-        /// As it was typed.
+        /// The kind, as it was typed.
         kind: String,
-        /// The nearest kind.
+        /// The most similar kind.
         hint: Option<&'static str>,
         /// All kinds.
         kinds: &'static [&'static str],
     },
-    /// No such key.
-    #[error("{name}: unknown key {key:?}{}; the keys of {} are {}{}", maybe(*.hint), keyed(.kind), .allowed.join(", "), and_all(.of_all))]
+    /// The kind has no such key.
+    #[error("{name}: unknown key {key:?}{}; the keys of {} are {}{}", suggestion(*.hint), key_owner(.kind), .allowed.join(", "), common_keys(.of_all))]
     Key {
         /// The device.
         name: String,
-        /// Its kind.
+        /// The kind of the device.
         kind: String,
-        /// As it was typed.
+        /// The key, as it was typed.
         key: String,
-        /// The nearest key.
+        /// The most similar key.
         hint: Option<&'static str>,
-        /// All keys of this kind.
+        /// The keys of this kind.
         allowed: &'static [&'static str],
-        /// Those of every device.
+        /// The keys of every device.
         of_all: &'static [&'static str],
     },
-    /// A key without `=`.
+    /// A key has no `=`.
     #[error("{name}: {key}: a value is missing; write {key}=VALUE")]
     NoValue {
         /// The device.
@@ -63,7 +62,7 @@ pub enum SpecError {
         /// The key.
         key: String,
     },
-    /// A key that was given twice.
+    /// A key is given twice.
     #[error("{name}: {key}: given twice")]
     Twice {
         /// The device.
@@ -71,42 +70,42 @@ pub enum SpecError {
         /// The key.
         key: String,
     },
-    /// A key that this kind needs.
+    /// A required key is missing.
     #[error("{name}: {key} is missing; {} device needs it, for example {example}", a_kind(.kind))]
     Missing {
         /// The device.
         name: String,
-        /// Its kind.
+        /// The kind of the device.
         kind: &'static str,
         /// The key.
         key: &'static str,
-        /// The key with a value.
+        /// The key with an example value.
         example: &'static str,
     },
-    /// Words of `algorithm_params` that cannot be; the sentence names the word.
+    /// A word of `algorithm_params` is invalid.
     #[error("{name}: algorithm_params: {why}")]
     Params {
         /// The device.
         name: String,
-        /// Which word, what is wrong with it, and what is allowed.
+        /// The word, the reason, and the allowed values.
         why: String,
     },
-    /// A value that cannot be.
+    /// The value of a key is invalid.
     #[error("{name}: {key}={value}: {why}")]
     Value {
         /// The device.
         name: String,
         /// The key.
         key: String,
-        /// As it was typed.
+        /// The value, as it was typed.
         value: String,
-        /// What is wrong with it, and what is allowed.
+        /// The reason, and the allowed values.
         why: String,
     },
 }
 
 impl SpecError {
-    /// The key that it is about.
+    /// Returns the key that the error is about.
     pub fn key(&self) -> Option<&str> {
         match self {
             Self::Key { key, .. }
@@ -120,23 +119,23 @@ impl SpecError {
     }
 }
 
-fn maybe(hint: Option<&'static str>) -> String {
+fn suggestion(hint: Option<&'static str>) -> String {
     hint.map(|h| format!("; {h}?")).unwrap_or_default()
 }
 
-/// A device taken apart: names, keys and values as they were typed. Each key is there once.
+/// A parsed device specification: name, kind, keys and values as they were typed. Keys are unique.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entries {
-    /// The device's name; valid.
+    /// The device's name; always valid.
     pub name: String,
-    /// The kind, still unchecked.
+    /// The kind, unchecked.
     pub kind: String,
-    /// Keys and values, still unchecked.
+    /// Keys and values, unchecked.
     pub pairs: Vec<(String, String)>,
 }
 
 impl Entries {
-    /// Takes `NAME=KIND[,key=value]...` apart.
+    /// Parses `NAME=KIND[,key=value]...`.
     pub fn parse(text: &str) -> Result<Self, SpecError> {
         let mut parts = split_commas(text).into_iter();
         let first = parts.next().unwrap_or_default();
@@ -151,13 +150,13 @@ impl Entries {
         Ok(entries)
     }
 
-    /// A device without keys.
+    /// Creates a specification without keys.
     pub fn new(name: &str, kind: &str) -> Result<Self, SpecError> {
         check_name(name)?;
         Ok(Self { name: name.into(), kind: kind.into(), pairs: Vec::new() })
     }
 
-    /// Adds a key that must not be there yet.
+    /// Adds a key. Fails if the key exists.
     pub fn add(&mut self, key: &str, value: &str) -> Result<(), SpecError> {
         if self.pairs.iter().any(|(k, _)| k == key) {
             return Err(SpecError::Twice { name: self.name.clone(), key: key.into() });
@@ -166,7 +165,7 @@ impl Entries {
         Ok(())
     }
 
-    /// Gives a key another value, or its first one.
+    /// Sets the value of a key, and adds the key if it does not exist.
     pub fn put(&mut self, key: &str, value: &str) {
         match self.pairs.iter_mut().find(|(known, _)| known == key) {
             Some((_, old)) => value.clone_into(old),
@@ -174,15 +173,15 @@ impl Entries {
         }
     }
 
-    /// Makes the paths among the values independent of the working directory.
+    /// Makes relative paths among the values absolute: they start at `base`.
     #[must_use]
     pub fn with_base(mut self, base: &Path) -> Self {
         for (key, value) in &mut self.pairs {
             match key.as_str() {
-                // The names of devices.
+                // Names of devices.
                 "cow" if !value.contains('/') => {}
                 "backing_dev" if value.starts_with(DEVICE) => {}
-                // No directory but a word.
+                // A keyword, not a directory.
                 "cache" if value == "none" => {}
                 "path" | "backing_dev" | "cow" | "record" | "zone_state" | "key" | "cache" | "conf"
                 | "credentials" | "tls_ca" | "tls_cert" | "tls_key"
@@ -190,7 +189,7 @@ impl Entries {
                 {
                     *value = path_text::text(&base.join(path_text::path(value)));
                 }
-                // What cannot be stays as it was typed: it is refused later.
+                // An invalid URI stays as it was typed; it is refused later.
                 "uri" => {
                     if let Ok(uri) = value.parse::<Uri>()
                         && matches!(&uri.place, Place::Unix(path) if path.is_relative())
@@ -205,7 +204,7 @@ impl Entries {
                         }
                         _ => word.to_owned(),
                     };
-                    // Groups for several algorithms, each of words.
+                    // One group of words for each algorithm.
                     let group = |group: &str| {
                         group.split(char::is_whitespace).map(based).collect::<Vec<_>>().join(" ")
                     };
@@ -227,7 +226,7 @@ impl fmt::Display for Entries {
     }
 }
 
-/// Splits at single commas; two in a row are one that belongs to the value.
+/// Splits at single commas. A double comma stands for one comma of the value.
 fn split_commas(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut chars = text.chars().peekable();
@@ -241,22 +240,22 @@ fn split_commas(text: &str) -> Vec<String> {
     parts
 }
 
-/// Checks the name of a device. With slashes it names an export as a path does, from its root: none
-/// stands at an end or beside another, and nothing is `.` or `..`.
+/// Checks the name of a device. A name with slashes must be a relative path in normal form: no slash
+/// at either end, no double slash, and no part `.` or `..`.
 pub fn check_name(name: &str) -> Result<(), SpecError> {
-    // escape_debug writes what cannot be printed (controls, invisible and directional marks) as
+    // escape_debug escapes unprintable characters (controls, invisible and directional marks) as
     // \u{...} or \n.
     let printable =
         |c: char| !c.is_whitespace() && (c == '\'' || c == '"' || c == '\\' || c.escape_debug().len() == 1);
     let bad = |c: char| !printable(c) || matches!(c, '=' | ',');
-    let nowhere = |part: &str| part.is_empty() || (name.contains('/') && matches!(part, "." | ".."));
-    if name.len() > MAX_NAME_BYTES || name.contains(bad) || name.split('/').any(nowhere) {
+    let bad_part = |part: &str| part.is_empty() || (name.contains('/') && matches!(part, "." | ".."));
+    if name.len() > MAX_NAME_BYTES || name.contains(bad) || name.split('/').any(bad_part) {
         return Err(SpecError::Name(name.into()));
     }
     Ok(())
 }
 
-/// The candidate that was probably meant, if one is near.
+/// Returns the candidate that is most similar to a mistyped word, if one is similar enough.
 pub fn nearest<'a>(typed: &str, candidates: &[&'a str]) -> Option<&'a str> {
     let typed = typed.to_lowercase();
     let (distance, best) =
@@ -264,28 +263,28 @@ pub fn nearest<'a>(typed: &str, candidates: &[&'a str]) -> Option<&'a str> {
     if distance <= best.len().div_ceil(3) && distance < best.len() {
         return Some(best);
     }
-    // `size` for disksize, `algorithm` for comp_algorithm.
+    // A part of a name: `size` for disksize, `algorithm` for comp_algorithm.
     candidates.iter().copied().find(|c| typed.len() > 2 && c.contains(&typed))
 }
 
-/// Whether these keys are a verb's, and no device's.
+/// Returns true if the keys belong to a verb, not to a kind of device.
 pub(crate) fn is_verb(kind: &str) -> bool {
     ["push", "images", "prune"].contains(&kind)
 }
 
-/// What has the keys: a device of that kind, or a verb.
-fn keyed(kind: &str) -> String {
+/// Names the owner of the keys: a device of that kind, or a verb.
+fn key_owner(kind: &str) -> String {
     if is_verb(kind) { kind.to_owned() } else { format!("{} device", a_kind(kind)) }
 }
 
-/// Keys that not only this kind has.
-fn and_all(keys: &[&str]) -> String {
+/// Lists the keys that every device has.
+fn common_keys(keys: &[&str]) -> String {
     if keys.is_empty() { String::new() } else { format!("; those of every device are {}", keys.join(", ")) }
 }
 
-/// A kind of device with its article.
+/// Returns a kind of device with its indefinite article.
 pub fn a_kind(kind: &str) -> String {
-    // As they are spoken.
+    // The initial sound decides, not the letter.
     let article = if matches!(kind, "image" | "nbd" | "rbd") { "an" } else { "a" };
     format!("{article} {kind}")
 }
@@ -297,7 +296,7 @@ mod tests {
     use super::{Entries, check_name, nearest};
 
     #[test]
-    fn a_comma_inside_a_value_is_written_twice() {
+    fn double_comma_parses_as_comma_of_value() {
         let entries = Entries::parse("f=file,path=a,,b,,,size=1G").unwrap();
         assert_eq!(entries.pairs, [("path".into(), "a,b,".into()), ("size".into(), "1G".into())]);
         assert_eq!(entries.to_string(), "f=file,path=a,,b,,,size=1G");
@@ -305,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_become_independent_of_the_directory() {
+    fn with_base_makes_paths_absolute() {
         let with_base = |text: &str| Entries::parse(text).unwrap().with_base(Path::new("/base")).to_string();
         assert_eq!(with_base("f=file,path=x.img"), "f=file,path=/base/x.img");
         assert_eq!(with_base("f=file,path=/x.img,size=1G"), "f=file,path=/x.img,size=1G");
@@ -320,7 +319,7 @@ mod tests {
         );
         assert_eq!(with_base("r=ram,backing_dev=device:n"), "r=ram,backing_dev=device:n");
         assert_eq!(with_base("r=ram,backing_dev=./device:n"), "r=ram,backing_dev=/base/./device:n");
-        // A byte that is no character.
+        // A byte that is not valid UTF-8.
         assert_eq!(
             with_base("r=ram,algorithm_params=dict=d\u{efff}"),
             "r=ram,algorithm_params=dict=/base/d\u{efff}"
@@ -332,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn names() {
+    fn device_name_is_a_relative_path() {
         let long = "x".repeat(256);
         for bad in [
             "",
@@ -358,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nearest_is_near() {
+    fn nearest_finds_similar_names_only() {
         let keys = ["disksize", "comp_algorithm", "mem_limit"];
         assert_eq!(nearest("disksiez", &keys), Some("disksize"));
         assert_eq!(nearest("MEM-LIMIT", &keys), Some("mem_limit"));

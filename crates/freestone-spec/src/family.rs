@@ -1,4 +1,6 @@
-//! Families, what a RAM disk or the forks of a base share: keys, how they are set up, attributes.
+//! Families of RAM disks sharing one pool: their keys, setup and attributes. A RAM disk begins a
+//! family of its own, which its snapshots and their forks join. The forks of any other base form a
+//! family with one another.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,9 +14,9 @@ use freestone::ram::{self, Backing, Family, FamilyStat, Ram, Secondary, WhenFull
 use serde_json::{Value, json};
 use tracing::warn;
 
-use crate::advice::{self, Place};
+use crate::advice::{self, BackingLocation};
 use crate::entries::{DEVICE, SpecError, check_name};
-use crate::files::{errno_of, in_typed_sizes};
+use crate::files::{errno_of, error_text};
 use crate::full;
 use crate::keys::{Keys, parse_algorithm, parse_bool, parse_length, parse_limit, parse_path};
 use crate::machine;
@@ -22,7 +24,7 @@ use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use crate::size;
 
-/// The keys.
+/// Keys of a family.
 pub const KEYS: [&str; 14] = [
     "comp_algorithm",
     "algorithm_params",
@@ -39,10 +41,10 @@ pub const KEYS: [&str; 14] = [
     full::KEYS[1],
     full::KEYS[2],
 ];
-/// Attributes of a base that its forks share.
+/// Attributes of the family of a base's forks, which the base shows.
 pub(crate) const NAMES: [&str; 6] =
     ["comp_algorithm", "mem_limit", full::KEYS[0], full::KEYS[1], full::KEYS[2], "family"];
-/// Keys that mean nothing where nothing can be written back.
+/// Keys that need `backing_dev`.
 const BACKING_KEYS: [&str; 5] = [
     "backing_size",
     "compressed_writeback",
@@ -51,55 +53,55 @@ const BACKING_KEYS: [&str; 5] = [
     "writeback_batch_size",
 ];
 
-/// Secondary algorithms a disk can have, at priorities 1 to this.
+/// Maximum number of secondary algorithms. Their priorities are 1 to SECONDARIES.
 pub const SECONDARIES: usize = 3;
-/// What `auto_recompress` can wait for.
+/// Largest `auto_recompress`, in seconds: a day.
 const IDLE_SECONDS_MAX: u64 = 86_400;
-/// The unit of `writeback_limit`, the kernel's.
+/// Unit of `writeback_limit`, as in the kernel.
 const LIMIT_UNIT_BYTES: u64 = 4096;
 
-/// A family as it was asked for.
+/// Specification of a family.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FamilySpec {
-    /// Codec of new pages.
+    /// Algorithm that compresses new pages.
     pub comp_algorithm: Algorithm,
-    /// Its parameters: words that fit it. A dictionary among them is not read yet.
+    /// Checked parameters of the algorithm. Its dictionary is read later.
     pub algorithm_params: String,
-    /// Bytes, 0 for none; without it, half of the machine's memory.
+    /// Memory limit in bytes. 0 is unlimited; None is half of the machine's memory.
     pub mem_limit: Option<u64>,
-    /// What pages are recompressed with, by priority from 1 on.
+    /// Algorithms of recompression, by priority from 1 on.
     pub recomp_algorithms: [Option<SecondarySpec>; SECONDARIES],
-    /// Pages idle for so long are recompressed without being asked.
+    /// The keeper recompresses pages that were idle for this time.
     pub auto_recompress: Option<Duration>,
-    /// Where pages are written to.
+    /// Backing device of writeback.
     pub backing: Option<BackingSpec>,
-    /// What is done where there is no room for a write.
+    /// Behaviour of writes when the memory limit is reached.
     pub when_full: WhenFull,
 }
 
 /// A secondary algorithm.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SecondarySpec {
-    /// Codec.
+    /// Algorithm.
     pub algorithm: Algorithm,
-    /// Its parameters: words that fit it.
+    /// Checked parameters of the algorithm.
     pub params: String,
 }
 
-/// The backing device, and how it is used.
+/// Specification of a backing device and its use.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BackingSpec {
-    /// Where it is.
+    /// File, block device, or device of the server.
     pub place: BackingPlace,
-    /// Bytes of a file; where nothing is there, a file of this size is made.
+    /// Size of a file in bytes. A file that does not exist is created with this size.
     pub size: Option<u64>,
-    /// Pages are written as they are stored, packed.
+    /// Pages are written compressed and packed, as the pool stores them.
     pub compressed: bool,
-    /// Units of 4 KiB that may be written; 0 where it was not said, as in the kernel.
+    /// Units of 4 KiB that may be written. The default is 0, as in the kernel.
     pub limit: u64,
-    /// Whether the limit holds.
+    /// The limit is enabled.
     pub limit_enable: bool,
-    /// Pages of a batch, where this was said.
+    /// Pages of a batch; None for the default.
     pub batch_size: Option<u32>,
 }
 
@@ -110,9 +112,9 @@ pub enum BackingPlace {
     Path(PathBuf),
     /// A device of the server.
     Device {
-        /// With the word in front of it that tells it from a file.
+        /// The name with its prefix `device:`.
         typed: String,
-        /// Its name.
+        /// The name.
         name: String,
     },
 }
@@ -128,7 +130,7 @@ impl BackingPlace {
         }
     }
 
-    /// For people, and as it can be typed.
+    /// Returns the value as it can be typed.
     fn path(&self) -> PathBuf {
         match self {
             Self::Path(path) => path.clone(),
@@ -141,7 +143,7 @@ impl FamilySpec {
     pub(crate) fn take(keys: &Keys) -> Result<Self, SpecError> {
         let comp_algorithm = keys.take("comp_algorithm", parse_algorithm)?.unwrap_or(Algorithm::Lz4);
         let mut recomp_algorithms = keys.take("recomp_algorithm", parse_secondaries)?.unwrap_or_default();
-        let algorithm_params = params(keys, comp_algorithm, &mut recomp_algorithms)?;
+        let algorithm_params = parse_params(keys, comp_algorithm, &mut recomp_algorithms)?;
         let auto_recompress = keys.take("auto_recompress", parse_idle)?.flatten();
         if auto_recompress.is_some() && recomp_algorithms[SECONDARIES - 1].is_some() {
             let why =
@@ -185,7 +187,7 @@ fn backing(keys: &Keys) -> Result<Option<BackingSpec>, SpecError> {
 
 // ---- words --------------------------------------------------------------------------------------
 
-/// `algo=NAME [priority=1..3]`, several of these separated by `;`. A bare NAME will do.
+/// Parses `algo=NAME [priority=1..3]`, several of these separated by `;`. A bare NAME is accepted.
 fn parse_secondaries(text: &str) -> Result<[Option<SecondarySpec>; SECONDARIES], String> {
     let mut all = <[Option<SecondarySpec>; SECONDARIES]>::default();
     for group in text.split(';') {
@@ -216,10 +218,10 @@ fn parse_secondaries(text: &str) -> Result<[Option<SecondarySpec>; SECONDARIES],
     Ok(all)
 }
 
-/// Parameters of the primary algorithm, which are returned, and of the secondary ones: the kernel's
-/// words, `;` between the algorithms. Whom a group is for is said by `priority=` (0 is the primary)
-/// or by `algo=`; it is the primary where neither is.
-fn params(
+/// Parses `algorithm_params`: groups of the kernel's words, separated by `;`. Each group is for the
+/// algorithm that `priority=` (0 is the primary) or `algo=` selects, or for the primary one without
+/// both. Returns the parameters of the primary algorithm, and sets those of the secondary ones.
+fn parse_params(
     keys: &Keys,
     primary: Algorithm,
     secondaries: &mut [Option<SecondarySpec>; SECONDARIES],
@@ -227,8 +229,8 @@ fn params(
     let Some(text) = keys.typed("algorithm_params") else { return Ok(String::new()) };
     let mut found: [Option<String>; SECONDARIES + 1] = Default::default();
     for group in text.split(';') {
-        let priority =
-            whom(group, primary, secondaries).map_err(|why| keys.refuse("algorithm_params", why))?;
+        let priority = group_priority(group, primary, secondaries)
+            .map_err(|why| keys.refuse("algorithm_params", why))?;
         let algorithm = match priority.checked_sub(1).and_then(|index| secondaries[index].as_ref()) {
             Some(secondary) => secondary.algorithm,
             None => primary,
@@ -236,7 +238,7 @@ fn params(
         let words = group.split_whitespace().filter(|word| !word.starts_with("priority="));
         let words = words.collect::<Vec<_>>().join(" ");
         Params::check_words(&words, algorithm).map_err(|e| match e {
-            // These two do not say what was typed; the others name the word.
+            // These two errors do not name the word, so the error quotes the whole value.
             ParamsError::NotFor(..) | ParamsError::Twice(_) => keys.refuse("algorithm_params", e.to_string()),
             ParamsError::OtherAlgorithm(algo, is) if priority > 0 => keys.params_error(format!(
                 "algo={algo} does not match recomp_algorithm, {is} at priority {priority}"
@@ -257,8 +259,8 @@ fn params(
     Ok(of_primary.unwrap_or_default())
 }
 
-/// The priority that a group of parameters is for.
-fn whom(
+/// Returns the priority of the algorithm that a group of parameters is for.
+fn group_priority(
     group: &str,
     primary: Algorithm,
     secondaries: &[Option<SecondarySpec>; SECONDARIES],
@@ -275,7 +277,8 @@ fn whom(
             Err(format!("priority={priority}: recomp_algorithm has no algorithm there"))
         }
         Group { priority: Some(priority), .. } => Ok(priority),
-        // One that none has is refused when the words are compared with the primary algorithm.
+        // Without secondary algorithms, an unknown one is refused when the words are checked against the
+        // primary one.
         Group { algo: Some(algo), .. } => {
             let named = |priority: &usize| has(*priority).is_some_and(|a| a.name() == algo);
             let found = (0..=SECONDARIES).find(named);
@@ -291,11 +294,11 @@ fn whom(
     }
 }
 
-/// Words between two `;`.
+/// A group of parameters: the words between two `;`.
 struct Group<'a> {
     priority: Option<usize>,
     algo: Option<&'a str>,
-    /// The others.
+    /// Words other than `priority=` and `algo=`.
     rest: Vec<&'a str>,
 }
 
@@ -325,7 +328,7 @@ impl<'a> Group<'a> {
 
 // ---- numbers ------------------------------------------------------------------------------------
 
-/// Seconds of idleness, or `no`.
+/// Parses `auto_recompress`: seconds of idleness, or `no`.
 fn parse_idle(text: &str) -> Result<Option<Duration>, String> {
     match text.parse() {
         Ok(0) => Ok(None),
@@ -335,7 +338,7 @@ fn parse_idle(text: &str) -> Result<Option<Duration>, String> {
     }
 }
 
-/// `writeback_limit`: a count of 4 KiB units, as in the kernel. Not a size.
+/// Parses `writeback_limit`: a count of 4 KiB units as in the kernel, not a size.
 pub(crate) fn parse_units(text: &str) -> Result<u64, String> {
     match (text.parse(), size::parse(text)) {
         (Ok(units), _) => Ok(units),
@@ -346,7 +349,7 @@ pub(crate) fn parse_units(text: &str) -> Result<u64, String> {
     }
 }
 
-/// `writeback_batch_size`.
+/// Parses `writeback_batch_size`.
 pub(crate) fn parse_batch(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(pages) if pages > 0 => Ok(pages),
@@ -356,68 +359,73 @@ pub(crate) fn parse_batch(text: &str) -> Result<u32, String> {
 
 // ---- setting up ---------------------------------------------------------------------------------
 
-/// A device of the server, for pages.
-pub(crate) struct Target<'a> {
-    /// With its layers.
+/// A device of the server that is the backing device of a family.
+pub(crate) struct BackingDevice<'a> {
+    /// The device with its layers.
     pub device: &'a Arc<dyn Device>,
-    /// It can lose what it has answered and not flushed while this process lives.
+    /// The device can lose completed, unflushed writes while this process lives, so each write is
+    /// flushed.
     pub write_through: bool,
-    /// What it holds is in memory.
+    /// The device holds its data in memory.
     pub in_memory: bool,
 }
 
-/// A new family; `size` is that of its disks. Its pages go to `target`, if they go to a device of the
-/// server. `others` are the limits of those that are there. Warns of what may not be meant.
+/// Creates a family; `size` is the size of its disks. `backing_device` is set if `spec` names a
+/// device of the server. `others` are the memory limits of the existing families. Logs warnings
+/// about probable mistakes.
 pub(crate) fn new(
     name: &str,
     spec: &FamilySpec,
     size: u64,
-    target: Option<&Target<'_>>,
+    backing_device: Option<&BackingDevice<'_>>,
     others: impl FnOnce() -> Vec<u64>,
 ) -> Result<Family, Refusal> {
-    // Before it is there: a file that is made has no name to look at.
-    let place = match spec.backing.as_ref().map(|backing| &backing.place) {
-        Some(BackingPlace::Path(path)) => Place::of(path),
-        _ => Place { in_memory: target.is_some_and(|target| target.in_memory), free: None },
+    // Examined before the family is created, because that may create the file.
+    let location = match spec.backing.as_ref().map(|backing| &backing.place) {
+        Some(BackingPlace::Path(path)) => BackingLocation::of(path),
+        _ => BackingLocation {
+            in_memory: backing_device.is_some_and(|backing_device| backing_device.in_memory),
+            free: None,
+        },
     };
-    let config = config(spec, target)?;
-    let family = Family::new(config.clone()).map_err(refused)?;
+    let config = config(spec, backing_device)?;
+    let family = Family::new(config.clone()).map_err(setup_refusal)?;
     family.set_name(name);
     if let Some(backing) = &spec.backing {
-        // The family's settings are reached through its disks.
-        let disk = family.ram(PAGE_BYTES as u64).map_err(refused)?;
+        // The settings of a family are set through one of its disks.
+        let disk = family.ram(PAGE_BYTES as u64).map_err(setup_refusal)?;
         disk.set_writeback_limit(backing.limit);
         disk.set_writeback_limit_enable(backing.limit_enable);
         if let Some(pages) = backing.batch_size {
             disk.set_writeback_batch_size(pages);
         }
-        warn_of_backing(name, &config, &disk, place);
+        warn_of_backing(name, &config, &disk, location);
     }
-    // Without /proc there is nothing to compare with.
+    // Without /proc the memory is unknown.
     if let Ok(memory) = machine::memory() {
         let config = ram::Config { disksize: size, ..config };
-        for warning in advice::of_memory(name, &config, others().into_iter(), memory) {
+        for warning in advice::memory_warnings(name, &config, others().into_iter(), memory) {
             warn!("{warning}");
         }
     }
     Ok(family)
 }
 
-fn warn_of_backing(name: &str, config: &ram::Config, disk: &Ram, place: Place) {
+fn warn_of_backing(name: &str, config: &ram::Config, disk: &Ram, location: BackingLocation) {
     if let (Some(backing), Some(stat)) = (&config.backing, disk.backing()) {
-        for warning in advice::of_backing(
+        for warning in advice::backing_warnings(
             name,
             &backing.path.clone().unwrap_or_default(),
             stat.size,
             config.mem_limit,
-            place,
+            location,
         ) {
             warn!("{warning}");
         }
     }
 }
 
-fn config(spec: &FamilySpec, target: Option<&Target<'_>>) -> Result<ram::Config, Refusal> {
+fn config(spec: &FamilySpec, backing_device: Option<&BackingDevice<'_>>) -> Result<ram::Config, Refusal> {
     let params = |words: &str| {
         Params::parse_with(words, path_text::path)
             .map_err(|e| Refusal::failed(Errno::EIO, format!("algorithm_params: {e}")))
@@ -434,17 +442,19 @@ fn config(spec: &FamilySpec, target: Option<&Target<'_>>) -> Result<ram::Config,
         when_full: spec.when_full,
         ..ram::Config::default()
     };
-    for (secondary, asked) in config.recomp_algorithms.iter_mut().zip(&spec.recomp_algorithms) {
-        if let Some(asked) = asked {
-            *secondary = Some(Secondary { algorithm: asked.algorithm, params: params(&asked.params)? });
+    for (secondary, secondary_spec) in config.recomp_algorithms.iter_mut().zip(&spec.recomp_algorithms) {
+        if let Some(spec) = secondary_spec {
+            *secondary = Some(Secondary { algorithm: spec.algorithm, params: params(&spec.params)? });
         }
     }
     if let Some(backing) = &spec.backing {
         let (device, write_through) = match &backing.place {
             BackingPlace::Path(path) => (spill_file(path, backing.size)?, false),
             BackingPlace::Device { .. } => {
-                let Some(target) = target else { unreachable!("whoever makes a family has looked for it") };
-                (Arc::clone(target.device), target.write_through)
+                let Some(backing_device) = backing_device else {
+                    unreachable!("the caller looked up the device")
+                };
+                (Arc::clone(backing_device.device), backing_device.write_through)
             }
         };
         let path = Some(backing.place.path());
@@ -458,14 +468,14 @@ fn spill_file(path: &Path, size: Option<u64>) -> Result<Arc<dyn Device>, Refusal
     match File::open_for_spilling(path, size) {
         Ok(file) => Ok(Arc::new(file)),
         Err(error) => {
-            let why = format!("backing_dev: {}", in_typed_sizes("backing_size", &error));
+            let why = format!("backing_dev: {}", error_text("backing_size", &error));
             Err(Refusal::failed(errno_of(&error), why))
         }
     }
 }
 
-/// Why a family or a disk of it was refused.
-pub(crate) fn refused(error: ram::SetupError) -> Refusal {
+/// Converts a setup error of a family or of a disk.
+pub(crate) fn setup_refusal(error: ram::SetupError) -> Refusal {
     match error {
         ram::SetupError::NoMemory => Refusal::failed(Errno::ENOMEM, error),
         e => Refusal::failed(Errno::EIO, e),
@@ -474,29 +484,30 @@ pub(crate) fn refused(error: ram::SetupError) -> Refusal {
 
 // ---- attributes ---------------------------------------------------------------------------------
 
-/// The value of what the forks of a base share; before the first one, what was asked for.
-pub(crate) fn value(asked: &FamilySpec, made: Option<Family>, attr: &str) -> Option<Value> {
-    Some(match (attr, made) {
-        ("comp_algorithm", _) => json!(asked.comp_algorithm.to_string()),
+/// Returns an attribute of the family of a base's forks. Before the first fork, `family` is None and
+/// the values are those of the specification.
+pub(crate) fn value(spec: &FamilySpec, family: Option<Family>, attr: &str) -> Option<Value> {
+    Some(match (attr, family) {
+        ("comp_algorithm", _) => json!(spec.comp_algorithm.to_string()),
         ("mem_limit", Some(family)) => json!(family.mem_limit()),
         ("mem_limit", None) => {
-            json!(asked.mem_limit.or_else(|| machine::half_of_memory().ok()).unwrap_or(0))
+            json!(spec.mem_limit.or_else(|| machine::half_of_memory().ok()).unwrap_or(0))
         }
-        (attr, made) if full::KEYS.contains(&attr) => {
-            return full::value(made.map_or(asked.when_full, |family| family.when_full()), attr);
+        (attr, family) if full::KEYS.contains(&attr) => {
+            return full::value(family.map_or(spec.when_full, |family| family.when_full()), attr);
         }
         ("family", Some(family)) => family_stat(&family),
-        ("family", None) => shown(&FamilyStat::default()),
+        ("family", None) => stat_json(&FamilyStat::default()),
         _ => return None,
     })
 }
 
-/// The numbers of a family.
+/// Returns the statistics of a family.
 pub fn family_stat(family: &Family) -> Value {
-    shown(&family.stat())
+    stat_json(&family.stat())
 }
 
-fn shown(s: &FamilyStat) -> Value {
+fn stat_json(s: &FamilyStat) -> Value {
     json!({
         "mem_used_total": s.mem_used_total,
         "mem_limit": s.mem_limit,

@@ -1,16 +1,16 @@
-//! Files behind devices: how they are opened, and what is said where they are not.
+//! Opening files for devices, and their error messages.
 
 use freestone::file::{self, File};
 
 use crate::refusal::{Errno, Refusal};
 use crate::size::exact;
 
-/// Opens a file whose size was asked for under `key`.
+/// Opens a file. `key` is the key of its expected size, for the error message.
 pub fn open(config: &file::Config, key: &str) -> Result<File, Refusal> {
-    File::open(config).map_err(|e| Refusal::failed(errno_of(&e), in_typed_sizes(key, &e)))
+    File::open(config).map_err(|e| Refusal::failed(errno_of(&e), error_text(key, &e)))
 }
 
-/// The errno of a file that could not be opened.
+/// Returns the errno for a file that could not be opened.
 pub fn errno_of(error: &file::SetupError) -> Errno {
     match error {
         file::SetupError::InUse { .. } => Errno::EBUSY,
@@ -19,8 +19,8 @@ pub fn errno_of(error: &file::SetupError) -> Errno {
     }
 }
 
-/// The library says sizes in bytes; here they are typed with units, under `key`.
-pub fn in_typed_sizes(key: &str, error: &file::SetupError) -> String {
+/// Formats an error. Sizes have units, as typed under `key`; the library reports bytes.
+pub fn error_text(key: &str, error: &file::SetupError) -> String {
     match error {
         file::SetupError::SizeDiffers { path, found, asked } => {
             let (path, found, asked) = (path.display(), exact(*found), exact(*asked));

@@ -1,5 +1,5 @@
-//! What a family does where there is no room for a write: its keys, which are attributes that can be
-//! set as well.
+//! Behaviour of a family of RAM disks when its memory limit is reached: the keys `full`,
+//! `full_timeout` and `full_warn`, which are also settable attributes.
 
 use std::time::Duration;
 
@@ -9,25 +9,25 @@ use serde_json::{Value, json};
 use crate::entries::SpecError;
 use crate::keys::Keys;
 
-/// The keys.
+/// Keys of this behaviour.
 pub(crate) const KEYS: [&str; 3] = ["full", "full_timeout", "full_warn"];
-/// Most seconds of `full_timeout`: a day.
+/// Largest `full_timeout`, in seconds: a day.
 const TIMEOUT_SECONDS_MAX: u64 = 86_400;
 
-/// Of a fork that has no `full` of its own.
+/// Value of `full` of a fork that behaves as its family.
 const FAMILY: &str = "family";
 
-/// What was asked for.
+/// Parses the keys.
 pub(crate) fn take(keys: &Keys) -> Result<WhenFull, SpecError> {
-    let usual = WhenFull::default();
+    let default = WhenFull::default();
     Ok(WhenFull {
-        wait: keys.take("full", parse_wait)?.unwrap_or(usual.wait),
-        timeout: keys.take("full_timeout", parse_timeout)?.unwrap_or(usual.timeout),
-        warn_percent: keys.take("full_warn", parse_warn)?.unwrap_or(usual.warn_percent),
+        wait: keys.take("full", parse_wait)?.unwrap_or(default.wait),
+        timeout: keys.take("full_timeout", parse_timeout)?.unwrap_or(default.timeout),
+        warn_percent: keys.take("full_warn", parse_warn)?.unwrap_or(default.warn_percent),
     })
 }
 
-/// The value of one of the attributes.
+/// Returns the value of an attribute.
 pub(crate) fn value(when: WhenFull, attr: &str) -> Option<Value> {
     Some(match attr {
         "full" => json!(if when.wait { "wait" } else { "error" }),
@@ -37,10 +37,10 @@ pub(crate) fn value(when: WhenFull, attr: &str) -> Option<Value> {
     })
 }
 
-/// A change of one of them.
+/// A change of one of the attributes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FullChange {
-    /// `full`: writes wait.
+    /// `full`: writes wait for space.
     Wait(bool),
     /// `full_timeout`.
     Timeout(Duration),
@@ -49,7 +49,7 @@ pub enum FullChange {
 }
 
 impl FullChange {
-    /// Checks a value; `None` where there is no such attribute.
+    /// Parses a value. Returns None if this module has no such attribute.
     pub(crate) fn check(attr: &str, text: &str) -> Option<Result<Self, String>> {
         Some(match attr {
             "full" => parse_wait(text).map(Self::Wait),
@@ -59,7 +59,8 @@ impl FullChange {
         })
     }
 
-    pub(crate) fn of(self, when: WhenFull) -> WhenFull {
+    /// Returns `when` with this change.
+    pub(crate) fn applied_to(self, when: WhenFull) -> WhenFull {
         match self {
             Self::Wait(wait) => WhenFull { wait, ..when },
             Self::Timeout(timeout) => WhenFull { timeout, ..when },
@@ -68,7 +69,7 @@ impl FullChange {
     }
 }
 
-/// `full` of a fork: its own, or what its family does.
+/// Parses `full` of a fork: a value of its own, or `family` (None).
 pub(crate) fn parse_own(text: &str) -> Result<Option<bool>, String> {
     match text {
         FAMILY => Ok(None),
@@ -76,8 +77,8 @@ pub(crate) fn parse_own(text: &str) -> Result<Option<bool>, String> {
     }
 }
 
-/// As it is typed.
-pub(crate) fn own(wait: Option<bool>) -> Value {
+/// Formats `full` of a fork as it is typed.
+pub(crate) fn own_value(wait: Option<bool>) -> Value {
     json!(wait.map_or(FAMILY, |wait| if wait { "wait" } else { "error" }))
 }
 
@@ -109,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_parsed_and_shown_as_they_can_be_set_again() {
+    fn shown_values_can_be_set_again() {
         for (attr, good, bad) in [
             ("full", &["wait", "error"][..], &["yes", "", "Wait"][..]),
             ("full_timeout", &["1", "60", "86400"], &["0", "86401", "-1", "1m", "none", ""]),
@@ -121,7 +122,7 @@ mod tests {
         ] {
             for text in good {
                 let change = FullChange::check(attr, text).unwrap().unwrap();
-                let shown = match value(change.of(WhenFull::default()), attr).unwrap() {
+                let shown = match value(change.applied_to(WhenFull::default()), attr).unwrap() {
                     Value::String(word) => word,
                     number => number.to_string(),
                 };
@@ -134,7 +135,7 @@ mod tests {
         }
         assert!(KEYS.iter().all(|key| value(WhenFull::default(), key).is_some()));
         for (text, own_wait) in [("wait", Some(true)), ("error", Some(false)), ("family", None)] {
-            assert_eq!((parse_own(text), own(own_wait)), (Ok(own_wait), json!(text)));
+            assert_eq!((parse_own(text), own_value(own_wait)), (Ok(own_wait), json!(text)));
         }
         assert_eq!(parse_own("yes"), Err("must be error, wait or family".into()));
         assert_eq!((FullChange::check("fill", "wait"), value(WhenFull::default(), "fill")), (None, None));

@@ -1,52 +1,53 @@
-//! What clients may take before they have an export, as it is written: `max_newcomers`,
-//! `newcomer_grace`, `connects_per_second`, `handshake_silence`, `handshake_timeout`, `handshake_bytes`.
+//! Limits of NBD clients during the handshake, before they have selected an export: the keys
+//! `max_pending_handshakes`, `handshake_grace`, `max_connect_rate`, `handshake_idle_timeout`,
+//! `handshake_timeout` and `handshake_bytes`.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use toml::de::DeValue;
 
-use crate::numbers::within;
+use crate::numbers::parse_in_range;
 use crate::{size, times};
 
-/// What `max_newcomers` can be.
-pub const MAX_NEWCOMERS_RANGE: RangeInclusive<i64> = 1..=65_536;
-/// What `connects_per_second` can be.
+/// Allowed values of `max_pending_handshakes`.
+pub const MAX_PENDING_HANDSHAKES_RANGE: RangeInclusive<i64> = 1..=65_536;
+/// Allowed values of `max_connect_rate`.
 pub const CONNECTS_RANGE: RangeInclusive<i64> = 1..=1_000_000;
-/// The least and the most of the three times.
+/// Smallest and largest value of `handshake_grace`, `handshake_idle_timeout` and `handshake_timeout`.
 pub const TIMES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(60 * 60));
-/// The least and the most of `handshake_bytes`.
+/// Smallest and largest value of `handshake_bytes`.
 pub const BYTES: (u64, u64) = (4 << 10, 64 << 10);
 
-/// What was said.
+/// Values that are set; the others have the server's defaults.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct HandshakeWords {
-    /// Most connections that have chosen no export.
-    pub max_newcomers: Option<u32>,
-    /// So long one of these is left alone where others wait for its place.
-    pub newcomer_grace: Option<Duration>,
-    /// Connections that are accepted a second.
-    pub connects_per_second: Option<u32>,
-    /// A client that is silent for so long is sent away.
-    pub handshake_silence: Option<Duration>,
-    /// One that has no export by then, too.
+    /// Maximum number of connections that have not selected an export.
+    pub max_pending_handshakes: Option<u32>,
+    /// A pending connection is not closed in favour of a new one during this time.
+    pub handshake_grace: Option<Duration>,
+    /// Maximum number of connections accepted per second.
+    pub max_connect_rate: Option<u32>,
+    /// A client that sends nothing for this time during the handshake is disconnected.
+    pub handshake_idle_timeout: Option<Duration>,
+    /// A client that has not selected an export within this time is disconnected.
     pub handshake_timeout: Option<Duration>,
-    /// Bytes of a client before it has TLS, where it must.
+    /// Bytes accepted from a client before TLS, if TLS is required.
     pub handshake_bytes: Option<u64>,
 }
 
-/// Reads one of the times.
+/// Parses one of the times.
 ///
 /// # Errors
-/// Half a sentence that follows the text.
+/// Returns the reason, which the caller puts after `KEY=TEXT: `.
 pub fn time(text: &str) -> Result<Duration, String> {
-    times::within(text, TIMES)
+    times::parse_in_range(text, TIMES)
 }
 
-/// Reads the bytes.
+/// Parses `handshake_bytes`.
 ///
 /// # Errors
-/// Half a sentence that follows the text.
+/// Returns the reason, which the caller puts after `KEY=TEXT: `.
 pub fn bytes(text: &str) -> Result<u64, String> {
     let bytes = size::parse(text).map_err(|error| error.to_string())?;
     let (least, most) = BYTES;
@@ -58,17 +59,17 @@ pub fn bytes(text: &str) -> Result<u64, String> {
 }
 
 impl HandshakeWords {
-    /// Takes one of its keys of a file.
+    /// Sets a key of the configuration file.
     ///
     /// # Errors
-    /// A sentence.
+    /// Returns a message that names the key.
     pub fn take(&mut self, key: &str, value: &DeValue<'_>) -> Result<(), String> {
-        if key == "max_newcomers" {
-            self.max_newcomers = Some(within(key, value, MAX_NEWCOMERS_RANGE)?);
+        if key == "max_pending_handshakes" {
+            self.max_pending_handshakes = Some(parse_in_range(key, value, MAX_PENDING_HANDSHAKES_RANGE)?);
             return Ok(());
         }
-        if key == "connects_per_second" {
-            self.connects_per_second = Some(within(key, value, CONNECTS_RANGE)?);
+        if key == "max_connect_rate" {
+            self.max_connect_rate = Some(parse_in_range(key, value, CONNECTS_RANGE)?);
             return Ok(());
         }
         let DeValue::String(text) = value else {
@@ -79,28 +80,28 @@ impl HandshakeWords {
             };
             return Err(format!("{key}: must be {like}"));
         };
-        let of_key = |why: String| format!("{key}={text}: {why}");
-        let place = match key {
+        let value_error = |why: String| format!("{key}={text}: {why}");
+        let field = match key {
             "handshake_bytes" => {
-                self.handshake_bytes = Some(bytes(text).map_err(of_key)?);
+                self.handshake_bytes = Some(bytes(text).map_err(value_error)?);
                 return Ok(());
             }
-            "newcomer_grace" => &mut self.newcomer_grace,
-            "handshake_silence" => &mut self.handshake_silence,
+            "handshake_grace" => &mut self.handshake_grace,
+            "handshake_idle_timeout" => &mut self.handshake_idle_timeout,
             _ => &mut self.handshake_timeout,
         };
-        *place = Some(time(text).map_err(of_key)?);
+        *field = Some(time(text).map_err(value_error)?);
         Ok(())
     }
 
-    /// What these say, and of the rest what `others` say.
+    /// Returns these values, and those of `others` for the values that are not set.
     #[must_use]
     pub fn or(&self, others: &Self) -> Self {
         Self {
-            max_newcomers: self.max_newcomers.or(others.max_newcomers),
-            newcomer_grace: self.newcomer_grace.or(others.newcomer_grace),
-            connects_per_second: self.connects_per_second.or(others.connects_per_second),
-            handshake_silence: self.handshake_silence.or(others.handshake_silence),
+            max_pending_handshakes: self.max_pending_handshakes.or(others.max_pending_handshakes),
+            handshake_grace: self.handshake_grace.or(others.handshake_grace),
+            max_connect_rate: self.max_connect_rate.or(others.max_connect_rate),
+            handshake_idle_timeout: self.handshake_idle_timeout.or(others.handshake_idle_timeout),
             handshake_timeout: self.handshake_timeout.or(others.handshake_timeout),
             handshake_bytes: self.handshake_bytes.or(others.handshake_bytes),
         }

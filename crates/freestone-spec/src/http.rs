@@ -1,21 +1,21 @@
-//! What a file says of an address of HTTP.
+//! Address of an HTTP endpoint in a configuration file.
 
 use toml::de::DeValue;
 
 use crate::numbers::integer;
 
-/// Its words, unchecked.
+/// Address of an HTTP endpoint, unchecked.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct HttpWords {
-    /// Where it is listened.
+    /// Address to listen on.
     pub address: Option<String>,
-    /// Others than this machine's users may ask there.
+    /// The address may be reachable from other machines.
     pub open: bool,
 }
 
 impl HttpWords {
-    /// Takes a key of the file: an address, or a word for others, which ends in `_open`. The error is a
-    /// sentence.
+    /// Sets a key of the configuration file: the key that ends in `_open`, or the address. The error
+    /// names the key.
     pub fn take(&mut self, key: &str, value: &DeValue<'_>) -> Result<(), String> {
         match (key.ends_with("_open"), value) {
             (true, DeValue::Boolean(yes)) => self.open = *yes,

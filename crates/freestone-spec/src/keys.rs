@@ -1,4 +1,4 @@
-//! Keys of a device handed out one by one, and the values that several kinds take.
+//! Access to the keys of a device specification, and parsers of values that several kinds use.
 
 use std::path::PathBuf;
 
@@ -11,11 +11,11 @@ use crate::limits;
 use crate::path_text;
 use crate::size::{self, SizeError};
 
-/// The kernel's unit of counts.
+/// Sector size in bytes, the unit of counts in the kernel's interfaces.
 pub const SECTOR_BYTES: u64 = 512;
 const _: () = assert!(MAX_SIZE_BYTES == i64::MAX as u64, "what a file has at most too, says parse_length");
 
-/// Lists one after the other.
+/// Concatenates three lists.
 pub(crate) const fn joined<const N: usize>(
     first: &[&'static str],
     then: &[&'static str],
@@ -35,10 +35,11 @@ pub(crate) const fn joined<const N: usize>(
     all
 }
 
-/// Hands out keys one by one.
+/// Keys of a device specification. Kinds and layers take the keys that they know.
 pub(crate) struct Keys(pub Entries);
 
 impl Keys {
+    /// Checks that all keys are in `allowed`.
     pub(crate) fn allow(&self, allowed: &'static [&'static str]) -> Result<(), SpecError> {
         let Entries { name, kind, pairs } = &self.0;
         let of_all: &[&str] = if is_verb(kind) { &[] } else { &limits::KEYS };
@@ -55,6 +56,7 @@ impl Keys {
         }
     }
 
+    /// Parses the value of a key. Returns None if the key is not set.
     pub(crate) fn take<T>(
         &self,
         key: &str,
@@ -64,6 +66,7 @@ impl Keys {
         parse(value).map(Some).map_err(|why| self.value_error(key, value, why))
     }
 
+    /// Parses the value of a required key. `example` shows the key in the error message.
     pub(crate) fn need<T>(
         &self,
         kind: &'static str,
@@ -75,6 +78,7 @@ impl Keys {
         self.take(key, parse)?.ok_or_else(missing)
     }
 
+    /// Returns the value of a key as it was typed.
     pub(crate) fn typed(&self, key: &str) -> Option<&str> {
         self.0.pairs.iter().find(|(k, _)| k == key).map(|(_, value)| value.as_str())
     }
@@ -83,7 +87,7 @@ impl Keys {
         SpecError::Value { name: self.0.name.clone(), key: key.into(), value: value.into(), why }
     }
 
-    /// Refuses the value of a key that is there.
+    /// Returns an error for the value of a key that is set.
     pub(crate) fn refuse(&self, key: &str, why: impl Into<String>) -> SpecError {
         self.value_error(key, self.typed(key).unwrap_or_default(), why.into())
     }
@@ -93,13 +97,13 @@ impl Keys {
     }
 }
 
-/// The size of a RAM disk, with a unit.
+/// Parses the size of a RAM disk, with a unit.
 pub(crate) fn parse_disksize(text: &str) -> Result<u64, String> {
     let max = size::exact(DISKSIZE_BYTES_MAX);
     parse_size(text, DISKSIZE_BYTES_MAX, &format!("a ram device has at most {max}"))
 }
 
-/// The size of a null device or a file, with a unit: what a signed 64-bit offset reaches.
+/// Parses the size of a null device or a file, with a unit. Signed 64-bit offsets limit it.
 pub(crate) fn parse_length(text: &str) -> Result<u64, String> {
     parse_size(text, MAX_SIZE_BYTES, "the size must be less than 8388608T (2^63 bytes)")
 }
@@ -112,7 +116,7 @@ fn parse_size(text: &str, max: u64, allowed: &str) -> Result<u64, String> {
     }
 }
 
-/// A size with a unit; `0` and `none` are no limit.
+/// Parses a limit: a size with a unit; `0` and `none` are unlimited.
 pub(crate) fn parse_limit(text: &str) -> Result<u64, String> {
     match text {
         "0" | "none" => Ok(0),
@@ -120,7 +124,7 @@ pub(crate) fn parse_limit(text: &str) -> Result<u64, String> {
     }
 }
 
-/// The name of an algorithm.
+/// Parses the name of an algorithm.
 pub fn parse_algorithm(text: &str) -> Result<Algorithm, String> {
     text.parse().map_err(|e| {
         if let ParamsError::LzoRle = e {
@@ -137,7 +141,7 @@ pub(crate) fn parse_path(text: &str) -> Result<PathBuf, String> {
     if text.is_empty() { Err("a path is missing".into()) } else { Ok(path_text::path(text)) }
 }
 
-/// `yes` or `no`, in the usual ways to say it.
+/// Parses a boolean in its usual spellings.
 pub(crate) fn parse_bool(text: &str) -> Result<bool, String> {
     match text.to_ascii_lowercase().as_str() {
         "yes" | "on" | "true" | "1" => Ok(true),
@@ -146,7 +150,7 @@ pub(crate) fn parse_bool(text: &str) -> Result<bool, String> {
     }
 }
 
-/// A count of sectors. Not a size.
+/// Parses a count of sectors, not a size.
 pub(crate) fn parse_sectors(text: &str) -> Result<u64, String> {
     match (text.parse::<u32>(), size::parse(text)) {
         (Ok(sectors), _) => Ok(u64::from(sectors)),

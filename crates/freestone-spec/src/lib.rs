@@ -1,14 +1,17 @@
-//! Devices from what people write. One schema for the words of a command line, a file of `serve
-//! --config` and the control socket: [`entries`] takes words apart, [`kinds`] has a file for each
-//! kind of device, [`layers`] one for each layer that can lie over its data, [`attrs`] is what can
-//! be read and set while it is there. [`open_device`] does all of it for who drives a device in its
-//! own process.
+//! Device specifications: parsing, checking and building devices.
 //!
-//! It knows no command line, no NBD and no control socket.
+//! The command line, the configuration file (`serve --config`) and the control socket share one
+//! schema. [`entries`] parses `NAME=KIND,key=value`, [`kinds`] has a module for each kind of device,
+//! [`layers`] one for each layer over a device's data, and [`attrs`] gets and sets the attributes of
+//! a device. [`open_device`] does all of this for a program that uses a device in its own process.
+//!
+//! The crate depends on neither the command line, nor the NBD server, nor the control socket.
 
 pub mod access;
 mod advice;
 pub mod attrs;
+#[doc(hidden)]
+pub mod check_input;
 pub mod config;
 pub mod entries;
 pub mod family;
@@ -27,11 +30,10 @@ mod numbers;
 mod open;
 pub mod path_text;
 pub mod refusal;
+pub mod renamed;
 pub mod size;
 pub mod stores;
 pub mod times;
 pub mod tls;
-#[doc(hidden)]
-pub mod written;
 
 pub use open::{Devices, OpenError, Opened, open_device};

@@ -1,4 +1,4 @@
-//! What a device and an export let through: operations and bytes a second, and connections.
+//! Limits of devices and exports: operations and bytes per second, and connections.
 
 use std::io;
 
@@ -12,46 +12,46 @@ use crate::entries::{Entries, SpecError};
 use crate::numbers::integer;
 use crate::size;
 
-/// The keys, of every device and export.
+/// Limit keys, which every device and export has.
 pub const KEYS: [&str; 5] = ["iops", "bps", "iops_burst", "bps_burst", "max_clients"];
-/// Most connections that can be said.
+/// Largest `max_clients`.
 pub const MAX_CLIENTS: u32 = 65_536;
 
-/// The limits of a device or an export; 0 is none, or the usual burst.
+/// Limits of a device or an export. 0 is unlimited; a burst of 0 is the default burst.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LimitSpec {
-    /// Operations and bytes a second.
+    /// Operations and bytes per second.
     pub rates: Limits,
-    /// Connections at one time, at most [`MAX_CLIENTS`].
+    /// Maximum number of connections, at most [`MAX_CLIENTS`].
     pub max_clients: u32,
 }
 
-/// Some of them, as they were said.
+/// Limits that were set, in the order of [`KEYS`]. None keeps the present limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LimitWords([Option<u64>; KEYS.len()]);
 
 impl LimitWords {
-    /// Takes what was said of a key; false where it is none of these.
+    /// Sets the value of a key. Returns false if the key is not a limit.
     ///
     /// # Errors
-    /// Half a sentence that follows the value.
+    /// Returns the reason, which the caller puts after `KEY=TEXT: `.
     pub fn take(&mut self, key: &str, text: &str) -> Result<bool, String> {
         let Some(index) = KEYS.iter().position(|known| *known == key) else { return Ok(false) };
         self.0[index] = Some(parse(key, text)?);
         Ok(true)
     }
 
-    /// Whether nothing was said.
+    /// Returns true if no limit was set.
     pub fn is_empty(&self) -> bool {
         self.0.iter().all(Option::is_none)
     }
 
-    /// Whether something was said of connections.
+    /// Returns the value of `max_clients`, if it was set.
     pub fn max_clients(&self) -> Option<u64> {
         self.0[4]
     }
 
-    /// Those limits, with what was said here in place of what they say of it.
+    /// Returns `limits` with these values in place of its own.
     #[must_use]
     pub fn over(&self, limits: LimitSpec) -> LimitSpec {
         let [iops, bps, iops_burst, bps_burst, max_clients] = self.0;
@@ -63,14 +63,14 @@ impl LimitWords {
                 iops_burst: iops_burst.unwrap_or(rates.iops_burst),
                 bps_burst: bps_burst.unwrap_or(rates.bps_burst),
             },
-            // It was parsed within its range.
+            // The parser checked its range.
             max_clients: max_clients.and_then(|most| u32::try_from(most).ok()).unwrap_or(clients),
         }
     }
 }
 
 impl LimitSpec {
-    /// Takes them out of the keys of a device.
+    /// Parses the limits of a device, and removes their keys from `entries`.
     pub(crate) fn take(entries: &mut Entries) -> Result<Self, SpecError> {
         let (name, mut words) = (entries.name.clone(), LimitWords::default());
         for (key, value) in &entries.pairs {
@@ -85,25 +85,26 @@ impl LimitSpec {
         Ok(words.over(Self::default()))
     }
 
-    /// Whether there are none.
+    /// Returns true if nothing is limited.
     pub fn is_none(&self) -> bool {
         *self == Self::default()
     }
 
-    /// The value of one, by its key. Bytes and counts; 0 is none, or the usual burst.
+    /// Returns the limit of a key, as a number of bytes or a count. 0 is unlimited; a burst of 0 is the
+    /// default burst.
     pub fn value(&self, key: &str) -> Option<u64> {
         let Self { rates: Limits { iops, bps, iops_burst, bps_burst }, max_clients } = *self;
         let all = [iops, bps, iops_burst, bps_burst, max_clients.into()];
         KEYS.iter().position(|known| *known == key).map(|index| all[index])
     }
 
-    /// Those that are not 0, by their keys.
+    /// Returns the limits that are not 0, with their keys.
     pub fn said(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let this = *self;
         KEYS.into_iter().filter_map(move |key| Some((key, this.value(key)?))).filter(|(_, value)| *value > 0)
     }
 
-    /// The same as a user would write them.
+    /// Returns the same limits as they are typed.
     pub fn words(&self) -> impl Iterator<Item = (&'static str, String)> {
         self.said().map(|(key, value)| {
             let text = if key.starts_with("bps") { size::exact(value) } else { value.to_string() };
@@ -111,25 +112,25 @@ impl LimitSpec {
         })
     }
 
-    /// As `stat` tells them, with the bursts that there are; `None` where there are none.
+    /// Returns the limits as `stat` reports them, with effective bursts; None if nothing is limited.
     pub fn stat(&self) -> Option<Value> {
         if self.is_none() {
             return None;
         }
-        let mut told: Map<String, Value> =
+        let mut stat: Map<String, Value> =
             KEYS.into_iter().map(|key| (key.to_owned(), json!(self.value(key)))).collect();
         if self.rates.iops > 0 {
-            told.insert("iops_burst".into(), json!(self.rates.operations_at_once()));
+            stat.insert("iops_burst".into(), json!(self.rates.operations_at_once()));
         }
         if self.rates.bps > 0 {
-            told.insert("bps_burst".into(), json!(self.rates.bytes_at_once()));
+            stat.insert("bps_burst".into(), json!(self.rates.bytes_at_once()));
         }
-        Some(Value::Object(told))
+        Some(Value::Object(stat))
     }
 }
 
-/// Takes a key of an export in a file.
-pub(crate) fn of_toml(words: &mut LimitWords, key: &str, value: &DeValue<'_>) -> Result<(), String> {
+/// Sets a limit of an export in a configuration file.
+pub(crate) fn take_toml(words: &mut LimitWords, key: &str, value: &DeValue<'_>) -> Result<(), String> {
     let text = match (value, integer(value)) {
         (DeValue::String(text), _) => text.to_string(),
         (_, Some(number)) => number.to_string(),
@@ -138,14 +139,14 @@ pub(crate) fn of_toml(words: &mut LimitWords, key: &str, value: &DeValue<'_>) ->
     words.take(key, &text).map(drop).map_err(|why| format!("{key}={text}: {why}"))
 }
 
-/// Why limits could not be set: a thread is missing.
-pub(crate) fn unset(error: &io::Error) -> String {
+/// Returns the error message for limits whose thread could not be started.
+pub(crate) fn thread_error(error: &io::Error) -> String {
     format!("limits need a thread, which cannot be started: {error}")
 }
 
-/// The value of a key.
+/// Parses the value of a key.
 fn parse(key: &str, text: &str) -> Result<u64, String> {
-    let (none, is_size, least, most) = match key {
+    let (zero_meaning, is_size, least, most) = match key {
         "iops" => ("no limit", false, 1, OPERATIONS_MAX),
         "iops_burst" => ("a tenth of iops", false, 1, OPERATIONS_MAX),
         "bps" => ("no limit", true, BYTES_PER_SECOND_MIN, BYTES_PER_SECOND_MAX),
@@ -156,9 +157,9 @@ fn parse(key: &str, text: &str) -> Result<u64, String> {
         return Ok(0);
     }
     let shown = |value: u64| if is_size { size::exact(value) } else { value.to_string() };
-    let range = || format!("must be {} to {}; 0 is {none}", shown(least), shown(most));
+    let range = || format!("must be {} to {}; 0 is {zero_meaning}", shown(least), shown(most));
     let value = if is_size {
-        size::parse(text).map_err(|error| format!("{error}; 0 is {none}"))?
+        size::parse(text).map_err(|error| format!("{error}; 0 is {zero_meaning}"))?
     } else {
         text.parse().map_err(|_| range())?
     };
@@ -170,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_have_their_ranges() {
+    fn limit_outside_range_is_refused() {
         for (key, text, value) in [
             ("iops", "1", 1),
             ("iops", "none", 0),
@@ -197,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_said_stays() {
+    fn limits_not_set_keep_their_value() {
         let mut words = LimitWords::default();
         assert_eq!(words.take("iop", "1"), Ok(false));
         assert!(words.is_empty());
@@ -207,9 +208,9 @@ mod tests {
         assert_eq!(words.take("iops", "0"), Ok(true));
         assert_eq!(words.take("iops_burst", "9"), Ok(true));
         let changed = words.over(limits);
-        let said: Vec<_> = changed.words().collect();
+        let words: Vec<_> = changed.words().collect();
         let expected = [("bps", "1M"), ("iops_burst", "9"), ("max_clients", "3")];
-        assert_eq!(said, expected.map(|(key, value)| (key, value.to_owned())));
+        assert_eq!(words, expected.map(|(key, value)| (key, value.to_owned())));
         assert_eq!(
             (changed.stat().unwrap()["bps_burst"].clone(), changed.value("iops")),
             (json!(104_857), Some(0))

@@ -1,4 +1,4 @@
-//! What the machine has of memory, from /proc and the control groups.
+//! Memory of the machine and of its control groups, and control of the allocator's free memory.
 
 use std::fs;
 use std::io;
@@ -7,26 +7,26 @@ use std::path::{Path, PathBuf};
 use freestone::PAGE_BYTES;
 use thiserror::Error;
 
-/// Why nothing is known of the memory.
+/// Errors from determining the memory size.
 #[derive(Debug, Error)]
 pub enum MachineError {
-    /// A file that cannot be read.
+    /// The file cannot be read.
     #[error("cannot read {0}: {1}")]
     Read(&'static str, io::Error),
-    /// A line that is not there.
+    /// The file does not contain the line.
     #[error("{0} has no {1}")]
     Missing(&'static str, &'static str),
 }
 
-/// The default `mem_limit` of a RAM disk in bytes: half of the memory, in whole pages, so that two
-/// halves are not more than the whole.
+/// Returns the default `mem_limit` of a RAM disk in bytes: half of the memory, rounded down to whole
+/// pages, so that two defaults do not exceed the memory.
 pub fn half_of_memory() -> Result<u64, MachineError> {
     let page = PAGE_BYTES as u64;
     Ok((memory()? / 2 / page).max(1) * page)
 }
 
-/// The memory that this process may use, in bytes: the machine's, or the limit of its control
-/// group.
+/// Returns the memory that this process may use, in bytes: the memory of the machine, or the limit
+/// of its control group if that is smaller.
 pub fn memory() -> Result<u64, MachineError> {
     const MEMINFO: &str = "/proc/meminfo";
     let meminfo = fs::read_to_string(MEMINFO).map_err(|error| MachineError::Read(MEMINFO, error))?;
@@ -39,26 +39,26 @@ mod heap {
     #![expect(unsafe_code)]
     // UNSAFETY: a libc call without a safe wrapper.
 
-    /// From so many bytes on, what is allocated has a mapping of its own.
+    /// Allocations of at least this size get a mapping of their own.
     #[cfg(target_env = "gnu")]
     const APART_BYTES: libc::c_int = 64 << 10;
 
-    /// Has the allocator give large blocks back when they are freed. By itself it keeps them, for
-    /// each CPU: buffers of requests that waited would stay, several times as much as ever was in
-    /// use. To be called before there are threads.
+    /// Makes the allocator return large blocks to the system when they are freed. By default it keeps
+    /// them in an arena per CPU, so buffers of past requests would occupy several times the memory
+    /// that was ever in use. Must be called before other threads exist.
     pub fn keep_large_blocks_apart() {
         #[cfg(target_env = "gnu")]
-        // SAFETY: it changes a number of the allocator's.
+        // SAFETY: mallopt only changes a setting of the allocator.
         unsafe {
             libc::mallopt(libc::M_MMAP_THRESHOLD, APART_BYTES);
         }
     }
 
-    /// Gives memory back that the allocator has and nobody uses. Takes as long as that is much;
-    /// who allocates waits.
+    /// Returns unused memory of the allocator to the system. Takes time in proportion to that memory,
+    /// while other threads' allocations wait.
     pub fn give_back_heap() {
         #[cfg(target_env = "gnu")]
-        // SAFETY: it may be called at any time.
+        // SAFETY: malloc_trim may be called at any time.
         unsafe {
             libc::malloc_trim(0);
         }
@@ -66,8 +66,8 @@ mod heap {
 }
 pub use heap::{give_back_heap, keep_large_blocks_apart};
 
-/// The lowest memory limit of the process's control group and of the groups around it, versions 1
-/// and 2. `groups` is the text of /proc/self/cgroup.
+/// Returns the lowest memory limit of the process's control group and of its ancestors, for versions
+/// 1 and 2. `groups` is the text of /proc/self/cgroup.
 fn group_limit(groups: &str, root: &Path) -> Option<u64> {
     let mut lowest = None;
     for line in groups.lines() {
@@ -79,8 +79,8 @@ fn group_limit(groups: &str, root: &Path) -> Option<u64> {
             _ => continue,
         };
         let group = top.join(path.trim_start_matches('/'));
-        // "max" (no limit) does not parse and drops out. In a container the path may lie outside:
-        // then only the root is left of it.
+        // "max" (unlimited) does not parse and is skipped. In a container the path may be outside of the
+        // visible tree, which leaves only the root.
         let limits = group.ancestors().take_while(|dir| dir.starts_with(&top)).map(|dir| dir.join(file));
         lowest = limits.filter_map(|f| read_number(&f)).chain(lowest).min();
     }
@@ -91,7 +91,7 @@ fn read_number(file: &PathBuf) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
-/// The value of a line `Key:   123 kB`, in bytes.
+/// Returns the value of a line `Key:   123 kB`, in bytes.
 pub fn kib_line(text: &str, key: &str) -> Option<u64> {
     let rest = text.lines().find_map(|line| line.strip_prefix(key))?;
     rest.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
@@ -104,14 +104,14 @@ mod tests {
     use super::{group_limit, half_of_memory, kib_line, memory};
 
     #[test]
-    fn this_machine_answers() {
+    fn memory_of_this_machine_is_known() {
         let (half, all) = (half_of_memory().unwrap(), memory().unwrap());
         assert!(all > 1 << 20 && half.is_multiple_of(4096) && (half * 2..half * 2 + 8192).contains(&all));
         assert_eq!(kib_line("MemFree:  1 kB\nMemTotal:   12 kB\n", "MemTotal:"), Some(12 * 1024));
     }
 
     #[test]
-    fn the_lowest_group_limit_counts() {
+    fn group_limit_is_the_lowest_of_all_groups() {
         let root = tempfile::tempdir().unwrap();
         let write = |path: &str, text: &str| {
             let file = root.path().join(path);

@@ -1,29 +1,29 @@
-//! What a file says of metrics.
+//! Metrics keys of a configuration file: `metrics`, `metrics_open` and `metrics_forks`.
 
 use std::ops::RangeInclusive;
 
 use toml::de::DeValue;
 
 use crate::http::HttpWords;
-use crate::numbers::within;
+use crate::numbers::parse_in_range;
 
-/// What `metrics_forks` can be.
+/// Allowed values of `metrics_forks`.
 pub const FORKS_RANGE: RangeInclusive<i64> = 0..=1000;
 
-/// Its words, unchecked but for the number.
+/// Metrics settings. The address is unchecked.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct MetricsWords {
-    /// Where Prometheus asks: `metrics` and `metrics_open`.
+    /// Metrics endpoint: `metrics` and `metrics_open`.
     pub http: HttpWords,
-    /// Forks that are told one by one: `metrics_forks`.
+    /// Maximum number of forks with metrics of their own: `metrics_forks`.
     pub forks: Option<u32>,
 }
 
 impl MetricsWords {
-    /// Takes a key of the file. The error is a sentence.
+    /// Sets a key of the configuration file. The error names the key.
     pub fn take(&mut self, key: &str, value: &DeValue<'_>) -> Result<(), String> {
         match key {
-            "metrics_forks" => self.forks = Some(within(key, value, FORKS_RANGE)?),
+            "metrics_forks" => self.forks = Some(parse_in_range(key, value, FORKS_RANGE)?),
             _ => self.http.take(key, value)?,
         }
         Ok(())

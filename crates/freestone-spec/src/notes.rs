@@ -1,5 +1,6 @@
-//! What an origin says beside its data: that a merge into it is under way, and where the merge's
-//! store is; and with what content it and its stores were closed. Files have attributes for that.
+//! Notes of snapshot origins: the merge in progress and its store, and the content with which the
+//! origin and its stores were closed. The notes of a file are extended attributes of the file; those
+//! of a device in memory end with the device. `freestone::cow` reads and writes them.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,23 +9,23 @@ use freestone::cow::{Left, Notes, Stamp};
 use freestone::file::File;
 use tracing::warn;
 
-/// The attribute `user.freestone.merge`: `NUMBER STORE`, the number in hexadecimal digits.
+/// Attribute `user.freestone.merge`: `NUMBER STORE`, the number in hexadecimal digits.
 const NOTE: &str = "merge";
-/// The attribute `user.freestone.snapshots`: `closed CONTENT MTIME SIZE`, the time in nanoseconds;
-/// or `in use`.
+/// Attribute `user.freestone.snapshots`: `closed CONTENT MTIME SIZE`, the time in nanoseconds; or
+/// `in use`.
 const CONTENT: &str = "snapshots";
 const IN_USE: &str = "in use";
 
-/// The notes of a file.
+/// Notes of a file.
 #[derive(Clone)]
 pub struct FileNotes {
     file: Arc<File>,
-    /// The merge under way: read once, when the file is opened, and changed with the attribute. So
-    /// an attribute that cannot be read later does not make a half-merged origin look whole.
+    /// Merge in progress. Read once, when the file is opened, and changed with the attribute, so that
+    /// a later read error cannot make a half-merged origin look whole.
     merge: Arc<Mutex<Option<Merge>>>,
 }
 
-/// A merge into a file that is under way.
+/// A merge into a file.
 #[derive(Debug, Clone)]
 struct Merge {
     id: u64,
@@ -36,29 +37,29 @@ impl FileNotes {
     /// Reads the notes of a file.
     ///
     /// # Errors
-    /// A sentence: the note of a merge cannot be read, so nobody knows whether the file is half
-    /// merged.
+    /// Returns a message if the note of a merge cannot be read. The file may be half merged then.
     pub fn read(file: Arc<File>) -> Result<Self, String> {
-        let merge = under_way(&file).map_err(|error| {
+        let merge = read_merge(&file).map_err(|error| {
             format!(
-                "{}: cannot read its attribute user.freestone.{NOTE}, which says whether a merge into it is under way: \
-                 {error}; it is not served until the attribute can be read or is removed",
+                "{}: cannot read its attribute user.freestone.{NOTE}, which records an unfinished merge: \
+                 {error}; the file is not served until the attribute can be read or is removed",
                 file.path().display()
             )
         })?;
         Ok(Self { file, merge: Arc::new(Mutex::new(merge)) })
     }
 
-    fn merge_now(&self) -> MutexGuard<'_, Option<Merge>> {
+    fn lock_merge(&self) -> MutexGuard<'_, Option<Merge>> {
         // A panic cannot leave an assignment half done, so poisoning is ignored.
         self.merge.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Says why the file is not served as the device `name`; `None` if no merge is under way.
-    pub fn half_merged(&self, name: &str) -> Option<String> {
-        let Merge { store, .. } = self.merge_now().clone()?;
+    /// Returns the error message if a merge into the file was not finished, so that it cannot be served
+    /// alone as the device `name`.
+    pub fn half_merged_message(&self, name: &str) -> Option<String> {
+        let Merge { store, .. } = self.lock_merge().clone()?;
         Some(format!(
-            "{}: a merge into it is under way, and it is half old, half new; serve it together with the snapshot that is merged: \
+            "{}: an unfinished merge left it half old, half new; serve it together with the snapshot that is merged: \
              NAME=snapshot,origin={name},cow={store},merge=yes",
             self.file.path().display()
         ))
@@ -67,31 +68,33 @@ impl FileNotes {
 
 impl Notes for FileNotes {
     fn merge(&self) -> Option<u64> {
-        self.merge_now().as_ref().map(|merge| merge.id)
+        self.lock_merge().as_ref().map(|merge| merge.id)
     }
 
     fn merge_begins(&self, id: u64, store: &str) {
-        *self.merge_now() = Some(Merge { id, store: store.to_owned() });
+        *self.lock_merge() = Some(Merge { id, store: store.to_owned() });
         if let Err(error) = self.file.set_note(NOTE, &format!("{id:016x} {store}")) {
             let path = self.file.path().display();
-            warn!("{path}: cannot be told beside its data that it is being merged into: {error}");
+            warn!(
+                "{path}: cannot set its attribute user.freestone.merge, which records the merge into it: {error}"
+            );
         }
     }
 
     fn merge_ended(&self) -> bool {
-        *self.merge_now() = None;
+        *self.lock_merge() = None;
         let removed = self.file.remove_note(NOTE);
         if let Err(error) = &removed {
             let path = self.file.path().display();
-            warn!("{path}: its attribute user.freestone.merge could not be taken away: {error}");
+            warn!("{path}: cannot remove its attribute user.freestone.merge: {error}");
         }
         removed.is_ok()
     }
 
     fn left(&self) -> Option<Left> {
         match self.file.note(CONTENT) {
-            Ok(text) => Some(closed(&text?, self.file.found()).unwrap_or(Left::InUse)),
-            // A note that cannot be read says as little as a crash.
+            Ok(text) => Some(parse_closed(&text?, self.file.found()).unwrap_or(Left::InUse)),
+            // A note that cannot be read is treated as after a crash.
             Err(_) => Some(Left::InUse),
         }
     }
@@ -101,31 +104,33 @@ impl Notes for FileNotes {
     }
 
     fn closed(&self, content: Stamp) {
-        // Without a time the file stays noted as in use, so the next user knows nothing.
+        // Without a time the note stays "in use", so that the next open assumes changes.
         let Some((time, size)) = self.file.modified() else { return };
         if let Err(error) = self.file.set_note(CONTENT, &format!("closed {content} {time} {size}")) {
             let path = self.file.path().display();
-            warn!("{path}: cannot be told beside its data that it was closed in order: {error}");
+            warn!(
+                "{path}: cannot set its attribute user.freestone.snapshots, which records its orderly close: {error}"
+            );
         }
     }
 }
 
-/// What a file that was closed in order says, and whether it was modified before it was opened
-/// again.
-fn closed(text: &str, found: Option<(i128, u64)>) -> Option<Left> {
+/// Parses the note of a file that was closed in order, and checks whether the file was modified
+/// since.
+fn parse_closed(text: &str, found: Option<(i128, u64)>) -> Option<Left> {
     let [content, time, size] =
         text.strip_prefix("closed ")?.split(' ').collect::<Vec<_>>().try_into().ok()?;
     let then = (time.parse().ok()?, size.parse().ok()?);
     Some(Left::Closed { content: content.parse().ok()?, changed: found? != then })
 }
 
-/// The notes of what is in memory: they end with it.
+/// Notes of a device in memory.
 #[derive(Default)]
 pub struct MemoryNotes(Mutex<Option<u64>>);
 
 impl MemoryNotes {
     fn merge_id(&self) -> MutexGuard<'_, Option<u64>> {
-        // A number cannot be half done.
+        // A panic cannot leave an assignment half done, so poisoning is ignored.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -149,8 +154,8 @@ impl Notes for MemoryNotes {
     }
 }
 
-/// Reads the note of a merge into a file. A note that is not understood is an error.
-fn under_way(file: &File) -> io::Result<Option<Merge>> {
+/// Reads the note of a merge into a file. An unknown format is an error.
+fn read_merge(file: &File) -> io::Result<Option<Merge>> {
     let Some(text) = file.note(NOTE)? else { return Ok(None) };
     let merge = text.split_once(' ').and_then(|(id, store)| {
         Some(Merge { id: u64::from_str_radix(id, 16).ok()?, store: store.to_owned() })

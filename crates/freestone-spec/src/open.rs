@@ -1,4 +1,4 @@
-//! A device from the words that `freestone serve` takes, for who drives it in this process.
+//! Opens devices in this process from the words that `freestone serve` takes.
 
 use std::env;
 use std::fmt;
@@ -12,25 +12,24 @@ use crate::kinds::registry::Registry;
 use crate::kinds::{Spec, build};
 use crate::refusal::{Errno, Refusal, one_line};
 
-/// Why there is no device: one sentence for the user, as `freestone serve` prints it.
+/// Error from opening a device: one sentence for the user, as `freestone serve` prints it.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{sentence}")]
 pub struct OpenError {
-    /// The Linux errno that fits best; `EINVAL` for words that cannot be meant.
+    /// Linux errno; `EINVAL` for invalid words.
     pub errno: i32,
-    /// Names the device, the key and what is allowed.
+    /// Message that names the device, the key and the allowed values.
     pub sentence: String,
 }
 
-/// Devices that this process alone has. Dropping them ends them in an orderly way: what a layer
-/// holds back is answered, and the files that they keep (state of zones, recorded log) are complete
-/// once the last clone of a device is gone too.
+/// Devices of this process. Dropping them completes requests that a layer holds. Their files (zone
+/// state, recorded log) are complete once the last clone of a device is dropped too.
 #[derive(Default)]
 pub struct Devices {
     registry: Registry,
 }
 
-/// A device, and what it stands on; they end as [`Devices`] do.
+/// A device with the devices it depends on. They end as [`Devices`] do.
 pub struct Opened {
     device: Arc<dyn Device>,
     name: String,
@@ -38,62 +37,62 @@ pub struct Opened {
 }
 
 impl Devices {
-    /// Sets up devices as `freestone serve DEVICE...` does, one after the other, without serving
-    /// them. Each of `words` is `NAME=KIND[,key=value]...`; relative paths start at the working
-    /// directory.
+    /// Opens devices in their order, as `freestone serve DEVICE...` does, without serving them. Each
+    /// of `words` is `NAME=KIND[,key=value]...`; relative paths start at the working directory.
     ///
     /// # Errors
-    /// Words that cannot be meant; a device that cannot be set up. Nothing is left of the others
-    /// then.
+    /// Fails if words are invalid or a device cannot be opened. The other devices are closed then.
     pub fn open(words: &[String]) -> Result<Self, OpenError> {
-        let here =
-            env::current_dir().map_err(|e| usage(format!("the working directory cannot be found: {e}")))?;
+        let here = env::current_dir()
+            .map_err(|e| usage_error(format!("the working directory cannot be found: {e}")))?;
         let mut specs = Vec::new();
         for word in words {
-            let entries = Entries::parse(word).map_err(|e| usage(e.to_string()))?;
-            specs.push(Spec::from_entries(entries.with_base(&here)).map_err(|e| usage(e.to_string()))?);
+            let entries = Entries::parse(word).map_err(|e| usage_error(e.to_string()))?;
+            specs.push(Spec::from_entries(entries.with_base(&here)).map_err(|e| usage_error(e.to_string()))?);
         }
         let devices = Self::default();
-        set_up(specs, &devices.registry).map_err(|refusal| refused(&refusal))?;
+        build_all(specs, &devices.registry).map_err(|refusal| open_error(&refusal))?;
         Ok(devices)
     }
 
-    /// They by their names.
+    /// Returns the devices by their names.
     pub fn registry(&self) -> &Registry {
         &self.registry
     }
 }
 
-/// Sets up devices as `freestone serve DEVICE...` does, without serving them. `words` is what one
-/// would type there, quotes included: `NAME=KIND[,key=value]...`, several of them separated by
-/// blanks where one stands on another. The last one is meant. Relative paths start at the working
+/// Opens devices as `freestone serve DEVICE...` does, without serving them, and returns the last one.
+/// `words` is one or more `NAME=KIND[,key=value]...`, separated by blanks and quoted as in a shell.
+/// The first ones are devices that the last one depends on. Relative paths start at the working
 /// directory.
 ///
 /// # Errors
-/// Words that cannot be meant; a device that cannot be set up. Nothing is left of the others then.
+/// Fails if words are invalid or a device cannot be opened. The other devices are closed then.
 pub fn open_device(words: &str) -> Result<Opened, OpenError> {
     let Some(words) = shlex::split(words) else {
-        return Err(usage(format!("{words}: a quote is not closed")));
+        return Err(usage_error(format!("{words}: a quote is not closed")));
     };
     let devices = Devices::open(&words)?;
     let last = devices.registry.all().pop().ok_or_else(|| {
-        usage("no device; a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G".into())
+        usage_error(
+            "no device; a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G".into(),
+        )
     })?;
     let name = last.name().to_owned();
     match last.device() {
         Some(device) => Ok(Opened { device: Arc::clone(device), name, devices }),
         None => {
-            Err(usage(format!("{name}: a template is a device for each connection; here it takes a fork")))
+            Err(usage_error(format!("{name}: a template is a fork for each connection; open a fork instead")))
         }
     }
 }
 
-fn usage(sentence: String) -> OpenError {
+fn usage_error(sentence: String) -> OpenError {
     OpenError { errno: libc::EINVAL, sentence }
 }
 
-/// Sets them up one after the other.
-fn set_up(specs: Vec<Spec>, registry: &Registry) -> Result<(), Refusal> {
+/// Builds devices in their order, and begins the merges they ask for.
+fn build_all(specs: Vec<Spec>, registry: &Registry) -> Result<(), Refusal> {
     for spec in specs {
         registry.check_free(&spec.name).map_err(|why| why.of(&spec.name))?;
         let entry = Arc::new(build(spec, registry)?);
@@ -106,11 +105,11 @@ fn set_up(specs: Vec<Spec>, registry: &Registry) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn refused(refusal: &Refusal) -> OpenError {
-    OpenError { errno: number(refusal.errno), sentence: one_line(refusal.sentence.clone()) }
+fn open_error(refusal: &Refusal) -> OpenError {
+    OpenError { errno: errno_number(refusal.errno), sentence: one_line(refusal.sentence.clone()) }
 }
 
-const fn number(errno: Errno) -> i32 {
+const fn errno_number(errno: Errno) -> i32 {
     match errno {
         Errno::EINVAL => libc::EINVAL,
         Errno::ENODEV => libc::ENODEV,
@@ -133,17 +132,17 @@ const fn number(errno: Errno) -> i32 {
 }
 
 impl Opened {
-    /// The device that was named last, with its layers.
+    /// Returns the last device, with its layers.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.device
     }
 
-    /// Its name.
+    /// Returns the name of the device.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Sentences with the seeds that nobody chose: to make everything happen again.
+    /// Returns messages with the seeds that were chosen at random, with which a run can be repeated.
     pub fn seeds(&self) -> Vec<String> {
         self.devices.registry.seeds()
     }
@@ -152,7 +151,7 @@ impl Opened {
 impl Drop for Devices {
     fn drop(&mut self) {
         for entry in self.registry.all() {
-            // What is held back keeps devices alive, which flush when they end.
+            // Held requests keep devices alive, and devices flush when they are dropped.
             if let Some(faults) = &entry.layers.faults {
                 faults.close();
             }
@@ -180,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_one_is_meant() {
+    fn open_device_returns_the_last_device() {
         let opened =
             open_device("r=ram,disksize=1M,mem_limit=8M  s=snapshot,origin=r 'f=fork,base=s,size=2M'")
                 .unwrap();
@@ -193,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said_as_on_the_command_line() {
+    fn open_error_has_errno_and_message() {
         for (words, errno, said) in [
             ("", libc::EINVAL, "no device; a device is NAME=KIND"),
             ("'r=ram", libc::EINVAL, "'r=ram: a quote is not closed"),
@@ -205,7 +204,7 @@ mod tests {
             (
                 "r=ram,disksize=1M s=snapshot,origin=r t=template,base=s",
                 libc::EINVAL,
-                "t: a template is a device for each connection",
+                "t: a template is a fork for each connection",
             ),
         ] {
             let (number, sentence) = sentence(words);
@@ -215,22 +214,22 @@ mod tests {
     }
 
     #[test]
-    fn the_end_is_orderly() {
+    fn drop_saves_zone_state() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("disk").display().to_string();
         let words = format!("d=file,path={path},size=8M,zoned=1,zone_size=1M");
         let opened = open_device(&words).unwrap();
         opened.device().write_at(1 << 20, &[3; 8192], Flags::empty()).unwrap();
-        let elsewhere = opened.device().write_at(1 << 20, &[3; 4096], Flags::empty());
-        assert_eq!(elsewhere, Err(Error::ZoneWritePointer));
+        let misplaced = opened.device().write_at(1 << 20, &[3; 4096], Flags::empty());
+        assert_eq!(misplaced, Err(Error::ZoneWritePointer));
         drop(opened);
-        // The write pointer was remembered.
+        // The write pointer was saved.
         let opened = open_device(&words).unwrap();
         opened.device().write_at((1 << 20) + 8192, &[4; 4096], Flags::empty()).unwrap();
     }
 
     #[test]
-    fn what_hangs_is_answered_at_the_end() {
+    fn drop_completes_hanging_requests() {
         let opened = open_device("'n=null,size=1M,faults=read hang,seed=1'").unwrap();
         let (sender, receiver) = mpsc::channel();
         let buffer = IoBuf::zeroed(4096).unwrap();

@@ -1,4 +1,4 @@
-//! Why something is not done with a device.
+//! Errors of operations on devices: an errno for programs, a sentence for people.
 
 use std::fmt::Display;
 use std::io;
@@ -6,49 +6,51 @@ use std::io;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// Names of the errors a verb answers with, in `data.errno`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Errno {
-    /// A value that cannot be.
-    EINVAL,
-    /// No such device, or no backing device.
-    ENODEV,
-    /// The name is taken.
-    EEXIST,
-    /// In use, or fixed for the life of the device.
-    EBUSY,
-    /// This kind of device does not do that.
-    EOPNOTSUPP,
-    /// The device does not change.
-    EROFS,
-    /// Not at the control socket that changes nothing.
-    EPERM,
-    /// The device could not be set up; a read or write of its backing device failed;
-    /// `writeback_limit` is used up.
-    EIO,
-    /// Nothing can listen at that address.
-    EADDRNOTAVAIL,
-    /// A limit of the server is reached, or no room on a disk.
-    ENOSPC,
-    /// What the device has under way does not end.
-    ETIMEDOUT,
-    /// A page that the device does not have.
-    ERANGE,
-    /// No memory.
-    ENOMEM,
-    /// Too many open zones.
-    ETOOMANYREFS,
-    /// Too many active zones.
-    EOVERFLOW,
-    /// It was cancelled: by name, or because the client went away or the server ends.
-    ECANCELED,
-    /// No server answers: said by the program, not by a server.
-    ECONNREFUSED,
+macro_rules! errnos {
+    ($($name:ident = $meaning:literal;)*) => {
+        /// Names of the errors that a verb returns in `data.errno`.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+        pub enum Errno {
+            $(#[doc = $meaning] $name,)*
+        }
+
+        impl Errno {
+            /// All errors.
+            pub const ALL: &[Self] = &[$(Self::$name),*];
+
+            /// Returns the meaning of the error, in a sentence.
+            pub const fn meaning(self) -> &'static str {
+                match self {
+                    $(Self::$name => $meaning,)*
+                }
+            }
+        }
+    };
+}
+
+errnos! {
+    EINVAL = "A value is invalid.";
+    ENODEV = "The device, job, tag or store does not exist, or the device has no backing device.";
+    EEXIST = "The name is taken, or the file exists and is not replaced.";
+    EBUSY = "The device, file or disk is in use by clients, other devices or another verb; or a value is fixed for the life of the device; or another push set the tag.";
+    EOPNOTSUPP = "This kind of device does not support the operation.";
+    EROFS = "The device is read-only.";
+    EPERM = "The operation is not allowed at the read-only control socket.";
+    EIO = "The device could not be set up; a read or write of its backing device failed; `writeback_limit` is used up.";
+    EADDRNOTAVAIL = "The address cannot be bound.";
+    ENOSPC = "A limit of the server is reached, a disk or the backing device is full, or `mem_limit` leaves no room.";
+    ETIMEDOUT = "Requests in flight, an operation or a store did not finish in time.";
+    ERANGE = "The page is beyond the end of the device.";
+    ENOMEM = "Memory or a thread cannot be allocated.";
+    ETOOMANYREFS = "The limit of open zones is reached.";
+    EOVERFLOW = "The limit of active zones is reached.";
+    ECANCELED = "The job was cancelled: by a verb, because its client disconnected, or because the server shuts down.";
+    ECONNREFUSED = "No server answers. The client program reports this, not a server.";
 }
 
 impl Errno {
-    /// The errno of a call on a file that failed: ENOSPC if the disk, a quota or `RLIMIT_FSIZE` leaves no room,
-    /// else EIO.
+    /// Returns the errno for a failed call on a file: ENOSPC if the disk is full or a quota or
+    /// `RLIMIT_FSIZE` is reached, else EIO.
     pub fn of_file(error: &io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
@@ -59,38 +61,38 @@ impl Errno {
     }
 }
 
-/// Why something is not done: one sentence that names device and key.
+/// An error of an operation on a device: one sentence that names the device and the key.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{sentence}")]
 pub struct Refusal {
-    /// For programs.
+    /// Error number for programs.
     pub errno: Errno,
-    /// For people.
+    /// Message for people.
     pub sentence: String,
-    /// What was asked for cannot be meant; else it is about the machine, or the state of devices.
+    /// The request itself is invalid. Otherwise the state of the machine or of devices prevents it.
     pub usage: bool,
 }
 
 impl Refusal {
-    /// It did not work out.
+    /// Creates an error of a valid request that failed.
     pub fn failed(errno: Errno, why: impl Display) -> Self {
         Self { errno, sentence: why.to_string(), usage: false }
     }
 
-    /// The values cannot be meant.
+    /// Creates an error of an invalid request.
     pub fn invalid(why: impl Display) -> Self {
         Self { errno: Errno::EINVAL, sentence: why.to_string(), usage: true }
     }
 
-    /// Names the device.
+    /// Puts the name of the device before the sentence.
     #[must_use]
     pub fn of(self, name: &str) -> Self {
         Self { sentence: format!("{name}: {}", self.sentence), ..self }
     }
 }
 
-/// What somebody typed may be in a sentence: whatever that was, it stays one line, and does nothing
-/// to a terminal.
+/// Escapes control characters of a message. A message can quote user input, which must not add lines
+/// or control a terminal.
 pub fn one_line(text: String) -> String {
     if !text.contains(char::is_control) {
         return text;

@@ -1,66 +1,65 @@
-//! Sizes as a user types and reads them: a whole number with K, M, G or T, 1024-based.
+//! Sizes as users type and read them: a whole number with K, M, G or T, 1024-based.
 
 use freestone::quantity::{self, SIZES, Wrong};
 use thiserror::Error;
 
-/// A bare number from here on is taken for a number of bytes when a suggestion is made, below it
-/// for MiB.
+/// Suggestions interpret a bare number from this value on as bytes, and a smaller one as MiB.
 const LOOKS_LIKE_BYTES: u64 = 1 << 20;
 
-/// Why a text is not a size. Each is half a sentence that follows `key=value: `.
+/// Errors from parsing a size. Each message follows `key=value: `.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum SizeError {
-    /// Nothing there.
+    /// The text is empty.
     #[error("a size is missing; give a whole number with K, M, G or T (1024-based), for example 512M")]
     Empty,
-    /// A number alone: the kernel's interfaces mean bytes here, MiB there and sectors elsewhere.
+    /// A number without a unit. It is ambiguous: kernel interfaces variously use bytes, MiB and sectors.
     #[error("give a unit; {0}? (K, M, G and T are known, 1024-based)")]
     Bare(String),
-    /// Digits after a point.
-    #[error("a size is a whole number{}", maybe(.0.as_deref()))]
+    /// A number with a fraction.
+    #[error("a size is a whole number{}", suggestion(.0.as_deref()))]
     Fraction(Option<String>),
-    /// A unit that is not one of ours.
-    #[error("unknown unit {unit:?}{}; K, M, G and T are known (1024-based)", maybe(.hint.as_deref()))]
+    /// The unit is unknown.
+    #[error("unknown unit {unit:?}{}; K, M, G and T are known (1024-based)", suggestion(.hint.as_deref()))]
     Unit {
-        /// What stood there.
+        /// Text after the number.
         unit: String,
-        /// What was probably meant.
+        /// Suggested size.
         hint: Option<String>,
     },
-    /// Not a number at all.
+    /// The text does not start with a number.
     #[error("not a size; give a whole number with K, M, G or T (1024-based), for example 512M")]
     NotANumber,
-    /// Zero, where something is needed.
+    /// The size is zero.
     #[error("must be more than 0")]
     Zero,
-    /// More than 64 bits.
+    /// The size does not fit in 64 bits.
     #[error("too large; the largest size that can be written is 16777215T")]
     Overflow,
 }
 
-fn maybe(text: Option<&str>) -> String {
+fn suggestion(text: Option<&str>) -> String {
     text.map(|t| format!("; {t}?")).unwrap_or_default()
 }
 
-/// Parses a size of at least one unit, in bytes.
+/// Parses a size greater than zero. Returns bytes.
 pub fn parse(text: &str) -> Result<u64, SizeError> {
     match quantity::parse(text, &SIZES) {
         Ok(0) | Err(Wrong::Bare(0)) => Err(SizeError::Zero),
         Ok(bytes) => Ok(bytes),
         Err(Wrong::NoNumber) if text.is_empty() => Err(SizeError::Empty),
         Err(Wrong::NoNumber) => Err(SizeError::NotANumber),
-        Err(Wrong::Bare(number)) => Err(meant(number).map_or(SizeError::Overflow, SizeError::Bare)),
+        Err(Wrong::Bare(number)) => Err(suggested_size(number).map_or(SizeError::Overflow, SizeError::Bare)),
         Err(Wrong::Unit { digits, number, unit }) => Err(match unit.strip_prefix(['.', ',']) {
-            Some(fraction) => SizeError::Fraction(whole(digits, fraction)),
+            Some(fraction) => SizeError::Fraction(as_whole_number(digits, fraction)),
             None if number.is_none() => SizeError::Overflow,
-            None => SizeError::Unit { unit: unit.into(), hint: nearby(digits, unit) },
+            None => SizeError::Unit { unit: unit.into(), hint: suggested_unit(digits, unit) },
         }),
         Err(Wrong::Long | Wrong::Overflow) => Err(SizeError::Overflow),
     }
 }
 
-/// What a bare number was probably meant to be.
-fn meant(number: u64) -> Option<String> {
+/// Suggests a size for a number without a unit.
+fn suggested_size(number: u64) -> Option<String> {
     if number < LOOKS_LIKE_BYTES {
         return Some(format!("{number}M"));
     }
@@ -68,18 +67,18 @@ fn meant(number: u64) -> Option<String> {
     number.div_ceil(1024).checked_mul(1024).map(exact)
 }
 
-/// `4GiB` and `4GB` are 4G.
-fn nearby(digits: &str, unit: &str) -> Option<String> {
+/// Suggests 4G for `4GiB` and `4GB`.
+fn suggested_unit(digits: &str, unit: &str) -> Option<String> {
     let upper = unit.to_ascii_uppercase();
     let letter = upper.strip_suffix("IB").or_else(|| upper.strip_suffix('B'))?;
     quantity::factor(letter, &SIZES).map(|_| format!("{digits}{letter}"))
 }
 
-/// 1.5G is 1536M: the same size in a smaller unit, where there is one.
-fn whole(digits: &str, fraction: &str) -> Option<String> {
+/// Suggests the same size as a whole number of a smaller unit: 1536M for 1.5G.
+fn as_whole_number(digits: &str, fraction: &str) -> Option<String> {
     let (tail, unit) = fraction.split_at(fraction.find(|c: char| !c.is_ascii_digit())?);
     let factor = u128::from(quantity::factor(unit, &SIZES)?);
-    // Longer numbers are nobody's size.
+    // Longer numbers are not plausible sizes, and could overflow.
     if digits.len() > 6 || tail.is_empty() || tail.len() > 9 {
         return None;
     }
@@ -89,7 +88,7 @@ fn whole(digits: &str, fraction: &str) -> Option<String> {
     (bytes != 0 && bytes.is_multiple_of(1024)).then(|| exact(bytes))
 }
 
-/// A size as it can be typed again: the largest unit that divides it, else bytes with a `B`.
+/// Formats a size as it can be typed: in the largest unit that divides it, else in bytes with a `B`.
 pub fn exact(bytes: u64) -> String {
     match quantity::largest(bytes, &SIZES) {
         Some((number, letter)) => format!("{number}{letter}"),
@@ -97,7 +96,7 @@ pub fn exact(bytes: u64) -> String {
     }
 }
 
-/// A size for people, as zramctl shows it: at most one decimal, `1.2G`, `512M`, `74B`.
+/// Formats a size for people, as zramctl does, with at most one decimal: `1.2G`, `512M`, `74B`.
 pub fn human(bytes: u64) -> String {
     let Some((letter, n)) = SIZES.iter().find(|(_, n)| bytes >= *n) else {
         return format!("{bytes}B");
@@ -114,7 +113,7 @@ mod tests {
     use super::{exact, human, parse};
 
     #[test]
-    fn sizes_are_parsed() {
+    fn sizes_with_units_parse() {
         for (text, bytes) in [
             ("1K", 1 << 10),
             ("4k", 4 << 10),
@@ -130,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_size_is_refused_with_a_suggestion() {
+    fn invalid_sizes_are_refused_with_suggestions() {
         let units = "K, M, G and T are known";
         for (text, sentence) in [
             (
@@ -165,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_written() {
+    fn sizes_are_formatted() {
         for (bytes, typed, read) in [
             (0, "0B", "0B"),
             (1023, "1023B", "1023B"),

@@ -1,4 +1,4 @@
-//! Stores of images by their URLs.
+//! Image stores: how a store is reached by its URL, and its local page cache.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -18,67 +18,67 @@ use crate::refusal::{Errno, Refusal};
 use crate::size;
 use crate::times;
 
-/// The keys of how a store is reached.
+/// Keys of access to a store.
 const REACH_KEYS: [&str; 7] = ["key", "timeout", "endpoint", "region", "credentials", "anonymous", "hedge"];
-/// Those of them that mean something over the network only.
+/// Keys that need a store over the network.
 const NETWORK_KEYS: [&str; 5] = ["endpoint", "region", "credentials", "anonymous", "hedge"];
-/// The same, and where its pages are kept.
+/// Keys of access to a store, and of its cache.
 pub const KEYS: [&str; 9] = joined(&REACH_KEYS, &["cache", "cache_size"], &[]);
-/// How the URL of a directory begins.
+/// Prefix of the URL of a directory.
 const FILE: &str = "file://";
-/// Most bytes that are read of a key file.
+/// Largest key file, in bytes. The rest of a larger file is ignored.
 const KEY_FILE_BYTES_MAX: u64 = 4096;
-/// How long a fetch may take.
+/// Smallest and largest `timeout` of a fetch.
 const TIMEOUT_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(3600));
 
-/// How a store is reached, and where pages of it are kept.
+/// Access to a store, and its page cache.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct StoreSpec {
-    /// The file with the key of its names.
+    /// File with the secret key of object names.
     pub key: Option<PathBuf>,
-    /// Where pages are kept, where not at the usual place.
+    /// Location of the page cache; None for the default directory.
     pub cache: Option<CachePlace>,
-    /// The most of them in bytes.
+    /// Maximum size of the page cache, in bytes.
     pub cache_size: Option<u64>,
-    /// How long a fetch may take.
+    /// Timeout of a fetch.
     pub timeout: Option<Duration>,
-    /// The server, where not the provider's.
+    /// URL of the object storage server; None for the provider's.
     pub endpoint: Option<String>,
-    /// The region.
+    /// Region of the bucket.
     pub region: Option<String>,
-    /// A file with credentials.
+    /// File with credentials.
     pub credentials: Option<PathBuf>,
     /// Requests are not signed.
     pub anonymous: bool,
-    /// After this time a read is sent a second time.
+    /// A read without a reply after this time is sent a second time.
     pub hedge: Option<Duration>,
 }
 
-/// Where pages are kept.
+/// Location of a page cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CachePlace {
-    /// Nowhere.
+    /// No cache.
     None,
-    /// In a directory.
+    /// A directory.
     Dir(PathBuf),
 }
 
-/// How a store is reached for a push, and how it is begun.
+/// Access to a store for a push, and the settings with which the push creates the store.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PushSpec {
-    /// How it is reached.
+    /// Access to the store.
     pub store: StoreSpec,
-    /// Its content is encrypted, where the push begins it.
+    /// A store that the push creates is encrypted.
     pub encrypt: bool,
-    /// How long what nothing refers to is kept there, where the push begins it.
+    /// How long a store that the push creates retains unreferenced objects.
     pub grace: Duration,
 }
 
 impl PushSpec {
-    /// From the keys of a verb.
+    /// Parses the keys of a verb.
     ///
     /// # Errors
-    /// A key that is none, or a value that cannot be.
+    /// Fails if a key is unknown or a value is invalid.
     pub fn from_entries(entries: Entries, url: &str) -> Result<Self, SpecError> {
         const ALL: [&str; 9] = joined(&REACH_KEYS, &["encrypt", "grace"], &[]);
         let keys = Keys(entries);
@@ -93,7 +93,7 @@ impl PushSpec {
 }
 
 impl StoreSpec {
-    /// Of the store at a URL.
+    /// Parses the keys of a store at `url`.
     pub(crate) fn take(keys: &Keys, url: &str) -> Result<Self, SpecError> {
         if url.starts_with(FILE)
             && let Some(key) = NETWORK_KEYS.iter().find(|key| keys.typed(key).is_some())
@@ -120,22 +120,22 @@ impl StoreSpec {
         Ok(spec)
     }
 
-    /// From the keys of a verb.
+    /// Parses the keys of a verb.
     ///
     /// # Errors
-    /// A key that is none, or a value that cannot be.
+    /// Fails if a key is unknown or a value is invalid.
     pub fn from_entries(entries: Entries, url: &str) -> Result<Self, SpecError> {
         let keys = Keys(entries);
         keys.allow(&REACH_KEYS)?;
         Self::take(&keys, url)
     }
 
-    /// How long a fetch may take.
+    /// Returns the timeout of a fetch.
     pub fn timeout(&self) -> Duration {
         self.timeout.unwrap_or(freestone::store::image::TIMEOUT)
     }
 
-    /// The key of the names, where a file has it.
+    /// Reads the secret key of object names, if a key file is set.
     pub fn secret(&self) -> Result<Option<Secret>, Refusal> {
         let Some(path) = &self.key else { return Ok(None) };
         let refused = |why: String| {
@@ -150,7 +150,7 @@ impl StoreSpec {
         secret.map(Some).ok_or_else(|| refused(hint.into()))
     }
 
-    /// The store at a URL. Nothing is asked of it yet.
+    /// Returns the store at a URL. No request is sent yet.
     pub fn objects(&self, url: &str) -> Result<Arc<dyn Objects>, Refusal> {
         if let Some(path) = url.strip_prefix(FILE) {
             return Ok(Arc::new(Directory::new(path_text::path(path))));
@@ -173,16 +173,17 @@ impl StoreSpec {
     #[cfg(not(feature = "object-storage"))]
     #[expect(clippy::unused_self, reason = "as with the feature")]
     fn over_network(&self, url: &str) -> Result<Arc<dyn Objects>, Refusal> {
-        let why = "was built without object-storage, so a store is a directory here: file:///DIR";
-        Err(Refusal::failed(Errno::EOPNOTSUPP, format!("{url}: this program {why}")))
+        let why = "this program was built without stores over the network; build it with `--features full`, as the \
+                   packages are, or use a directory: file:///DIR";
+        Err(Refusal::failed(Errno::EOPNOTSUPP, format!("{url}: {why}")))
     }
 
-    /// Where pages are kept, opened; `None` where nowhere.
+    /// Opens the page cache. Returns None for `cache=none`.
     pub fn open_cache(&self) -> Result<Option<Arc<Cache>>, Refusal> {
         let dir = match &self.cache {
             Some(CachePlace::None) => return Ok(None),
             Some(CachePlace::Dir(dir)) => dir.clone(),
-            None => usual_dir()?,
+            None => default_dir()?,
         };
         let opened = Cache::open(&dir, self.cache_size.unwrap_or(BYTES_USUAL));
         let refused = |e: io::Error| Refusal::failed(errno_of(&e), format!("cache={}: {e}", dir.display()));
@@ -197,22 +198,23 @@ fn errno_of(error: &io::Error) -> Errno {
     }
 }
 
-/// `$FREESTONE_CACHE`, else where programs of the user keep what they can have again.
-fn usual_dir() -> Result<PathBuf, Refusal> {
+/// Returns the default directory of the page cache: `$FREESTONE_CACHE`, else the cache directory of the
+/// service or of the user.
+fn default_dir() -> Result<PathBuf, Refusal> {
     let of = |variable| env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
     let refused = |why: &str| Refusal::failed(Errno::EINVAL, format!("cache: {why}"));
     if let Some(dir) = of("FREESTONE_CACHE") {
         let why = "FREESTONE_CACHE must be an absolute path";
         return if dir.is_absolute() { Ok(dir) } else { Err(refused(why)) };
     }
-    // By systemd; of several directories the first.
-    let made = env::var("CACHE_DIRECTORY").ok();
-    if let Some(dir) = made.as_deref().and_then(|dirs| dirs.split(':').next()).map(PathBuf::from)
+    // Set by systemd; the first of several directories.
+    let service_dirs = env::var("CACHE_DIRECTORY").ok();
+    if let Some(dir) = service_dirs.as_deref().and_then(|dirs| dirs.split(':').next()).map(PathBuf::from)
         && dir.is_absolute()
     {
         return Ok(dir);
     }
-    // Relative ones are to be passed over, as their specification says.
+    // The XDG specification requires that relative paths are ignored.
     if let Some(dir) = of("XDG_CACHE_HOME").filter(|dir| dir.is_absolute()) {
         return Ok(dir.join("freestone"));
     }
@@ -220,26 +222,26 @@ fn usual_dir() -> Result<PathBuf, Refusal> {
         return Ok(Path::new("/var/cache/freestone").to_owned());
     }
     let home = of("HOME").filter(|dir| dir.is_absolute());
-    let none = || refused("there is no HOME to keep pages in; say cache=DIR or cache=none");
+    let none = || refused("HOME is not set to an absolute path; give cache=DIR or cache=none");
     home.map(|home| home.join(".cache/freestone")).ok_or_else(none)
 }
 
 fn parse_cache_size(text: &str) -> Result<u64, String> {
     let bytes = crate::keys::parse_length(text)?;
-    if bytes < BYTES_MIN { Err(format!("must be {} at least", size::exact(BYTES_MIN))) } else { Ok(bytes) }
+    if bytes < BYTES_MIN { Err(format!("must be at least {}", size::exact(BYTES_MIN))) } else { Ok(bytes) }
 }
 
 fn parse_timeout(text: &str) -> Result<Duration, String> {
-    times::within(text, TIMEOUT_RANGE)
+    times::parse_in_range(text, TIMEOUT_RANGE)
 }
 
 fn parse_hedge(text: &str) -> Result<Duration, String> {
     let time = times::parse(text)?;
-    if time.is_zero() { Err("must be longer than nothing".into()) } else { Ok(time) }
+    if time.is_zero() { Err("must be more than 0".into()) } else { Ok(time) }
 }
 
 fn parse_grace(text: &str) -> Result<Duration, String> {
-    times::within(text, GRACE_RANGE)
+    times::parse_in_range(text, GRACE_RANGE)
 }
 
 fn parse_endpoint(text: &str) -> Result<String, String> {

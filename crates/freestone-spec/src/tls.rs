@@ -1,5 +1,5 @@
-//! TLS of NBD, as it is written: `tls`, `tls_cert`, `tls_key`, `tls_client_ca`, `tls_client_crl` and
-//! `allow_plaintext` of a server, `tls_clients` of a device.
+//! TLS settings of NBD: the keys `tls`, `tls_cert`, `tls_key`, `tls_client_ca`, `tls_client_crl` and
+//! `allow_plaintext` of a server, and `tls_clients` of a device.
 
 use std::path::{Path, PathBuf};
 
@@ -7,27 +7,27 @@ use toml::de::DeValue;
 
 use crate::path_text;
 
-/// Most names of one device.
+/// Maximum number of names in `tls_clients`.
 const MAX_NAMES: usize = 64;
-/// Longest name in bytes, as long as one in a certificate may be read.
+/// Longest name, in bytes. The longest name that is read from a certificate has the same length.
 const MAX_NAME_BYTES: usize = 1024;
-/// Whoever comes by TLS.
+/// Value of `tls_clients` for all clients with TLS.
 const ANY: &str = "any";
 
-/// Which clients see a device.
+/// NBD clients that may use a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TlsClients {
-    /// Those that come by TLS.
+    /// Clients with TLS.
     Any,
-    /// Those whose certificate has one of these names.
+    /// Clients whose certificate has one of these names.
     Named(Vec<String>),
 }
 
 impl TlsClients {
-    /// Reads `any`, or names with `+` between them.
+    /// Parses `any`, or names separated by `+`.
     ///
     /// # Errors
-    /// Half a sentence that follows the text.
+    /// Returns the reason, which the caller puts after `KEY=TEXT: `.
     pub fn parse(text: &str) -> Result<Self, String> {
         if text == ANY {
             return Ok(Self::Any);
@@ -45,22 +45,22 @@ impl TlsClients {
     }
 }
 
-/// For whom TLS is.
+/// TLS mode of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TlsWord {
-    /// For nobody.
+    /// TLS is not offered.
     Off,
-    /// For who wants it, and for devices that need it.
+    /// TLS is offered. Devices with `tls_clients` require it.
     On,
-    /// For all.
+    /// TLS is required.
     Require,
 }
 
 impl TlsWord {
-    /// Reads one of the three words.
+    /// Parses a mode.
     ///
     /// # Errors
-    /// Half a sentence that follows the text.
+    /// Returns the reason, which the caller puts after `KEY=TEXT: `.
     pub fn parse(text: &str) -> Result<Self, String> {
         match text {
             "off" => Ok(Self::Off),
@@ -70,7 +70,7 @@ impl TlsWord {
         }
     }
 
-    /// As it is written.
+    /// Returns the mode as it is typed.
     pub fn text(self) -> &'static str {
         match self {
             Self::Off => "off",
@@ -80,28 +80,28 @@ impl TlsWord {
     }
 }
 
-/// What was said of TLS for a server.
+/// TLS settings of a server. Values that are not set have their defaults.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct TlsWords {
-    /// For whom it is.
+    /// TLS mode.
     pub tls: Option<TlsWord>,
-    /// The server's certificate.
+    /// File with the server's certificate.
     pub cert: Option<PathBuf>,
-    /// Its key.
+    /// File with the private key of the certificate.
     pub key: Option<PathBuf>,
-    /// Who stands behind the certificates of clients.
+    /// File with the certificate authorities of client certificates.
     pub client_ca: Option<PathBuf>,
-    /// Which of these are trusted no more.
+    /// File with the revoked client certificates.
     pub client_crl: Option<PathBuf>,
-    /// Others than this machine's users may come in clear.
+    /// Clients of other machines may connect without TLS.
     pub allow_plaintext: Option<bool>,
 }
 
 impl TlsWords {
-    /// Takes one of its keys of a file.
+    /// Sets a key of the configuration file.
     ///
     /// # Errors
-    /// A sentence.
+    /// Returns a message that names the key.
     pub fn take(&mut self, key: &str, value: &DeValue<'_>) -> Result<(), String> {
         if key == "allow_plaintext" {
             let DeValue::Boolean(yes) = value else { return Err(format!("{key}: must be true or false")) };
@@ -124,7 +124,7 @@ impl TlsWords {
         Ok(())
     }
 
-    /// What these say, and of the rest what `others` say.
+    /// Returns these values, and those of `others` for the values that are not set.
     #[must_use]
     pub fn or(self, others: Self) -> Self {
         Self {
@@ -137,7 +137,7 @@ impl TlsWords {
         }
     }
 
-    /// The keys with what was said of each, as text.
+    /// Returns the keys with their values as text.
     pub fn texts(&self) -> [(&'static str, Option<String>); 6] {
         let path = |path: &Option<PathBuf>| path.as_deref().map(path_text::text);
         let yes = |yes| if yes { "yes" } else { "no" }.to_owned();
@@ -151,7 +151,7 @@ impl TlsWords {
         ]
     }
 
-    /// The same with paths that start at `base`.
+    /// Makes relative paths absolute: they start at `base`.
     #[must_use]
     pub fn with_base(self, base: &Path) -> Self {
         let at = |path: Option<PathBuf>| path.map(|path| base.join(path));
@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clients_of_a_device() {
+    fn tls_clients_parse_any_or_names() {
         let named = |names: &[&str]| TlsClients::Named(names.iter().map(|name| (*name).to_owned()).collect());
         assert_eq!(TlsClients::parse("any"), Ok(TlsClients::Any));
         assert_eq!(TlsClients::parse("vm 1+spiffe://a/b+*.x"), Ok(named(&["vm 1", "spiffe://a/b", "*.x"])));

@@ -12,21 +12,21 @@ use crate::lines;
 #[derive(Debug, Error)]
 pub enum StateError {
     /// The directory cannot be created, opened or read.
-    #[error("{}: cannot be used as the state of a server: {}", .0.display(), Explained(.1))]
+    #[error("cannot use state directory {}: {}", .0.display(), Explained(.1))]
     Directory(PathBuf, #[source] io::Error),
     /// Another server uses the directory.
-    #[error("{}: is the state of another server that runs", .0.display())]
+    #[error("state directory {} is in use by another server", .0.display())]
     InUse(PathBuf),
-    /// The file is of another program.
-    #[error("{}: is no state of a server", .0.display())]
+    /// The file belongs to another program.
+    #[error("{}: not a state file of this program", .0.display())]
     Foreign(PathBuf),
-    /// The file is of a later version of the program.
-    #[error("{}: has version {} of the format, and this program knows {} only", .0.display(), .1, lines::VERSION)]
+    /// The file was written by a later version of the program. Contains the file's format version.
+    #[error("{}: format version {} is newer than {}, the latest that this program supports", .0.display(), .1, lines::VERSION)]
     Newer(PathBuf, u32),
-    /// A line that was durable has changed.
-    #[error("{}: line {} is damaged; the lines before it are whole", .0.display(), .1)]
+    /// A durable line has changed. Contains the number of that line.
+    #[error("{}: line {} is damaged; the lines before it are intact", .0.display(), .1)]
     Damaged(PathBuf, usize),
     /// The file cannot be written. The next change tries again.
-    #[error("{}: cannot be written: {}", .0.display(), Explained(.1))]
+    #[error("cannot write {}: {}", .0.display(), Explained(.1))]
     Write(PathBuf, #[source] io::Error),
 }

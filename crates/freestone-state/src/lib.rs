@@ -1,34 +1,33 @@
-//! Which devices a server has, and where they are to be seen, kept in a directory: what was
-//! answered is there after the next start, however the server ended.
+//! The state directory of a server: its devices and exports, restored at the next start after any kind of
+//! exit.
 //!
-//! A change is begun, which is durable before it takes effect; then it is made; then it is
-//! committed, which is durable before it is answered. What was begun and not committed is not there
-//! at the next start.
+//! A change has three steps: `begin` is durable before the change takes effect; then the change is made;
+//! `commit` is durable before the verb completes. A change without commit is rolled back at the next start.
 //!
 //! # The directory
 //!
-//! `lock` is locked by the server that has it. `topology` is a file of lines:
+//! The server locks the file `lock`. The file `topology` consists of lines:
 //!
 //! ```text
-//! 16 hex digits   XXH3-64 of what follows the blank
-//! a blank
+//! 16 hex digits   XXH3-64 of the JSON
+//! a space
 //! JSON            an object
 //! a newline
 //! ```
 //!
-//! | object | what it says |
+//! | object | meaning |
 //! |---|---|
-//! | `{"format": "freestone state", "version": 3}` | the first line |
-//! | `{"begin": N, "synced": B, "verb": .., "names": [..]}` | change N is about to take effect; the first B bytes of the file were durable then |
-//! | `{"put": N, "device": {..}}` | it makes a device, or has it otherwise |
-//! | `{"gone": N, "name": ..}` | it removes a device |
-//! | `{"end": N}` | it is committed |
+//! | `{"format": "freestone state", "version": 3}` | first line |
+//! | `{"begin": N, "synced": B, "verb": .., "names": [..]}` | change N begins; the first B bytes of the file were durable before |
+//! | `{"put": N, "device": {..}}` | change N creates or modifies a device |
+//! | `{"gone": N, "name": ..}` | change N removes a device |
+//! | `{"end": N}` | change N is committed |
 //!
-//! After an error of the disk the content of the file is unknown. Before anything more is answered, the state
-//! replaces the file by one with the devices and the changes that have begun. Until that succeeds, changes fail.
+//! After a disk error the content of the file is unknown. Before any further reply, the state replaces the
+//! file by one with the devices and the pending changes. Until that succeeds, changes fail.
 //!
-//! A line that is not whole ends the file where nothing that is whole and comes later says that it was
-//! durable: a crash has cut it off. Otherwise the file is damaged, and is not used.
+//! An invalid line ends the file if no later valid line says that it was durable: a crash has torn the write.
+//! Otherwise the file is damaged and is rejected.
 
 mod error;
 mod lines;

@@ -1,4 +1,4 @@
-//! The lines of the file: written, and read again after whatever may have happened.
+//! Lines of the topology file: encoding, and decoding after any crash.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -8,42 +8,39 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::topology::{Device, Topology};
 
-/// The version that is written. Version 1 had no generations and withheld nothing, version 2 had no files
-/// of bases: both are read as they are.
+/// Format version written. Version 1 had no generations and no withheld devices, version 2 had no base files;
+/// both are readable without conversion.
 pub const VERSION: u32 = 3;
 const FORMAT: &str = "freestone state";
-/// Digits of a checksum, and the blank.
+/// Length of the checksum and the space.
 const HEAD_BYTES: usize = 17;
 
-/// A line.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged, deny_unknown_fields)]
 pub enum Line {
-    /// The first one.
+    /// First line of a file.
     Format { format: String, version: u32 },
-    /// A change is about to take effect.
+    /// Begin of a change.
     Begin { begin: u64, synced: u64, verb: String, names: Vec<String> },
-    /// It makes a device, or has it otherwise.
+    /// Creation or modification of a device.
     Put { put: u64, device: Device },
-    /// It removes a device.
+    /// Removal of a device.
     Gone { gone: u64, name: String },
-    /// It is committed.
+    /// Commit of a change.
     End { end: u64 },
 }
 
 impl Line {
-    /// The first one.
     pub fn first() -> Self {
         Self::Format { format: FORMAT.to_owned(), version: VERSION }
     }
 
-    /// Adds it to what is to be written.
+    /// Appends the encoded line to `text`.
     pub fn write(&self, text: &mut String) {
-        let json = serde_json::to_string(self).expect("texts and numbers have a JSON");
+        let json = serde_json::to_string(self).expect("strings and numbers are valid JSON");
         let _ = writeln!(text, "{:016x} {json}", xxh3_64(json.as_bytes()));
     }
 
-    /// Several, one after the other.
     pub fn text(lines: &[Self]) -> String {
         let mut text = String::new();
         for line in lines {
@@ -59,29 +56,29 @@ impl Line {
     }
 }
 
-/// What a file says.
+/// Result of reading a file.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Read {
-    /// The devices, how much of the file that is, changes that were not committed (verb and names), and
-    /// the number of the next one.
+    /// Devices, valid bytes of the file, uncommitted changes (verb and names), and the number of the next
+    /// change.
     Whole { topology: Topology, bytes: u64, unfinished: Vec<(String, Vec<String>)>, next: u64 },
-    /// Of something else.
+    /// The file belongs to another program.
     Foreign,
-    /// Of a later version.
+    /// The file has a later version.
     Newer(u32),
-    /// This line was durable, and is not what it was.
+    /// The line of this number was durable and has changed.
     Damaged(usize),
 }
 
-/// A change that is not committed yet.
-struct Open {
+/// A change without its commit so far.
+struct OpenChange {
     verb: String,
     names: Vec<String>,
     puts: Vec<Device>,
     gone: Vec<String>,
 }
 
-/// Reads a file.
+/// Decodes a file.
 pub fn read(file: &[u8]) -> Read {
     let mut at = 0;
     let lines = file.split_inclusive(|byte| *byte == b'\n').map(|line| {
@@ -95,29 +92,29 @@ pub fn read(file: &[u8]) -> Read {
             return Read::Newer(*version);
         }
         Some((_, Some(Line::Format { format, .. }))) if format == FORMAT => {}
-        // Made, and never written to.
+        // Created and never written.
         None => {}
         Some(_) => return Read::Foreign,
     }
     let whole = lines.iter().position(|(_, line)| line.is_none()).unwrap_or(lines.len());
     let end = lines.get(whole).map_or(file.len(), |(begin, _)| *begin);
-    let says_durable = |(_, line): &(usize, Option<Line>)| matches!(line, Some(Line::Begin { synced, .. }) if *synced > end as u64);
-    if lines[whole..].iter().any(says_durable) {
+    let proves_durable = |(_, line): &(usize, Option<Line>)| matches!(line, Some(Line::Begin { synced, .. }) if *synced > end as u64);
+    if lines[whole..].iter().any(proves_durable) {
         return Read::Damaged(whole + 1);
     }
-    let (mut topology, mut open, mut next) = (Topology::default(), HashMap::<u64, Open>::new(), 1);
+    let (mut topology, mut open, mut next) = (Topology::default(), HashMap::<u64, OpenChange>::new(), 1);
     for (number, (_, line)) in lines.into_iter().take(whole).enumerate().skip(1) {
         let Some(line) = line else { break };
-        let known = match line {
+        let is_valid = match line {
             Line::Format { .. } => false,
             Line::Begin { begin, verb, names, .. } => {
                 next = next.max(begin + 1);
-                open.insert(begin, Open { verb, names, puts: Vec::new(), gone: Vec::new() }).is_none()
+                open.insert(begin, OpenChange { verb, names, puts: Vec::new(), gone: Vec::new() }).is_none()
             }
             Line::Put { put, device } => open.get_mut(&put).map(|open| open.puts.push(device)).is_some(),
             Line::Gone { gone, name } => open.get_mut(&gone).map(|open| open.gone.push(name)).is_some(),
             Line::End { end } => match open.remove(&end) {
-                Some(Open { puts, gone, .. }) => {
+                Some(OpenChange { puts, gone, .. }) => {
                     for name in gone {
                         topology.remove(&name);
                     }
@@ -129,13 +126,13 @@ pub fn read(file: &[u8]) -> Read {
                 None => false,
             },
         };
-        if !known {
+        if !is_valid {
             return Read::Damaged(number + 1);
         }
     }
-    let mut left: Vec<_> = open.into_iter().collect();
-    left.sort_unstable_by_key(|(number, _)| *number);
-    let unfinished = left.into_iter().map(|(_, open)| (open.verb, open.names)).collect();
+    let mut uncommitted: Vec<_> = open.into_iter().collect();
+    uncommitted.sort_unstable_by_key(|(number, _)| *number);
+    let unfinished = uncommitted.into_iter().map(|(_, open)| (open.verb, open.names)).collect();
     Read::Whole { topology, bytes: end as u64, unfinished, next }
 }
 
@@ -144,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_read_as_they_were_written() {
+    fn lines_round_trip() {
         let begin = Line::Begin { begin: 7, synced: 99, verb: "fork".into(), names: vec!["ä\n".into()] };
         for line in [Line::first(), begin, Line::Gone { gone: 7, name: "x".into() }, Line::End { end: 7 }] {
             let mut text = String::new();
@@ -160,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_are_told() {
+    fn foreign_and_newer_files_are_detected() {
         assert_eq!(read(b"[Unit]\n"), Read::Foreign);
         assert_eq!(read(b"\0\0\0\0"), Read::Foreign);
         let mut text = String::new();
@@ -169,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_belong_to_no_change_are_damage() {
+    fn line_without_begin_is_damage() {
         let mut text = String::new();
         Line::first().write(&mut text);
         Line::End { end: 3 }.write(&mut text);

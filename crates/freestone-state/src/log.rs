@@ -1,11 +1,11 @@
-//! The file `topology`, and the devices that it lists.
+//! The topology file and its devices.
 //!
-//! A [`Log`] appends lines, and replaces the whole file when most of it is past or when an earlier write
-//! failed. The directory is opened once, so that only a sync of an open descriptor can fail after a rename.
-//! [`State`](crate::State) owns the log, and holds a lock around every call.
+//! A [`Log`] appends lines. It replaces the whole file if most of it is obsolete, or after a failed write.
+//! The directory is opened once, so that only the sync of an open descriptor can fail after a rename.
+//! [`State`](crate::State) owns the log and holds a lock during every call.
 //!
-//! After a failed sync, or a rename whose effect is not known, the file is *unknown*: nothing is appended
-//! until the file has been replaced and is durable.
+//! After a failed sync, or a rename with unknown effect, the content of the file is *unknown*: nothing is
+//! appended until the file has been replaced durably.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -22,36 +22,35 @@ use crate::error::StateError;
 use crate::lines::{self, Line, Read};
 use crate::topology::Topology;
 
-/// Name of the file.
 pub const TOPOLOGY: &str = "topology";
-/// Name of the new file until it replaces the old one.
+/// Temporary file name used while the topology is rewritten.
 const NEW: &str = "topology.new";
-/// Largest file that is read, in bytes. A larger file is not a list of devices.
+/// Largest topology file accepted, in bytes. A larger file belongs to another program.
 const MAX_BYTES: u64 = 1 << 30;
-/// Smallest file, in bytes, that is replaced to shrink it.
+/// Smallest file that is rewritten to shrink it, in bytes.
 pub const REWRITE_BYTES: u64 = 4 << 20;
-/// The file is replaced if that shrinks it to `1/REWRITE_PART` of its size.
+/// Rewrite the file only if that shrinks it to `1/REWRITE_PART` of its size.
 const REWRITE_PART: u64 = 4;
-/// Bytes reserved on the disk before a change takes effect, beside [`DEVICE_BYTES`] for each of its devices
-/// and a copy of all devices, which the next start may have to write.
-const ROOM_BYTES: u64 = 128 << 10;
+/// Bytes reserved on the disk before a change takes effect, in addition to [`DEVICE_BYTES`] for each of its
+/// devices and to a copy of all devices, which the next start may have to write.
+const RESERVE_BYTES: u64 = 128 << 10;
 const DEVICE_BYTES: u64 = 1 << 10;
 
-/// A verb that had begun when the server ended. What it was to change is as before.
+/// A verb that was in progress when the server ended, and was rolled back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unfinished {
-    /// The verb.
+    /// Name of the verb.
     pub verb: String,
-    /// The devices.
+    /// Names of the devices.
     pub names: Vec<String>,
 }
 
-/// A change that has begun and is not durable yet.
+/// A change that is not durable yet.
 #[derive(Debug)]
 struct Pending {
     verb: String,
     names: Vec<String>,
-    /// Lines of a commit that waits for the disk.
+    /// Lines of a commit that is not durable yet.
     lines: Vec<Line>,
 }
 
@@ -61,34 +60,31 @@ impl Pending {
     }
 }
 
-/// The file and its devices.
 #[derive(Debug)]
 pub struct Log {
     path: PathBuf,
     dir: File,
-    /// The current file. Shared, so that one thread can sync it while others append.
+    /// The current file. Shared, so that one thread can sync while others append.
     file: Arc<File>,
-    /// Length of the file. Later bytes are a part of a write that failed.
+    /// Length of the valid content. Later bytes belong to a failed write.
     bytes: u64,
-    /// Bytes that are durable.
+    /// Durable bytes of the file.
     synced: u64,
-    /// Bytes reserved on the disk.
-    room: u64,
-    /// Number of appends, and number of durable ones.
+    /// End of the bytes reserved on the disk.
+    reserved: u64,
+    /// Number of appends so far; `durable` counts those that are durable.
     written: u64,
     durable: u64,
-    /// Nobody knows what the file holds.
     is_unknown: bool,
-    /// The devices, as of the last durable change.
+    /// The devices as of the last durable change.
     topology: Topology,
-    /// Number of the next change.
     next: u64,
     pending: BTreeMap<u64, Pending>,
-    /// A thread syncs the file.
+    /// A thread is syncing the file.
     pub is_syncing: bool,
 }
 
-/// A sync of the file, for a thread that does not hold the lock.
+/// A sync of the file, executed without the lock.
 pub struct Sync {
     file: Arc<File>,
     written: u64,
@@ -96,25 +92,23 @@ pub struct Sync {
 }
 
 impl Sync {
-    /// Waits for the disk.
     pub fn run(&self) -> io::Result<()> {
         self.file.sync_data()
     }
 }
 
 impl Log {
-    /// Opens the file in a directory, or creates it. Returns the changes that had begun and were not
-    /// committed.
+    /// Opens or creates the topology file of a directory. Returns the uncommitted changes.
     ///
     /// # Errors
-    /// [`StateError`]: the file is left as it is.
+    /// See [`StateError`]. The file is unchanged.
     pub fn open(dir_path: &Path) -> Result<(Self, Vec<Unfinished>), StateError> {
-        let of_dir = |error: io::Error| StateError::Directory(dir_path.to_owned(), error);
+        let directory_error = |error: io::Error| StateError::Directory(dir_path.to_owned(), error);
         let path = dir_path.join(TOPOLOGY);
-        let dir = File::open(dir_path).map_err(of_dir)?;
-        let (mut file, is_read_only) = open_file(&path).map_err(of_dir)?;
+        let dir = File::open(dir_path).map_err(directory_error)?;
+        let (mut file, is_read_only) = open_file(&path).map_err(directory_error)?;
         let mut content = Vec::new();
-        (&mut file).take(MAX_BYTES + 1).read_to_end(&mut content).map_err(of_dir)?;
+        (&mut file).take(MAX_BYTES + 1).read_to_end(&mut content).map_err(directory_error)?;
         if content.len() as u64 > MAX_BYTES {
             return Err(StateError::Foreign(path));
         }
@@ -126,7 +120,7 @@ impl Log {
         };
         let is_cut = bytes < content.len() as u64;
         if is_cut {
-            tracing::warn!("{}: a line that was not written to its end is left out", path.display());
+            tracing::warn!(path = %path.display(), "dropping a torn line at the end of the state");
         }
         let mut log = Self {
             path,
@@ -134,32 +128,32 @@ impl Log {
             file: Arc::new(file),
             bytes,
             synced: 0,
-            room: 0,
+            reserved: 0,
             written: 0,
             durable: 0,
-            // Nothing can be appended: the next change replaces the file, or fails.
+            // Appending is impossible: the next change must replace the file or fails.
             is_unknown: is_read_only,
             topology,
             next,
             pending: BTreeMap::new(),
             is_syncing: false,
         };
-        // Drops what had begun and was cut off.
+        // Drops uncommitted changes and a torn line.
         if let Err(error) = log.rewrite() {
             if bytes == 0 {
-                return Err(of_dir(error));
+                return Err(directory_error(error));
             }
             let path = log.path.display();
             if is_read_only {
-                tracing::error!("{path}: verbs that change devices fail, and nothing is saved: {error}");
+                tracing::error!(%path, %error, "the state is read-only: changes of devices fail");
             } else {
-                tracing::warn!("{path}: cannot be replaced, and goes on as it is: {error}");
+                tracing::warn!(%path, %error, "cannot rewrite the state; using the present file");
             }
             log.is_unknown |= is_cut && log.file.set_len(bytes).is_err();
-            // A server that was killed may not have synced its last line.
+            // A killed server may not have synced its last line.
             log.is_unknown |= log.file.sync_data().and_then(|()| log.dir.sync_all()).is_err();
         }
-        // For the next start. Without it a start on a full disk may fail, and this one goes on.
+        // For the next start. On a full disk that start may fail, but this one continues.
         let _ = log.reserve(0);
         let unfinished = unfinished.into_iter().map(|(verb, names)| Unfinished { verb, names });
         Ok((log, unfinished.collect()))
@@ -171,30 +165,31 @@ impl Log {
 
     // ---- changes --------------------------------------------------------------------------------
 
-    /// Reserves room for a change of `devices` devices, so that a change that has taken effect can be committed.
+    /// Reserves space for a change of `devices` devices, so that the change can be committed after it has
+    /// taken effect.
     pub fn reserve(&mut self, devices: usize) -> io::Result<()> {
-        self.settle()?;
-        let wanted = self.bytes + ROOM_BYTES + devices as u64 * DEVICE_BYTES;
-        if self.room >= self.bytes + wanted {
+        self.repair()?;
+        let wanted = self.bytes + RESERVE_BYTES + devices as u64 * DEVICE_BYTES;
+        if self.reserved >= self.bytes + wanted {
             return Ok(());
         }
-        // With room for the changes that come next, if there is any.
-        for bytes in [wanted + ROOM_BYTES, wanted] {
+        // Reserves space for later changes, too, if available.
+        for bytes in [wanted + RESERVE_BYTES, wanted] {
             match fallocate(&*self.file, FallocateFlags::KEEP_SIZE, self.bytes, bytes) {
                 Ok(()) => {
-                    self.room = self.bytes + bytes;
+                    self.reserved = self.bytes + bytes;
                     return Ok(());
                 }
-                // Not all file systems can.
+                // Some file systems lack fallocate.
                 Err(Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(()),
                 Err(Errno::NOSPC | Errno::DQUOT) if bytes > wanted => {}
                 Err(error) => return Err(error.into()),
             }
         }
-        unreachable!("the last size returns")
+        unreachable!("the last attempt returns")
     }
 
-    /// Begins a change. Returns its number.
+    /// Appends the begin of a change. Returns its number.
     pub fn begin(&mut self, verb: &str, names: Vec<String>) -> io::Result<u64> {
         let number = self.next;
         self.next += 1;
@@ -205,7 +200,7 @@ impl Log {
         Ok(number)
     }
 
-    /// Writes the end of a change. [`apply`](Self::apply) follows once the end is durable.
+    /// Appends the lines of a commit. The caller calls [`apply`](Self::apply) when they are durable.
     pub fn end(&mut self, number: u64, lines: &[Line]) -> io::Result<()> {
         let Some(pending) = self.pending.get_mut(&number) else { return Ok(()) };
         pending.lines = lines.to_vec();
@@ -213,13 +208,13 @@ impl Log {
             if !self.is_unknown
                 && let Some(pending) = self.pending.get_mut(&number)
             {
-                // Nothing of it is in the file.
+                // The file contains none of the lines.
                 pending.lines.clear();
             }
         })
     }
 
-    /// Applies a change whose end is durable.
+    /// Applies a committed, durable change to the devices.
     pub fn apply(&mut self, number: u64) {
         for line in self.pending.remove(&number).into_iter().flat_map(|pending| pending.lines) {
             match line {
@@ -230,29 +225,28 @@ impl Log {
         }
     }
 
-    /// Drops a change that is not made, or whose end could not be written, from the next file.
-    pub fn give_up(&mut self, number: u64) {
+    /// Drops a change that was rolled back, or whose commit could not be written.
+    pub fn drop_change(&mut self, number: u64) {
         let Some(pending) = self.pending.remove(&number) else { return };
         if pending.lines.is_empty() && !self.is_unknown {
-            // An end without a change, which needs not be durable.
+            // A commit without changes, which need not be durable.
             let _ = self.append(&[Line::End { end: number }]);
         } else {
-            // The lines may be in the file.
+            // The file may contain the lines.
             self.is_unknown = true;
         }
     }
 
-    /// Appends lines of a pending change, all or none. If that is not possible the file is replaced, which
-    /// has them, too.
+    /// Appends all lines of a pending change or none. If that fails, rewrites the file including these lines.
     fn append(&mut self, lines: &[Line]) -> io::Result<()> {
         if self.is_unknown {
             return self.rewrite();
         }
         let text = Line::text(lines);
         if let Err(error) = (&*self.file).write_all(text.as_bytes()) {
-            // A part may be there.
+            // Part of the text may be in the file.
             self.is_unknown = self.file.set_len(self.bytes).is_err();
-            self.room = 0;
+            self.reserved = 0;
             return self.rewrite().map_err(|_| error);
         }
         self.bytes += text.len() as u64;
@@ -262,7 +256,6 @@ impl Log {
 
     // ---- durability -----------------------------------------------------------------------------
 
-    /// Returns the number of appends so far.
     pub fn written(&self) -> u64 {
         self.written
     }
@@ -271,8 +264,8 @@ impl Log {
         self.durable >= written
     }
 
-    /// Replaces an unknown file. Returns false if the file is known.
-    pub fn settle(&mut self) -> io::Result<bool> {
+    /// Rewrites an unknown file. Returns false if the file is known.
+    pub fn repair(&mut self) -> io::Result<bool> {
         if self.is_unknown { self.rewrite().map(|()| true) } else { Ok(false) }
     }
 
@@ -280,22 +273,22 @@ impl Log {
         Sync { file: Arc::clone(&self.file), written: self.written, bytes: self.bytes }
     }
 
-    /// Notes the result of a sync. The result for a file that was replaced meanwhile is ignored.
-    pub fn synced(&mut self, sync: &Sync, done: io::Result<()>) {
+    /// Records the result of a sync, unless the file was replaced meanwhile.
+    pub fn record_sync(&mut self, sync: &Sync, outcome: io::Result<()>) {
         if !Arc::ptr_eq(&sync.file, &self.file) {
             return;
         }
-        match done {
+        match outcome {
             Ok(()) => (self.synced, self.durable) = (sync.bytes, sync.written),
             Err(error) => {
-                tracing::warn!("{}: a write failed, the file is replaced: {error}", self.path.display());
-                // The kernel forgets what it could not write.
+                tracing::warn!(path = %self.path.display(), %error, "sync of the state failed; rewriting the file");
+                // After a failed sync the kernel drops dirty pages, so another sync would succeed wrongly.
                 self.is_unknown = true;
             }
         }
     }
 
-    /// Replaces the file if most of it is past. A failure is tried again with the next change.
+    /// Rewrites the file if most of it is obsolete. After a failure the next change tries again.
     pub fn shrink(&mut self) {
         if self.bytes < REWRITE_BYTES {
             return;
@@ -306,27 +299,26 @@ impl Log {
             return;
         }
         if let Err(error) = self.rewrite() {
-            tracing::warn!("{}: cannot be replaced by a smaller file: {error}", self.path.display());
+            tracing::warn!(path = %self.path.display(), %error, "cannot shrink the state");
         }
     }
 
-    /// Replaces the file by one with the devices and all pending changes. The new file is durable when this
-    /// returns.
+    /// Replaces the file by one with the devices and all pending changes. The new file is durable on return.
     ///
     /// # Errors
-    /// Before the rename the old file stays the current one; after it the file is unknown.
+    /// Before the rename the old file remains in use. After the rename the content is unknown.
     fn rewrite(&mut self) -> io::Result<()> {
         if self.is_unknown && mutants::on(Mutant::StateGivesUp) {
             return Err(io::Error::other("an earlier write has failed"));
         }
         let text = self.text();
         let new = self.path.with_file_name(NEW);
-        // Else a part of a file would take the last of the room.
+        // Otherwise a partial file would occupy the last free space.
         let remove = |_: &io::Error| _ = fs::remove_file(&new);
         let file = create(&new, text.as_bytes()).inspect_err(remove)?;
         if let Err(error) = fs::rename(&new, &self.path) {
             match is_at(&file, &self.path) {
-                // Done, whatever was reported.
+                // The rename took effect although it returned an error.
                 Ok(true) => {}
                 Ok(false) => return Err(error).inspect_err(remove),
                 Err(_) => {
@@ -338,7 +330,7 @@ impl Log {
         if mutants::on(Mutant::RewriteUnseen) {
             self.dir.sync_all()?;
         }
-        (self.file, self.bytes, self.synced, self.room) = (Arc::new(file), text.len() as u64, 0, 0);
+        (self.file, self.bytes, self.synced, self.reserved) = (Arc::new(file), text.len() as u64, 0, 0);
         self.is_unknown = true;
         self.dir.sync_all()?;
         self.is_unknown = false;
@@ -365,21 +357,21 @@ impl Log {
     }
 }
 
-/// Opens a file for appending, or creates it. Returns the file and whether it can only be read, because its
-/// file system is read-only.
+/// Opens a file for appending, creating it if necessary. Returns true with the file if its file system is
+/// read-only.
 pub fn open_file(path: &Path) -> io::Result<(File, bool)> {
     match OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(path) {
         Ok(file) => Ok((file, false)),
         Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => match File::open(path) {
             Ok(file) => Ok((file, true)),
-            // The file cannot be created.
+            // The file does not exist.
             Err(_) => Err(error),
         },
         Err(error) => Err(error),
     }
 }
 
-/// Creates a file with this content, and makes that durable.
+/// Creates a file with this content, durably.
 fn create(path: &Path, content: &[u8]) -> io::Result<File> {
     let mut file = OpenOptions::new().append(true).create(true).truncate(false).mode(0o600).open(path)?;
     file.set_len(0)?;
@@ -388,7 +380,7 @@ fn create(path: &Path, content: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
-/// Returns true if a path names this file.
+/// Returns true if the path refers to this file.
 fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     let (file, at) = (file.metadata()?, fs::symlink_metadata(path)?);
     Ok((file.dev(), file.ino()) == (at.dev(), at.ino()))
@@ -396,13 +388,11 @@ fn is_at(file: &File, path: &Path) -> io::Result<bool> {
 
 #[cfg(test)]
 impl Log {
-    /// Exchanges the file.
     pub fn exchange_file(&mut self, file: File) -> Arc<File> {
-        self.room = u64::MAX;
+        self.reserved = u64::MAX;
         std::mem::replace(&mut self.file, Arc::new(file))
     }
 
-    /// Exchanges the directory.
     pub fn exchange_dir(&mut self, dir: File) -> File {
         std::mem::replace(&mut self.dir, dir)
     }

@@ -16,10 +16,10 @@ use crate::topology::{Device, Topology};
 
 const LOCK: &str = "lock";
 
-/// The state of a server. The directory is locked while this lives.
+/// State of a server. The directory is locked while this value exists.
 ///
-/// `log` is locked while lines are written and while the file is replaced, but not during a sync: one thread
-/// syncs the lines that all threads have written until then, and the others wait at `synced`.
+/// Locking: `log` is locked while lines are written and while the file is replaced, but not during a sync.
+/// One thread syncs the lines of all threads; the others wait on `synced`.
 #[derive(Debug)]
 pub struct State {
     dir: PathBuf,
@@ -37,21 +37,21 @@ pub struct Change<'a> {
 }
 
 impl State {
-    /// Opens the state in a directory, or creates one. Returns what had begun and not ended before.
+    /// Opens or creates the state in a directory. Returns the changes that were not committed.
     ///
-    /// A file that is whole and cannot be replaced, as on a full disk or a read-only file system, is used as it
-    /// is. Changes fail until the file can be replaced.
+    /// An intact file that cannot be replaced (full disk, read-only file system) remains in use. Changes fail
+    /// until it can be replaced.
     ///
     /// # Errors
-    /// See [`StateError`]; nothing is changed then.
+    /// See [`StateError`]. Nothing has changed.
     pub fn open(dir: &Path) -> Result<(Self, Vec<Unfinished>), StateError> {
-        let of_dir = |error: io::Error| StateError::Directory(dir.to_owned(), error);
-        create(dir).map_err(of_dir)?;
-        let (lock, _) = open_file(&dir.join(LOCK)).map_err(of_dir)?;
+        let directory_error = |error: io::Error| StateError::Directory(dir.to_owned(), error);
+        create(dir).map_err(directory_error)?;
+        let (lock, _) = open_file(&dir.join(LOCK)).map_err(directory_error)?;
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => return Err(StateError::InUse(dir.to_owned())),
-            Err(error) => return Err(of_dir(error.into())),
+            Err(error) => return Err(directory_error(error.into())),
         }
         let (log, unfinished) = Log::open(dir)?;
         let state = Self { dir: dir.to_owned(), log: Mutex::new(log), synced: Condvar::new(), _lock: lock };
@@ -63,7 +63,7 @@ impl State {
         &self.dir
     }
 
-    /// Returns the devices, as of the last committed change.
+    /// Returns the devices as of the last committed change.
     pub fn topology(&self) -> Topology {
         self.log().topology().clone()
     }
@@ -74,19 +74,19 @@ impl State {
     }
 
     fn log(&self) -> MutexGuard<'_, Log> {
-        // A panic cannot leave the log inconsistent: lines are written as a whole or taken back.
+        // A panic cannot leave the log inconsistent, so poisoning is ignored.
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a change of these devices by a verb. The beginning is durable when this returns.
+    /// Begins a change of these devices by a verb. The begin is durable on return.
     ///
     /// # Errors
-    /// [`StateError::Write`]: the verb must not take effect.
+    /// [`StateError::Write`]: the caller must not make the change.
     pub fn begin(&self, verb: &str, names: &[&str]) -> Result<Change<'_>, StateError> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let mut log = self.log();
-        log.reserve(names.len()).map_err(|error| self.failed(error))?;
-        let number = log.begin(verb, names).map_err(|error| self.failed(error))?;
+        log.reserve(names.len()).map_err(|error| self.write_error(error))?;
+        let number = log.begin(verb, names).map_err(|error| self.write_error(error))?;
         let (log, done) = self.wait_durable(log);
         drop(log);
         let change = Change { state: self, number, lines: Vec::new() };
@@ -94,40 +94,40 @@ impl State {
         Ok(change)
     }
 
-    /// Commits devices in one step. The reserve on the disk is enough for one record of each device.
+    /// Commits devices in one step. The disk space reserved is enough for one record of each device.
     ///
     /// # Errors
     /// As [`begin`](Self::begin).
     pub fn put(&self, verb: &str, devices: Vec<Device>) -> Result<(), StateError> {
         let mut log = self.log();
         let names = devices.iter().map(|device| device.name.clone()).collect();
-        let number = log.begin(verb, names).map_err(|error| self.failed(error))?;
+        let number = log.begin(verb, names).map_err(|error| self.write_error(error))?;
         drop(log);
         let mut change = Change { state: self, number, lines: Vec::new() };
         for device in devices {
             change.put(device);
         }
         change.commit()?;
-        // For the next time. The change does not depend on it.
+        // For the next call. This change does not depend on it.
         let _ = self.log().reserve(0);
         Ok(())
     }
 
-    fn failed(&self, error: io::Error) -> StateError {
+    fn write_error(&self, error: io::Error) -> StateError {
         StateError::Write(self.dir.join(TOPOLOGY), error)
     }
 
-    /// Waits until all lines written so far are durable. If a sync fails, the file is replaced.
+    /// Waits until all lines written so far are durable. If a sync fails, rewrites the file.
     fn wait_durable<'a>(
         &'a self,
         mut log: MutexGuard<'a, Log>,
     ) -> (MutexGuard<'a, Log>, Result<(), StateError>) {
         let written = log.written();
         while !log.is_durable(written) {
-            match log.settle() {
+            match log.repair() {
                 Ok(true) => break,
                 Ok(false) => {}
-                Err(error) => return (log, Err(self.failed(error))),
+                Err(error) => return (log, Err(self.write_error(error))),
             }
             if log.is_syncing {
                 log = self.synced.wait(log).unwrap_or_else(PoisonError::into_inner);
@@ -139,7 +139,7 @@ impl State {
             let done = sync.run();
             log = self.log();
             log.is_syncing = false;
-            log.synced(&sync, done);
+            log.record_sync(&sync, done);
             self.synced.notify_all();
         }
         (log, Ok(()))
@@ -147,21 +147,21 @@ impl State {
 }
 
 impl Change<'_> {
-    /// A device is made, or is otherwise from now on.
+    /// Records a device that is created or modified.
     pub fn put(&mut self, device: Device) {
         self.lines.push(Line::Put { put: self.number, device });
     }
 
-    /// A device is gone.
+    /// Records the removal of a device.
     pub fn gone(&mut self, name: &str) {
         self.lines.push(Line::Gone { gone: self.number, name: name.to_owned() });
     }
 
-    /// Commits the change, which has taken effect. Durable when this returns.
+    /// Commits the change after it has taken effect. The commit is durable on return.
     ///
     /// # Errors
-    /// [`StateError::Write`]: whether the change is there at the next start is not known, unless a later
-    /// change succeeds: then it is not.
+    /// [`StateError::Write`]: the change may or may not be present at the next start. If a later change
+    /// succeeds, it is not.
     pub fn commit(mut self) -> Result<(), StateError> {
         let (state, number) = (self.state, self.number);
         let mut lines = std::mem::take(&mut self.lines);
@@ -169,15 +169,15 @@ impl Change<'_> {
         let mut log = state.log();
         let (mut log, done) = match log.end(number, &lines) {
             Ok(()) => state.wait_durable(log),
-            Err(error) => (log, Err(state.failed(error))),
+            Err(error) => (log, Err(state.write_error(error))),
         };
         match done {
             Ok(()) => {
                 log.apply(number);
                 log.shrink();
             }
-            // Under the lock of the failure: no file that is written from here on has it.
-            Err(_) => log.give_up(number),
+            // Under the same lock as the failure: no file written from now on contains the change.
+            Err(_) => log.drop_change(number),
         }
         done
     }
@@ -185,8 +185,8 @@ impl Change<'_> {
 
 impl Drop for Change<'_> {
     fn drop(&mut self) {
-        // Does nothing after a commit.
-        self.state.log().give_up(self.number);
+        // No effect after a commit.
+        self.state.log().drop_change(self.number);
     }
 }
 

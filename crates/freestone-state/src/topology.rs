@@ -1,79 +1,79 @@
-//! The devices, in the order in which they were made.
+//! Devices and exports of a server, in order of creation.
 
 use std::collections::{BTreeMap, HashMap};
 
 use serde::{Deserialize, Serialize};
 
-/// A device.
+/// Description of a device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Device {
-    /// Its name.
+    /// Name of the device.
     pub name: String,
-    /// By which it is told from another one that had the name before: 32 hex digits.
+    /// Distinguishes devices that had the same name. 32 hex digits.
     pub uuid: String,
-    /// Of its content: how often that was begun anew, because a server that ended has lost it.
-    #[serde(default = "first", skip_serializing_if = "is_first")]
+    /// Number of times that the content was restarted empty after a crash, plus one.
+    #[serde(default = "first_generation", skip_serializing_if = "is_first_generation")]
     pub generation: u64,
-    /// The words that make it: `NAME=KIND,key=value`.
+    /// Creation parameters: `NAME=KIND,key=value`.
     pub words: String,
-    /// Its content was lost, and nobody has said yet that it may be seen as it is.
+    /// The content was lost and the user has not accepted that yet, so the device is not published.
     #[serde(default, skip_serializing_if = "is_false")]
     pub withheld: bool,
-    /// The save that has what it held when the server ended, by its moment in nanoseconds since 1970.
+    /// Time of the save with the device's content at the last orderly end, in nanoseconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub saved: Option<u64>,
-    /// Size, time of modification and inode of each file of the base that kept content lies over.
+    /// Size, modification time and inode of each file of the base below kept content.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub base: Vec<String>,
-    /// A file has declared it.
+    /// Declared by a configuration file.
     #[serde(default, skip_serializing_if = "is_false")]
     pub declared: bool,
-    /// It is published at the addresses of the server.
+    /// Published at the server's own addresses.
     #[serde(default, skip_serializing_if = "is_false")]
     pub home: bool,
-    /// NBD addresses where it answers to the empty name.
+    /// NBD addresses at which the device is the default export (empty name).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub default_at: Vec<String>,
-    /// Where else it is published.
+    /// Other exports of the device.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub exports: Vec<Export>,
 }
 
-/// A place where a device is published: one of the first three.
+/// An export of a device. Exactly one of the first three fields is set.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Export {
-    /// An NBD address.
+    /// NBD address.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nbd: Option<String>,
-    /// The socket of a virtual machine.
+    /// Socket of a virtual machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vhost_user: Option<String>,
-    /// The queues of a block device.
+    /// Number of queues of a block device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ublk: Option<u16>,
-    /// Nobody writes there.
+    /// Clients may only read.
     #[serde(default, skip_serializing_if = "is_false")]
     pub read_only: bool,
-    /// Only these may connect there, in words of the program; none: whoever can.
+    /// Clients that may connect, as in the program's options; empty for all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allow: Vec<String>,
-    /// A file has declared it.
+    /// Declared by a configuration file.
     #[serde(default, skip_serializing_if = "is_false")]
     pub declared: bool,
-    /// What it lets through, by key, where that is limited.
+    /// Limits of the export, by option name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub limits: BTreeMap<String, String>,
 }
 
-const fn first() -> u64 {
+const fn first_generation() -> u64 {
     1
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
-fn is_first(generation: &u64) -> bool {
-    *generation == first()
+fn is_first_generation(generation: &u64) -> bool {
+    *generation == first_generation()
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
@@ -81,30 +81,30 @@ fn is_false(yes: &bool) -> bool {
     !yes
 }
 
-/// All devices.
+/// All devices of a server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Topology {
-    /// By number, in the order of coming.
+    /// Devices by number, in order of creation.
     devices: BTreeMap<u64, Device>,
     numbers: HashMap<String, u64>,
     next: u64,
 }
 
 impl Topology {
-    /// In the order in which they were made: what stands on others comes behind these.
+    /// Returns the devices in order of creation: a device follows those that it is based on.
     pub fn devices(&self) -> impl Iterator<Item = &Device> {
         self.devices.values()
     }
 
-    /// The device of that name.
+    /// Returns the device of a name.
     pub fn find(&self, name: &str) -> Option<&Device> {
         self.devices.get(self.numbers.get(name)?)
     }
 
-    /// A new device, or what became of one that is there.
+    /// Adds a device, or replaces its description.
     pub fn put(&mut self, device: Device) {
         if self.find(&device.name).is_some_and(|old| old.uuid != device.uuid) {
-            // Another one of that name: it stands on what came before it, and not before the old one.
+            // Another device with the same name: gets a new position, after the devices that it is based on.
             self.remove(&device.name);
         }
         let next = self.next;
@@ -113,7 +113,7 @@ impl Topology {
         self.devices.insert(number, device);
     }
 
-    /// A device is gone.
+    /// Removes a device.
     pub fn remove(&mut self, name: &str) {
         if let Some(number) = self.numbers.remove(name) {
             self.devices.remove(&number);

@@ -1,9 +1,11 @@
-//! Images in object storage.
+//! Device images in object storage: push, read on demand, and prune.
 
 #![cfg_attr(loom, allow(dead_code, unused_imports, reason = "the models use parts of the library"))]
 
 #[cfg(not(loom))]
 pub mod cache;
+#[cfg(not(loom))]
+mod clock;
 #[cfg(not(loom))]
 pub mod format;
 #[cfg(not(loom))]
@@ -16,6 +18,8 @@ mod parallel;
 pub mod prune;
 #[cfg(not(loom))]
 pub mod push;
+#[cfg(not(loom))]
+pub mod retention;
 mod rt;
 #[cfg(not(loom))]
 pub mod store;
@@ -26,7 +30,7 @@ pub mod url;
 
 #[cfg(loom)]
 mod image {
-    //! What of images is modelled: fetches and the readers' queue.
+    //! Parts of `image` that loom models cover: fetches and the queue of the readers.
     mod fetches;
     mod queue;
 

@@ -1,14 +1,14 @@
-//! The same work for many numbers, by several threads.
+//! Parallel loop over a range of numbers.
 
 use crate::rt::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::rt::sync::{Mutex, PoisonError};
 use std::thread;
 
-/// Does `work` for each number below `count`, by up to `threads` threads, in about their order. After
-/// the first error no other is begun.
+/// Calls `work` for each number below `count`, on up to `threads` threads, roughly in order. After the first
+/// error no further call starts.
 ///
 /// # Errors
-/// The first one.
+/// The first error of `work`.
 pub fn for_each<E: Send>(
     threads: usize,
     count: usize,
@@ -30,7 +30,7 @@ pub fn for_each<E: Send>(
     thread::scope(|scope| {
         // Scoped threads are not part of a simulation.
         let threads = if cfg!(freestone_sim) { 1 } else { threads };
-        // The caller is one of them, so it goes on also where no thread can be made.
+        // The calling thread works too, so the loop finishes even if no thread can be spawned.
         for _ in 1..threads.min(count) {
             if thread::Builder::new().name("push".into()).spawn_scoped(scope, run).is_err() {
                 break;
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_number_once_and_none_after_an_error() {
+    fn for_each_visits_all_and_stops_after_error() {
         let sum = AtomicUsize::new(0);
         let add = |number| {
             sum.fetch_add(number, Ordering::SeqCst);

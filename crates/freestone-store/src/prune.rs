@@ -1,108 +1,174 @@
-//! A prune: what no tag refers to any more is deleted, when it is older than the grace of the store.
+//! Prune: deletes objects that no tag needs and that are older than the grace period of the store.
 //!
-//! Kept is what tags refer to, and what manifests do that are younger than the grace: a push may be about
-//! to set a tag to one. Without any tag nothing is deleted, as the tags may be missing by mistake. Objects
-//! are looked at once more just before they are deleted, as a push may have written them again; tags and
-//! manifests are read anew after `ROOTS_AGE_MAX`. So a push that keeps to its part (`push`) never refers to
-//! an object that is deleted: `timing` says why.
+//! A prune keeps all objects that tagged images need. Images whose manifest is younger than the grace period
+//! are kept too, because a push may be about to set a tag to one of them. If the store has no tag, nothing is
+//! deleted, as the tags may be missing by mistake.
+//!
+//! Just before each deletion the prune checks the age of the object again, as a push may have rewritten the
+//! object. Tags and manifests are read again after `ROOTS_AGE_MAX`. `timing` explains why a correct push
+//! (`push`) never refers to a deleted object.
 
 use crate::rt::sync::Mutex;
 use crate::rt::sync::PoisonError;
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
 use crate::rt::thread;
-use crate::rt::time::{Duration, SystemTime};
+use crate::rt::time::{Duration, SystemTime, UNIX_EPOCH};
 use std::collections::{BTreeMap, BTreeSet};
+use std::iter;
 
 use freestone_core::mutants::{self, Mutant};
 
+use crate::clock::Clock;
 use crate::format::name::Name;
 use crate::objects::{Fault, Listed, Until};
 use crate::parallel;
 use crate::store::{CHUNKS, CLOCKS, Error, MANIFESTS, MAPS, Result, Store, TRACES};
-use crate::timing::{Clock, DELETE_SETTLES, LOOK_TO_DELETE, ROOTS_AGE_MAX, is_old};
+use crate::timing::{DELETE_SETTLES, LOOK_TO_DELETE, ROOTS_AGE_MAX, is_old};
 
-/// Requests under way at once.
+/// Maximum number of requests in flight.
 const AT_ONCE: usize = 32;
-/// How often a deletion is tried, and the pause before another try, longer each time.
+/// Maximum attempts to delete an object, and the pause after the first one. Later pauses grow linearly.
 const TRIES: u32 = 5;
 const TRY_PAUSE: Duration = Duration::from_millis(200);
-/// How often roots are read that take longer than they may be used.
+/// Maximum attempts to read the roots within `ROOTS_AGE_MAX`.
 const ROOTS_TRIES: u32 = 3;
-/// Names that are listed before some of them are deleted.
+/// Maximum number of listed objects held in memory before a deletion pass.
 const LISTED_MAX: usize = 100_000;
 
-/// What a prune did.
+/// Counters of a prune.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Pruned {
-    /// Images that are kept.
+    /// Images that were kept.
     pub images: u64,
-    /// Objects that were looked at.
+    /// Images among [`Pruned::images`] that no tag refers to, and that are younger than the grace.
+    pub untagged_images: u64,
+    /// Objects that were listed.
     pub objects: u64,
-    /// Bytes of these.
+    /// Bytes of [`Pruned::objects`].
     pub bytes: u64,
-    /// Objects that were deleted, or would be.
+    /// Objects that were deleted, or in a dry run would be deleted.
     pub deleted: u64,
-    /// Bytes of these.
+    /// Bytes of [`Pruned::deleted`].
     pub deleted_bytes: u64,
-    /// Objects that nothing refers to and that are too young.
+    /// Objects that no tag needs, kept because they, or an untagged image that needs them, are younger than
+    /// the grace.
     pub young: u64,
+    /// Bytes of the objects in [`Pruned::young`].
+    pub young_bytes: u64,
+    /// Time from which a prune can delete the first object in [`Pruned::young`], in seconds since 1970 by the
+    /// clock of the store.
+    pub next_expiry: Option<u64>,
 }
 
-/// What is referred to.
+impl Pruned {
+    /// Counts an object that no tag needs and that is kept for now.
+    fn keep_young(&mut self, bytes: u64, expiry: Option<SystemTime>) {
+        self.young += 1;
+        self.young_bytes += bytes;
+        let expiry = expiry.and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+        // Rounded up: an object must be older than the grace.
+        let expiry = expiry.map(|at| at.as_secs() + 1);
+        self.next_expiry = self.next_expiry.into_iter().chain(expiry).min();
+    }
+}
+
+/// Objects that must be kept, as of one reading of tags and manifests.
 struct Roots {
-    names: BTreeSet<Name>,
+    /// Names of objects that images need, and whether a tagged image needs each.
+    names: BTreeMap<Name, bool>,
     images: u64,
-    /// Clock of this host before they were read.
+    untagged_images: u64,
+    /// Host clock before the roots were read.
     read: Duration,
 }
 
-/// One prune.
+/// Reason to keep an object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Need {
+    /// A tagged image needs the object, or Freestone did not write it.
+    Tagged,
+    /// Only images need it that no tag refers to and that are younger than the grace.
+    Young,
+    None,
+}
+
+/// State of one prune.
 struct Work<'a> {
     store: &'a Store,
     clock: Clock<'a>,
     dry: bool,
+    /// Tags to treat as removed.
+    without: &'a BTreeSet<String>,
     until: Until<'a>,
 }
 
-/// Deletes what nothing refers to. With `dry` it only counts. `note` is told how many bytes of
-/// objects were looked at.
+/// Deletes objects that no tag needs. With `dry` the prune only counts. `note` receives the number of bytes
+/// listed so far.
 ///
 /// # Errors
-/// [`Error::NoTags`], and what the store answers. If a tag, a tagged image or one of its maps is missing or
+/// [`Error::NoTags`], and errors of the store. If a tag, a tagged image or one of its maps is missing or
 /// cannot be read, nothing is deleted.
 pub fn prune(store: &Store, dry: bool, note: &dyn Fn(u64), until: Until<'_>) -> Result<Pruned> {
-    let work = Work { store, clock: Clock::start(store, until)?, dry, until };
-    let mut roots = work.roots()?;
-    let mut pruned = Pruned { images: roots.images, ..Pruned::default() };
-    let parts = (0..=u8::MAX).map(|part| format!("{CHUNKS}{part:02x}/"));
-    // Manifests first, then maps: a prune that is ended early leaves no image without its parts.
-    for prefix in [MANIFESTS, MAPS, TRACES, CLOCKS].map(str::to_owned).into_iter().chain(parts) {
-        let mut passes = 0;
-        // What is listed may be more than there is memory for: then the rest is next.
-        loop {
-            if roots.are_stale(store) {
-                roots = work.roots()?;
-            }
-            let (old, is_whole) = work.list(&prefix, &roots, &mut pruned)?;
-            note(pruned.bytes);
-            let deleted = work.delete(&old, &roots, &mut pruned)?;
-            let is_passed_over = roots.are_stale(store) && !old.is_empty();
-            if !is_passed_over && (is_whole || deleted == 0) {
-                break;
-            }
-            passes = if deleted == 0 { passes + 1 } else { 0 };
-            if passes >= ROOTS_TRIES {
-                let url = store.url();
-                let why = format!("{url}: {prefix} cannot be listed and deleted from in {ROOTS_AGE_MAX:?}");
-                return Err(Error::Local(why));
-            }
-        }
-    }
-    Ok(pruned)
+    Work { store, clock: Clock::start(store, until)?, dry, without: &BTreeSet::new(), until }.run(note)
+}
+
+/// Counts what a prune would delete if the tags `without` were removed. Deletes nothing.
+///
+/// # Errors
+/// The same as [`prune`].
+pub fn preview(
+    store: &Store,
+    without: &BTreeSet<String>,
+    note: &dyn Fn(u64),
+    until: Until<'_>,
+) -> Result<Pruned> {
+    Work { store, clock: Clock::start(store, until)?, dry: true, without, until }.run(note)
+}
+
+/// Reads all tags except `without`, and the images and maps that these tags need.
+///
+/// # Errors
+/// The same as [`prune`], if a prune could not delete anything after the removal of `without`.
+pub fn check_roots(store: &Store, without: &BTreeSet<String>, until: Until<'_>) -> Result<()> {
+    let work = Work { store, clock: Clock::start(store, until)?, dry: true, without, until };
+    work.roots().map(drop)
 }
 
 impl Work<'_> {
-    /// What lies under a prefix and may go.
+    fn run(&self, note: &dyn Fn(u64)) -> Result<Pruned> {
+        let mut roots = self.roots()?;
+        let (images, untagged_images) = (roots.images, roots.untagged_images);
+        let mut pruned = Pruned { images, untagged_images, ..Pruned::default() };
+        let parts = (0..=u8::MAX).map(|part| format!("{CHUNKS}{part:02x}/"));
+        // Manifests first, then maps, so an interrupted prune leaves no manifest without its parts.
+        for prefix in [MANIFESTS, MAPS, TRACES, CLOCKS].map(str::to_owned).into_iter().chain(parts) {
+            let mut passes = 0;
+            // Each pass deletes at most LISTED_MAX objects; another pass lists the rest.
+            loop {
+                if roots.are_stale(self.store) {
+                    roots = self.roots()?;
+                }
+                let (old, is_whole) = self.list(&prefix, &roots, &mut pruned)?;
+                note(pruned.bytes);
+                let deleted = self.delete(&old, &roots, &mut pruned)?;
+                let is_passed_over = roots.are_stale(self.store) && !old.is_empty();
+                if !is_passed_over && (is_whole || deleted == 0) {
+                    break;
+                }
+                passes = if deleted == 0 { passes + 1 } else { 0 };
+                if passes >= ROOTS_TRIES {
+                    let url = self.store.url();
+                    let why =
+                        format!("{url}: {prefix} cannot be listed and deleted from in {ROOTS_AGE_MAX:?}");
+                    return Err(Error::Local(why));
+                }
+            }
+        }
+        Ok(pruned)
+    }
+
+    /// Lists the objects under a prefix that may be deleted. Returns false with them if the listing was cut
+    /// short.
     fn list(&self, prefix: &str, roots: &Roots, pruned: &mut Pruned) -> Result<(Vec<Listed>, bool)> {
         let (mut old, mut is_whole) = (Vec::new(), true);
         let before = *pruned;
@@ -113,11 +179,19 @@ impl Work<'_> {
             let Some(listed) = listed else { return true };
             pruned.objects += 1;
             pruned.bytes += listed.bytes;
-            if roots.has(&listed.key) {
-                return true;
+            let expiry = listed.modified.checked_add(self.store.domain().grace);
+            match roots.need_of(&listed.key) {
+                Need::Tagged => return true,
+                Need::Young => {
+                    // The parts of an image expire with its manifest.
+                    let is_image = listed.key.starts_with(MANIFESTS);
+                    pruned.keep_young(listed.bytes, expiry.filter(|_| is_image));
+                    return true;
+                }
+                Need::None => {}
             }
             if !self.is_old(listed.modified) {
-                pruned.young += 1;
+                pruned.keep_young(listed.bytes, expiry);
             } else if self.dry {
                 pruned.deleted += 1;
                 pruned.deleted_bytes += listed.bytes;
@@ -134,10 +208,10 @@ impl Work<'_> {
         is_old(self.clock.age_at_least(modified), self.store.domain().grace)
     }
 
-    /// Deletes what still is as old as when it was listed, and counts it.
+    /// Deletes objects that are still old, and counts them.
     fn delete(&self, old: &[Listed], roots: &Roots, pruned: &mut Pruned) -> Result<u64> {
         let (deleted, bytes) = (AtomicU64::new(0), AtomicU64::new(0));
-        // All that were deleted too late: their pushes have to be repeated.
+        // Objects that may have been deleted too late. Pushes that rewrote them must be repeated.
         let late = Mutex::new(Vec::new());
         let outcome = parallel::for_each(AT_ONCE, old.len(), |at| {
             match self.delete_one(&old[at].key, roots) {
@@ -163,7 +237,7 @@ impl Work<'_> {
         outcome.map(|()| deleted.into_inner())
     }
 
-    /// Returns true if the object was deleted. One that the roots are too stale for is for the next listing.
+    /// Returns true if the object was deleted. If the roots are stale, the object is left for the next pass.
     fn delete_one(&self, key: &str, roots: &Roots) -> Result<bool> {
         let (store, until) = (self.store, self.until);
         let mut tries = 0;
@@ -180,10 +254,10 @@ impl Work<'_> {
             }
             let left = LOOK_TO_DELETE.saturating_sub(since_look());
             if left.is_zero() {
-                // This host slept, or the store is slow.
+                // The host was suspended, or the store is slow.
                 continue;
             }
-            // One try at a time: the look comes first each time.
+            // A single attempt, as each attempt needs its own check of the age.
             tries += 1;
             let deleted = store.delete_once(key, head.version.as_ref(), until.at_most(left));
             // The store did not check the version, or may still carry out the deletion.
@@ -203,7 +277,7 @@ impl Work<'_> {
         }
     }
 
-    /// Reads what is referred to, in a time that leaves some to use it.
+    /// Reads the roots, repeating the read if it took so long that they are already stale.
     fn roots(&self) -> Result<Roots> {
         for _ in 0..ROOTS_TRIES {
             let roots = self.read_roots()?;
@@ -219,12 +293,13 @@ impl Work<'_> {
     fn read_roots(&self) -> Result<Roots> {
         let (store, until) = (self.store, self.until);
         let read = store.uptime();
-        // First the young ones: a push that sets its tag between the two looks is found by one of them.
+        // Manifests are listed before tags, so a push that sets its tag in between is found either way.
         let manifests = store.list_all(MANIFESTS, usize::MAX, until)?;
         let young = manifests.iter().filter(|(_, modified)| !self.is_old(**modified));
         let mut images: BTreeSet<Name> = young.filter_map(|(key, _)| name_of(key)).collect();
         let forgotten = usize::from(mutants::on(Mutant::PruneForgetsTag));
-        let tags: Vec<String> = store.tag_names(until)?.into_iter().skip(forgotten).collect();
+        let tags = store.tag_names(until)?.into_iter().filter(|tag| !self.without.contains(tag));
+        let tags: Vec<String> = tags.skip(forgotten).collect();
         let tagged = Mutex::new(BTreeSet::new());
         parallel::for_each(AT_ONCE, tags.len(), |at| {
             if let Some(read) = store.tag(&tags[at], until)? {
@@ -237,22 +312,22 @@ impl Work<'_> {
             return Err(Error::NoTags(store.url().to_owned()));
         }
         images.extend(&tagged);
-        // Names, and whether a tag refers to each map.
-        let found: Mutex<(BTreeSet<Name>, BTreeMap<Name, bool>)> = Mutex::default();
+        // Names of objects and of maps, and whether a tagged image needs each.
+        let found: Mutex<(BTreeMap<Name, bool>, BTreeMap<Name, bool>)> = Mutex::default();
         let all: Vec<Name> = images.iter().copied().collect();
         parallel::for_each(AT_ONCE, all.len(), |at| {
             let image = all[at];
             let is_tagged = tagged.contains(&image);
             let manifest = match store.manifest(&image, until) {
-                // Another prune deleted it; no tag says so.
+                // Another prune deleted the untagged image.
                 Err(error) if !is_tagged && error.is_missing() => return Ok(()),
                 manifest => manifest?,
             };
             let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
             let (names, maps) = &mut *found;
-            names.insert(image);
+            *names.entry(image).or_default() |= is_tagged;
             for map in manifest.segments.iter().flat_map(|segment| &segment.maps) {
-                names.insert(map.hashes);
+                *names.entry(map.hashes).or_default() |= is_tagged;
                 *maps.entry(map.map).or_default() |= is_tagged;
             }
             Ok::<(), Error>(())
@@ -263,17 +338,19 @@ impl Work<'_> {
         parallel::for_each(AT_ONCE, maps.len(), |at| {
             let (name, is_tagged) = maps[at];
             let map = match store.map(&name, until) {
-                // A push that took too long left its manifest, and will set no tag to it.
+                // The manifest belongs to a push that was too slow and will set no tag.
                 Err(error) if !is_tagged && error.is_missing() => return Ok(()),
                 map => map?,
             };
             let mut names = shared.lock().unwrap_or_else(PoisonError::into_inner);
-            names.insert(name);
-            names.extend(map.chunks().iter().map(|chunk| chunk.name));
+            for name in iter::once(name).chain(map.chunks().iter().map(|chunk| chunk.name)) {
+                *names.entry(name).or_default() |= is_tagged;
+            }
             Ok::<(), Error>(())
         })?;
         let names = shared.into_inner().unwrap_or_else(PoisonError::into_inner);
-        Ok(Roots { names, images: images.len() as u64, read })
+        let untagged_images = images.difference(&tagged).count() as u64;
+        Ok(Roots { names, images: images.len() as u64, untagged_images, read })
     }
 }
 
@@ -282,13 +359,21 @@ impl Roots {
         store.uptime().saturating_sub(self.read) >= ROOTS_AGE_MAX
     }
 
-    fn has(&self, key: &str) -> bool {
-        // What is not named so was not written by us.
-        name_of(key).map_or(!key.starts_with(CLOCKS), |name| self.names.contains(&name))
+    fn need_of(&self, key: &str) -> Need {
+        let Some(name) = name_of(key) else {
+            // The last part of a clock object's key is a UUID. Other keys without a hash are not from
+            // Freestone.
+            return if key.starts_with(CLOCKS) { Need::None } else { Need::Tagged };
+        };
+        match self.names.get(&name) {
+            Some(true) => Need::Tagged,
+            Some(false) => Need::Young,
+            None => Need::None,
+        }
     }
 }
 
-/// The name at the end of a key. A trace is called like its image.
+/// Returns the hash at the end of a key. The key of a trace ends with the hash of its image.
 fn name_of(key: &str) -> Option<Name> {
     key.rsplit('/').next()?.parse().ok()
 }

@@ -1,5 +1,7 @@
-//! Threads, locks, time and what is random; in a simulation all of it is the simulation's, so that a seed
-//! is one run to the last step, and in a model loom's, which goes through every interleaving.
+//! Threads, locks, time and random numbers.
+//!
+//! In a simulation, freestone-sim provides all of these, so one seed always gives the same run. In loom
+//! models, loom provides threads and locks.
 
 #[cfg(not(any(freestone_sim, loom)))]
 pub use std::{sync, thread, time};
@@ -17,7 +19,7 @@ use freestone_core::unique;
 
 use uuid::Uuid;
 
-/// Bits that nobody else has.
+/// Returns a random UUID; in a simulation, a deterministic one.
 pub fn unique_id() -> Uuid {
     #[cfg(freestone_sim)]
     return Uuid::from_u64_pair(unique::number(), unique::number());
@@ -25,7 +27,7 @@ pub fn unique_id() -> Uuid {
     Uuid::new_v4()
 }
 
-/// Reads a clock of this host that also counts while it sleeps.
+/// Reads the boot-time clock of this host, which also counts during suspend.
 #[cfg(not(loom))]
 pub fn uptime() -> time::Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
@@ -33,7 +35,8 @@ pub fn uptime() -> time::Duration {
     time::Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
-/// What time people have. In a simulation it stands still: who compares times does so by the store's clock.
+/// Returns the wall-clock time. In a simulation this time is constant; code that compares times uses the
+/// clock of the store.
 pub fn time_of_day() -> time::SystemTime {
     #[cfg(freestone_sim)]
     return time::UNIX_EPOCH;
@@ -43,7 +46,7 @@ pub fn time_of_day() -> time::SystemTime {
 
 #[cfg(loom)]
 pub mod sync {
-    //! What is modelled.
+    //! Locks for loom models.
 
     use std::time::Duration;
 
@@ -53,40 +56,40 @@ pub mod sync {
 
     use loom::sync::atomic::{AtomicBool, Ordering};
 
-    /// loom's never times out; this one does when the model says so.
+    /// Condition variable for loom models. Waits time out only after [`Condvar::time_passes`].
     #[derive(Debug)]
     pub struct Condvar {
         inner: loom::sync::Condvar,
         is_late: AtomicBool,
     }
 
-    /// Whether it did.
+    /// Result of [`Condvar::wait_timeout`].
     pub struct WaitTimeoutResult(bool);
 
     impl WaitTimeoutResult {
-        /// Whether the time was up.
+        /// Returns true if the wait timed out.
         pub fn timed_out(&self) -> bool {
             self.0
         }
     }
 
     impl Condvar {
-        /// Nobody waits.
+        /// Creates a condition variable without waiters.
         pub fn new() -> Self {
             Self { inner: loom::sync::Condvar::new(), is_late: AtomicBool::new(false) }
         }
 
-        /// Wakes one.
+        /// Wakes one waiter.
         pub fn notify_one(&self) {
             self.inner.notify_one();
         }
 
-        /// Wakes all.
+        /// Wakes all waiters.
         pub fn notify_all(&self) {
             self.inner.notify_all();
         }
 
-        /// Waits until it is woken, or until the model says that the time is up.
+        /// Waits until a notification or [`Condvar::time_passes`].
         pub fn wait_timeout<'a, T>(
             &self,
             guard: MutexGuard<'a, T>,
@@ -96,7 +99,7 @@ pub mod sync {
             Ok((guard, WaitTimeoutResult(self.is_late.load(Ordering::SeqCst))))
         }
 
-        /// The time of all who wait is up.
+        /// Makes all current and later waits time out.
         pub fn time_passes(&self) {
             self.is_late.store(true, Ordering::SeqCst);
             self.inner.notify_all();

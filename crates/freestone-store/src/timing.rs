@@ -1,9 +1,9 @@
 //! The times that let pushes and prunes of one store run side by side.
 //!
 //! A prune reads its roots (tags, and manifests younger than the grace of the store) and deletes what they do
-//! not refer to. It looks at objects for at most [`ROOTS_AGE_MAX`] after it began to read them, and deletes only
-//! those that are older than the grace. A look at the object precedes each deletion by at most [`LOOK_TO_DELETE`].
-//! A push publishes its manifest at most half of the grace after its start.
+//! not refer to. A prune checks objects for at most [`ROOTS_AGE_MAX`] after it began to read them, and
+//! deletes only those that are older than the grace. A look at the object precedes each deletion by at most
+//! [`LOOK_TO_DELETE`]. A push publishes its manifest at most half of the grace after its start.
 //!
 //! A push may refer to an object that it finds in the store, of age `age`, if
 //!
@@ -12,16 +12,14 @@
 //! ```
 //!
 //! Roots that do not name the object were read before the manifest was published, so at most `grace / 2`
-//! after the object was found. They serve for [`ROOTS_AGE_MAX`]. The object is then at most
+//! after the object was found. These roots are used for at most [`ROOTS_AGE_MAX`]. The object is then at most
 //! `age + grace / 2 + ROOTS_AGE_MAX` old, which is at most the grace less [`LOOK_TO_DELETE`]: too young to be
 //! deleted, even if clocks count whole seconds.
 //!
-//! All times are measured with [`Clock`], which also counts while this host sleeps.
+//! All times are measured with [`Clock`](crate::clock::Clock), which also counts while this host sleeps.
 
 use crate::format::domain::GRACE_RANGE;
-use crate::objects::Until;
-use crate::rt::time::{Duration, SystemTime};
-use crate::store::{Result, Store};
+use crate::rt::time::Duration;
 
 /// Longest time for which a prune uses its roots.
 pub const ROOTS_AGE_MAX: Duration = Duration::from_secs(600);
@@ -52,53 +50,4 @@ pub fn is_old(age: Duration, grace: Duration) -> bool {
 /// Returns true if a prune may already have looked at an object of that age in order to delete it.
 pub fn may_be_in_deletion(age: Duration, grace: Duration) -> bool {
     is_old(age + LOOK_TO_DELETE, grace)
-}
-
-/// The clock of a store: read once, and continued by the clock of this host that counts while it sleeps.
-pub struct Clock<'a> {
-    store: &'a Store,
-    began: SystemTime,
-    /// Clock of this host, before and after `began` was read.
-    before: Duration,
-    after: Duration,
-}
-
-impl<'a> Clock<'a> {
-    /// Reads the clock of the store.
-    ///
-    /// # Errors
-    /// What the store answers.
-    pub fn start(store: &'a Store, until: Until<'_>) -> Result<Self> {
-        let before = store.uptime();
-        let began = store.now(until)?;
-        Ok(Self { store, began, before, after: store.uptime() })
-    }
-
-    /// Returns the time since the start, including the reading of the store's clock.
-    pub fn elapsed(&self) -> Duration {
-        self.store.uptime().saturating_sub(self.before)
-    }
-
-    /// Returns the time since the start by the clock of the store, which is read again.
-    ///
-    /// # Errors
-    /// What the store answers.
-    pub fn elapsed_at_store(&self, until: Until<'_>) -> Result<Duration> {
-        Ok(self.store.now(until)?.duration_since(self.began).unwrap_or_default())
-    }
-
-    /// Returns the greatest age that an object can have now. A push relies on it.
-    pub fn age_at_most(&self, modified: SystemTime) -> Duration {
-        self.age_since(self.before, modified)
-    }
-
-    /// Returns the least age that an object can have now. A prune relies on it.
-    pub fn age_at_least(&self, modified: SystemTime) -> Duration {
-        self.age_since(self.after, modified)
-    }
-
-    fn age_since(&self, start: Duration, modified: SystemTime) -> Duration {
-        let now = self.began + self.store.uptime().saturating_sub(start);
-        now.duration_since(modified).unwrap_or_default()
-    }
 }

@@ -1,4 +1,4 @@
-//! How an image is named: `STORE[:TAG][@HASH]`, where STORE is a URL.
+//! Image URLs: `STORE[:TAG][@HASH]`, where STORE is the URL of a store.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,18 +6,18 @@ use std::str::FromStr;
 use crate::format::name::Name;
 use crate::format::tag::{LATEST, is_name};
 
-/// What people write: a store, a tag, and the very image where it has to be that one.
+/// Image URL: a store, a tag, and optionally the hash of one image.
 #[derive(Debug, Clone, Eq)]
 pub struct ImageUrl {
     /// The URL of the store.
     pub store: String,
-    /// The tag; `latest` where none is written.
+    /// Tag; `latest` if the URL has none.
     pub tag: String,
-    /// The image. Without it, what the tag says when it is looked at.
+    /// Hash of the image. If `None`, the URL refers to the current image of the tag.
     pub image: Option<Name>,
 }
 
-/// With one image written and none beside it the same may be meant.
+/// Two URLs are equal if only one of them has a hash, as both may refer to the same image.
 impl PartialEq for ImageUrl {
     fn eq(&self, other: &Self) -> bool {
         let same_image = match (self.image, other.image) {
@@ -29,7 +29,7 @@ impl PartialEq for ImageUrl {
 }
 
 impl ImageUrl {
-    /// The same, with the image.
+    /// Returns this URL with the hash of an image.
     #[must_use]
     pub fn of(&self, image: Name) -> Self {
         Self { image: Some(image), ..self.clone() }
@@ -54,7 +54,7 @@ impl FromStr for ImageUrl {
         }
         let authority = rest.split('/').next().unwrap_or_default();
         if authority.contains('@') {
-            // It may be a password: it is not repeated.
+            // The text may contain a password, so the error does not repeat it.
             return Err("has no user or password; say credentials=FILE, or set the variables".into());
         }
         let (rest, image) = match rest.rsplit_once('@') {
@@ -63,7 +63,7 @@ impl FromStr for ImageUrl {
             }
             _ => (rest, None),
         };
-        // A port has a slash behind it, and buckets have no ports.
+        // Without a slash, the text after the colon is the port of an HTTP server. Buckets have no ports.
         let has_port = |rest: &str| scheme.starts_with("http") && !rest.contains('/');
         let (rest, tag) = match rest.rsplit_once(':') {
             Some((rest, tag)) if !has_port(rest) && !tag.contains('/') => (rest, tag),
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_parts_are_told_apart() {
+    fn image_url_is_split_into_parts() {
         let hash = "0123456789abcdef".repeat(4);
         for (text, store, tag, has_image) in [
             ("s3://bucket", "s3://bucket", "latest", false),
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_none_is_refused_and_no_password_is_repeated() {
+    fn invalid_image_url_is_refused_without_password() {
         for bad in [
             "",
             "bucket",

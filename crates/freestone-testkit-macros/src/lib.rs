@@ -1,12 +1,12 @@
-//! The attribute of `freestone-testkit`, which re-exports it (development only).
+//! The `test` attribute, re-exported by `freestone-testkit` (development only).
 
 use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 
-/// Replaces the built-in `#[test]`: a test whose program is missing passes outside of continuous integration,
-/// and prints the program and its package.
+/// Replaces the built-in `#[test]`. Outside of continuous integration, a test whose program is
+/// missing passes and prints the program and its package.
 ///
-/// A test binary uses it everywhere by `#[macro_use] extern crate freestone_testkit;`. The function returns
-/// nothing.
+/// A test binary enables it with `#[macro_use] extern crate freestone_testkit;`. The test function
+/// must not return a value.
 #[proc_macro_attribute]
 pub fn test(_: TokenStream, function: TokenStream) -> TokenStream {
     let mut tokens: Vec<TokenTree> = function.into_iter().collect();

@@ -1,4 +1,4 @@
-//! Certificates for TLS, made on the spot.
+//! TLS certificates, generated on demand.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,19 +8,19 @@ use rcgen::{
     IsCa, Issuer, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, SerialNumber, date_time_ymd,
 };
 
-/// Whom a certificate is for.
+/// Purpose of a certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Usage {
-    /// A server.
+    /// Server.
     Server,
-    /// A client.
+    /// Client.
     Client,
-    /// A client, and it was valid once.
+    /// Client with an expired certificate.
     ClientOnce,
 }
 
-/// Somebody whom others trust, and what was signed: files in a directory, with the names for which
-/// qemu and nbdkit look.
+/// A certificate authority with a directory for its files, which have the names that qemu and
+/// nbdkit expect.
 #[derive(Debug)]
 pub struct Authority {
     dir: PathBuf,
@@ -28,7 +28,7 @@ pub struct Authority {
 }
 
 impl Authority {
-    /// With `ca-cert.pem` in this directory, which is made.
+    /// Creates the directory and an authority with `ca-cert.pem` in it.
     pub fn new(dir: PathBuf) -> Self {
         fs::create_dir(&dir).unwrap();
         let mut params = CertificateParams::default();
@@ -60,8 +60,8 @@ impl Authority {
         fs::write(self.file(&format!("{file}-key.pem")), key.serialize_pem()).unwrap();
     }
 
-    /// Writes `NAME`, a list of these as revoked, by the names of their files. It is valid until the
-    /// first of January of this year.
+    /// Writes the revocation list `NAME` with the certificates of `files`. The list is valid until
+    /// January 1 of the year `until`.
     pub fn revoke(&self, name: &str, files: &[&str], until: i32) {
         let revoked = |file: &&str| RevokedCertParams {
             serial_number: serial(file),
@@ -80,18 +80,17 @@ impl Authority {
         fs::write(self.file(name), list.signed_by(&self.issuer).unwrap().pem().unwrap()).unwrap();
     }
 
-    /// Where all of them are.
+    /// Returns the directory.
     pub fn dir(&self) -> &std::path::Path {
         &self.dir
     }
 
-    /// The path of one.
+    /// Returns the path of a file.
     pub fn file(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
 }
 
-/// The serial number of a certificate.
 fn serial(file: &str) -> SerialNumber {
     SerialNumber::from_slice(file.as_bytes())
 }

@@ -1,12 +1,12 @@
-//! Contents side by side.
+//! Comparison of contents.
 
-/// Where two contents differ first, also where one goes on. Contents that are the same are compared
-/// at once, not byte by byte, which a build for tests takes long for.
-pub fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
-    if one == other {
+/// Returns the index of the first difference, which may be the end of the shorter content. Equal
+/// contents are compared as slices first, since a byte loop is slow in test builds.
+pub fn first_difference(left: &[u8], right: &[u8]) -> Option<usize> {
+    if left == right {
         return None;
     }
-    let both = one.iter().zip(other);
+    let both = left.iter().zip(right);
     Some(both.take_while(|(a, b)| a == b).count())
 }
 
@@ -15,7 +15,7 @@ mod tests {
     use super::first_difference;
 
     #[test]
-    fn the_first_is_found() {
+    fn first_difference_is_found() {
         assert_eq!(first_difference(&[], &[]), None);
         assert_eq!(first_difference(&[1, 2, 3], &[1, 2, 3]), None);
         assert_eq!(first_difference(&[1, 2, 3], &[1, 5, 4]), Some(1));

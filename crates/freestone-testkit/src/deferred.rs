@@ -1,4 +1,4 @@
-//! A decorator that makes callers use the second half of the contract.
+//! A wrapper that forces callers to submit requests.
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,22 +12,22 @@ use freestone_core::device::{
 
 use crate::Rng;
 
-/// How long the executor waits for a second request, so that there is an order to shuffle.
+/// Time that the executor waits for a second request, so that there is an order to shuffle.
 const GATHER: Duration = Duration::from_micros(100);
 
-/// What is answered to a try.
+/// Result of `try_io`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
     /// Always "would block".
     Always,
-    /// "Would block" this many times of a hundred; as often only the first part of a request is
-    /// done; else the device below answers.
+    /// "Would block" with this probability in percent. With the same probability, only a first part
+    /// of the request is tried. Otherwise the inner device's result.
     Sometimes(u8),
 }
 
-/// Answers "would block" by [`Policy`] and completes what is then submitted on a thread of its own,
-/// in a shuffled order that the seed determines (together with the moment of each arrival).
-/// Requests to one zone keep their order.
+/// Returns "would block" according to the [`Policy`]. Submitted requests complete on a separate
+/// thread, in an order that depends on the seed and on arrival times. Requests to one zone keep
+/// their order.
 pub struct Deferred {
     shared: Arc<DeferredShared>,
     policy: Policy,
@@ -48,13 +48,13 @@ struct DeferredShared {
 struct DeferredState {
     rng: Rng,
     jobs: Vec<Job>,
-    /// Zones of jobs that were handed to the device below and are not answered.
+    /// Zones with requests in flight in the inner device.
     running: Vec<u64>,
     stop: bool,
 }
 
 impl Deferred {
-    /// Decorates `inner`.
+    /// Wraps `inner`.
     pub fn new(inner: Arc<dyn Device>, policy: Policy, seed: u64) -> Self {
         let state = DeferredState { rng: Rng::new(seed), jobs: Vec::new(), running: Vec::new(), stop: false };
         let shared = Arc::new(DeferredShared { inner, state: Mutex::new(state), changed: Condvar::new() });
@@ -65,10 +65,10 @@ impl Deferred {
         Self { shared, policy, executor: Some(executor) }
     }
 
-    /// Whether this try is to be put off.
+    /// Returns true if the try must return "would block".
     fn defers(&self, offset: u64) -> bool {
         let mut state = self.shared.lock();
-        // What is tried may not overtake what was submitted to the same zone.
+        // A try must not overtake requests submitted earlier to the same zone.
         self.shared.is_busy(&state, offset)
             || match self.policy {
                 Policy::Always => true,
@@ -76,12 +76,12 @@ impl Deferred {
             }
     }
 
-    /// How much of this try is handed on.
+    /// Returns the number of bytes of a try that are passed on.
     fn portion(&self, request: &Request) -> u64 {
         let geometry = self.shared.inner.geometry();
         let blocks = request.len / u64::from(geometry.logical_block);
         match self.policy {
-            // Zone writes are all or nothing.
+            // Zone writes are not split.
             Policy::Sometimes(percent) if blocks > 1 && geometry.zones.is_none() => {
                 let mut state = self.shared.lock();
                 if state.rng.chance(percent) {
@@ -104,7 +104,7 @@ impl DeferredShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The zone that `offset` lies in, if there are zones.
+    /// Returns the index of the zone that contains `offset`, if the device has zones.
     fn zone(&self, offset: u64) -> Option<u64> {
         self.inner.geometry().zones.map(|zones| offset / zones.zone_size)
     }
@@ -133,14 +133,14 @@ impl DeferredShared {
                 continue;
             }
             let count = state.jobs.len() as u64;
-            let picked = state.rng.below(count) as usize;
-            let zone = self.zone(state.jobs[picked].offset());
-            // The oldest of the picked one's zone; `remove` keeps the order of the others.
+            let candidate = state.rng.below(count) as usize;
+            let zone = self.zone(state.jobs[candidate].offset());
+            // Takes the oldest request of the picked zone; `remove` keeps the order of the others.
             let first = match zone {
                 Some(_) => {
-                    state.jobs.iter().position(|job| self.zone(job.offset()) == zone).unwrap_or(picked)
+                    state.jobs.iter().position(|job| self.zone(job.offset()) == zone).unwrap_or(candidate)
                 }
-                None => picked,
+                None => candidate,
             };
             let job = state.jobs.remove(first);
             state.running.extend(zone);
@@ -151,7 +151,7 @@ impl DeferredShared {
 
     fn run(self: &Arc<Self>, job: Job, zone: Option<u64>) {
         let shared = Arc::clone(self);
-        let finished = move || {
+        let finish = move || {
             let mut state = shared.lock();
             if let Some(at) = state.running.iter().position(|running| Some(*running) == zone) {
                 state.running.swap_remove(at);
@@ -160,7 +160,7 @@ impl DeferredShared {
         match job {
             Job::Io(request, buffer, done) => {
                 let done = Completion::new(move |outcome, buffer| {
-                    finished();
+                    finish();
                     done.complete(outcome, buffer);
                 });
                 self.inner.submit(request, buffer, done);
@@ -168,7 +168,7 @@ impl DeferredShared {
             Job::Append(offset, data, flags, done) => match self.inner.zoned() {
                 Some(zoned) => {
                     let done = Box::new(move |outcome| {
-                        finished();
+                        finish();
                         done(outcome);
                     });
                     zoned.submit_append(offset, data, flags, done);
@@ -255,14 +255,14 @@ impl Zoned for Deferred {
 }
 
 impl Drop for Deferred {
-    /// Everything that was submitted is answered first.
+    /// Completes all submitted requests first.
     fn drop(&mut self) {
         self.shared.lock().stop = true;
         self.shared.changed.notify_all();
         if let Some(executor) = self.executor.take()
             && executor.thread().id() != thread::current().id()
         {
-            // A panic there was reported by its own hook.
+            // The panic hook has reported a panic of the thread.
             let _ = executor.join();
         }
     }

@@ -1,14 +1,14 @@
-//! How much work a randomised test does.
+//! Amount of work of randomised tests.
 
 use std::env;
 use std::ops::Div;
 
-/// Set to `full` by the slow lane of `cargo xtask test`.
+/// Environment variable; the slow lane of `cargo xtask test` sets it to `full`.
 const VARIABLE: &str = "FREESTONE_EFFORT";
 
 /// Returns `full` if the environment has `FREESTONE_EFFORT=full`, and `quick` otherwise.
 ///
-/// Randomised tests take their number of cases from here: a few with every change, all of them in
+/// Randomised tests take their number of cases from here: a few for every change, all of them in
 /// the slow lane.
 pub fn effort<T>(quick: T, full: T) -> T {
     if env::var_os(VARIABLE).is_some_and(|value| value == "full") { full } else { quick }

@@ -1,4 +1,4 @@
-//! A disk in memory that does what bad disks do, when it is told to.
+//! A memory disk with fault injection.
 
 use std::fmt;
 use std::ops::Range;
@@ -12,72 +12,70 @@ use freestone_core::device::{
 
 use crate::Rng;
 
-/// How long the executor waits for a second request, so that there is an order to shuffle.
+/// Time that the executor waits for a second request, so that there is an order to shuffle.
 const GATHER: Duration = Duration::from_micros(100);
-/// How long [`Faulty::await_held`] waits before it gives up.
+/// Timeout of [`Faulty::await_held`].
 const HELD_MAX: Duration = Duration::from_secs(20);
-/// Complaints that are kept; one is enough to fail a test.
+/// Maximum number of stored complaints; one is enough to fail a test.
 const COMPLAINTS_MAX: usize = 16;
 
-/// Which operations a fault hits. They are numbered from 0 in the order in which they arrive, from
-/// the making of the device on: those of one kind where the fault names a kind, else all together.
+/// Operations that a fault applies to. Operations are numbered from 0 in order of arrival since the
+/// device was created; a fault for one kind counts only that kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum When {
-    /// Each.
+    /// All operations.
     Always,
-    /// This one.
+    /// The operation with this number.
     At(u64),
-    /// This one and all later ones.
+    /// The operation with this number and all later ones.
     From(u64),
 }
 
-/// What happens to them.
+/// Effect of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
-    /// Nothing is done, and this is the answer.
+    /// Fails with this error, without effect.
     Fail(Error),
-    /// All of it is done, and yet this is the answer.
+    /// Takes effect, but fails with this error.
     FailDone(Error),
-    /// A write does its first half (rounded down to blocks) and answers [`Error::Media`]. Others
-    /// fail without effect.
+    /// A write stores its first half (rounded down to blocks) and fails with [`Error::Media`].
+    /// Other operations fail without effect.
     Tear,
-    /// There is no answer before [`Faulty::heal`]; the operation takes effect then.
+    /// Is held until [`Faulty::heal`], and then takes effect.
     Hang,
-    /// The operation begins only after this time; later ones overtake it.
+    /// Starts after this time; later operations may overtake it.
     Delay(Duration),
-    /// A read is answered with one byte of each block turned over, as if all were well. Others are
-    /// not touched.
+    /// A read succeeds with one damaged byte per block. Other operations are not affected.
     Corrupt,
 }
 
-/// What was asked of the device so far. Requests that it refused because they break the contract
-/// are not counted.
+/// Counts of operations so far. Requests refused as invalid are not counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counts {
-    /// Reads that arrived.
+    /// Reads.
     pub reads: u64,
-    /// Writes that arrived.
+    /// Writes.
     pub writes: u64,
-    /// Flushes that arrived.
+    /// Flushes.
     pub flushes: u64,
-    /// Discards and write-zeroes that arrived.
+    /// Discards and write zeroes.
     pub frees: u64,
-    /// The longest read or write in bytes.
+    /// Longest read or write in bytes.
     pub largest: u64,
-    /// Bytes that writes stored.
+    /// Bytes stored by writes.
     pub bytes_written: u64,
-    /// Bytes that reads were given.
+    /// Bytes returned by reads.
     pub bytes_read: u64,
-    /// Operations that wait for [`Faulty::heal`] now.
+    /// Operations currently held until [`Faulty::heal`].
     pub held: u64,
-    /// Operations that arrived and are not answered, the held ones among them.
+    /// Operations in flight, including held ones.
     pub in_flight: u64,
-    /// The most that were in flight at once.
+    /// Largest number of operations in flight.
     pub in_flight_max: u64,
 }
 
 impl Counts {
-    /// Operations of all kinds: the number that the next one will have.
+    /// Returns the number of operations of all kinds, which is the number of the next one.
     pub fn total(&self) -> u64 {
         self.reads + self.writes + self.flushes + self.frees
     }
@@ -92,15 +90,14 @@ impl Counts {
     }
 }
 
-/// A disk in memory, meant to stand below another device. What is submitted is answered on a thread
-/// of its own; a try is answered "would block". It behaves well until [`fault`](Self::fault) and
-/// its like tell it otherwise, which they may at any time.
+/// A memory disk to be placed below another device. Tries return "would block"; submitted requests
+/// complete on a separate thread. The disk works correctly until [`fault`](Self::fault) and similar
+/// calls change that; they may be called at any time.
 ///
-/// It also watches its user: [`complaints`](Self::complaints) lists two writes to one block in
-/// flight at once, requests that break the contract, and, where asked, reads of blocks that were
-/// never written.
+/// The disk also checks its user: [`complaints`](Self::complaints) lists concurrent writes to one
+/// block, invalid requests and, if enabled, reads of blocks that were never written.
 ///
-/// What still hangs when the device is dropped is answered [`Error::Gone`].
+/// Operations that are still held when the device is dropped fail with [`Error::Gone`].
 ///
 /// ```
 /// use freestone_core::device::{Blocking, Error, Flags, Op};
@@ -126,7 +123,7 @@ struct FaultyShared {
 
 struct FaultyState {
     bytes: Vec<u8>,
-    /// Whether each block was ever written.
+    /// Per block: true if it was written.
     written: Vec<bool>,
     faults: Vec<Fault>,
     no_space_from: Option<u64>,
@@ -135,13 +132,13 @@ struct FaultyState {
     strict_reads: bool,
     queue: Vec<Job>,
     held: Vec<Job>,
-    /// Writes that arrived and are not answered.
+    /// Ranges of writes in flight.
     writing: Vec<Range<u64>>,
     counts: Counts,
     complaints: Vec<String>,
     shuffle: Option<Rng>,
-    /// What each operation takes.
-    service: Duration,
+    /// Time per operation.
+    service_time: Duration,
     stop: bool,
 }
 
@@ -160,11 +157,11 @@ struct Job {
     due: Instant,
 }
 
-// ---- making it and telling it what to do --------------------------------------------------------
+// ---- construction and faults --------------------------------------------------------------------
 
 impl Faulty {
-    /// A disk of `size` zero bytes, a multiple of `logical_block`, and that a power of two from 512
-    /// to 4096.
+    /// Returns a disk of `size` zero bytes. `size` must be a multiple of `logical_block`, which
+    /// must be a power of two from 512 to 4096.
     pub fn new(size: usize, logical_block: u32) -> Self {
         assert!(logical_block.is_power_of_two() && (512..=4096).contains(&logical_block));
         assert!(size > 0 && size.is_multiple_of(logical_block as usize));
@@ -182,7 +179,7 @@ impl Faulty {
             counts: Counts::default(),
             complaints: Vec::new(),
             shuffle: None,
-            service: Duration::ZERO,
+            service_time: Duration::ZERO,
             stop: false,
         };
         let geometry = Geometry {
@@ -209,61 +206,59 @@ impl Faulty {
         Self { shared, inline: false, executor: Some(executor) }
     }
 
-    /// Completes in an order that the seed determines (together with the moment of each arrival).
+    /// Completes operations in an order that depends on the seed and on arrival times.
     #[must_use]
     pub fn shuffled(self, seed: u64) -> Self {
         self.shared.lock().shuffle = Some(Rng::new(seed));
         self
     }
 
-    /// A disk that does one thing after the other, in the order of arrival, and takes `each` for
-    /// it.
+    /// Runs one operation at a time, in order of arrival, and takes `each` for it.
     #[must_use]
     pub fn one_by_one(self, each: Duration) -> Self {
-        self.shared.lock().service = each;
+        self.shared.lock().service_time = each;
         self
     }
 
-    /// Answers tries on the caller's thread, as long as they neither hang nor are delayed; what is
-    /// submitted still goes to the device's own thread.
+    /// Completes tries inline, unless they are held or delayed. Submitted requests still run on the
+    /// device's thread.
     #[must_use]
     pub fn inline(mut self) -> Self {
         self.inline = true;
         self
     }
 
-    /// Complains of reads of blocks that were never written.
+    /// Reports reads of blocks that were never written as complaints.
     #[must_use]
     pub fn strict_reads(self) -> Self {
         self.shared.lock().strict_reads = true;
         self
     }
 
-    /// From now on, `what` happens to the operations of kind `op` (`None`: of all kinds) that
-    /// `when` names. Of several faults that name one operation, the one that was given first
-    /// counts.
+    /// Adds a fault for operations of kind `op` (`None`: all kinds) that `when` selects. If several
+    /// faults match, the first one applies.
     pub fn fault(&self, op: Option<Op>, when: When, what: What) {
         self.shared.lock().faults.push(Fault { op, when, what });
     }
 
-    /// Writes that reach beyond this byte answer [`Error::NoSpace`] and do nothing.
+    /// Makes writes beyond this byte fail with [`Error::NoSpace`], without effect.
     pub fn no_space_from(&self, byte: u64) {
         self.shared.lock().no_space_from = Some(byte);
     }
 
-    /// Writes answer [`Error::NoSpace`] and do nothing if with them more than `bytes` would have
-    /// been written since the device was made.
+    /// Makes a write fail with [`Error::NoSpace`], without effect, if more than `bytes` would then
+    /// have been written in total.
     pub fn no_space_after(&self, bytes: u64) {
         self.shared.lock().no_space_after = Some(bytes);
     }
 
-    /// The disk is cut off at this byte: what reaches beyond it answers [`Error::Media`]. Its
-    /// geometry does not tell.
+    /// Truncates the disk: operations beyond this byte fail with [`Error::Media`]. The geometry
+    /// does not change.
     pub fn truncate_at(&self, byte: u64) {
         self.shared.lock().truncated_at = Some(byte);
     }
 
-    /// All is well again: no fault is left, and what hangs is done and answered.
+    /// Removes all faults; held operations take effect and complete.
     pub fn heal(&self) {
         let mut state = self.shared.lock();
         state.faults.clear();
@@ -277,7 +272,7 @@ impl Faulty {
         self.shared.changed.notify_all();
     }
 
-    /// What hangs of this kind is done and answered; what was to happen to others still does.
+    /// Completes held operations of one kind; the faults stay.
     pub fn release(&self, op: Op) {
         let mut state = self.shared.lock();
         let held = std::mem::take(&mut state.held);
@@ -291,21 +286,21 @@ impl Faulty {
         self.shared.changed.notify_all();
     }
 
-    // ---- what it saw ----------------------------------------------------------------------------
+    // ---- observation ----------------------------------------------------------------------------
 
-    /// What was asked so far.
+    /// Returns the counts.
     pub fn counts(&self) -> Counts {
         let state = self.shared.lock();
         let held = state.held.len() as u64;
         Counts { held, ..state.counts }
     }
 
-    /// What its user did wrong, in words. The first few; empty is good.
+    /// Returns descriptions of the first misuses by the disk's user.
     pub fn complaints(&self) -> Vec<String> {
         self.shared.lock().complaints.clone()
     }
 
-    /// Waits until at least `count` operations hang. Panics when that takes too long.
+    /// Waits until at least `count` operations are held. Panics after a timeout.
     pub fn await_held(&self, count: u64) {
         let start = Instant::now();
         let mut state = self.shared.lock();
@@ -316,7 +311,8 @@ impl Faulty {
     }
 }
 
-// ---- how it works -------------------------------------------------------------------------------
+// ---- implementation
+// -------------------------------------------------------------------------------
 
 impl FaultyShared {
     fn lock(&self) -> MutexGuard<'_, FaultyState> {
@@ -334,7 +330,7 @@ impl FaultyShared {
         }
     }
 
-    /// Answers what was submitted, until the device is dropped.
+    /// Runs submitted operations until the device is dropped.
     fn execute(&self) {
         let mut state = self.lock();
         loop {
@@ -360,10 +356,10 @@ impl FaultyShared {
                 None => ready[0],
             };
             let Job { request, mut buffer, done, fault, .. } = state.queue.remove(at);
-            let service = state.service;
-            if !stop && service > Duration::ZERO {
+            let service_time = state.service_time;
+            if !stop && service_time > Duration::ZERO {
                 drop(state);
-                thread::sleep(service);
+                thread::sleep(service_time);
                 state = self.lock();
             }
             let outcome = state.perform(&request, &mut Some(&mut buffer), fault, &self.geometry);
@@ -375,7 +371,7 @@ impl FaultyShared {
 }
 
 impl FaultyState {
-    /// Numbers an operation and finds what is to happen to it.
+    /// Numbers an operation and finds its fault.
     fn arrive(&mut self, request: &Request, geometry: &Geometry) -> Result<Option<What>> {
         if let Err(error) = request.check(geometry) {
             self.complain(format!("{request:?} is refused: {error}"));
@@ -401,7 +397,7 @@ impl FaultyState {
                 self.complain(format!("{request:?} reads block {block}, which was never written"));
             }
         }
-        let hit = |fault: &&Fault| {
+        let matches_fault = |fault: &&Fault| {
             let number = match fault.op {
                 Some(op) if op == request.op => of_kind,
                 Some(_) => return false,
@@ -413,11 +409,10 @@ impl FaultyState {
                 When::From(n) => n <= number,
             }
         };
-        Ok(self.faults.iter().find(hit).map(|fault| fault.what))
+        Ok(self.faults.iter().find(matches_fault).map(|fault| fault.what))
     }
 
-    /// Does an operation that arrived, and counts it as answered. `data` is the buffer of a read or
-    /// write.
+    /// Performs an operation and counts it as complete. `data` is the buffer of a read or write.
     fn perform(
         &mut self,
         request: &Request,
@@ -464,7 +459,7 @@ impl FaultyState {
                 self.counts.bytes_read += request.len;
                 if fault == Some(What::Corrupt) {
                     for block in data.chunks_mut(geometry.logical_block as usize) {
-                        // Not at its start, where a header may be that tells.
+                        // In the middle, not in a header whose check would detect it.
                         let middle = block.len() / 2;
                         block[middle] ^= 0x55;
                     }
@@ -505,7 +500,7 @@ impl Device for Faulty {
         let mut state = self.shared.lock();
         let fault = state.arrive(request, geometry)?;
         if matches!(fault, Some(What::Hang | What::Delay(_))) {
-            // As if it had not come: it comes again when it is submitted.
+            // Undoes the arrival: the operation arrives again when it is submitted.
             *state.counts.of(request.op) -= 1;
             state.counts.in_flight -= 1;
             if request.op == Op::Write {
@@ -553,7 +548,7 @@ impl Device for Faulty {
 }
 
 impl Drop for Faulty {
-    /// What waits is done and answered; what hangs is answered [`Error::Gone`].
+    /// Queued operations complete; held ones fail with [`Error::Gone`].
     fn drop(&mut self) {
         let mut state = self.shared.lock();
         state.stop = true;
@@ -564,7 +559,7 @@ impl Drop for Faulty {
         if let Some(executor) = self.executor.take()
             && executor.thread().id() != thread::current().id()
         {
-            // A panic there was reported by its own hook.
+            // The panic hook has reported a panic of the thread.
             let _ = executor.join();
         }
     }

@@ -1,7 +1,7 @@
-//! A line to a server that takes time.
+//! A TCP proxy that adds latency and limits bandwidth.
 //!
-//! Each connection has two threads for each direction. One reads what is there, up to 64 KiB at once, and
-//! notes when it would arrive; the other waits for that moment and passes it on. Nothing polls.
+//! Each connection has two threads per direction. One reads available data, up to 64 KiB at once,
+//! and computes its arrival time; the other sleeps until then and forwards the data.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -13,14 +13,14 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::heads::Heads;
+use crate::http_requests::RequestFinder;
 
-/// Read at once.
-const PIECE_BYTES_MAX: usize = 64 << 10;
-/// Pieces of a connection that are under way in one direction: 16 MiB are a second at 128 Mbit/s.
-const PIECES_MAX: usize = 256;
+/// Largest read in bytes.
+const MAX_PIECE_BYTES: usize = 64 << 10;
+/// Queued pieces per connection and direction: 16 MiB, one second at 128 Mbit/s.
+const MAX_QUEUED_PIECES: usize = 256;
 
-/// A proxy in front of a server. It ends, and its connections with it, when it is dropped.
+/// A proxy in front of a server. Dropping it closes its connections.
 pub struct Latency {
     address: SocketAddr,
     shared: Arc<Shared>,
@@ -28,30 +28,30 @@ pub struct Latency {
 
 struct Shared {
     one_way: Duration,
-    /// Of each direction, shared by all connections; without one it takes no time to send.
+    /// Bandwidth per direction, shared by all connections; `None` is unlimited.
     bytes_per_second: Option<u64>,
-    /// To the server, and from it.
-    lines: [Line; 2],
-    /// By method and path; held for a moment.
+    /// Direction to the server, and from the server.
+    lines: [Direction; 2],
+    /// Counts by method and path; locked only briefly.
     requests: Mutex<BTreeMap<(String, String), u64>>,
-    /// Both ends of each, by its number.
+    /// Both sockets of each connection, by its number.
     connections: Mutex<BTreeMap<u64, [TcpStream; 2]>>,
     has_ended: AtomicBool,
 }
 
-/// One direction.
-struct Line {
-    /// When all has been sent that was begun; held for a moment.
+struct Direction {
+    /// Time when all data accepted so far has been sent; locked only briefly.
     free: Mutex<Instant>,
     bytes: AtomicU64,
 }
 
 impl Latency {
-    /// A line to `target` with that round trip, and that many bits a second in each direction.
+    /// Starts a proxy to `target` with a round-trip time, and a bandwidth in bits per second for
+    /// each direction.
     pub fn start(target: SocketAddr, round_trip: Duration, bits_per_second: Option<u64>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("no free port");
         let address = listener.local_addr().expect("a listener has an address");
-        let line = || Line { free: Mutex::new(Instant::now()), bytes: AtomicU64::new(0) };
+        let line = || Direction { free: Mutex::new(Instant::now()), bytes: AtomicU64::new(0) };
         let shared = Arc::new(Shared {
             one_way: round_trip / 2,
             bytes_per_second: bits_per_second.map(|bits| (bits / 8).max(1)),
@@ -60,13 +60,13 @@ impl Latency {
             connections: Mutex::default(),
             has_ended: AtomicBool::new(false),
         });
-        let accepting = shared.clone();
+        let acceptor = shared.clone();
         thread::spawn(move || {
             for (number, near) in (0..).zip(listener.incoming().flatten()) {
-                if accepting.has_ended.load(SeqCst) {
+                if acceptor.has_ended.load(SeqCst) {
                     return;
                 }
-                let shared = accepting.clone();
+                let shared = acceptor.clone();
                 thread::spawn(move || {
                     shared.connect(number, &near, target);
                     let _ = near.shutdown(Shutdown::Both);
@@ -77,23 +77,23 @@ impl Latency {
         Self { address, shared }
     }
 
-    /// Where its clients connect.
+    /// Returns the address for clients.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Its URL, for a server that speaks HTTP.
+    /// Returns the HTTP URL for clients.
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// The requests of HTTP that went to the server, by method and path, without queries. A connection on
-    /// which something else is sent has none from there on.
+    /// Returns the HTTP requests to the server by method and path, without queries. Counting stops
+    /// on a connection that carries something other than HTTP.
     pub fn requests(&self) -> BTreeMap<(String, String), u64> {
         self.shared.requests.lock().unwrap().clone()
     }
 
-    /// Bytes that went to the server, and that came from it.
+    /// Returns the bytes sent to the server, and received from it.
     pub fn bytes(&self) -> (u64, u64) {
         let [to, from] = &self.shared.lines;
         (to.bytes.load(SeqCst), from.bytes.load(SeqCst))
@@ -103,7 +103,7 @@ impl Latency {
 impl Drop for Latency {
     fn drop(&mut self) {
         self.shared.has_ended.store(true, SeqCst);
-        // Wakes who accepts.
+        // Wakes the accepting thread.
         let _ = TcpStream::connect(self.address);
         for stream in self.shared.connections.lock().unwrap().values().flatten() {
             let _ = stream.shutdown(Shutdown::Both);
@@ -115,11 +115,12 @@ type Piece = (Instant, Vec<u8>);
 
 impl Shared {
     fn connect(&self, number: u64, near: &TcpStream, target: SocketAddr) {
-        // The server is near: what a connection takes to come about is added to its first bytes.
+        // Connecting to the nearby server takes no time, so the handshake's round trip delays the
+        // first bytes.
         let Ok(far) = TcpStream::connect(target) else { return };
         let opened = Instant::now() + 2 * self.one_way;
-        let (Ok(kept_near), Ok(kept_far)) = (near.try_clone(), far.try_clone()) else { return };
-        self.connections.lock().unwrap().insert(number, [kept_near, kept_far]);
+        let (Ok(near_socket), Ok(far_socket)) = (near.try_clone(), far.try_clone()) else { return };
+        self.connections.lock().unwrap().insert(number, [near_socket, far_socket]);
         if self.has_ended.load(SeqCst) {
             return;
         }
@@ -128,38 +129,38 @@ impl Shared {
         }
         thread::scope(|scope| {
             for (line, from, to) in [(0, near, &far), (1, &far, near)] {
-                let (sender, receiver) = sync_channel(PIECES_MAX);
-                let mut heads = (line == 0).then(Heads::default);
-                let mut note = move |bytes: &[u8]| {
-                    if let Some(heads) = &mut heads {
-                        heads.feed(bytes, &mut |method, target| self.note(method, target));
+                let (sender, receiver) = sync_channel(MAX_QUEUED_PIECES);
+                let mut finder = (line == 0).then(RequestFinder::default);
+                let mut count_request = move |bytes: &[u8]| {
+                    if let Some(finder) = &mut finder {
+                        finder.feed(bytes, &mut |method, target| self.count_request(method, target));
                     }
                 };
-                scope.spawn(move || self.read(&self.lines[line], from, &sender, opened, &mut note));
+                scope.spawn(move || self.read(&self.lines[line], from, &sender, opened, &mut count_request));
                 scope.spawn(move || write(to, &receiver));
             }
         });
     }
 
-    fn note(&self, method: &str, target: &str) {
+    fn count_request(&self, method: &str, target: &str) {
         let path = target.split('?').next().unwrap_or_default();
         let request = (method.to_owned(), path.to_owned());
         *self.requests.lock().unwrap().entry(request).or_default() += 1;
     }
 
-    /// Takes what comes, and says when it arrives.
+    /// Reads data and computes its arrival time.
     fn read(
         &self,
-        line: &Line,
+        line: &Direction,
         mut from: &TcpStream,
         sender: &SyncSender<Piece>,
         opened: Instant,
-        note: &mut dyn FnMut(&[u8]),
+        count_request: &mut dyn FnMut(&[u8]),
     ) {
-        let mut buffer = vec![0; PIECE_BYTES_MAX];
+        let mut buffer = vec![0; MAX_PIECE_BYTES];
         while let Ok(bytes @ 1..) = from.read(&mut buffer) {
             line.bytes.fetch_add(bytes as u64, SeqCst);
-            note(&buffer[..bytes]);
+            count_request(&buffer[..bytes]);
             let begins = Instant::now().max(opened);
             let sent = match self.bytes_per_second {
                 None => begins,
@@ -192,7 +193,6 @@ fn write(mut to: &TcpStream, receiver: &Receiver<Piece>) {
 mod tests {
     use super::*;
 
-    /// Gives back what it gets.
     fn echo() -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -205,14 +205,14 @@ mod tests {
     }
 
     #[test]
-    fn a_round_trip_takes_its_time() {
+    fn round_trip_takes_configured_time() {
         let line = Latency::start(echo(), Duration::from_millis(40), None);
         let since = Instant::now();
         let mut stream = TcpStream::connect(line.address()).unwrap();
         for round in 1..=3 {
             stream.write_all(b"ping").unwrap();
             stream.read_exact(&mut [0; 4]).unwrap();
-            // One more for the connection.
+            // Plus one round trip for the connection.
             assert!(since.elapsed() >= Duration::from_millis(40 * (round + 1)), "{:?}", since.elapsed());
         }
         assert!(since.elapsed() < Duration::from_secs(5));
@@ -222,8 +222,8 @@ mod tests {
     }
 
     #[test]
-    fn all_connections_share_the_line() {
-        // 4 MB there and back, 2 MB a connection, at 8 MB/s: half a second.
+    fn connections_share_bandwidth() {
+        // 4 MB there and back, 2 MB per connection, at 8 MB/s: half a second.
         let line = Latency::start(echo(), Duration::ZERO, Some(64_000_000));
         let since = Instant::now();
         thread::scope(|scope| {

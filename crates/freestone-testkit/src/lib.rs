@@ -1,21 +1,21 @@
-//! What every Freestone device is tested with (development only).
+//! Test support for all Freestone crates (development only).
 //!
-//! * [`conformance`]: checks any device against the contract of [`freestone_core::device`], in both
-//!   directions.
-//! * [`Model`]: the plainest device there is, a byte vector under a mutex; the oracle.
-//! * [`Deferred`]: a decorator that answers "would block" and completes in a shuffled order.
-//! * [`Faulty`]: a disk in memory that fails, hangs, tears, corrupts and fills up when it is told
-//!   to.
-//! * [`ModelZoned`]: the plainest zoned device.
-//! * [`Through`]: a device that is used by way of an export.
-//! * [`s3`]: a server of objects, in this process, that fails as it is told.
-//! * [`Latency`]: a line to a server with a round trip's time and a bandwidth, which counts what goes over it.
-//! * [`certificates`]: for TLS.
-//! * [`effort`]: how many cases a randomised test runs.
-//! * [`librbd`]: a library that stands for Ceph's, over files.
-//! * [`objects`]: a store of objects in memory that fails when it is told to.
-//! * [`tools`]: programs that tests run, and [`test`] for tests that need some.
-//! * [`vhost_user`]: a frontend, for exports to virtual machines.
+//! * [`conformance`]: checks a device against the contract of [`freestone_core::device`], for both
+//!   callers and completions.
+//! * [`Model`]: the simplest device, a byte vector under a mutex; the reference for other devices.
+//! * [`Deferred`]: a wrapper that returns "would block" and completes requests in shuffled order.
+//! * [`Faulty`]: a memory disk with fault injection: errors, hangs, torn writes, corruption, lack
+//!   of space.
+//! * [`ModelZoned`]: the simplest zoned device.
+//! * [`Through`]: a device that is accessed through an export.
+//! * [`s3`]: an S3 server in this process, with fault injection.
+//! * [`Latency`]: a proxy with a given round-trip time and bandwidth, which counts traffic.
+//! * [`certificates`]: TLS certificates.
+//! * [`effort`]: the number of cases of a randomised test.
+//! * [`librbd`]: a fake of Ceph's libraries, over files.
+//! * [`objects`]: an in-memory object store with fault injection.
+//! * [`tools`]: external programs that tests need, and [`test`] for tests that need one.
+//! * [`vhost_user`]: a vhost-user-blk frontend.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -31,7 +31,7 @@ pub mod conformance;
 mod deferred;
 mod effort;
 mod faulty;
-mod heads;
+mod http_requests;
 mod latency;
 pub mod librbd;
 mod model;

@@ -1,4 +1,4 @@
-//! The plainest device: a byte vector under a mutex, everything done inline.
+//! The simplest device: a byte vector under a mutex, with all requests inline.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -6,7 +6,7 @@ use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, ExtentKind, Geometry, IoBuf, Op, Request, Result, Tried,
 };
 
-/// A byte vector as a device. Answers every request inline; keeps nothing but the bytes.
+/// A byte vector as a device. Completes every request inline.
 #[derive(Debug)]
 pub struct Model {
     bytes: Mutex<Vec<u8>>,
@@ -15,13 +15,13 @@ pub struct Model {
 }
 
 impl Model {
-    /// A writable device of `size` zero bytes. `size` must be a multiple of `logical_block`, and
-    /// that a power of two from 512 to 4096.
+    /// Returns a writable device of `size` zero bytes. `size` must be a multiple of
+    /// `logical_block`, which must be a power of two from 512 to 4096.
     pub fn new(size: usize, logical_block: u32) -> Self {
         Self::with(vec![0; size], logical_block, false)
     }
 
-    /// A read-only device with this content.
+    /// Returns a read-only device with this content.
     pub fn read_only(content: Vec<u8>, logical_block: u32) -> Self {
         Self::with(content, logical_block, true)
     }
@@ -32,7 +32,7 @@ impl Model {
         Self { bytes: Mutex::new(bytes), logical_block, read_only }
     }
 
-    /// Appends zeroes until the device has `size` bytes. Smaller sizes change nothing.
+    /// Grows the device to `size` bytes with zeroes. Smaller sizes have no effect.
     pub fn grow(&self, size: usize) {
         assert!(size.is_multiple_of(self.logical_block as usize));
         let mut bytes = self.lock();
@@ -96,7 +96,7 @@ impl Device for Model {
         let block = u64::from(self.logical_block);
         let mut at = offset;
         while at < end {
-            // One row a block: plain, and it shows that callers take neighbours of one kind.
+            // One row per block: simple, and tests that callers merge adjacent rows.
             let next = (at / block + 1).saturating_mul(block).min(end);
             let zero = bytes[at as usize..next as usize].iter().all(|&b| b == 0);
             let kind = if zero { ExtentKind::Hole } else { ExtentKind::Data };

@@ -1,4 +1,4 @@
-//! The plainest zoned device: bytes and zones under one mutex, everything done inline.
+//! The simplest zoned device: bytes and zones under one mutex, with all requests inline.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -11,24 +11,24 @@ use freestone_core::device::{
 
 const LOGICAL_BLOCK: u32 = 4096;
 
-/// Shape of a [`ModelZoned`]; sizes in bytes, multiples of 4096.
+/// Configuration of a [`ModelZoned`]; sizes in bytes, multiples of 4096.
 #[derive(Debug, Clone, Copy)]
 pub struct ZonedConfig {
     /// Length of a zone.
     pub zone_size: u64,
-    /// How much of a sequential zone can be written.
+    /// Writable bytes of a sequential zone.
     pub zone_capacity: u64,
     /// Number of zones.
     pub nr_zones: u32,
-    /// How many of them, from the first on, are conventional.
+    /// Number of conventional zones, from the first zone on.
     pub conventional: u32,
-    /// As in [`ZoneGeometry`].
+    /// Limit as in [`ZoneGeometry`].
     pub max_open: u32,
-    /// As in [`ZoneGeometry`].
+    /// Limit as in [`ZoneGeometry`].
     pub max_active: u32,
 }
 
-/// Bytes in zones.
+/// The simplest zoned device.
 #[derive(Debug)]
 pub struct ModelZoned {
     config: ZonedConfig,
@@ -42,8 +42,8 @@ struct ZonesState {
 }
 
 impl ModelZoned {
-    /// An empty device. The configuration must be possible: whole blocks, capacity up to the zone's
-    /// size.
+    /// Returns an empty device. The configuration must be valid: whole blocks, and a capacity up to
+    /// the zone size.
     pub fn new(config: ZonedConfig) -> Self {
         let block = u64::from(LOGICAL_BLOCK);
         assert!(config.zone_size.is_multiple_of(block) && config.zone_capacity.is_multiple_of(block));
@@ -80,7 +80,7 @@ impl ModelZoned {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The index of the zone that starts at `offset`.
+    /// Returns the index of the zone that starts at `offset`.
     fn zone_at(&self, offset: u64) -> Result<usize> {
         let index = offset / self.config.zone_size;
         if !offset.is_multiple_of(self.config.zone_size) || index >= u64::from(self.config.nr_zones) {
@@ -127,7 +127,7 @@ impl ZonesState {
         self.zones.iter().filter(|zone| conditions.contains(&zone.condition)).count() as u32
     }
 
-    /// Makes room for one more open zone, at the cost of one that was opened implicitly.
+    /// Ensures that a zone can become open; may close an implicitly open one.
     fn reserve_open(&mut self, config: &ZonedConfig, index: usize) -> Result<()> {
         use ZoneCondition::{Closed, Empty, ExplicitOpen, ImplicitOpen};
         let condition = self.zones[index].condition;
@@ -140,7 +140,7 @@ impl ZonesState {
         }
         if config.max_open > 0 && self.count(&[ImplicitOpen, ExplicitOpen]) >= config.max_open {
             let victim = self.zones.iter_mut().find(|zone| zone.condition == ImplicitOpen);
-            // An implicitly open zone was written, so it becomes closed, not empty.
+            // An implicitly open zone has data, so it becomes closed, not empty.
             victim.ok_or(Error::ZoneTooManyOpen)?.condition = Closed;
         }
         Ok(())
@@ -192,7 +192,7 @@ impl Device for ModelZoned {
             }
             (Op::Write, Buffer::Write(data)) => self.write(request.offset, request.len, Some(data))?,
             (Op::WriteZeroes, _) => self.write(request.offset, request.len, None)?,
-            // A hint that a zoned device does not take; resets free space.
+            // Discard is a hint that zoned devices ignore; resets free space.
             (Op::Discard | Op::Flush, _) => {}
             (op, buffer) => panic!("{op:?} came with {buffer:?}"),
         }
@@ -289,7 +289,7 @@ impl Zoned for ModelZoned {
                 return Err(Error::ZoneWritePointer);
             }
             match self.write(at, data.len() as u64, Some(data)) {
-                // Another append was faster: the pointer has moved on.
+                // A concurrent append has moved the write pointer.
                 Err(Error::ZoneWritePointer) => {}
                 outcome => return outcome.map(|()| Some(at)),
             }

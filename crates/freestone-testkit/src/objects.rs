@@ -1,4 +1,4 @@
-//! A store of objects in memory, with a clock that can be set, and faults.
+//! An in-memory object store with a settable clock and fault injection.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -8,50 +8,50 @@ use freestone_sim::thread;
 use freestone_sim::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use freestone_store::objects::{Fault, Head, Listed, Objects, Read, Result, Until, Version, When};
 
-/// What is asked of a store.
+/// Operation of an object store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Method {
-    /// Reads an object.
+    /// Read an object.
     Get,
-    /// Writes one.
+    /// Write an object.
     Put,
-    /// Asks for one.
+    /// Query an object's metadata.
     Head,
-    /// Names some.
+    /// List objects.
     List,
-    /// Deletes one.
+    /// Delete an object.
     Delete,
 }
 
-/// A request, before anything is done.
+/// A request, as passed to the fault rule.
 #[derive(Debug, Clone, Copy)]
 pub struct Call<'a> {
-    /// What is asked.
+    /// Operation.
     pub method: Method,
-    /// Of which object, or of which prefix.
+    /// Key of the object, or prefix of a list.
     pub key: &'a str,
-    /// How many requests there were before.
+    /// Number of requests before this one.
     pub number: u64,
 }
 
-/// What becomes of a request.
+/// Effect of a fault rule on a request.
 #[derive(Debug, Clone)]
 pub enum Effect {
-    /// What is asked.
+    /// No fault.
     Pass,
-    /// Nothing is done, and that is answered.
+    /// Fails without an effect.
     Fail(Fault),
-    /// It is done, and that is answered.
+    /// Takes effect, but fails.
     FailAfter(Fault),
-    /// It is done after that time.
+    /// Takes effect after this time.
     Late(Duration),
-    /// No answer, and nothing is done.
+    /// Neither completes nor takes effect.
     Hang,
-    /// A byte of what is read is another.
+    /// Flips a bit of this byte of the data read.
     Flip(usize),
-    /// What is read ends after so many bytes.
+    /// Truncates the data read to this length, or a list to this number of keys.
     Cut(usize),
-    /// A listing omits this key.
+    /// Omits this key from a list.
     Omit(&'static str),
 }
 
@@ -63,7 +63,7 @@ struct Object {
     version: u64,
 }
 
-/// What time it is when a store begins.
+/// Time of the store's clock at its creation, since the Unix epoch.
 const BEGIN: Duration = Duration::from_secs(1_700_000_000);
 
 struct State {
@@ -72,23 +72,23 @@ struct State {
     gets: HashMap<String, u64>,
     versions: u64,
     begun: Instant,
-    /// What time it is, beyond what passed since then.
+    /// Offset of the clock to the real time passed.
     ahead: Duration,
 }
 
-/// How one who uses a store is served.
+/// Settings and counters of one client of a store.
 #[derive(Default)]
-struct Served {
+struct ClientState {
     calls: u64,
     rule: Option<Rule>,
-    /// Deletions cannot have a condition.
+    /// Conditional deletes are not supported.
     deletes_always: bool,
 }
 
-/// A store in memory.
+/// An in-memory object store, as seen by one client.
 pub struct Memory {
     state: Arc<Mutex<State>>,
-    served: Mutex<Served>,
+    client: Mutex<ClientState>,
 }
 
 impl Default for Memory {
@@ -107,66 +107,70 @@ impl Default for Memory {
 
 impl Memory {
     fn of(state: Arc<Mutex<State>>) -> Self {
-        Self { state, served: Mutex::new(Served::default()) }
+        Self { state, client: Mutex::new(ClientState::default()) }
     }
 
-    /// The same objects, for somebody else: with other rules, and none at first.
+    /// Returns another client of the same objects, without fault rules.
     #[must_use]
     pub fn beside(&self) -> Self {
         Self::of(Arc::clone(&self.state))
     }
 
-    fn served(&self) -> MutexGuard<'_, Served> {
-        self.served.lock().unwrap_or_else(PoisonError::into_inner)
+    fn client(&self) -> MutexGuard<'_, ClientState> {
+        self.client.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on each request is asked what becomes of it.
+    /// Sets the fault rule for all further requests.
+    ///
+    /// A rule that uses the store needs its own client ([`beside`](Self::beside)): one that holds this client would
+    /// keep it alive forever.
     pub fn rule(&self, rule: impl Fn(Call<'_>) -> Effect + Send + Sync + 'static) {
-        self.served().rule = Some(Arc::new(rule));
+        self.client().rule = Some(Arc::new(rule));
     }
 
-    /// From now on deletions cannot have a condition, as in S3.
+    /// Disables conditional deletes, as in S3.
     pub fn delete_always(&self) {
-        self.served().deletes_always = true;
+        self.client().deletes_always = true;
     }
 
-    /// All is well again.
+    /// Removes the fault rule.
     pub fn heal(&self) {
-        self.served().rule = None;
+        self.client().rule = None;
     }
 
-    /// Time passes for the store, and for those who use it.
+    /// Advances the clock of the store for all clients.
     pub fn pass(&self, time: Duration) {
         self.lock().ahead += time;
     }
 
-    /// How often that was asked.
+    /// Returns the number of requests of an operation.
     pub fn count(&self, method: Method) -> u64 {
         self.lock().counts.get(&method).copied().unwrap_or(0)
     }
 
-    /// How often each object was read.
+    /// Returns the number of reads per object.
     pub fn gets(&self) -> HashMap<String, u64> {
         self.lock().gets.clone()
     }
 
-    /// How many requests there were.
+    /// Returns the number of requests of this client.
     pub fn calls(&self) -> u64 {
-        self.served().calls
+        self.client().calls
     }
 
-    /// The keys that begin so, and the bytes of their objects.
+    /// Returns the keys with a prefix, and the sizes of their objects in bytes.
     pub fn under(&self, prefix: &str) -> BTreeMap<String, u64> {
         let state = self.lock();
         let under = state.objects.iter().filter(|(key, _)| key.starts_with(prefix));
         under.map(|(key, object)| (key.clone(), object.bytes.len() as u64)).collect()
     }
 
-    /// Changes what lies there, behind everybody's back; `None` takes it away.
+    /// Changes the content of an object without a request. The object is removed if `change`
+    /// returns false.
     pub fn tamper(&self, key: &str, change: impl FnOnce(&mut Vec<u8>) -> bool) {
         let mut state = self.lock();
         let Some(object) = state.objects.get_mut(key) else { panic!("{key} is not there") };
@@ -178,12 +182,12 @@ impl Memory {
         }
     }
 
-    /// Takes all away.
+    /// Removes all objects.
     pub fn empty(&self) {
         self.lock().objects.clear();
     }
 
-    /// What becomes of a request; an error is its answer.
+    /// Counts a request and applies the fault rule before it takes effect.
     fn begin(&self, method: Method, key: &str, until: Until<'_>) -> Result<Effect> {
         until.check()?;
         let (rule, call) = {
@@ -193,10 +197,10 @@ impl Memory {
                 *state.gets.entry(key.to_owned()).or_default() += 1;
             }
             drop(state);
-            let mut served = self.served();
-            let number = served.calls;
-            served.calls += 1;
-            (served.rule.clone(), Call { method, key, number })
+            let mut client = self.client();
+            let number = client.calls;
+            client.calls += 1;
+            (client.rule.clone(), Call { method, key, number })
         };
         let effect = rule.map_or(Effect::Pass, |rule| rule(call));
         match &effect {
@@ -212,7 +216,7 @@ impl Memory {
     }
 }
 
-/// Waits until the call is over.
+/// Waits until the call's deadline or cancellation.
 fn wait(until: Until<'_>) -> Result<()> {
     loop {
         until.check()?;
@@ -338,7 +342,7 @@ impl Objects for Memory {
     }
 
     fn delete_unchanged(&self, key: &str, read: &Version, until: Until<'_>) -> Result<()> {
-        if self.served().deletes_always {
+        if self.client().deletes_always {
             return Err(Fault::Unsupported("no conditions".to_owned()));
         }
         let effect = self.begin(Method::Delete, key, until)?;

@@ -1,16 +1,16 @@
-//! Seeded random numbers: the same seed gives the same run.
+//! Seeded random numbers: the same seed gives the same sequence.
 
-/// A small generator (splitmix64). Not for anything but tests.
+/// A small generator (splitmix64), for tests only.
 #[derive(Debug, Clone)]
 pub struct Rng(u64);
 
 impl Rng {
-    /// A generator that is determined by `seed`.
+    /// Returns a generator with this seed.
     pub const fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The next 64 bits.
+    /// Returns the next 64 bits.
     pub fn word(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -19,12 +19,12 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// A number in `0..bound`; 0 where `bound` is 0.
+    /// Returns a number in `0..bound`, or 0 if `bound` is 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         if bound == 0 { 0 } else { self.word() % bound }
     }
 
-    /// True `percent` times of a hundred.
+    /// Returns true with a probability of `percent`.
     pub fn chance(&mut self, percent: u8) -> bool {
         self.below(100) < u64::from(percent)
     }
@@ -37,8 +37,8 @@ impl Rng {
         }
     }
 
-    /// Fills `out` with one of the kinds of content that devices treat differently: zeroes, one
-    /// repeated byte, one repeated 64-bit word, compressible, incompressible.
+    /// Fills `out` with a random kind of content that devices treat differently: zeroes, a repeated
+    /// byte, a repeated 64-bit word, compressible data, incompressible data.
     pub fn content(&mut self, out: &mut [u8]) {
         match self.below(6) {
             0 => out.fill(0),
@@ -50,7 +50,7 @@ impl Rng {
                 }
             }
             3 => {
-                // Runs of one byte with some noise: compresses well, but is no pattern.
+                // Runs of one byte with some noise: compressible, but not a same-filled page.
                 for chunk in out.chunks_mut(64) {
                     chunk.fill(self.word() as u8);
                     chunk[0] = self.word() as u8;

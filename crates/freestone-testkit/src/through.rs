@@ -1,4 +1,4 @@
-//! A device as it is at the other end of an export.
+//! A device accessed through an export.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -9,34 +9,34 @@ use freestone_core::device::{
     Buffer, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried, Zone,
 };
 
-/// A client of an export, which carries one request at a time.
+/// A client of an export that runs one request at a time.
 pub trait Carrier: Send {
-    /// Does a request that a block layer would let pass.
+    /// Runs a valid request.
     ///
     /// # Errors
-    /// As the client was told.
+    /// The error that the client received.
     fn carry(&mut self, request: &Request, data: &mut IoBuf) -> Result<()>;
 
-    /// Zones from the one that holds the byte `offset` on, `most` at most.
+    /// Reports at most `most` zones, from the zone that contains byte `offset` on.
     ///
     /// # Errors
-    /// As the client was told.
+    /// The error that the client received.
     fn report(&mut self, _offset: u64, _most: usize) -> Result<Vec<Zone>> {
         Err(Error::Unsupported)
     }
 
-    /// Changes the zone that begins at `offset`; all without one: they are reset.
+    /// Changes the zone that begins at `offset`, or all zones for `None` (reset only).
     ///
     /// # Errors
-    /// As the client was told.
+    /// The error that the client received.
     fn zone_op(&mut self, _op: ZoneOp, _offset: Option<u64>) -> Result<()> {
         Err(Error::Unsupported)
     }
 
-    /// Where the data went.
+    /// Appends to a zone. Returns the offset of the data.
     ///
     /// # Errors
-    /// As the client was told.
+    /// The error that the client received.
     fn append(&mut self, _zone: u64, _data: &[u8]) -> Result<u64> {
         Err(Error::Unsupported)
     }
@@ -44,19 +44,19 @@ pub trait Carrier: Send {
 
 type Job = Box<dyn FnOnce(&mut dyn Carrier) + Send>;
 
-/// A device that is used through an export, with a thread for each of its clients. What no block
-/// layer lets pass is refused here, as it is there. With one client requests keep their order.
+/// A device accessed through an export, with a thread per client. Like a block layer, it refuses
+/// invalid requests itself. With one client, requests keep their order.
 pub struct Through {
     inner: Arc<dyn Device>,
     clients: Vec<Mutex<mpsc::Sender<Job>>>,
     next: AtomicUsize,
     threads: Vec<JoinHandle<()>>,
-    /// The export, which ends after its clients.
+    /// The export, dropped after its clients.
     _export: Box<dyn Send + Sync>,
 }
 
 impl Through {
-    /// `inner` through `export`.
+    /// Returns `inner` as seen through `export`.
     pub fn new(
         inner: Arc<dyn Device>,
         carriers: Vec<Box<dyn Carrier>>,
@@ -71,27 +71,27 @@ impl Through {
         Self { inner, clients, next: AtomicUsize::new(0), threads, _export: export }
     }
 
-    fn give(&self, job: Job) {
+    fn send_job(&self, job: Job) {
         let client = &self.clients[self.next.fetch_add(1, Ordering::SeqCst) % self.clients.len()];
-        // A client whose thread has panicked answers nothing; who waits says so.
+        // If the client's thread has panicked, the receiver reports it.
         let _ = client.lock().unwrap_or_else(PoisonError::into_inner).send(job);
     }
 
-    /// Has it done, and waits.
-    fn ask<T: Send + 'static>(
+    /// Runs a job on a client and waits for its result.
+    fn run_job<T: Send + 'static>(
         &self,
         job: impl FnOnce(&mut dyn Carrier) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let (tell, told) = mpsc::channel();
-        self.give(Box::new(move |carrier| drop(tell.send(job(carrier)))));
-        told.recv().unwrap_or(Err(Error::Gone))
+        let (sender, receiver) = mpsc::channel();
+        self.send_job(Box::new(move |carrier| drop(sender.send(job(carrier)))));
+        receiver.recv().unwrap_or(Err(Error::Gone))
     }
 
     fn zone_size(&self) -> Result<u64> {
         self.geometry().zones.map(|zones| zones.zone_size).ok_or(Error::Unsupported)
     }
 
-    /// A write that goes beyond its zone is not one request for any driver.
+    /// Refuses writes across a zone boundary, which a driver would not send as one request.
     fn check(&self, request: &Request) -> Result<()> {
         request.check(&self.geometry())?;
         let Ok(zone) = self.zone_size() else { return Ok(()) };
@@ -101,7 +101,7 @@ impl Through {
         Ok(())
     }
 
-    /// What a driver makes no request of.
+    /// Refuses zone offsets for which a driver would not send a request.
     fn check_zone(&self, offset: u64) -> Result<()> {
         if offset >= self.geometry().size {
             return Err(Error::OutOfRange);
@@ -134,7 +134,7 @@ impl Device for Through {
         if let Err(error) = self.check(&request) {
             return done.complete(Err(error), buffer);
         }
-        self.give(Box::new(move |carrier| {
+        self.send_job(Box::new(move |carrier| {
             let outcome = carrier.carry(&request, &mut buffer);
             done.complete(outcome, buffer);
         }));
@@ -156,8 +156,8 @@ impl Zoned for Through {
             return Err(Error::OutOfRange);
         }
         let most = geometry.size.div_ceil(size) as usize;
-        for mut zone in self.ask(move |carrier| carrier.report(offset, most))? {
-            // What a driver knows without being told.
+        for mut zone in self.run_job(move |carrier| carrier.report(offset, most))? {
+            // Drivers know the zone length without a report.
             zone.len = size.min(geometry.size - zone.start);
             if !row(zone) {
                 break;
@@ -168,11 +168,11 @@ impl Zoned for Through {
 
     fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
         self.check_zone(offset)?;
-        self.ask(move |carrier| carrier.zone_op(op, Some(offset)))
+        self.run_job(move |carrier| carrier.zone_op(op, Some(offset)))
     }
 
     fn reset_all(&self) -> Result<()> {
-        self.ask(|carrier| carrier.zone_op(ZoneOp::Reset, None))
+        self.run_job(|carrier| carrier.zone_op(ZoneOp::Reset, None))
     }
 
     fn try_append(&self, _: u64, _: &[u8], _: Flags) -> Result<Option<u64>> {
@@ -185,6 +185,6 @@ impl Zoned for Through {
         if let Err(error) = self.check_zone(offset).and(if whole { Ok(()) } else { Err(Error::Misaligned) }) {
             return done(Err(error));
         }
-        self.give(Box::new(move |carrier| done(carrier.append(offset, &data))));
+        self.send_job(Box::new(move |carrier| done(carrier.append(offset, &data))));
     }
 }

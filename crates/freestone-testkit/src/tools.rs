@@ -1,4 +1,4 @@
-//! Programs that tests run, and the Debian packages that have them.
+//! External programs that tests run, and the Debian packages that contain them.
 
 use std::env;
 use std::fs::File;
@@ -7,16 +7,16 @@ use std::panic::{self, AssertUnwindSafe};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-/// The table of programs and packages; `cargo xtask` reads it, too.
+/// Table of programs and packages; also read by `cargo xtask`.
 const TABLE: &str = include_str!("tools.txt");
-/// Where Debian puts the tools of the administrator, which not every user has in PATH.
+/// Directories of system administration tools, which may not be in PATH.
 const SYSTEM_DIRS: [&str; 3] = ["/usr/bin", "/usr/sbin", "/sbin"];
 
-/// Device of FUSE, which some systems leave to root, and the tools that mount with it.
+/// FUSE device, which some systems restrict to root, and the tools that need it.
 const FUSE: &str = "/dev/fuse";
 const FUSE_TOOLS: [&str; 2] = ["nbdfuse", "fusermount3"];
 
-/// Payload of the panic that ends a test which cannot run on this machine.
+/// Payload of the panic that skips a test which cannot run on this machine.
 struct LeftOut;
 
 /// Runs a test. Outside of continuous integration, a test whose program is missing passes.
@@ -28,8 +28,9 @@ pub fn leave_out_if_missing(test: impl FnOnce()) {
     }
 }
 
-/// Returns the path of a program. If it is missing, outside of continuous integration, prints why and unwinds to
-/// [`leave_out_if_missing`]. `cargo xtask test` recognises the line and lists the test.
+/// Returns the path of a program. If the program is missing, outside of continuous integration,
+/// prints the reason and unwinds to [`leave_out_if_missing`]. `cargo xtask test` recognises the
+/// line and lists the test.
 ///
 /// # Panics
 /// The program is missing in continuous integration.
@@ -51,7 +52,8 @@ pub fn may_use_fuse() -> bool {
     File::options().read(true).write(true).open(FUSE).is_ok()
 }
 
-/// Ends the test as [`find`] does, unless sudo asks for no password: for tests of a user who is not root.
+/// Skips the test like [`find`] unless sudo works without a password. For tests that run as an
+/// unprivileged user.
 pub fn require_sudo() {
     let tried = Command::new("sudo").args(["-n", "true"]).stdin(Stdio::null()).output();
     if !tried.is_ok_and(|output| output.status.success()) {
@@ -59,24 +61,36 @@ pub fn require_sudo() {
     }
 }
 
-/// Ends a test that cannot run on this machine.
+/// Skips a test that cannot run on this machine.
 ///
 /// # Panics
-/// Always: in continuous integration as a failure.
+/// Always; in continuous integration as a failure.
 pub fn leave_out(why: &str) -> ! {
     assert!(!is_ci(), "{why}");
-    // The test harness hides what a test prints if it passes, but not what it writes.
+    // Written directly to stderr: the test harness hides the captured output of tests that pass.
     let _ = writeln!(stderr(), "left out: {why}");
     panic::resume_unwind(Box::new(LeftOut))
 }
 
-/// As `cargo xtask` does, which says it in CONTRIBUTING.md.
+/// Same condition as in `cargo xtask` (see CONTRIBUTING.md).
 fn is_ci() -> bool {
     env::var_os("CI").is_some_and(|value| !value.is_empty())
 }
 
-/// Returns the package of a program in the table. Programs that are not in it are essential ones.
+/// Returns the package of a program; programs outside the table are in coreutils.
 fn package_of(tool: &str) -> &'static str {
     let mut rows = TABLE.lines().filter_map(|line| line.split_once(' '));
     rows.find(|(name, _)| *name == tool).map_or("coreutils", |(_, package)| package)
+}
+
+/// Returns true if a process listens at a Unix socket. The file of a socket exists before that, and a connection would
+/// be the only one of some servers.
+pub fn is_listening(socket: &std::path::Path) -> bool {
+    /// `__SO_ACCEPTCON` of the kernel, the flag of listening sockets.
+    const LISTENING: &str = "00010000";
+    let sockets = std::fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    sockets.lines().any(|line| {
+        let mut fields = line.split_whitespace();
+        fields.nth(3) == Some(LISTENING) && fields.nth(3) == socket.to_str()
+    })
 }

@@ -1,9 +1,8 @@
-//! Exact mode: one run is one process, in which the seed decides every step.
-//!
-//! The process that is asked (`exact`) draws seeds and has each run by a process of its own
-//! (`case`), as what is static in the library outlives a run. Now and then a run is done twice: the
-//! same seed has to give the same run to the last step. A run that fails is made shorter, each
-//! attempt again a process, and printed as a test.
+//! Mode exact: one run per process; the seed decides every step.
+//! The parent process ([`run_seeds`]) draws seeds and runs each in a child process ([`run_case`]), since
+//! static data of the library outlives a run. One run in sixteen is repeated: the same seed must
+//! give the same run to the last step. A failing run is shortened, with a child process per
+//! attempt, and printed as a test.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,54 +22,54 @@ use crate::run::{Judge, run};
 use crate::shrink::shrink;
 use crate::zoned::{self, Step};
 
-/// This program, also where its file was replaced by a newer build meanwhile.
+/// Path of this program, which also works if the file was replaced by a newer build meanwhile.
 const PROGRAM: &str = "/proc/self/exe";
-/// Names the fault that is put back.
+/// Environment variable with the name of the fault that is put back (`freestone::mutants`).
 const MUTANT: &str = "FREESTONE_MUTANT";
-/// Virtual steps of a run that may not be more.
+/// Maximum number of virtual steps per run.
 const POINTS_MAX: u64 = 2_000_000_000;
-/// Real time of a run that may not be more: whoever spins without a point at which others go on is
-/// caught by this.
+/// Maximum real time of a run. This catches a loop without a point at which another thread could
+/// run.
 const CASE_MAX: Duration = Duration::from_secs(120);
-/// Every so many runs, one is done twice.
+/// One run in this many is repeated.
 const TWICE_ONE_IN: u64 = 16;
-/// Attempts to make a run shorter, and the time for all of them.
+/// Maximum number of attempts to shorten a run, and their total time.
 const SHRINKS_MAX: usize = 400;
 const SHRINK_MAX: Duration = Duration::from_secs(240);
 
-/// A run: what a `case` process is told, as JSON.
+/// A run: the JSON input of a `case` process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Case {
-    /// Decides who goes on.
+    /// Seed of the thread schedule.
     pub schedule: u64,
-    /// At one in so many points.
+    /// The scheduler switches threads at one in this many points.
     pub switch_one_in: u64,
-    /// What is done.
+    /// The operations.
     pub work: Work,
 }
 
-/// What is done in a run.
+/// The operations of a run.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Work {
-    /// On a stack.
+    /// Ops on a stack.
     Stack(Vec<Op>),
-    /// On zones; with the seed of their disks.
+    /// Steps on zones, after the seed of their disks.
     Zones(u64, Vec<Step>),
 }
 
-/// What a `case` process says at its end, as JSON.
+/// The JSON output of a `case` process.
 #[derive(Debug, Serialize, Deserialize)]
-struct Said {
+struct CaseReport {
     digest: u64,
     points: u64,
     tally: BTreeMap<String, u64>,
 }
 
-/// How a `case` ended.
-enum Ended {
-    Well(Said),
-    /// What it printed.
-    Badly(String),
+/// The outcome of a `case` process.
+enum CaseOutcome {
+    Passed(CaseReport),
+    /// The output of the process.
+    Failed(String),
 }
 
 /// Draws the run of a seed.
@@ -87,16 +86,16 @@ pub fn case_of(seed: u64) -> Case {
     Case { schedule: rng.word(), switch_one_in: [8, 40, 200, 1000][rng.below(4) as usize], work }
 }
 
-/// What was done.
+/// Statistics of all runs.
 #[derive(Debug, Default)]
 pub struct Report {
-    /// Runs.
+    /// Number of runs.
     pub cases: u64,
-    /// Of these, done twice.
+    /// Number of runs that were repeated.
     pub twice: u64,
-    /// Steps at which another thread could go on.
+    /// Number of points at which another thread could run.
     pub points: u64,
-    /// How often what happened.
+    /// Number of occurrences of each kind of event.
     pub tally: BTreeMap<String, u64>,
 }
 
@@ -107,12 +106,12 @@ impl fmt::Display for Report {
     }
 }
 
-/// Runs cases from this seed on, as many at a time as there are CPUs, until the time is over or so
-/// many were run. False where one failed: it was printed.
+/// Runs cases from this seed on, as many at a time as there are CPUs, until the time is over or
+/// `runs` cases have run. Returns false if a case failed, after printing it.
 ///
 /// # Errors
-/// The program cannot be started again.
-pub fn exact(first: u64, time: Duration, runs: Option<u64>) -> Result<(Report, bool)> {
+/// Fails if the program cannot be started again.
+pub fn run_seeds(first: u64, time: Duration, runs: Option<u64>) -> Result<(Report, bool)> {
     let began = Instant::now();
     let at_once = std::thread::available_parallelism().map_or(1, usize::from);
     let mut report = Report::default();
@@ -127,23 +126,24 @@ pub fn exact(first: u64, time: Duration, runs: Option<u64>) -> Result<(Report, b
         for ((seed, case), ended) in seeds.into_iter().zip(&cases).zip(ended) {
             report.cases += 1;
             match ended {
-                Ended::Well(said) => {
-                    report.points += said.points;
-                    for (what, count) in said.tally {
+                CaseOutcome::Passed(case_report) => {
+                    report.points += case_report.points;
+                    for (what, count) in case_report.tally {
                         *report.tally.entry(what).or_default() += count;
                     }
-                    if seed.is_multiple_of(TWICE_ONE_IN) {
+                    // A run that differs does not show that a fault was found.
+                    if seed.is_multiple_of(TWICE_ONE_IN) && mutant().is_none() {
                         report.twice += 1;
-                        if !is_again(case, said.digest)? {
+                        if !repeats_equally(case, case_report.digest)? {
                             println!("seed {seed}: two runs of it differ");
                             return Ok((report, false));
                         }
                     }
                 }
-                Ended::Badly(printed) => {
+                CaseOutcome::Failed(printed) => {
                     if let Some(fault) = mutant() {
-                        // Its doing only where the run passes without it.
-                        if matches!(end(spawn(case, false)?)?, Ended::Badly(_)) {
+                        // The fault is the cause only if the run passes without it.
+                        if matches!(end(spawn(case, false)?)?, CaseOutcome::Failed(_)) {
                             println!("seed {seed} fails without {fault}, too");
                             continue;
                         }
@@ -160,11 +160,11 @@ pub fn exact(first: u64, time: Duration, runs: Option<u64>) -> Result<(Report, b
     Ok((report, true))
 }
 
-fn is_again(case: &Case, digest: u64) -> Result<bool> {
-    Ok(matches!(end(start(case)?)?, Ended::Well(said) if said.digest == digest))
+fn repeats_equally(case: &Case, digest: u64) -> Result<bool> {
+    Ok(matches!(end(start(case)?)?, CaseOutcome::Passed(case_report) if case_report.digest == digest))
 }
 
-/// Leaves out what is not needed for the failure, and prints the rest.
+/// Removes the steps that the failure does not need, and prints the rest.
 fn shorten(seed: u64, case: &Case) -> Result<()> {
     let (began, mut attempts) = (Instant::now(), 0);
     let mut fails = |work: Work| {
@@ -172,7 +172,7 @@ fn shorten(seed: u64, case: &Case) -> Result<()> {
         let shorter = Case { work, ..case.clone() };
         attempts <= SHRINKS_MAX
             && began.elapsed() < SHRINK_MAX
-            && matches!(start(&shorter).and_then(end), Ok(Ended::Badly(_)))
+            && matches!(start(&shorter).and_then(end), Ok(CaseOutcome::Failed(_)))
     };
     let work = match &case.work {
         Work::Stack(ops) => Work::Stack(shrink(ops, |ops| fails(Work::Stack(ops.to_vec())))),
@@ -183,14 +183,14 @@ fn shorten(seed: u64, case: &Case) -> Result<()> {
     let shorter = Case { work, ..case.clone() };
     println!("{} of {} steps are enough:", shorter.work.len(), case.work.len());
     match end(start(&shorter)?)? {
-        Ended::Badly(printed) => println!("{printed}\n"),
-        Ended::Well(_) => bail!("seed {seed}: the shorter run does not fail again"),
+        CaseOutcome::Failed(printed) => println!("{printed}\n"),
+        CaseOutcome::Passed(_) => bail!("seed {seed}: the shorter run does not fail again"),
     }
     println!("{}", as_test(seed, &shorter)?);
     Ok(())
 }
 
-/// The run as a test of `tests/found.rs`: a line of JSON each step.
+/// Formats the run as a test for `tests/found.rs`, with a line of JSON per step.
 fn as_test(seed: u64, case: &Case) -> Result<String> {
     let (how, lines) = match &case.work {
         Work::Stack(ops) => ("Work::stack(".to_owned(), lines(ops)?),
@@ -213,18 +213,18 @@ fn parse<T: for<'a> Deserialize<'a>>(lines: &str) -> Vec<T> {
 }
 
 impl Work {
-    /// Ops on a stack, a line of JSON each.
+    /// Parses ops on a stack, a line of JSON each.
     ///
     /// # Panics
-    /// One is none.
+    /// Panics if a line is not an op.
     pub fn stack(ops: &str) -> Self {
         Self::Stack(parse(ops))
     }
 
-    /// Steps on zones, a line of JSON each.
+    /// Parses steps on zones, a line of JSON each.
     ///
     /// # Panics
-    /// One is none.
+    /// Panics if a line is not a step.
     pub fn zones(disks: u64, steps: &str) -> Self {
         Self::Zones(disks, parse(steps))
     }
@@ -237,7 +237,7 @@ impl Work {
     }
 }
 
-/// The fault that was put back (`freestone::mutants`).
+/// Returns the name of the fault that was put back (`freestone::mutants`).
 fn mutant() -> Option<String> {
     std::env::var(MUTANT).ok().filter(|name| !name.is_empty())
 }
@@ -246,7 +246,7 @@ fn start(case: &Case) -> Result<Child> {
     spawn(case, true)
 }
 
-/// Begins a run in a process of its own, with the fault that was put back, or without it.
+/// Starts a run in a child process, with or without the fault that was put back.
 fn spawn(case: &Case, with_mutant: bool) -> Result<Child> {
     let mut command = Command::new(PROGRAM);
     if !with_mutant {
@@ -260,19 +260,20 @@ fn spawn(case: &Case, with_mutant: bool) -> Result<Child> {
         .spawn()
         .context("cannot start a run")?;
     let mut stdin = child.stdin.take().context("a run has no stdin")?;
-    // It reads all of it before it writes. Where it died at once, its end tells.
+    // The child reads all of it before it writes. If the child died at once, its exit status shows
+    // that.
     let _ = stdin.write_all(&serde_json::to_vec(case)?);
     Ok(child)
 }
 
-fn end(mut child: Child) -> Result<Ended> {
+fn end(mut child: Child) -> Result<CaseOutcome> {
     let (mut stdout, mut stderr) =
         (child.stdout.take().context("no stdout")?, child.stderr.take().context("no stderr")?);
-    let told = std::thread::spawn(move || {
+    let stderr_text = std::thread::spawn(move || {
         let mut text = Vec::new();
         stderr.read_to_end(&mut text).map(|_| text)
     });
-    let said = std::thread::spawn(move || {
+    let stdout_text = std::thread::spawn(move || {
         let mut text = Vec::new();
         stdout.read_to_end(&mut text).map(|_| text)
     });
@@ -292,30 +293,30 @@ fn end(mut child: Child) -> Result<Ended> {
         let bytes = thread.join().ok().and_then(Result::ok).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     };
-    let (said, told) = (text(said), text(told));
+    let (stdout_text, stderr_text) = (text(stdout_text), text(stderr_text));
     match status {
-        Some(status) if status.success() => Ok(Ended::Well(serde_json::from_str(&said)?)),
-        Some(status) => Ok(Ended::Badly(format!("{told}{said}{status}"))),
-        None => Ok(Ended::Badly(format!("{told}no end after {CASE_MAX:?}"))),
+        Some(status) if status.success() => Ok(CaseOutcome::Passed(serde_json::from_str(&stdout_text)?)),
+        Some(status) => Ok(CaseOutcome::Failed(format!("{stderr_text}{stdout_text}{status}"))),
+        None => Ok(CaseOutcome::Failed(format!("{stderr_text}no end after {CASE_MAX:?}"))),
     }
 }
 
-/// The process of one run, which it reads from stdin.
+/// Runs the case read from stdin; the body of a `case` process.
 ///
 /// # Errors
-/// It cannot be read.
-pub fn case(trace: bool) -> Result<ExitCode> {
+/// Fails if the input cannot be read or parsed.
+pub fn run_case(trace: bool) -> Result<ExitCode> {
     static PANICS: AtomicU64 = AtomicU64::new(0);
     if !cfg!(freestone_sim) {
-        bail!("this program was built without --cfg freestone_sim: see `cargo xtask torture`");
+        bail!("this program was built without --cfg freestone_sim; use `cargo xtask torture`");
     }
     let mut text = Vec::new();
     std::io::stdin().read_to_end(&mut text).context("cannot read the run")?;
-    let case: Case = serde_json::from_slice(&text).context("this is no run")?;
-    let tell = panic::take_hook();
+    let case: Case = serde_json::from_slice(&text).context("the input is not a run")?;
+    let default_hook = panic::take_hook();
     panic::set_hook(Box::new(move |what| {
         PANICS.fetch_add(1, Ordering::SeqCst);
-        tell(what);
+        default_hook(what);
     }));
     let config =
         sim::Config { seed: case.schedule, switch_one_in: case.switch_one_in, points_max: POINTS_MAX };
@@ -336,9 +337,10 @@ pub fn case(trace: bool) -> Result<ExitCode> {
     }
     match outcome {
         Ok(tally) => {
-            let said = Said { digest: summary.digest, points: summary.points, tally };
-            println!("{}", serde_json::to_string(&said)?);
-            // What is left of the simulation never goes on, so nothing of it is dropped.
+            let case_report = CaseReport { digest: summary.digest, points: summary.points, tally };
+            println!("{}", serde_json::to_string(&case_report)?);
+            // The threads of the simulation that remain never run again, so nothing of it is
+            // dropped.
             Ok(ExitCode::SUCCESS)
         }
         Err(failure) => {
@@ -355,7 +357,7 @@ mod tests {
     use crate::ops::Op;
 
     #[test]
-    fn a_run_is_written_as_a_test() {
+    fn failed_run_is_printed_as_test() {
         let ops = vec![Op::Await, Op::Check(3), Op::Heal(None)];
         let text =
             as_test(7, &Case { schedule: 1, switch_one_in: 8, work: Work::Stack(ops.clone()) }).unwrap();

@@ -1,4 +1,4 @@
-//! `freestone-torture MODE`: one of the modes. `cargo xtask torture` builds what each of them
+//! `freestone-torture MODE`: runs one of the modes. `cargo xtask torture` builds what each mode
 //! needs.
 
 use std::path::PathBuf;
@@ -20,64 +20,64 @@ struct Cli {
 }
 
 #[derive(Debug, Args)]
-struct Extent {
-    /// Everything random is drawn from it
+struct RunOptions {
+    /// Seed of all random draws
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// How long
+    /// Duration in minutes
     #[arg(long, default_value_t = 1.0)]
     minutes: f64,
 }
 
 #[derive(Debug, Subcommand)]
 enum Mode {
-    /// The library, each run a process of which the seed decides every step
+    /// The library, one process per run; the seed decides every step
     Exact {
         #[command(flatten)]
-        extent: Extent,
-        /// So many runs, however long they take
+        run_options: RunOptions,
+        /// Number of runs, however long they take
         #[arg(long)]
         runs: Option<u64>,
     },
     /// The library, with real threads
     Threads {
         #[command(flatten)]
-        extent: Extent,
-        /// This seed alone, again and again until it fails, and each op is told on standard error
+        run_options: RunOptions,
+        /// Repeat this one seed until it fails, and print each op on standard error
         #[arg(long)]
         again: bool,
     },
     /// The built program, over its sockets
     Program {
         #[command(flatten)]
-        extent: Extent,
-        /// The program [default: freestone beside this one]
+        run_options: RunOptions,
+        /// The program [default: freestone next to this one]
         #[arg(long, value_name = "PATH")]
         bin: Option<PathBuf>,
     },
-    /// The built program with a state, whose servers are ended and killed in the middle of everything
-    /// and started again
+    /// The built program with a state directory; its servers are stopped or killed at random
+    /// moments and started again
     Lives {
         #[command(flatten)]
-        extent: Extent,
-        /// A run that fails is printed as it is, and not made shorter
+        run_options: RunOptions,
+        /// Print a failing run as it is, without shortening it
         #[arg(long)]
         whole: bool,
-        /// The program [default: freestone beside this one]
+        /// The program [default: freestone next to this one]
         #[arg(long, value_name = "PATH")]
         bin: Option<PathBuf>,
     },
-    /// One run of the lives, as JSON from stdin
+    /// One run of mode lives, read as JSON from stdin
     Life {
-        /// The program [default: freestone beside this one]
+        /// The program [default: freestone next to this one]
         #[arg(long, value_name = "PATH")]
         bin: Option<PathBuf>,
     },
-    /// The built program, of which one system call after the other fails
+    /// The built program; its system calls fail one after the other
     #[cfg(target_arch = "x86_64")]
     Calls {
         #[command(flatten)]
-        extent: Extent,
+        run_options: RunOptions,
         /// All cases of the seed, however long they take
         #[arg(long)]
         all: bool,
@@ -87,33 +87,33 @@ enum Mode {
         /// Only this scene; can be repeated
         #[arg(long, value_name = "NAME")]
         scene: Vec<String>,
-        /// Only calls of this kind, as limit or fsync; can be repeated
+        /// Only calls of this kind, for example limit or fsync; can be repeated
         #[arg(long, value_name = "NAME")]
         call: Vec<String>,
         /// End at the first finding
         #[arg(long)]
         first: bool,
-        /// One case alone, as a report prints it
+        /// One case only, in the form that a report prints
         #[arg(long, value_name = "CASE")]
         only: Option<String>,
-        /// The program [default: freestone beside this one]
+        /// The program [default: freestone next to this one]
         #[arg(long, value_name = "PATH")]
         bin: Option<PathBuf>,
     },
-    /// One run of the exact mode, as JSON from stdin
+    /// One run of mode exact, read as JSON from stdin
     Case {
-        /// Tells each op
+        /// Print each op
         #[arg(long)]
         trace: bool,
     },
-    /// Prints the run of a seed of the exact mode, for `case`
+    /// Print the run of a seed of mode exact as JSON, for `case`
     Show {
         /// The seed
         seed: u64,
     },
 }
 
-/// Ends with 1 for a torture that has found something, and with 2 for one that went wrong.
+/// Exits with 1 if the torture found something, and with 2 if the torture itself failed.
 fn main() -> ExitCode {
     run().unwrap_or_else(|error| {
         eprintln!("freestone-torture: {error:#}");
@@ -123,41 +123,44 @@ fn main() -> ExitCode {
 
 fn run() -> Result<ExitCode> {
     match Cli::parse().mode {
-        Mode::Exact { extent, runs } => {
-            let (report, passed) = exact::exact(extent.seed, time(&extent), runs)?;
+        Mode::Exact { run_options, runs } => {
+            let (report, passed) = exact::run_seeds(run_options.seed, duration(&run_options), runs)?;
             println!("{report}");
             Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
-        Mode::Threads { extent, again } => {
-            let how = if again { threads::again } else { threads::threads };
-            let (runs, passed) = how(extent.seed, time(&extent));
+        Mode::Threads { run_options, again } => {
+            let run = if again { threads::repeat_seed } else { threads::run_seeds };
+            let (runs, passed) = run(run_options.seed, duration(&run_options));
             println!("{runs} runs");
             Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
-        Mode::Program { extent, bin } => Ok(told(program::run(extent.seed, extent.minutes, &found(bin)?))),
-        Mode::Lives { extent, whole, bin } => {
-            let (report, passed) = lives::lives(extent.seed, time(&extent), !whole, &found(bin)?);
+        Mode::Program { run_options, bin } => {
+            Ok(print_outcome(program::run(run_options.seed, run_options.minutes, &program_path(bin)?)))
+        }
+        Mode::Lives { run_options, whole, bin } => {
+            let (report, passed) =
+                lives::run_seeds(run_options.seed, duration(&run_options), !whole, &program_path(bin)?);
             println!("{report}");
             Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
         Mode::Life { bin } => {
-            let case = serde_json::from_reader(std::io::stdin()).context("this is no run")?;
-            Ok(told(lives::run(0, &case, &found(bin)?)))
+            let case = serde_json::from_reader(std::io::stdin()).context("the input is not a run")?;
+            Ok(print_outcome(lives::run(0, &case, &program_path(bin)?)))
         }
         #[cfg(target_arch = "x86_64")]
-        Mode::Calls { extent, all, cases, scene, call, first, only, bin } => {
-            let time = (!all).then(|| time(&extent));
+        Mode::Calls { run_options, all, cases, scene, call, first, only, bin } => {
+            let time = (!all).then(|| duration(&run_options));
             let choice = calls::Choice { scenes: scene, calls: call, cases, time, is_first: first };
-            let bin = found(bin)?;
+            let bin = program_path(bin)?;
             let report = match only {
-                Some(case) => calls::again(&case, &bin),
-                None => calls::calls(extent.seed, &choice, &bin),
+                Some(case) => calls::repeat(&case, &bin),
+                None => calls::run_cases(run_options.seed, &choice, &bin),
             };
             let report = report.map_err(anyhow::Error::msg)?;
             println!("{report}");
             Ok(if report.is_clean() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
-        Mode::Case { trace } => exact::case(trace),
+        Mode::Case { trace } => exact::run_case(trace),
         Mode::Show { seed } => {
             println!("{}", serde_json::to_string(&exact::case_of(seed))?);
             Ok(ExitCode::SUCCESS)
@@ -165,26 +168,26 @@ fn run() -> Result<ExitCode> {
     }
 }
 
-fn time(extent: &Extent) -> Duration {
-    Duration::from_secs_f64(extent.minutes * 60.0)
+fn duration(run_options: &RunOptions) -> Duration {
+    Duration::from_secs_f64(run_options.minutes * 60.0)
 }
 
-/// The program that is tortured, which is started in directories of its own.
-fn found(bin: Option<PathBuf>) -> Result<PathBuf> {
-    let bin = bin.map_or_else(beside, Ok)?;
+/// Returns the absolute path of the program under test, which is started in directories of its own.
+fn program_path(bin: Option<PathBuf>) -> Result<PathBuf> {
+    let bin = bin.map_or_else(default_program, Ok)?;
     ensure!(
         bin.is_file(),
-        "{}: no such program; build it with `cargo build -p freestone-cli`",
+        "{}: program does not exist; build it with `cargo build -p freestone-cli`",
         bin.display()
     );
     Ok(std::path::absolute(bin)?)
 }
 
-fn beside() -> Result<PathBuf> {
-    Ok(std::env::current_exe().context("where this program is")?.with_file_name("freestone"))
+fn default_program() -> Result<PathBuf> {
+    Ok(std::env::current_exe().context("cannot find the path of this program")?.with_file_name("freestone"))
 }
 
-fn told<R: std::fmt::Display, F: std::fmt::Display>(outcome: Result<R, F>) -> ExitCode {
+fn print_outcome<R: std::fmt::Display, F: std::fmt::Display>(outcome: Result<R, F>) -> ExitCode {
     match outcome {
         Ok(report) => {
             println!("{report}");

@@ -1,5 +1,5 @@
-//! What a run consists of: plain values. They name nodes, families and disks by numbers that are
-//! taken modulo what exists, so that any part of a run is a run, too.
+//! The operations (ops) of a run: plain values. Ops name nodes, families and disks by numbers taken
+//! modulo the number that exist, so any subset of a run is also a valid run.
 
 mod draw;
 
@@ -8,298 +8,299 @@ use serde::{Deserialize, Serialize};
 use crate::disk::Plan;
 pub use draw::{draw, stack, warm_up};
 
-/// One step of a run.
+/// A step of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Op {
     /// A request.
     Io(Io),
-    /// All of a node is read.
+    /// Reads all of a node and checks the content.
     Check(u16),
-    /// What is in flight is waited for.
+    /// Waits for all requests in flight.
     Await,
-    /// From now on requests are asked for by so many threads, at least.
-    Askers(u8),
-    /// What the ops from now on are about.
+    /// Sets the minimum number of threads that issue requests from now on.
+    #[serde(rename = "Askers")]
+    RequestThreads(u8),
+    /// Sets the devices that the following ops choose from.
     Focus(Focus),
-    /// A family of RAM disks.
+    /// Creates a family of RAM disks that share one pool.
     Family {
-        /// Of its pool; 0 is none.
+        /// Memory limit of the pool; 0 means no limit.
         limit_kib: u32,
-        /// Modulo the algorithms there are.
+        /// Compression algorithm, modulo their number.
         algorithm: u8,
-        /// Where pages are spilled to.
+        /// Backing device for spilled pages.
         backing: Option<Backing>,
-        /// Recompresses by itself.
+        /// Recompresses automatically.
         auto: bool,
     },
-    /// A RAM disk of a family.
+    /// Creates a RAM disk in a family.
     Ram {
-        /// Whose.
+        /// Family of the disk.
         family: u16,
-        /// Its size.
+        /// Size.
         kib: u32,
     },
-    /// A simulated disk.
+    /// Creates a simulated disk.
     Disk(DiskOp),
-    /// The memory of a null device.
+    /// Creates a null device with memory.
     Memory {
-        /// Its size.
+        /// Size.
         kib: u32,
     },
-    /// A file, as a device.
+    /// Creates a file and opens it as a device.
     File {
-        /// Its size.
+        /// Size.
         kib: u32,
     },
-    /// A file that is only read.
+    /// Creates a read-only file.
     Base {
-        /// Its size.
+        /// Size.
         kib: u32,
-        /// What is in it.
+        /// Seed of the content.
         seed: u64,
-        /// Its reads can be made to fail.
+        /// A layer above the file can make its reads fail.
         faults: bool,
     },
-    /// An image in a store, with something in it.
+    /// Creates an image with content in a store.
     Image {
-        /// Its size.
+        /// Size.
         kib: u32,
-        /// What is in it.
+        /// Seed of the content.
         seed: u64,
-        /// What is read of it is kept on a disk.
+        /// Caches what is read of the image on a disk.
         cached: bool,
     },
-    /// What goes wrong with the store from now on.
+    /// Sets the faults of the store from now on.
     StoreRules(u64),
-    /// Snapshots, files and images go to one tag of the store at the same time.
+    /// Pushes snapshots, files and images to one tag of the store at the same time.
     Push {
-        /// Which.
+        /// Nodes to push.
         nodes: Vec<u16>,
-        /// Modulo the tags there are.
+        /// Tag, modulo their number.
         tag: u8,
-        /// How, and what happens beside.
+        /// Seed of the options of the push, and of concurrent events.
         seed: u64,
     },
-    /// Time passes for the store, and what no tag refers to is deleted.
+    /// Advances the clock of the store and prunes what no tag refers to.
     Prune {
-        /// How much, in eighths of the time for which such things are kept.
+        /// Time to advance, in eighths of the grace period.
         eighths: u8,
-        /// How.
+        /// Seed of the prune.
         seed: u64,
     },
-    /// What a snapshot holds over a file is saved as an image, which can be forked itself.
+    /// Saves the changes of a snapshot of a fork of a file as an image, which can be forked itself.
     Delta {
-        /// Of which.
+        /// Snapshot.
         node: u16,
-        /// It is applied to a new fork, too.
+        /// Also applies the image to a new fork.
         applies: bool,
     },
-    /// Snapshots of RAM disks and forks at one moment.
+    /// Takes snapshots of RAM disks and forks at one moment.
     Snapshot(Vec<u16>),
-    /// Snapshots of RAM disks, and of origins, at one moment.
+    /// Takes snapshots of RAM disks and of origins at one moment.
     Moment {
-        /// Of which RAM disks and forks.
+        /// RAM disks and forks.
         rams: Vec<u16>,
-        /// Of which origins, and how.
+        /// Origins, with the settings of each snapshot.
         cows: Vec<(u16, CowOp)>,
     },
-    /// A fork of a snapshot, a file or an image.
+    /// Forks a snapshot, a file or an image.
     Fork {
-        /// Of which.
+        /// Node to fork.
         snapshot: u16,
-        /// By so much it is larger than that.
+        /// Sectors by which the fork is larger than that node.
         more_sectors: u32,
-        /// Its own limit; 0 is none.
+        /// Memory cap of the fork; 0 means none.
         cap_kib: u32,
-        /// In another family; of a file, in this one.
+        /// Family of the fork; by default that of the snapshot, or the first family for a base.
         family: Option<u16>,
     },
-    /// Forks that clients of a template have for themselves, each for as long as he stays.
+    /// Gives clients of a template a fork each, which exists as long as the client is connected.
     Template {
-        /// Of which snapshot, file or image.
+        /// Snapshot, file or image to fork.
         of: u16,
-        /// Modulo three, and one more.
+        /// Number of clients: this modulo three, plus one.
         clients: u8,
-        /// What they do.
+        /// Seed of the requests of the clients.
         seed: u64,
-        /// As with a fork.
+        /// Family of the forks, as in [`Op::Fork`].
         family: Option<u16>,
     },
-    /// Back to what it was made as.
+    /// Rewinds a disk or fork to its initial content.
     Rewind {
-        /// Which disk or fork.
+        /// Disk or fork.
         node: u16,
-        /// With its statistics.
+        /// Also resets its statistics.
         reset: bool,
     },
-    /// A RAM disk or fork grows.
+    /// Grows a RAM disk or fork.
     Grow {
-        /// Which.
+        /// Disk or fork.
         node: u16,
-        /// By how much.
+        /// Growth.
         kib: u32,
     },
-    /// Pages are spilled by hand.
+    /// Writes pages back to the backing device on request.
     Writeback {
-        /// Of which device.
+        /// Disk or fork.
         node: u16,
-        /// Which pages.
+        /// Selection of pages.
         which: u8,
     },
-    /// Pages are compressed again.
+    /// Recompresses the pages of a device.
     Recompress(u16),
-    /// The pool is packed.
+    /// Compacts the pool of a family.
     Compact(u16),
-    /// A family's limit is set.
+    /// Sets the limit of a family.
     Limit {
-        /// Whose.
+        /// Family.
         family: u16,
-        /// To what.
+        /// New limit.
         kib: u32,
     },
-    /// A device's own limits are set.
+    /// Sets the limits of one device.
     OwnLimits {
-        /// Whose.
+        /// Disk or fork.
         node: u16,
-        /// Its cap.
+        /// Memory cap.
         cap_kib: u32,
-        /// What is guaranteed to it.
+        /// Guaranteed memory.
         least_kib: u32,
     },
-    /// An origin is put over a device.
+    /// Puts an origin over a device.
     Origin(u16),
-    /// A snapshot of an origin.
+    /// Takes a snapshot of an origin.
     CowSnapshot {
-        /// Of which.
+        /// Origin.
         origin: u16,
-        /// Modulo the kinds of stores.
+        /// Kind of exception store, modulo their number.
         store: u8,
-        /// Chunks are 4 KiB shifted by this.
+        /// Chunk size: 4 KiB shifted by this.
         chunk: u8,
-        /// The COW device has room for everything.
+        /// The COW device has room for all chunks.
         ample: bool,
-        /// The COW device is this node; else a new disk.
+        /// Node that serves as COW device; a new disk if `None`.
         on: Option<u16>,
     },
-    /// A merge begins, or goes on.
+    /// Starts or resumes a merge.
     Merge(u16),
-    /// It stops.
+    /// Stops a merge.
     StopMerge(u16),
-    /// Its end is waited for.
+    /// Waits for the end of a merge.
     WaitMerge(u16),
-    /// A layer that loses power is put over a device.
+    /// Puts a layer over a device that can lose power.
     Power(u16),
-    /// It does.
+    /// Cuts the power of such a layer.
     PowerCut {
-        /// Which.
+        /// Layer.
         node: u16,
-        /// What is left.
+        /// Seed of what survives.
         seed: u64,
     },
-    /// A layer that changes nothing is put over a device.
+    /// Puts a layer over a device that passes everything through.
     Wrap {
-        /// Which device.
+        /// Device to cover.
         node: u16,
-        /// Modulo the layers there are.
+        /// Layer, modulo their number.
         layer: u8,
     },
-    /// A layer that fails by rule is put over a device.
+    /// Puts a layer over a device that fails by rule.
     Faults {
-        /// Which.
+        /// Device to cover.
         node: u16,
-        /// Decides where it fails.
+        /// Seed of the layer's decisions.
         seed: u64,
     },
-    /// Such a layer has these rules from now on.
+    /// Replaces the rules of such a layer.
     Rules {
-        /// Which.
+        /// Layer.
         layer: u16,
-        /// As the library reads them.
+        /// Rules in the syntax of the library.
         rules: String,
     },
-    /// A layer with bad blocks is put over a device.
+    /// Puts a layer with bad blocks over a device.
     BadBlocks {
-        /// Which.
+        /// Device to cover.
         node: u16,
-        /// How they behave.
+        /// Behaviour of the bad blocks.
         how: u8,
     },
-    /// Blocks of such a layer become bad.
+    /// Makes blocks of such a layer bad.
     Bad {
-        /// Which layer.
+        /// Layer.
         layer: u16,
-        /// The first sector.
+        /// First sector.
         at: u32,
-        /// How many more.
+        /// Number of sectors, minus one.
         sectors: u16,
-        /// They become good.
+        /// Makes these blocks good instead.
         good: bool,
     },
-    /// A file loses its end below its device.
+    /// Truncates the file of a device.
     Cut {
-        /// Which.
+        /// File.
         file: u16,
-        /// What is left, in 1024 parts.
+        /// New size, in 1/1024 of the old one.
         parts: u16,
     },
-    /// A device is asked what it holds over what it was made from.
+    /// Checks the changes of a device relative to its parent.
     Changes(u16),
-    /// A device is asked where it is zeroes.
+    /// Checks the extents of a device.
     Extents(u16),
-    /// RAM disks, forks and snapshots are saved to a file, and restored from it.
+    /// Saves RAM disks, forks and snapshots to a file, and restores them from it.
     Save {
-        /// Which.
+        /// Nodes to save.
         nodes: Vec<u16>,
-        /// Into which family.
+        /// Family to restore into.
         family: u16,
-        /// Bases are known by every byte.
+        /// Identifies bases by a hash of their whole content.
         whole: bool,
     },
-    /// A node goes.
+    /// Removes a node.
     Remove(u16),
-    /// All that uses a disk dies, with the power or without, and is opened again.
+    /// Kills everything that uses a disk, with or without a power loss, and opens it again.
     Crash {
-        /// Which of the disks that can be opened again.
+        /// Disk, of those that can be opened again.
         tree: u16,
-        /// What was not flushed goes as well.
+        /// The power fails, too: unflushed writes may be lost.
         power: bool,
-        /// What is left.
+        /// Seed of what survives.
         seed: u64,
     },
-    /// What goes wrong with a disk from now on.
+    /// Sets the faults of a disk from now on.
     Plan {
-        /// Which.
+        /// Disk.
         disk: u16,
-        /// What.
+        /// Faults.
         plan: Plan,
     },
-    /// A disk has so much room left.
+    /// Sets the free space of a disk.
     Room {
-        /// Which.
+        /// Disk.
         disk: u16,
-        /// How much.
+        /// Free space.
         kib: u32,
     },
-    /// A disk shrinks to this many of 1024 parts.
+    /// Shrinks a disk.
     Shrink {
-        /// Which.
+        /// Disk.
         disk: u16,
-        /// To how much.
+        /// New size, in 1/1024 of the old one.
         parts: u16,
     },
-    /// All is well with a disk, or something else that fails; or with all of them.
+    /// Ends the faults of one disk or failing layer, or of all.
     Heal(Option<u16>),
 }
 
 impl Op {
-    /// Whether it can be done while a verb is under way.
-    pub fn is_beside(&self) -> bool {
+    /// Returns true if the op can run while a verb is running.
+    pub fn is_concurrent(&self) -> bool {
         matches!(
             self,
             Self::Io(_)
                 | Self::Check(_)
                 | Self::Await
-                | Self::Askers(_)
+                | Self::RequestThreads(_)
                 | Self::Focus(_)
                 | Self::Limit { .. }
                 | Self::Plan { .. }
@@ -313,8 +314,8 @@ impl Op {
         )
     }
 
-    /// Whether it makes room, or changes a limit: what a request beside it met may be gone when
-    /// that is judged.
+    /// Returns true if the op frees memory or changes a limit. The cause of an error of a
+    /// concurrent request may be gone when the error is judged.
     pub fn frees(&self) -> bool {
         matches!(
             self,
@@ -328,31 +329,31 @@ impl Op {
     }
 }
 
-/// What ops are about, where there is any of it.
+/// The devices that ops choose from, if the focus contains any that fit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Focus {
-    /// All that there is.
+    /// All devices.
     All,
-    /// What lies on one of the disks, and its COW devices.
+    /// Devices that lie on one of the disks, and their COW devices.
     Disk(u16),
-    /// What lies in a family.
+    /// Devices of a family.
     Family(u16),
 }
 
 /// A backing device for spilled pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Backing {
-    /// Its size.
+    /// Size.
     pub kib: u32,
-    /// Objects are packed, or lie in a block each.
+    /// Objects are packed; otherwise each has a block of its own.
     pub packed: bool,
-    /// As [`DiskOp::inline`].
+    /// As in [`DiskOp::inline`].
     pub inline: u16,
 }
 
-/// A snapshot of an origin: as in [`Op::CowSnapshot`].
+/// Settings of a snapshot of an origin: as in [`Op::CowSnapshot`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[expect(missing_docs, reason = "said there")]
+#[expect(missing_docs, reason = "documented there")]
 pub struct CowOp {
     pub store: u8,
     pub chunk: u8,
@@ -363,20 +364,20 @@ pub struct CowOp {
 /// A simulated disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskOp {
-    /// Its size.
+    /// Size.
     pub kib: u32,
-    /// The logical block is 512 bytes shifted by this, modulo 4.
+    /// Logical block size: 512 bytes shifted by this modulo 4.
     pub block: u8,
-    /// It has a volatile cache.
+    /// The disk has a volatile cache.
     pub volatile: bool,
-    /// Tries of a thousand that are answered at once.
+    /// Tries per thousand that the disk completes at once.
     pub inline: u16,
 }
 
-/// What a request does.
+/// Operation of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[expect(missing_docs, reason = "as the device's operations")]
-pub enum What {
+#[expect(missing_docs, reason = "the operations of a device")]
+pub enum IoKind {
     Read,
     Write,
     Zeroes,
@@ -388,23 +389,23 @@ pub enum What {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(clippy::struct_excessive_bools, reason = "independent choices")]
 pub struct Io {
-    /// To which node.
+    /// Node.
     pub node: u16,
-    /// What it does.
-    pub what: What,
-    /// Its first block, modulo what there is.
+    /// Operation.
+    pub what: IoKind,
+    /// First block, modulo the size of the node.
     pub at: u32,
-    /// Blocks, cut off at the end.
+    /// Length in blocks, truncated at the end of the node.
     pub len: u16,
-    /// It begins and ends with a page.
+    /// Aligns begin and end to pages.
     pub pages: bool,
-    /// With FUA.
+    /// Sets FUA.
     pub fua: bool,
-    /// How it is filled: modulo the fills there are.
+    /// Fill pattern, modulo their number.
     pub fill: u8,
-    /// It is only submitted, without a try.
+    /// Submits the request without a try.
     pub submit: bool,
-    /// Its answer is waited for.
+    /// Waits for the completion.
     pub wait: bool,
 }
 
@@ -413,7 +414,7 @@ mod tests {
     use super::{Op, draw, stack};
 
     #[test]
-    fn a_seed_gives_one_run_which_can_be_written_down() {
+    fn ops_same_seed_same_run_and_json_roundtrip() {
         for seed in 0..20 {
             let ops: Vec<Op> = stack(seed).into_iter().chain(draw(seed, 300)).collect();
             let again: Vec<Op> = stack(seed).into_iter().chain(draw(seed, 300)).collect();

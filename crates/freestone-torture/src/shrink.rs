@@ -1,13 +1,13 @@
-//! A failing run is made short.
+//! Shortens a failing run.
 
-/// Drops ops as long as the run fails without them: first long pieces, then shorter ones, then
-/// single ops, until none can go.
+/// Drops ops as long as the run still fails: first long pieces, then shorter ones, then single ops,
+/// until every op left is needed.
 pub fn shrink<T: Clone>(ops: &[T], mut fails: impl FnMut(&[T]) -> bool) -> Vec<T> {
     let mut left = ops.to_vec();
     let mut piece = left.len().div_ceil(2).max(1);
     loop {
         let before = left.len();
-        // From the end: what comes after the failure goes first.
+        // Start at the end: ops after the failure go first.
         let mut end = left.len();
         while end > 0 {
             let start = end.saturating_sub(piece);
@@ -32,7 +32,7 @@ mod tests {
     use crate::ops::draw;
 
     #[test]
-    fn what_a_failure_needs_is_left() {
+    fn shrink_keeps_exactly_the_needed_ops() {
         let ops = draw(3, 200);
         let needed = [&ops[17], &ops[93], &ops[94], &ops[180]];
         let mut tries = 0;

@@ -1,4 +1,5 @@
-//! Threads mode: the stacks and the judge with real threads, for races that a simulation has not.
+//! Mode threads: the same stacks and judge with real threads, for races that a simulation cannot
+//! show.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,28 +11,28 @@ use std::time::{Duration, Instant};
 use crate::ops;
 use crate::run::{Judge, run};
 
-/// Ops of a run.
+/// Ops per run.
 const OPS: usize = 400;
-/// A request or a verb that takes longer fails the run.
-const BOUND: Duration = Duration::from_secs(60);
-/// No run takes so long: what then makes no progress is shown.
+/// Longest duration of a request or a verb; exceeding it fails the run.
+const TIME_LIMIT: Duration = Duration::from_secs(60);
+/// Longest duration of a run. After this time all stacks are printed.
 const STUCK: Duration = Duration::from_secs(240);
-/// How often a run that failed is repeated.
+/// Repetitions of a failed run.
 const REPEATS: u32 = 20;
 
-/// Runs from this seed on until the time is over. Returns how many, and whether all went well; what
-/// did not was printed.
-pub fn threads(first: u64, time: Duration) -> (u64, bool) {
+/// Runs seeds from `first` on until the time is over. Returns the number of runs, and false if one
+/// failed. Prints the failure.
+pub fn run_seeds(first: u64, time: Duration) -> (u64, bool) {
     let began = Instant::now();
-    let ended = Arc::new(AtomicU64::new(0));
-    watch(Arc::clone(&ended));
-    // Threads that the process keeps are started before they are counted.
-    let _ = run(None, &ops::warm_up(), Judge { bound: BOUND, ..Judge::default() });
+    let runs_ended = Arc::new(AtomicU64::new(0));
+    watch(Arc::clone(&runs_ended));
+    // Start the threads that the process keeps before counting threads.
+    let _ = run(None, &ops::warm_up(), Judge { bound: TIME_LIMIT, ..Judge::default() });
     for seed in 1..4 {
-        let _ = run(Some(seed), &ops::draw(seed, 200), Judge { bound: BOUND, ..Judge::default() });
+        let _ = run(Some(seed), &ops::draw(seed, 200), Judge { bound: TIME_LIMIT, ..Judge::default() });
     }
     thread::sleep(Duration::from_secs(1));
-    let judge = Judge { bound: BOUND, process: true, ..Judge::default() };
+    let judge = Judge { bound: TIME_LIMIT, process: true, ..Judge::default() };
     let mut runs = 0;
     for seed in first.. {
         if began.elapsed() >= time {
@@ -39,14 +40,14 @@ pub fn threads(first: u64, time: Duration) -> (u64, bool) {
         }
         let ops = ops::draw(seed, OPS);
         let outcome = run(Some(seed), &ops, judge);
-        ended.fetch_add(1, Ordering::SeqCst);
+        runs_ended.fetch_add(1, Ordering::SeqCst);
         runs += 1;
         if let Err(failure) = outcome {
-            // What it left behind is there still.
-            let again = Judge { process: false, ..judge };
+            // Threads and descriptors of the failed run still exist.
+            let repeat_judge = Judge { process: false, ..judge };
             let fails = (0..REPEATS).filter(|_| {
-                let fails = run(Some(seed), &ops, again).is_err();
-                ended.fetch_add(1, Ordering::SeqCst);
+                let fails = run(Some(seed), &ops, repeat_judge).is_err();
+                runs_ended.fetch_add(1, Ordering::SeqCst);
                 fails
             });
             let fails = fails.count();
@@ -57,31 +58,31 @@ pub fn threads(first: u64, time: Duration) -> (u64, bool) {
     (runs, true)
 }
 
-/// Runs this seed until it fails or the time is over, and tells each op on standard error.
-pub fn again(seed: u64, time: Duration) -> (u64, bool) {
+/// Repeats this seed until it fails or the time is over, and prints each op on standard error.
+pub fn repeat_seed(seed: u64, time: Duration) -> (u64, bool) {
     let began = Instant::now();
-    let ended = Arc::new(AtomicU64::new(0));
-    watch(Arc::clone(&ended));
+    let runs_ended = Arc::new(AtomicU64::new(0));
+    watch(Arc::clone(&runs_ended));
     let ops = ops::draw(seed, OPS);
-    let judge = Judge { bound: BOUND, trace: true, ..Judge::default() };
+    let judge = Judge { bound: TIME_LIMIT, trace: true, ..Judge::default() };
     while began.elapsed() < time {
-        let run_number = ended.fetch_add(1, Ordering::SeqCst) + 1;
+        let run_number = runs_ended.fetch_add(1, Ordering::SeqCst) + 1;
         eprintln!("run {run_number}");
         if let Err(failure) = run(Some(seed), &ops, judge) {
             println!("seed {seed} failed: {failure}");
             return (run_number, false);
         }
     }
-    (ended.load(Ordering::SeqCst), true)
+    (runs_ended.load(Ordering::SeqCst), true)
 }
 
-/// Prints all stacks and ends the process when no run ends for too long.
-fn watch(ended: Arc<AtomicU64>) {
+/// Prints all stacks and ends the process if no run ends within `STUCK`.
+fn watch(runs_ended: Arc<AtomicU64>) {
     thread::spawn(move || {
         let (mut seen, mut since) = (0, Instant::now());
         loop {
             thread::sleep(Duration::from_secs(1));
-            let now = ended.load(Ordering::SeqCst);
+            let now = runs_ended.load(Ordering::SeqCst);
             if now != seen {
                 (seen, since) = (now, Instant::now());
             }
@@ -100,7 +101,7 @@ fn show_stacks() {
     if gdb.is_ok_and(|status| status.success()) {
         return;
     }
-    // Without a debugger: what each thread waits for.
+    // Without a debugger, print the kernel function in which each thread waits.
     for task in std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
         let read =
             |name: &str| std::fs::read_to_string(Path::new(&task.path()).join(name)).unwrap_or_default();

@@ -1,11 +1,11 @@
-//! Runs that failed once, as `cargo xtask torture` printed them, here with real threads. What each
-//! showed has a test of its own where it was mended.
+//! Runs that failed once, in the form that `cargo xtask torture` printed, here with real threads.
+//! Each defect also has a test of its own next to the code that was fixed.
 
 use freestone_torture::exact::Work;
 use freestone_torture::run::{Judge, run};
 
-/// What only the exact mode needs is the seed of its schedule, and how often another thread goes
-/// on.
+/// Runs a case. The exact mode also uses the seed of its schedule and the rate of thread switches,
+/// which real threads ignore.
 fn passes(_schedule: u64, _switch_one_in: u64, work: Work) {
     match work {
         Work::Stack(ops) => {
@@ -17,7 +17,7 @@ fn passes(_schedule: u64, _switch_one_in: u64, work: Work) {
     }
 }
 
-/// A snapshot that was merged, and is read while another one of the same origin is merged.
+/// Read of a merged snapshot while another snapshot of the same origin is merged.
 #[test]
 fn seed_58() {
     passes(
@@ -48,8 +48,8 @@ fn seed_58() {
     );
 }
 
-/// A backing device is full of what a restore that failed has left, and memory of what a fork could
-/// be given room by.
+/// The leftovers of a failed restore fill the backing device, so evictions cannot make room in
+/// memory for a fork.
 #[test]
 fn seed_504() {
     passes(
@@ -80,7 +80,7 @@ fn seed_504() {
     );
 }
 
-/// A write at the limit of a family beside the rewind of the disk that it goes to.
+/// Write at the memory limit of a family, concurrent with a rewind of the disk.
 #[test]
 fn seed_20201() {
     passes(

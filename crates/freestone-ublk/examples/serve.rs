@@ -1,11 +1,11 @@
-//! A RAM disk as a block device, for tests in a kernel that has the driver (`lab/ublk.sh`).
+//! Serves a RAM disk as a block device, for tests in a kernel with the driver (`lab/ublk.sh`).
 //!
 //! ```text
-//! serve MIB [QUEUES]    serves a disk: its path goes to the output when it is there
-//!                       SIGTERM ends it, within GRACE seconds (5 without); then "ended" or "let go"
-//!                       SIGUSR1 doubles its size; then "grown" or why not
-//!                       SIGUSR2 has it answer nothing any more
-//! serve clean           removes what was left behind; the numbers go to the output
+//! serve MIB [QUEUES]    serves a disk, and prints its path when it is ready
+//!                       SIGTERM ends it within GRACE seconds (default 5); prints "ended" or "let go"
+//!                       SIGUSR1 doubles its size; prints "grown" or the error
+//!                       SIGUSR2 makes it stop answering requests
+//! serve clean           removes devices that were left behind, and prints their ids
 //! ```
 
 use std::error::Error;
@@ -20,7 +20,7 @@ use freestone_ublk::{Export, Options, remove_left_behind};
 use signal_hook::consts::{SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
-/// A disk that may fall silent.
+/// A disk that can stop answering requests.
 struct Disk {
     ram: Ram,
     is_silent: AtomicBool,
@@ -38,7 +38,7 @@ impl Device for Disk {
     }
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
         if self.is_silent.load(Ordering::SeqCst) {
-            // As a disk does that hangs for ever.
+            // Behaves like a disk that hangs forever.
             std::mem::forget((buffer, done));
             return;
         }
@@ -62,7 +62,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let size = size.parse::<u64>()? << 20;
     let queues = queues.first().map_or(Ok(0), |queues| queues.parse())?;
     let grace = std::env::var("GRACE").map_or(Ok(5.0), |grace| grace.parse())?;
-    // Before there are other threads, which would take the signals.
+    // Install the signal handlers before other threads start.
     let mut signals = Signals::new([SIGTERM, SIGUSR1, SIGUSR2])?;
     let ram = Ram::new(Config { disksize: size, ..Config::default() })?;
     let disk = Arc::new(Disk { ram, is_silent: AtomicBool::new(false) });

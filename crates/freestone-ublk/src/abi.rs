@@ -1,32 +1,32 @@
-//! The interface of the kernel's driver (`linux/ublk_cmd.h`): numbers, and structures as they lie in
-//! memory. All in the byte order of the machine.
+//! The interface of the kernel's ublk driver (`linux/ublk_cmd.h`): command numbers, flags and
+//! structures. All integers are in native byte order.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Bytes of a sector, whatever the logical block is.
+/// Sector size in bytes, independent of the logical block size.
 pub const SECTOR_BYTES: u64 = 512;
-/// Ids of devices are below this.
+/// Exclusive upper limit of device ids.
 pub const MAX_ID: u32 = 1 << 20;
-/// Descriptors that a queue may have; the arrays of two queues are so many apart in the mapping.
+/// Maximum queue depth of the driver. In the mapping, the descriptor arrays of two queues are this
+/// many descriptors apart.
 pub const MAX_QUEUE_DEPTH: u16 = 4096;
 
-/// Where the data of a tag's request lies in the character device, for servers that copy it
-/// themselves.
+/// Returns the offset of a tag's data in the character device, for servers that use user copy.
 pub const fn data_offset(queue: u16, tag: u16) -> u64 {
     0x8000_0000 + ((queue as u64) << 41) + ((tag as u64) << 25)
 }
 
-/// The argument goes to the driver.
+/// ioctl direction: the driver reads the argument.
 const READ: u32 = 2;
-/// It goes both ways.
+/// ioctl direction: the driver reads and writes the argument.
 const READ_WRITE: u32 = 3;
 
-/// The number of a command as ioctls are numbered, in a group of ublk's own.
+/// Encodes a command like an ioctl number, in ublk's group `u`.
 const fn encoded(direction: u32, bytes: usize, number: u32) -> u32 {
     (direction << 30) | ((bytes as u32) << 16) | ((b'u' as u32) << 8) | number
 }
 
-/// Commands to the control device.
+/// Commands to `/dev/ublk-control`.
 pub mod control {
     use super::{CtrlCmd, READ, READ_WRITE, encoded};
 
@@ -35,7 +35,7 @@ pub mod control {
     }
 
     pub const GET_DEV_INFO: u32 = command(READ, 0x02);
-    /// The same for who names the character device.
+    /// `GET_DEV_INFO` with the path of the character device.
     pub const GET_DEV_INFO2: u32 = command(READ, 0x12);
     pub const ADD_DEV: u32 = command(READ_WRITE, 0x04);
     pub const DEL_DEV: u32 = command(READ_WRITE, 0x05);
@@ -48,7 +48,7 @@ pub mod control {
     pub const TRY_STOP_DEV: u32 = command(READ_WRITE, 0x17);
 }
 
-/// Commands to the character device of a queue.
+/// Commands of a queue to the character device.
 pub mod io {
     use super::{IoCmd, READ_WRITE, encoded};
 
@@ -62,30 +62,30 @@ pub mod io {
 const _: () = assert!(control::ADD_DEV == 0xc020_7504 && control::GET_FEATURES == 0x8020_7513);
 const _: () = assert!(io::FETCH_REQ == 0xc010_7520 && io::COMMIT_AND_FETCH_REQ == 0xc010_7521);
 
-/// Bits of features.
+/// Feature bits (`UBLK_F_*`).
 pub mod feature {
-    /// The device is a user's without privileges.
+    /// An unprivileged user owns the device.
     pub const UNPRIVILEGED_DEV: u64 = 1 << 5;
-    /// Commands are numbered as ioctls are.
+    /// Commands are encoded like ioctl numbers.
     pub const CMD_IOCTL_ENCODE: u64 = 1 << 6;
     /// The server copies data itself, by reads and writes of the character device.
     pub const USER_COPY: u64 = 1 << 7;
-    /// A device with zones.
+    /// Zoned block device.
     pub const ZONED: u64 = 1 << 8;
-    /// The device may get another size.
+    /// The size of a live device can change (`UPDATE_SIZE`).
     pub const UPDATE_SIZE: u64 = 1 << 10;
-    /// The device can be stopped on the condition that nobody has it open.
+    /// `TRY_STOP_DEV` stops the device only if no process has it open.
     pub const SAFE_STOP_DEV: u64 = 1 << 17;
 }
 
-/// States of a device.
+/// Device states ([`DevInfo::state`]).
 pub mod state {
     #[cfg(test)]
     pub const DEAD: u16 = 0;
     pub const LIVE: u16 = 1;
 }
 
-/// What a request asks for.
+/// Operations of a request.
 pub mod op {
     pub const READ: u8 = 0;
     pub const WRITE: u8 = 1;
@@ -101,15 +101,14 @@ pub mod op {
     pub const REPORT_ZONES: u8 = 18;
 }
 
-/// Flags of a request; the others are hints.
+/// Flags of a request. The driver's other flags are hints.
 pub mod op_flag {
-    /// Durable before it is answered.
+    /// The write must be durable before it completes.
     pub const FUA: u32 = 1 << 13;
-    /// Zeroes must not become a hole.
+    /// Write zeroes must not deallocate.
     pub const NOUNMAP: u32 = 1 << 15;
 }
 
-/// Bits of [`ParamBasic::attrs`].
 pub mod attr {
     pub const READ_ONLY: u32 = 1 << 0;
     pub const ROTATIONAL: u32 = 1 << 1;
@@ -117,217 +116,202 @@ pub mod attr {
     pub const FUA: u32 = 1 << 3;
 }
 
-/// Bits of [`Params::types`].
 pub mod param {
     pub const BASIC: u32 = 1 << 0;
     pub const DISCARD: u32 = 1 << 1;
     pub const ZONED: u32 = 1 << 3;
 }
 
-/// Part of each command to the control device.
+/// The payload of every control command (`ublksrv_ctrl_cmd`).
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct CtrlCmd {
-    /// Which device; all ones where there is none yet.
+    /// Device id; `u32::MAX` if the device does not exist yet.
     pub dev_id: u32,
-    /// All ones where it is not about one queue.
+    /// Queue id; `u16::MAX` for commands to the whole device.
     pub queue_id: u16,
-    /// Bytes at `addr`.
+    /// Length of the buffer at `addr`, in bytes.
     pub len: u16,
-    /// What goes with the command.
+    /// Address of the command's buffer.
     pub addr: u64,
-    /// A number that goes with it.
+    /// Inline argument of the command.
     pub data: u64,
-    /// Of what is at `addr`, bytes of the character device's path, with a zero at its end; then comes
-    /// what else there is. Only in commands to devices of users without privileges.
+    /// Length of the character device's path at the start of the buffer, including the terminating
+    /// NUL. Used only for unprivileged devices and `GET_DEV_INFO2`; the command's own data follows.
     pub dev_path_len: u16,
-    /// Nothing.
     pub pad: u16,
-    /// Nothing.
     pub reserved: u32,
 }
 const _: () = assert!(size_of::<CtrlCmd>() == 32);
 
 impl CtrlCmd {
-    /// About a device as a whole.
+    /// Creates a command to a whole device.
     pub const fn new(dev_id: u32, data: u64) -> Self {
         Self { dev_id, queue_id: u16::MAX, len: 0, addr: 0, data, dev_path_len: 0, pad: 0, reserved: 0 }
     }
 }
 
-/// A device, as asked for and as it is.
+/// Device information (`ublksrv_ctrl_dev_info`): the request of `ADD_DEV`, and the driver's reply.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DevInfo {
-    /// Queues.
+    /// Number of queues.
     pub nr_hw_queues: u16,
-    /// Requests of each.
+    /// Queue depth.
     pub queue_depth: u16,
-    /// [`state`].
+    /// One of [`state`].
     pub state: u16,
-    /// Nothing.
     pub pad0: u16,
-    /// Largest request.
+    /// Largest request in bytes.
     pub max_io_buf_bytes: u32,
-    /// Which it is.
     pub dev_id: u32,
-    /// The process that serves it; -1 where none does.
+    /// Process id of the server, or -1 if none serves the device.
     pub ublksrv_pid: i32,
-    /// Nothing.
     pub pad1: u32,
-    /// [`feature`].
+    /// Bits of [`feature`].
     pub flags: u64,
-    /// The server's own: the driver keeps it, and does not look.
+    /// Bits for the server's own use. The driver stores but does not interpret them.
     pub ublksrv_flags: u64,
-    /// Who made it.
+    /// User id of the creator.
     pub owner_uid: u32,
-    /// The same.
+    /// Group id of the creator.
     pub owner_gid: u32,
-    /// Nothing.
     pub reserved: [u64; 2],
 }
 const _: () = assert!(size_of::<DevInfo>() == 64);
 
-/// What every device has.
+/// Basic parameters, mandatory for every device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct ParamBasic {
-    /// [`attr`].
+    /// Bits of [`attr`].
     pub attrs: u32,
-    /// The logical block, as a power of two.
+    /// log2 of the logical block size in bytes.
     pub logical_bs_shift: u8,
-    /// The physical one.
+    /// log2 of the physical block size in bytes.
     pub physical_bs_shift: u8,
-    /// Preferred request for streaming.
+    /// log2 of the optimal I/O size in bytes.
     pub io_opt_shift: u8,
-    /// Preferred smallest request.
+    /// log2 of the minimum I/O size in bytes.
     pub io_min_shift: u8,
-    /// Of one request.
+    /// Maximum request size.
     pub max_sectors: u32,
-    /// Boundaries that no request crosses.
+    /// Requests do not cross multiples of this size; for zoned devices, the zone size.
     pub chunk_sectors: u32,
-    /// The size.
+    /// Device size.
     pub dev_sectors: u64,
-    /// Of memory segments.
+    /// Alignment mask of memory segments.
     pub virt_boundary_mask: u64,
 }
 const _: () = assert!(size_of::<ParamBasic>() == 32);
 
-/// What a device has that frees ranges, or zeroes them.
+/// Parameters for discard and write zeroes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct ParamDiscard {
-    /// Of the first unit, in bytes.
+    /// Offset of the first discard unit in bytes.
     pub discard_alignment: u32,
-    /// A unit in bytes; not zero.
+    /// Discard unit in bytes; must not be zero.
     pub discard_granularity: u32,
-    /// Of one request.
+    /// Maximum size of a discard.
     pub max_discard_sectors: u32,
-    /// The same.
+    /// Maximum size of a write zeroes request.
     pub max_write_zeroes_sectors: u32,
-    /// Ranges of one request: 1.
+    /// Maximum number of ranges in a discard.
     pub max_discard_segments: u16,
-    /// Nothing.
     pub reserved: u16,
 }
 const _: () = assert!(size_of::<ParamDiscard>() == 20);
 
-/// What a device with zones has.
+/// Parameters of a zoned device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct ParamZoned {
-    /// Open at once; 0 is no limit.
+    /// Maximum open zones; 0 means no limit.
     pub max_open_zones: u32,
-    /// Open or closed at once; 0 is no limit.
+    /// Maximum active zones; 0 means no limit.
     pub max_active_zones: u32,
-    /// Of one append; not zero.
+    /// Maximum size of an append; must not be zero.
     pub max_zone_append_sectors: u32,
-    /// Nothing.
     pub reserved: [u32; 5],
 }
 const _: () = assert!(size_of::<ParamZoned>() == 32);
 
-/// Parameters, as far as they are used here: the driver takes as many bytes as `len` says.
+/// Parameters of a device (`ublk_params`), up to the last one used here. The driver reads `len`
+/// bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Params {
-    /// Bytes of this structure.
+    /// Size of this structure in bytes.
     pub len: u32,
-    /// [`param`]: which are meant.
+    /// Bits of [`param`]: the groups that are present.
     pub types: u32,
-    /// Mandatory.
     pub basic: ParamBasic,
-    /// Absent where the device is read-only, or has zones.
+    /// Omitted for read-only and zoned devices.
     pub discard: ParamDiscard,
-    /// The numbers of nodes, which only the driver says.
+    /// Device numbers, written by the driver only.
     pub numbers: [u32; 4],
-    /// Of a device with zones.
     pub zoned: ParamZoned,
-    /// The first field of what is not used.
+    /// First field after the used ones.
     pub unused: u32,
 }
 const _: () = assert!(size_of::<Params>() == 112);
 
-/// A request, in memory of the driver.
+/// A request descriptor (`ublksrv_io_desc`), in memory that the driver writes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct IoDesc {
-    /// [`op`] in the low byte, [`op_flag`] above.
+    /// [`op`] in the low byte, [`op_flag`] bits above.
     pub op_flags: u32,
-    /// Length; of a report, in zones.
+    /// Length in sectors; for a report, the number of zones.
     pub nr_sectors: u32,
-    /// Where.
     pub start_sector: u64,
-    /// The buffer that it was fetched with.
+    /// Address of the tag's buffer, as passed by the last fetch.
     pub addr: u64,
 }
 const _: () = assert!(size_of::<IoDesc>() == IO_DESC_BYTES);
 
-/// Bytes of a descriptor.
+/// Size of a descriptor in bytes.
 pub const IO_DESC_BYTES: usize = 24;
 
 impl IoDesc {
-    /// [`op`].
+    /// Returns the operation, one of [`op`].
     pub const fn op(&self) -> u8 {
         self.op_flags as u8
     }
 }
 
-/// Part of each command of a queue.
+/// The payload of every queue command (`ublksrv_io_cmd`).
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct IoCmd {
-    /// Which queue.
+    /// Queue id.
     pub q_id: u16,
-    /// Which of its requests.
     pub tag: u16,
-    /// The outcome of the one before: bytes, or a negative errno.
+    /// Result of the tag's previous request: bytes, or a negative errno.
     pub result: i32,
-    /// The buffer: for what that one has read, then for the next one. Nothing where the server copies
-    /// data itself, but for an append the sector that it went to.
+    /// Address of the buffer that holds read data and receives the next request's data. With user
+    /// copy, the sector that an append wrote to, or 0.
     pub addr: u64,
 }
 const _: () = assert!(size_of::<IoCmd>() == 16);
 
-/// A zone in a report; all in sectors.
+/// A zone in a report (`blk_zone`). Positions and lengths are in sectors.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct ZoneRow {
-    /// Where it begins.
     pub start: u64,
-    /// Its length; 0 behind the last row.
+    /// Length; 0 in unused rows after the last zone.
     pub len: u64,
-    /// Its write pointer.
     pub write_pointer: u64,
-    /// [`zone_type`].
+    /// Zone type (`blk_zone_type`).
     pub kind: u8,
-    /// [`zone_condition`].
+    /// Zone condition (`blk_zone_cond`).
     pub condition: u8,
-    /// Flags of drives that advise, and padding.
+    /// Flags of host-aware drives, and padding.
     pub unused: [u8; 6],
-    /// What can be written of it.
+    /// Writable size of the zone.
     pub capacity: u64,
-    /// Nothing.
     pub reserved: [u8; 24],
 }
 const _: () = assert!(size_of::<ZoneRow>() == 64);

@@ -1,4 +1,4 @@
-//! The contract of a device, as it comes through the driver's queues.
+//! Runs the device conformance suite through the queues of the fake driver.
 
 use std::sync::Arc;
 
@@ -15,25 +15,25 @@ use crate::keeper::START_DEADLINE;
 
 const SIZE: u64 = 16 << 20;
 const QUEUES: u16 = 2;
-/// Clients of each queue.
+/// Number of clients per queue.
 const CLIENTS: usize = 2;
 const SECTOR_BYTES: u64 = 512;
 const NOT_SUPPORTED: i32 = -95;
 
-/// What gives requests to a queue, as a block layer does.
+/// A client that submits requests to a queue like the block layer.
 struct Client {
     driver: Driver,
     lane: usize,
 }
 
 impl Client {
-    fn most_discarded(&self) -> u64 {
+    fn max_discard_bytes(&self) -> u64 {
         let state = self.driver.state();
-        let sectors = state.params.expect("it has started").discard.max_discard_sectors;
+        let sectors = state.params.expect("the export has started").discard.max_discard_sectors;
         u64::from(sectors) * SECTOR_BYTES
     }
 
-    fn one(&self, op_flags: u32, offset: u64, len: u64, data: &[u8]) -> Result<Vec<u8>> {
+    fn run(&self, op_flags: u32, offset: u64, len: u64, data: &[u8]) -> Result<Vec<u8>> {
         let (sector, sectors) = (offset / SECTOR_BYTES, (len / SECTOR_BYTES) as u32);
         let ticket = self.driver.submit(self.lane, op_flags, sector, sectors, data);
         match self.driver.wait(self.lane, ticket) {
@@ -48,26 +48,26 @@ impl Carrier for Client {
     fn carry(&mut self, request: &Request, data: &mut IoBuf) -> Result<()> {
         let (at, len) = (request.offset, request.len);
         let has_fua = self.driver.state().params.is_some_and(|told| told.basic.attrs & attr::FUA != 0);
-        // Without a cache to flush a block layer drops it.
+        // The block layer drops FUA for a device without a volatile cache.
         let fua = if has_fua && request.flags.contains(Flags::FUA) { op_flag::FUA } else { 0 };
         match request.op {
             Op::Read => {
-                let read = self.one(op::READ.into(), at, len, &[])?;
+                let read = self.run(op::READ.into(), at, len, &[])?;
                 data.copy_from_slice(&read);
             }
-            Op::Write => drop(self.one(u32::from(op::WRITE) | fua, at, len, data)?),
-            Op::Flush => drop(self.one(op::FLUSH.into(), 0, 0, &[])?),
-            // It is a hint, which a block layer forgets for a device without it.
-            Op::Discard if self.most_discarded() == 0 => {}
+            Op::Write => drop(self.run(u32::from(op::WRITE) | fua, at, len, data)?),
+            Op::Flush => drop(self.run(op::FLUSH.into(), 0, 0, &[])?),
+            // Discard is a hint, which the block layer drops for a device without discard.
+            Op::Discard if self.max_discard_bytes() == 0 => {}
             Op::Discard => {
-                let most = self.most_discarded();
-                for from in (at..at + len).step_by(most as usize) {
-                    self.one(op::DISCARD.into(), from, most.min(at + len - from), &[])?;
+                let max = self.max_discard_bytes();
+                for from in (at..at + len).step_by(max as usize) {
+                    self.run(op::DISCARD.into(), from, max.min(at + len - from), &[])?;
                 }
             }
             Op::WriteZeroes => {
                 let keep = if request.flags.contains(Flags::MAY_FREE) { 0 } else { op_flag::NOUNMAP };
-                self.one(u32::from(op::WRITE_ZEROES) | keep | fua, at, len, &[])?;
+                self.run(u32::from(op::WRITE_ZEROES) | keep | fua, at, len, &[])?;
             }
         }
         Ok(())
@@ -108,11 +108,11 @@ fn ram_disk() {
 }
 
 #[test]
-fn memory_of_a_test_drive() {
+fn null_memory() {
     check("memory", &memory);
 }
 
 #[test]
-fn devices_that_answer_in_another_order() {
+fn out_of_order_device() {
     check("deferred", &|| Arc::new(Deferred::new(memory(), Policy::Sometimes(50), 7)));
 }

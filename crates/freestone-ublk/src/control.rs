@@ -1,4 +1,4 @@
-//! The control device: one method for each command.
+//! Commands to the control device, one method each.
 
 use std::os::unix::ffi::OsStringExt as _;
 
@@ -9,42 +9,39 @@ use zerocopy::IntoBytes;
 use crate::abi::{CtrlCmd, DevInfo, MAX_ID, Params, control, feature};
 use crate::kernel::Kernel;
 
-/// In the upper half of what the driver keeps for a server: the device is one of ours. In the lower
-/// half is the process, as the driver forgets that when it ends.
-const OURS: u64 = 0x4672_6565 << 32;
-const OURS_MASK: u64 = 0xffff_ffff << 32;
+/// Marks a device as Freestone's, in the upper half of `ublksrv_flags`. The lower half holds the
+/// process id, because the driver forgets the pid when the server exits.
+const MARK: u64 = 0x4672_6565 << 32;
+const MARK_MASK: u64 = 0xffff_ffff << 32;
 
-/// A command that the driver has refused.
+/// A control command that the driver rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("{command}: {errno}")]
 pub struct ControlError {
-    /// Which command, by the kernel's name.
+    /// Name of the command in the kernel's header.
     pub command: &'static str,
-    /// Why, by the kernel's number.
+    /// Error of the driver.
     pub errno: Errno,
 }
 
-/// A device, as commands name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Target {
-    /// Its number.
     pub id: u32,
-    /// Commands carry the path of its character device, to which the kernel looks for what the caller
-    /// may do: it is a user's without privileges.
+    /// Commands must carry the path of the character device, because the kernel checks the caller's
+    /// permissions on it. True for unprivileged devices.
     pub by_path: bool,
 }
 
 impl Target {
-    /// The device with these [`feature`]s.
+    /// Returns the target for device `id` with these [`feature`] bits.
     pub fn new(id: u32, features: u64) -> Self {
         Self { id, by_path: features & feature::UNPRIVILEGED_DEV != 0 }
     }
 
-    /// One that there is not yet.
     const NONE: Self = Self { id: u32::MAX, by_path: false };
 }
 
-/// Commands, each of which returns when it is done.
+/// Sender of control commands. Every method blocks until the command is done.
 pub struct Control<'a>(pub &'a dyn Kernel);
 
 impl Control<'_> {
@@ -72,66 +69,67 @@ impl Control<'_> {
         done.map_err(failed)
     }
 
-    /// The bits of [`feature`] that the driver has. Drivers before Linux 6.5 refuse the question.
+    /// Returns the [`feature`] bits of the driver. Drivers before Linux 6.5 reject the command.
     pub fn features(&self) -> Result<u64, ControlError> {
         let mut features = 0_u64;
-        let answer = features.as_mut_bytes();
-        self.command("GET_FEATURES", control::GET_FEATURES, Target::NONE, 0, answer)?;
+        let reply = features.as_mut_bytes();
+        self.command("GET_FEATURES", control::GET_FEATURES, Target::NONE, 0, reply)?;
         Ok(features)
     }
 
-    /// Makes a device with any free id. Of what is asked for, the answer has what the driver grants.
-    pub fn add(&self, asked: DevInfo) -> Result<DevInfo, ControlError> {
-        let mut info = DevInfo { dev_id: u32::MAX, ..asked };
+    /// Creates a device with a free id. The result contains what the driver granted of `requested`.
+    pub fn add(&self, requested: DevInfo) -> Result<DevInfo, ControlError> {
+        let mut info = DevInfo { dev_id: u32::MAX, ..requested };
         self.command("ADD_DEV", control::ADD_DEV, Target::NONE, 0, info.as_mut_bytes())?;
         Ok(info)
     }
 
-    /// What the device is; before it is started.
     pub fn set_params(&self, target: Target, params: &Params) -> Result<(), ControlError> {
         let mut params = *params;
         self.command("SET_PARAMS", control::SET_PARAMS, target, 0, params.as_mut_bytes())
     }
 
-    /// Shows the block device, once every tag was fetched; its partitions are looked for before this
-    /// returns, unless it is a user's without privileges.
+    /// Starts the block device. The command waits until every tag is fetched. It scans for
+    /// partitions before it returns, except on unprivileged devices.
     pub fn start(&self, target: Target, pid: u32) -> Result<(), ControlError> {
         self.command("START_DEV", control::START_DEV, target, pid.into(), &mut [])
     }
 
-    /// Takes the block device away once its requests are done, and gives all tags back.
+    /// Stops the block device when its requests are done, and returns all tags.
     pub fn stop(&self, target: Target) -> Result<(), ControlError> {
         self.command("STOP_DEV", control::STOP_DEV, target, 0, &mut [])
     }
 
-    /// The same, unless somebody has it open: [`Errno::BUSY`]. Needs [`feature::SAFE_STOP_DEV`].
+    /// Stops the block device unless a process has it open, which fails with [`Errno::BUSY`]. Needs
+    /// [`feature::SAFE_STOP_DEV`].
     pub fn try_stop(&self, target: Target) -> Result<(), ControlError> {
         self.command("TRY_STOP_DEV", control::TRY_STOP_DEV, target, 0, &mut [])
     }
 
-    /// Removes the device, without waiting for those that have a node of it open. Linux 6.9 has it.
+    /// Removes the device without waiting for processes that have its nodes open. Needs Linux 6.9.
     pub fn delete(&self, target: Target) -> Result<(), ControlError> {
         self.command("DEL_DEV_ASYNC", control::DEL_DEV_ASYNC, target, 0, &mut [])
     }
 
-    /// The same with waiting.
+    /// Removes the device, and waits until no process has its nodes open.
     pub fn delete_and_wait(&self, target: Target) -> Result<(), ControlError> {
         self.command("DEL_DEV", control::DEL_DEV, target, 0, &mut [])
     }
 
-    /// Gives it another size. Needs [`feature::UPDATE_SIZE`].
+    /// Sets the size of the device. Needs [`feature::UPDATE_SIZE`].
     pub fn set_size(&self, target: Target, sectors: u64) -> Result<(), ControlError> {
         self.command("UPDATE_SIZE", control::UPDATE_SIZE, target, sectors, &mut [])
     }
 
-    /// A device, whosever it is.
+    /// Returns information about a device of any owner.
     pub fn info(&self, id: u32) -> Result<DevInfo, ControlError> {
         let mut info = DevInfo::default();
-        // This one takes the path for all devices, as who asks does not know yet.
+        // GET_DEV_INFO2 takes a path for every device: the caller does not know yet whether it is
+        // unprivileged.
         let target = Target { id, by_path: true };
         let known = self.command("GET_DEV_INFO2", control::GET_DEV_INFO2, target, 0, info.as_mut_bytes());
         if let Err(ControlError { errno: Errno::NOENT, .. }) = known {
-            // There is no node; then it is root's, or nobody's to look at.
+            // Without a node the device is root's, or the caller may not query it.
             let target = Target { id, by_path: false };
             self.command("GET_DEV_INFO", control::GET_DEV_INFO, target, 0, info.as_mut_bytes())?;
             return Ok(info);
@@ -140,13 +138,14 @@ impl Control<'_> {
     }
 }
 
-/// Bits that are asked for where the driver has them.
+/// Optional features, requested if the driver has them.
 ///
-/// Who has `CAP_SYS_ADMIN` is not granted the device of a user without privileges, and who has not can
-/// make no other.
+/// The driver does not grant `UNPRIVILEGED_DEV` to a process with `CAP_SYS_ADMIN`. A process
+/// without that capability can create no other devices.
 pub const WANTED_FEATURES: u64 = feature::UNPRIVILEGED_DEV | feature::UPDATE_SIZE | feature::SAFE_STOP_DEV;
 
-/// Removes a device; lets go of `hold`, which keeps its id from being another's, as late as may be.
+/// Removes a device. An open `hold` keeps the id from being reused, so it is dropped as late as
+/// possible.
 pub fn delete<T>(control: &Control<'_>, target: Target, hold: T) -> Result<(), ControlError> {
     let deleted = match control.delete(target) {
         Err(ControlError { errno: Errno::OPNOTSUPP | Errno::INVAL, .. }) => {
@@ -156,23 +155,21 @@ pub fn delete<T>(control: &Control<'_>, target: Target, hold: T) -> Result<(), C
         deleted => deleted,
     };
     match deleted {
-        // It is gone already.
         Err(ControlError { errno: Errno::NODEV, .. }) => Ok(()),
         deleted => deleted,
     }
 }
 
-/// What the driver keeps for a device of process `pid`.
+/// Returns the `ublksrv_flags` of a Freestone device of process `pid`.
 pub fn mark(pid: u32) -> u64 {
-    OURS | u64::from(pid)
+    MARK | u64::from(pid)
 }
 
-/// The process that made a device of ours; `None`: it is somebody else's.
-pub fn maker(info: &DevInfo) -> Option<u32> {
-    (info.ublksrv_flags & OURS_MASK == OURS).then_some(info.ublksrv_flags as u32)
+/// Returns the process id that created a Freestone device, or `None` for devices of other programs.
+pub fn creator_pid(info: &DevInfo) -> Option<u32> {
+    (info.ublksrv_flags & MARK_MASK == MARK).then_some(info.ublksrv_flags as u32)
 }
 
-/// Whether the driver can have given this id.
 pub fn is_id(id: u32) -> bool {
     id < MAX_ID
 }

@@ -1,4 +1,4 @@
-//! A device as a block device of this machine.
+//! The public handle of an exported block device.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -14,81 +14,114 @@ use thiserror::Error;
 
 use crate::abi::feature;
 use crate::control::{Control, ControlError, Target};
-use crate::keeper::{self, Around, START_DEADLINE, StartError};
-use crate::kernel::Kernel;
+use crate::deadline::run_with_deadline;
+use crate::keeper::{self, KeeperConfig, START_DEADLINE, StartError};
+use crate::kernel::{Claimed, Kernel};
 use crate::params;
 use crate::shared::Shared;
 use crate::system::System;
-use crate::within::within;
 use crate::zones;
 
-/// How long dropping an export waits for what is in flight.
+/// How long dropping an export waits for requests in flight.
 pub const END_GRACE: Duration = Duration::from_secs(5);
-/// How much longer ending one takes at most: what is still in flight is answered with errors.
+/// How long [`Export::end`] may continue after its grace period. Requests still in flight then fail
+/// with errors.
 pub const REMOVE_GRACE: Duration = Duration::from_secs(1);
-/// Requests that a queue may have.
+/// Maximum queue depth.
 pub const MAX_DEPTH: u16 = 128;
-/// Queues that an export has at most, each with a thread.
+/// Maximum number of queues of an export. Each queue has a thread.
 pub const MAX_QUEUES: u16 = 16;
-/// Queues where none are asked for: one a CPU, up to so many.
+/// Default maximum number of queues; by default there is one per CPU.
 const DEFAULT_QUEUES: usize = 4;
-/// Largest data of one request in bytes, a multiple of any page; larger ones come in pieces.
+/// Largest data of one request in bytes, a multiple of any page size. The block layer splits larger
+/// requests.
 pub const MAX_REQUEST_BYTES: u32 = 512 << 10;
-/// How long a question or a small change may take.
+/// Deadline for queries and small changes.
 const ASK_DEADLINE: Duration = Duration::from_secs(5);
 
-/// How a device is exported.
+/// Options of an export.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Writes are refused, also where the device takes them.
+    /// Refuses writes even if the device accepts them.
     pub read_only: bool,
-    /// Where requests that fail are counted.
+    /// Counters of failed requests.
     pub failures: Arc<Failures>,
-    /// Bytes that may be held for requests; a request that finds none waits.
+    /// Limit of bytes in flight. A request that exceeds the limit waits.
     pub budget: Arc<Budget>,
-    /// Who does dear requests.
+    /// Threads that run expensive requests.
     pub workers: Workers,
-    /// Queues, up to [`MAX_QUEUES`] and one a CPU; 0: as many as there are CPUs, up to 4.
+    /// Number of queues, at most [`MAX_QUEUES`]; the kernel reduces it to the number of CPUs. 0
+    /// means one per CPU, at most 4.
     pub queues: u16,
-    /// Requests that each may have, 1 to [`MAX_DEPTH`].
+    /// Queue depth, 1 to [`MAX_DEPTH`].
     pub depth: u16,
 }
 
 impl Options {
-    /// As the device is, with the workers of the process.
+    /// Returns the default options, with the workers of the process.
     pub fn new(budget: Arc<Budget>) -> Self {
         let workers = Workers::process().clone();
         Self { read_only: false, failures: Arc::default(), budget, workers, queues: 0, depth: MAX_DEPTH }
     }
 }
 
-/// The block device has a user, who would lose it.
+/// The block device is in use, and ending the export would break its user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("the block device is in use")]
 pub struct InUse;
 
-/// A block device cannot be given the size that its device has now.
+/// An error from claiming a block device exclusively.
+#[derive(Debug, Error)]
+pub enum ClaimError {
+    /// A mounted file system, swap or another block device uses the device or a partition.
+    #[error("{} is {}", .path.display(), in_use(.mount_point.as_deref()))]
+    InUse {
+        /// Path of the block device.
+        path: PathBuf,
+        /// Mount point, if it can be found.
+        mount_point: Option<PathBuf>,
+    },
+    /// The device cannot be opened, or its cached writes cannot be written back.
+    #[error("{}: {source}", .path.display())]
+    System {
+        /// Path of the block device.
+        path: PathBuf,
+        /// Error of the system call.
+        source: std::io::Error,
+    },
+    /// The device does not answer requests, or only slowly.
+    #[error("{}: cached writes were not written back within {} s", .0.display(), ASK_DEADLINE.as_secs())]
+    Deadline(PathBuf),
+}
+
+fn in_use(mount_point: Option<&Path>) -> String {
+    match mount_point {
+        Some(at) => format!("mounted at {}", at.display()),
+        None => "mounted or in use (by swap, device mapper, RAID, or another program)".to_owned(),
+    }
+}
+
+/// An error from resizing a block device.
 #[derive(Debug, Error)]
 pub enum ResizeError {
-    /// Before Linux 6.16.
+    /// The kernel is older than Linux 6.16.
     #[error("the kernel's ublk driver cannot change a size: Linux 6.16 or later is needed")]
     Unsupported,
-    /// It is ending.
+    /// The export is ending.
     #[error("the block device is gone")]
     Gone,
-    /// The driver refuses.
+    /// The driver rejected the command.
     #[error("ublk: {0}")]
     Control(#[from] ControlError),
-    /// There is no thread for it.
+    /// The helper thread cannot be created.
     #[error("ublk: {0}")]
     Thread(#[from] std::io::Error),
-    /// The driver does not answer; the size may still change.
+    /// The driver did not answer in time. The size may still change.
     #[error("ublk: the size was not changed in time")]
     Deadline,
 }
 
-/// A device at `/dev/ublkbN`, for all programs of this machine that may open it. Dropping it is
-/// [`end`](Self::end) with [`END_GRACE`].
+/// A device exported at `/dev/ublkbN`. Dropping it calls [`end`](Self::end) with [`END_GRACE`].
 pub struct Export {
     path: PathBuf,
     id: u32,
@@ -99,15 +132,15 @@ pub struct Export {
 }
 
 impl Export {
-    /// Exports `device` as `name`; returns when the block device is there.
+    /// Exports `device` as `name`, and returns when the block device exists.
     ///
     /// # Errors
-    /// See [`StartError`]. Nothing of the block device stays.
+    /// See [`StartError`]. On error the block device is removed.
     pub fn new(name: &str, device: Arc<dyn Device>, options: Options) -> Result<Self, StartError> {
         Self::with(Arc::new(System::default()), START_DEADLINE, name, device, options)
     }
 
-    /// The same with another kernel, and so much time.
+    /// Exports a device through the given kernel, within the given deadline.
     pub(crate) fn with(
         kernel: Arc<dyn Kernel>,
         deadline: Duration,
@@ -122,7 +155,7 @@ impl Export {
         let shared = Arc::new(Shared::new(disk));
         let cpus = || std::thread::available_parallelism().map_or(1, |cpus| cpus.get().min(DEFAULT_QUEUES));
         let queues = if queues == 0 { cpus() as u16 } else { queues.min(MAX_QUEUES) };
-        let around = Around {
+        let config = KeeperConfig {
             kernel: Arc::clone(&kernel),
             shared: Arc::clone(&shared),
             deadline,
@@ -132,15 +165,16 @@ impl Export {
             budget,
             workers,
         };
-        let (tell, begun) = channel();
+        let (sender, started) = channel();
         let thread = std::thread::Builder::new().name("ublk".to_owned());
-        let disk = shared.lock().disk.clone().expect("it goes when the keeper ends");
-        thread.spawn(move || keeper::run(&around, disk, &tell)).map_err(StartError::Queue)?;
-        match begun.recv_timeout(deadline) {
-            Ok(begun) => begun?,
+        let disk = shared.lock().disk.clone().expect("the keeper removes the disk at the end");
+        thread.spawn(move || keeper::run(&config, disk, &sender)).map_err(StartError::Queue)?;
+        match started.recv_timeout(deadline) {
+            Ok(started) => started?,
             Err(RecvTimeoutError::Timeout) => {
-                // What the driver waits for is a request, most likely; the keeper does the rest.
-                shared.order(|state| (state.ending, state.dead) = (true, true));
+                // Most likely the driver waits for a request. The keeper removes the device when it
+                // can.
+                shared.update_and_wake(|state| (state.ending, state.dead) = (true, true));
                 return Err(StartError::Deadline);
             }
             Err(RecvTimeoutError::Disconnected) => {
@@ -155,59 +189,84 @@ impl Export {
         Ok(Self { path, id, read_only, queues, kernel, shared })
     }
 
-    /// The block device.
+    /// Returns the path of the block device.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// How many queues it was asked for; the kernel has no more than CPUs.
+    /// Returns the number of requested queues. The kernel creates no more queues than CPUs.
     pub fn queues(&self) -> u16 {
         self.queues
     }
 
-    /// Its number.
+    /// Returns the device id, the `N` of `/dev/ublkbN`.
     pub fn id(&self) -> u32 {
         self.id
     }
 
-    /// The device's name.
+    /// Returns the name of the exported device.
     pub fn name(&self) -> &str {
         self.shared.name()
     }
 
-    /// Whether it cannot be written.
+    /// Returns true if the block device is read-only.
     pub fn is_read_only(&self) -> bool {
         self.read_only
     }
 
-    /// Whether somebody has the block device, or a part of it, for himself: a file system that is
-    /// mounted, swap, a device over it. True where that cannot be told. The question takes it for a
-    /// moment, and who wants it for himself just then is refused.
+    /// Returns true if the block device or a partition is opened exclusively, for example by a
+    /// mount, swap or a stacked device. Also true if that cannot be determined. The check claims
+    /// the device for a moment; another exclusive open at that moment fails.
     pub fn is_connected(&self) -> bool {
         let Some(block) = self.shared.lock().block.clone() else { return false };
-        let claimed = within(ASK_DEADLINE, "ublk-ask", move || block.is_claimed());
-        !matches!(claimed, Ok(Some(Ok(false))))
+        let claimed = run_with_deadline(ASK_DEADLINE, "ublk-ask", move || block.claim().map(drop));
+        !matches!(claimed, Ok(Some(Ok(()))))
     }
 
-    /// Begins no request until what it returns is dropped; those in flight go on.
+    /// Claims the block device exclusively, like a mount, and writes back its cache. The device
+    /// must answer requests meanwhile.
+    ///
+    /// # Errors
+    /// See [`ClaimError`].
+    pub fn claim(&self) -> Result<Exclusive, ClaimError> {
+        let Some(block) = self.shared.lock().block.clone() else { return Ok(Exclusive(None)) };
+        let (path, node) = (self.path.clone(), Arc::clone(&block));
+        let claimed = run_with_deadline(ASK_DEADLINE, "ublk-claim", move || {
+            let claimed = node.claim()?;
+            if let Some(claimed) = &claimed {
+                claimed.sync()?;
+            }
+            Ok(claimed)
+        });
+        match claimed.and_then(Option::transpose) {
+            Ok(Some(claimed)) => Ok(Exclusive(claimed)),
+            Ok(None) => Err(ClaimError::Deadline(path)),
+            Err(error) if error.kind() == std::io::ErrorKind::ResourceBusy => {
+                Err(ClaimError::InUse { path, mount_point: block.mount_point() })
+            }
+            Err(source) => Err(ClaimError::System { path, source }),
+        }
+    }
+
+    /// Holds new requests until the returned guard is dropped. Requests in flight continue.
     pub fn hold(&self) -> Held<'_> {
-        self.shared.order(|state| state.holds += 1);
+        self.shared.update_and_wake(|state| state.holds += 1);
         Held(self)
     }
 
-    /// Has the requests that are not begun done by another device, which has the size of this one.
-    /// What is cached of the old one stays in the kernel's cache.
+    /// Replaces the device for all requests that have not begun. The new device must have the same size.
+    /// The kernel keeps the content it has cached from the old device.
     pub fn replace(&self, device: Arc<dyn Device>, failures: Arc<Failures>) {
         let disk = Arc::new(Disk::new(self.name(), self.read_only, device, failures));
-        let old = self.shared.order(|state| match &mut state.disk {
+        let old = self.shared.update_and_wake(|state| match &mut state.disk {
             Some(now) => std::mem::replace(now, disk),
             None => disk,
         });
-        // It may wait for a disk: not under the lock.
+        // Dropping may wait for a disk, so not under the lock.
         drop(old);
     }
 
-    /// Gives the block device the size that the device has now.
+    /// Resizes the block device to the current size of its device.
     ///
     /// # Errors
     /// See [`ResizeError`].
@@ -221,37 +280,38 @@ impl Export {
             return Err(ResizeError::Unsupported);
         }
         let (kernel, target) = (Arc::clone(&self.kernel), Target::new(self.id, features));
-        let resized = within(ASK_DEADLINE, "ublk-resize", move || {
+        let resized = run_with_deadline(ASK_DEADLINE, "ublk-resize", move || {
             Control(&*kernel).set_size(target, params::sectors(&disk))
         });
         Ok(resized?.ok_or(ResizeError::Deadline)??)
     }
 
-    /// Has the block device go once what is in flight is done.
+    /// Starts to end the export. The block device is removed when the requests in flight are done.
     pub fn begin_to_end(&self) {
-        self.shared.change(|state| state.ending = true);
+        self.shared.update(|state| state.ending = true);
     }
 
-    /// The same, and waits for that. What is not done after `grace` is answered with errors, so that
-    /// nobody hangs on it, and then [`REMOVE_GRACE`] may pass. False: the device has not answered
-    /// then, or somebody still has a node of it open; it is let go of when that has changed. A second
-    /// call finds nothing to do.
+    /// Ends the export and waits until it has ended. After `grace`, requests still in flight fail with
+    /// errors, and the removal may take another [`REMOVE_GRACE`].
+    ///
+    /// Returns false if the device still has not answered, or if a process still has a node open.
+    /// The keeper then finishes the removal in the background. Further calls only wait.
     pub fn end(&self, grace: Duration) -> bool {
         let end = Instant::now() + grace;
         self.begin_to_end();
         if self.shared.wait_until(end, |state| state.ended) {
             return true;
         }
-        self.shared.order(|state| state.dead = true);
+        self.shared.update_and_wake(|state| state.dead = true);
         self.shared.wait_until(end + REMOVE_GRACE, |state| state.removed);
         self.shared.lock().ended
     }
 
-    /// As [`end`](Self::end), unless somebody uses the block device: from Linux 7.0 on whoever has it
-    /// open, before that whoever has it for himself.
+    /// Ends the export like [`end`](Self::end), unless the block device is in use. From Linux 7.0
+    /// on, any open file counts as use; before, only an exclusive open does.
     ///
     /// # Errors
-    /// It is in use, and stays as it is.
+    /// Returns [`InUse`] and leaves the export unchanged.
     pub fn try_end(&self, grace: Duration) -> Result<bool, InUse> {
         let (is_ending, features) = {
             let state = self.shared.lock();
@@ -265,7 +325,7 @@ impl Export {
         }
         let end = Instant::now() + grace;
         let (kernel, target) = (Arc::clone(&self.kernel), Target::new(self.id, features));
-        let stopped = within(grace, "ublk-stop", move || Control(&*kernel).try_stop(target));
+        let stopped = run_with_deadline(grace, "ublk-stop", move || Control(&*kernel).try_stop(target));
         if let Ok(Some(Err(ControlError { errno: Errno::BUSY, .. }))) = stopped {
             return Err(InUse);
         }
@@ -273,35 +333,61 @@ impl Export {
     }
 }
 
-/// No request is begun while this lives.
+/// An exclusive claim on a block device. Empty if the block device is gone.
+pub struct Exclusive(Option<Box<dyn Claimed>>);
+
+impl Exclusive {
+    /// Drops the kernel's cache of the block device, and releases the claim. The device must answer
+    /// requests meanwhile.
+    ///
+    /// # Errors
+    /// Returns errors of the kernel, and `TimedOut` after the deadline.
+    pub fn drop_cache(mut self) -> std::io::Result<()> {
+        let Some(claimed) = self.0.take() else { return Ok(()) };
+        let dropped = run_with_deadline(ASK_DEADLINE, "ublk-drop", move || claimed.drop_cache())?;
+        dropped.unwrap_or_else(|| Err(std::io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl Drop for Exclusive {
+    fn drop(&mut self) {
+        // The last close writes back dirty pages and waits for the device, so it needs a deadline.
+        if let Some(claimed) = self.0.take() {
+            let _ = run_with_deadline(ASK_DEADLINE, "ublk-drop", move || drop(claimed));
+        }
+    }
+}
+
+/// A guard that holds new requests of an export while it lives.
 pub struct Held<'a>(&'a Export);
 
 impl Held<'_> {
-    /// Whether somebody has the block device for himself.
+    /// Returns true if the block device is opened exclusively.
     pub fn is_connected(&self) -> bool {
         self.0.is_connected()
     }
 
-    /// Answers all that was asked for until now with an error, whatever comes of it: what a loss of
-    /// power looks like. Whether there was a block device.
+    /// Fails all requests that have arrived, whatever the device does with them, like a loss of
+    /// power. Returns false if the export is ending.
     pub fn cut(&self) -> bool {
-        self.0.shared.order(|state| {
+        self.0.shared.update_and_wake(|state| {
             state.cuts += 1;
             !state.ending
         })
     }
 
-    /// Waits until the device has no request. False: it has at `end`.
+    /// Waits until the device has no requests in flight. Returns false if it still has some at
+    /// `end`.
     pub fn wait_gone(&self, end: Instant) -> bool {
         let shared = &self.0.shared;
         let version = shared.version();
-        shared.wait_until(end, |state| state.is_quiet(version))
+        shared.wait_until(end, |state| state.is_idle(version))
     }
 }
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        self.0.shared.order(|state| state.holds -= 1);
+        self.0.shared.update_and_wake(|state| state.holds -= 1);
     }
 }
 

@@ -1,5 +1,6 @@
-//! The thread that keeps an export: makes the device, has its queues served, and takes it away
-//! again. It alone waits for commands that take as long as the requests of clients.
+//! The keeper thread of an export: creates the block device, starts its queues, and removes the
+//! device at the end. Only the keeper waits for control commands that take as long as client
+//! requests.
 
 use std::io;
 use std::sync::Arc;
@@ -18,136 +19,134 @@ use thiserror::Error;
 use crate::abi::{DevInfo, feature};
 use crate::control::{Control, ControlError, Target, WANTED_FEATURES, delete, mark};
 use crate::kernel::{CharDevice, Kernel};
-use crate::ours::Ours;
+use crate::leftover::RegisteredDevice;
 use crate::params;
-use crate::parts::{Parts, granted};
+use crate::parts::{Parts, grant_callback};
 use crate::queue::Queue;
-use crate::shared::{Line, Shared};
+use crate::shared::{QueueState, Shared};
 use crate::zones::{self, UnfitZones};
 
-/// How long making a block device may take.
+/// Deadline for creating a block device.
 pub const START_DEADLINE: Duration = Duration::from_secs(30);
-/// How long the node of a user's device may take to become his.
+/// How long udev may take to give the node of an unprivileged device to its user.
 const OWN_DEADLINE: Duration = Duration::from_secs(10);
 
-/// A device cannot be shown as a block device.
+/// An error from exporting a device.
 #[derive(Debug, Error)]
 pub enum StartError {
-    /// The driver is not there.
+    /// The driver is not loaded.
     #[error("there is no /dev/ublk-control: load the kernel's driver with `modprobe ublk_drv`")]
     NoDriver,
-    /// Only root may.
+    /// The process may not use the driver.
     #[error(
-        "/dev/ublk-control: permission denied: block devices are made by root, and by all users where \
+        "/dev/ublk-control: permission denied: block devices are created by root, and by all users where \
          Freestone's udev rule is installed"
     )]
     Denied,
-    /// A device that its user may not open.
+    /// The process may not open its own device's node.
     #[error(
         "/dev/{0}: permission denied: Freestone's udev rule, which gives it to its user, is not installed"
     )]
     NotGiven(String),
-    /// The driver has enough of them.
-    #[error("the kernel's ublk driver allows no more devices: its parameter ublks_max says how many")]
+    /// The driver's limit of devices is reached.
+    #[error("the kernel's ublk driver allows no more devices: its parameter ublks_max is the limit")]
     TooMany,
     /// The control device cannot be opened.
     #[error("/dev/ublk-control: {0}")]
     NoControl(Errno),
-    /// The driver lacks what is used.
+    /// The driver lacks a required feature.
     #[error("the kernel's ublk driver is too old: Linux 6.5 or later is needed")]
     TooOld,
-    /// There are no zones by ublk here.
+    /// The kernel does not support zoned ublk devices.
     #[error("the kernel shows no zones by ublk: Linux 6.6 or later with CONFIG_BLK_DEV_ZONED is needed")]
     NoZones,
-    /// Only root may have zones.
-    #[error("zoned block devices are made with CAP_SYS_ADMIN: the driver has none for other users")]
+    /// The process may not create zoned devices.
+    #[error("zoned block devices are created with CAP_SYS_ADMIN: the driver has none for other users")]
     ZonesOfUser,
-    /// Zones that the kernel cannot have.
+    /// The kernel does not support the device's zones.
     #[error("{0}")]
     Unfit(#[from] UnfitZones),
-    /// The driver refuses.
+    /// The driver rejected a command.
     #[error("ublk: {0}")]
     Control(#[from] ControlError),
-    /// A node of the device does not appear, or cannot be opened.
+    /// A node of the device does not appear or cannot be opened.
     #[error("/dev/{node}: {source}")]
     Node {
-        /// Its name.
+        /// Name of the node.
         node: String,
-        /// Why not.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// A queue cannot be served.
-    #[error("a queue of ublk: {0}")]
+    /// A queue cannot be started.
+    #[error("ublk queue: {0}")]
     Queue(io::Error),
-    /// It takes longer than [`START_DEADLINE`].
-    #[error("ublk: the block device was not there in time")]
+    /// The block device was not ready within [`START_DEADLINE`].
+    #[error("ublk: the block device was not ready in time")]
     Deadline,
 }
 
-/// What a keeper works with.
-pub struct Around {
-    /// The driver.
+/// Configuration of a keeper.
+pub struct KeeperConfig {
     pub kernel: Arc<dyn Kernel>,
-    /// What it shares.
+    /// State shared with the owner and the queues.
     pub shared: Arc<Shared>,
-    /// How long it may take to begin.
     pub deadline: Duration,
-    /// Queues that are asked for.
+    /// Number of queues to request.
     pub queues: u16,
-    /// Requests of each.
     pub depth: u16,
     /// Largest request in bytes.
     pub max_bytes: u32,
-    /// Of the process.
+    /// In-flight limit of the process.
     pub budget: Arc<Budget>,
-    /// For dear requests.
+    /// Threads that run expensive requests.
     pub workers: Workers,
 }
 
-/// What there is of a device, to be undone.
+/// The parts of a started device, for removal.
 #[derive(Default)]
-struct Made {
+struct CreatedDevice {
     target: Option<Target>,
     char: Option<Arc<dyn CharDevice>>,
     threads: Vec<JoinHandle<()>>,
-    /// Until it is removed.
-    ours: Option<Ours>,
+    /// Kept until the device is removed.
+    registration: Option<RegisteredDevice>,
 }
 
-/// Makes a device, tells of it, and keeps it until it is to end.
-pub fn run(around: &Around, disk: Arc<Disk>, tell: &Sender<Result<(), StartError>>) {
-    // Memory that this thread needs is not made free by writing to a block device, which may be its
-    // own; the threads of queues inherit that.
+/// Creates the device, reports the result through `sender`, and removes the device when the export
+/// ends.
+pub fn run(config: &KeeperConfig, disk: Arc<Disk>, sender: &Sender<Result<(), StartError>>) {
+    // With this flag, allocations of this thread do not wait for writes to a block device, which
+    // may be this one. The queue threads inherit it.
     let is_flusher = configure_io_flusher_behavior(true).is_ok();
-    let mut made = Made::default();
-    let begun = begin(around, &disk, &mut made);
-    // What is shared is the one that others may replace.
+    let mut created = CreatedDevice::default();
+    let begun = begin(config, &disk, &mut created);
+    // The disk in the shared state can be replaced; this reference would keep the old one alive.
     drop(disk);
     if begun.is_err() {
-        undo(around, made);
-        let _ = tell.send(begun);
+        undo(config, created);
+        let _ = sender.send(begun);
         return;
     }
     if !is_flusher {
-        let name = around.shared.name();
-        tracing::warn!("{name}: ublk: may hang where memory is short: its threads lack CAP_SYS_RESOURCE");
+        let name = config.shared.name();
+        tracing::warn!("{name}: ublk: may hang under memory pressure: its threads lack CAP_SYS_RESOURCE");
     }
-    // Nobody listens where it took too long: then it is to end already.
-    let _ = tell.send(begun);
-    let shared = &around.shared;
+    // The receiver is gone after a timeout. `ending` is then already set.
+    let _ = sender.send(begun);
+    let shared = &config.shared;
     let mut state = shared.lock();
-    // Somebody else may stop it, and a queue may fail.
-    while !state.ending && !state.queues.iter().any(|line| line.closed) {
+    // Another process may stop the device, and a queue may fail.
+    while !state.ending && !state.queues.iter().any(|queue| queue.closed) {
         state = shared.wait(state);
     }
     drop(state);
-    undo(around, made);
+    undo(config, created);
 }
 
-fn begin(around: &Around, disk: &Arc<Disk>, made: &mut Made) -> Result<(), StartError> {
-    let until = Instant::now() + around.deadline;
-    let control = Control(&*around.kernel);
-    around.kernel.check().map_err(|errno| match errno {
+fn begin(config: &KeeperConfig, disk: &Arc<Disk>, created: &mut CreatedDevice) -> Result<(), StartError> {
+    let until = Instant::now() + config.deadline;
+    let control = Control(&*config.kernel);
+    config.kernel.check().map_err(|errno| match errno {
         Errno::NOENT | Errno::NODEV | Errno::NXIO => StartError::NoDriver,
         Errno::ACCESS | Errno::PERM => StartError::Denied,
         errno => StartError::NoControl(errno),
@@ -164,32 +163,33 @@ fn begin(around: &Around, disk: &Arc<Disk>, made: &mut Made) -> Result<(), Start
     if features & needed != needed {
         return Err(StartError::NoZones);
     }
-    // The driver refuses its kind of copies to them, and says no more than that.
-    if needed != 0 && !around.kernel.is_admin() {
+    // The driver rejects user copy for unprivileged devices with an unspecific error.
+    if needed != 0 && !config.kernel.is_admin() {
         return Err(StartError::ZonesOfUser);
     }
     let pid = std::process::id();
-    let asked = DevInfo {
-        nr_hw_queues: around.queues,
-        queue_depth: around.depth,
-        max_io_buf_bytes: around.max_bytes,
+    let requested = DevInfo {
+        nr_hw_queues: config.queues,
+        queue_depth: config.depth,
+        max_io_buf_bytes: config.max_bytes,
         ublksrv_pid: pid as i32,
         flags: features & WANTED_FEATURES | needed,
         ublksrv_flags: mark(pid),
         ..DevInfo::default()
     };
-    let added = Ours::made_by(|| control.add(asked).map(|info| (info.dev_id, info)));
-    let (info, ours) = added.map_err(|error: ControlError| match error.errno {
+    let added = RegisteredDevice::create(|| control.add(requested).map(|info| (info.dev_id, info)));
+    let (info, registration) = added.map_err(|error: ControlError| match error.errno {
         Errno::PERM => StartError::Denied,
         Errno::ACCESS => StartError::TooMany,
-        // What it says where the kernel is built without zones, with the feature or not.
+        // The driver returns EINVAL if the kernel is built without zones, even if it reports the
+        // feature.
         Errno::INVAL if needed != 0 => StartError::NoZones,
         _ => error.into(),
     })?;
     let id = info.dev_id;
     let target = Target::new(id, info.flags);
-    (made.target, made.ours) = (Some(target), Some(ours));
-    around.shared.change(|state| (state.id, state.features) = (Some(id), info.flags & features));
+    (created.target, created.registration) = (Some(target), Some(registration));
+    config.shared.update(|state| (state.id, state.features) = (Some(id), info.flags & features));
     if info.flags & needed != needed {
         return Err(StartError::NoZones);
     }
@@ -200,32 +200,32 @@ fn begin(around: &Around, disk: &Arc<Disk>, made: &mut Made) -> Result<(), Start
             _ => StartError::Node { node: name, source },
         }
     };
-    // First of all: what a user may do with his device depends on its node.
-    let char = around.kernel.open(id, given()).map_err(node(format!("ublkc{id}")))?;
-    made.char = Some(Arc::clone(&char));
-    control.set_params(target, &params::of(disk, info.max_io_buf_bytes))?;
-    start_queues(around, disk, &char, info, made, until)?;
+    // The open comes first: the kernel checks an unprivileged user's permissions on this node.
+    let char = config.kernel.open(id, given()).map_err(node(format!("ublkc{id}")))?;
+    created.char = Some(Arc::clone(&char));
+    control.set_params(target, &params::for_disk(disk, info.max_io_buf_bytes))?;
+    start_queues(config, disk, &char, info, created, until)?;
     drop(char);
-    if around.shared.lock().ending {
+    if config.shared.lock().ending {
         return Err(StartError::Deadline);
     }
-    // The queues serve already: partitions are looked for before this returns.
+    // The queues already serve requests: the command scans for partitions before it returns.
     control.start(target, pid)?;
-    let block = around.kernel.block(id, given()).map_err(node(format!("ublkb{id}")))?;
-    around.shared.change(|state| state.block = Some(block));
+    let block = config.kernel.block(id, given()).map_err(node(format!("ublkb{id}")))?;
+    config.shared.update(|state| state.block = Some(block));
     Ok(())
 }
 
-/// Starts a thread for each queue, and waits until all their tags are with the kernel.
+/// Starts a thread for each queue, and waits until all queues have fetched their tags.
 fn start_queues(
-    around: &Around,
+    config: &KeeperConfig,
     disk: &Arc<Disk>,
     char: &Arc<dyn CharDevice>,
     info: DevInfo,
-    made: &mut Made,
+    created: &mut CreatedDevice,
     until: Instant,
 ) -> Result<(), StartError> {
-    let (tell, ready): (Sender<io::Result<()>>, Receiver<_>) = channel();
+    let (sender, ready): (Sender<io::Result<()>>, Receiver<_>) = channel();
     for index in 0..info.nr_hw_queues {
         let answers = Arc::new(Answers::new().map_err(StartError::Queue)?);
         let parts = Parts {
@@ -233,52 +233,52 @@ fn start_queues(
             depth: info.queue_depth,
             max_bytes: info.max_io_buf_bytes as usize,
             user_copy: info.flags & feature::USER_COPY != 0,
-            shared: Arc::clone(&around.shared),
-            share: around.budget.share(&disk.failures, granted(&answers)),
+            shared: Arc::clone(&config.shared),
+            share: config.budget.share(&disk.failures, grant_callback(&answers)),
             answers: Arc::clone(&answers),
-            workers: around.workers.clone(),
+            workers: config.workers.clone(),
         };
-        let line = Line { answers, seen: 0, in_flight: 0, closed: false };
-        around.shared.change(|state| state.queues.push(line));
-        let (char, disk, tell) = (Arc::clone(char), Arc::clone(disk), tell.clone());
+        let queue = QueueState { answers, applied_version: 0, in_flight: 0, closed: false };
+        config.shared.update(|state| state.queues.push(queue));
+        let (char, disk, sender) = (Arc::clone(char), Arc::clone(disk), sender.clone());
         let thread = std::thread::Builder::new().name(format!("ublk{}q{index}", info.dev_id));
-        let started = thread.spawn(move || serve(parts, char, disk, tell));
+        let started = thread.spawn(move || serve(parts, char, disk, sender));
         match started {
-            Ok(thread) => made.threads.push(thread),
+            Ok(thread) => created.threads.push(thread),
             Err(error) => {
-                around.shared.change(|state| {
+                config.shared.update(|state| {
                     state.queues.pop();
                 });
                 return Err(StartError::Queue(error));
             }
         }
     }
-    drop(tell);
+    drop(sender);
     for _ in 0..info.nr_hw_queues {
         match ready.recv_timeout(until.saturating_duration_since(Instant::now())) {
             Ok(ready) => ready.map_err(StartError::Queue)?,
             Err(RecvTimeoutError::Timeout) => return Err(StartError::Deadline),
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(StartError::Queue(io::Error::other("its thread has ended")));
+                return Err(StartError::Queue(io::Error::other("the thread has ended")));
             }
         }
     }
     Ok(())
 }
 
-/// A queue's thread.
-fn serve(parts: Parts, char: Arc<dyn CharDevice>, disk: Arc<Disk>, tell: Sender<io::Result<()>>) {
+/// Runs a queue's thread.
+fn serve(parts: Parts, char: Arc<dyn CharDevice>, disk: Arc<Disk>, sender: Sender<io::Result<()>>) {
     let (shared, index) = (Arc::clone(&parts.shared), parts.index);
     let queue = char
         .ring(index, parts.depth, parts.user_copy, parts.answers.wake_fd())
         .and_then(|ring| Queue::new(parts, ring, disk));
     drop(char);
-    let close = || shared.change(|state| state.queues[usize::from(index)].closed = true);
+    let close = || shared.update(|state| state.queues[usize::from(index)].closed = true);
     match queue {
         Ok(queue) => {
-            let _ = tell.send(Ok(()));
-            drop(tell);
-            // A panic of a device's must not leave others waiting for this queue.
+            let _ = sender.send(Ok(()));
+            drop(sender);
+            // If a device panics, other threads must not wait for this queue forever.
             let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| queue.serve()));
             close();
             if let Ok(drained) = served {
@@ -287,18 +287,18 @@ fn serve(parts: Parts, char: Arc<dyn CharDevice>, disk: Arc<Disk>, tell: Sender<
         }
         Err(error) => {
             close();
-            let _ = tell.send(Err(error));
+            let _ = sender.send(Err(error));
         }
     }
 }
 
-/// Takes away what there is of a device, once its requests are done.
-fn undo(around: &Around, made: Made) {
-    let (shared, control) = (&around.shared, Control(&*around.kernel));
-    let Made { target, char, threads, ours } = made;
-    shared.change(|state| state.ending = true);
+/// Removes the device when its requests are done.
+fn undo(config: &KeeperConfig, created: CreatedDevice) {
+    let (shared, control) = (&config.shared, Control(&*config.kernel));
+    let CreatedDevice { target, char, threads, registration } = created;
+    shared.update(|state| state.ending = true);
     if let Some(target) = target {
-        // Also gives back the tags of a device that was not started.
+        // STOP_DEV also returns the tags of a device that was not started.
         let stopped = control.stop(target);
         if let Err(error) = stopped
             && error.errno != Errno::NODEV
@@ -306,12 +306,12 @@ fn undo(around: &Around, made: Made) {
             tracing::warn!("{}: ublk: {error}", shared.name());
         }
         if stopped.is_err() {
-            for line in &shared.lock().queues {
-                line.answers.end();
+            for queue in &shared.lock().queues {
+                queue.answers.end();
             }
         }
         let mut state = shared.lock();
-        while !state.queues.iter().all(|line| line.closed) {
+        while !state.queues.iter().all(|queue| queue.closed) {
             state = shared.wait(state);
         }
         state.block = None;
@@ -320,13 +320,13 @@ fn undo(around: &Around, made: Made) {
             tracing::warn!("{}: ublk: {error}", shared.name());
         }
     }
-    drop(ours);
-    shared.change(|state| state.removed = true);
+    drop(registration);
+    shared.update(|state| state.removed = true);
     for thread in threads {
         let _ = thread.join();
     }
-    // It may wait for a disk: not under the lock.
-    let disk = shared.change(|state| state.disk.take());
+    // Dropping may wait for a disk, so not under the lock.
+    let disk = shared.update(|state| state.disk.take());
     drop(disk);
-    shared.change(|state| state.ended = true);
+    shared.update(|state| state.ended = true);
 }

@@ -1,4 +1,4 @@
-//! What is asked of the kernel, so that tests can answer in its place.
+//! The interface to the kernel, a set of traits that the tests implement with a fake driver.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,114 +10,121 @@ use rustix::io::Errno;
 
 use crate::abi::{CtrlCmd, IoDesc};
 
-/// The driver, as a process sees it. Every call may come from any thread.
+/// The ublk driver as a process sees it. Any thread may call any method.
 pub trait Kernel: Send + Sync {
-    /// Whether the driver is there.
+    /// Checks that the driver is loaded and accessible.
     fn check(&self) -> Result<(), Errno>;
 
-    /// Whether it is root, or another with `CAP_SYS_ADMIN`, who asks.
+    /// Returns true if the process has `CAP_SYS_ADMIN`.
     fn is_admin(&self) -> bool;
 
-    /// A command to the control device, with `payload` at its address; returns when it is done, which
-    /// may take as long as requests do that it waits for.
+    /// Runs a control command with `payload` as its buffer. Blocks until the command is done, which
+    /// may include waiting for requests.
     fn command(&self, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno>;
 
-    /// Where a character device has its node.
     fn char_path(&self, id: u32) -> PathBuf;
 
-    /// The character device, once there is a node for it.
+    /// Opens the character device, and waits for its node until `until`.
     fn open(&self, id: u32, until: Instant) -> io::Result<Arc<dyn CharDevice>>;
 
-    /// The block device, once there is a node for it.
+    /// Returns the block device, and waits for its node until `until`.
     fn block(&self, id: u32, until: Instant) -> io::Result<Arc<dyn BlockDevice>>;
 
-    /// The ids of all devices there are.
     fn devices(&self) -> io::Result<Vec<u32>>;
 }
 
-/// `/dev/ublkcN`, open as long as this or a ring of it lives.
+/// `/dev/ublkcN`. The file stays open while this object or one of its rings lives.
 pub trait CharDevice: Send + Sync {
-    /// The ring of a queue of so many tags, to be called by the thread that will use it. With
-    /// `user_copy` data is moved by it. `wake` ends a wait.
+    /// Creates the ring of a queue with `depth` tags. The thread that will use the ring must make
+    /// the call. With `user_copy` the ring moves the data. A write to `wake` ends a wait.
     fn ring(&self, queue: u16, depth: u16, user_copy: bool, wake: &OwnedFd) -> io::Result<Box<dyn Ring>>;
 }
 
-/// `/dev/ublkbN`.
 pub trait BlockDevice: Send + Sync {
-    /// Where it is.
+    /// Returns the path of the node.
     fn path(&self) -> PathBuf;
 
-    /// Whether somebody has it, or a part of it, for himself: a file system that is mounted does.
-    fn is_claimed(&self) -> io::Result<bool>;
+    /// Opens the block device exclusively. Returns `None` if the device is gone, and `EBUSY` if
+    /// another user, for example a mount, has claimed the device or a partition.
+    fn claim(&self) -> io::Result<Option<Box<dyn Claimed>>>;
+
+    /// Returns the mount point if it is visible in this process's mount namespace.
+    fn mount_point(&self) -> Option<PathBuf>;
 }
 
-/// How long to wait for something that arrives.
+/// An exclusive claim on a block device, released on drop. Every method and the drop may wait for
+/// requests.
+pub trait Claimed: Send {
+    /// Writes back the dirty pages of the block device's cache.
+    fn sync(&self) -> io::Result<()>;
+
+    fn drop_cache(&self) -> io::Result<()>;
+}
+
+/// How long [`Ring::enter`] waits for an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
-    /// Not at all.
     No,
-    /// Until then, or until it was as long.
+    /// Wait for an event, at most this long.
     AtMost(Duration),
-    /// Until then.
+    /// Wait for an event.
     Forever,
 }
 
-/// What of a tag has come back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
-    /// Its command. 0: it has a request. Else a negative errno: none will come; but where it was a
-    /// commit behind data that could not be sent, it is [`NOT_DONE`].
+    /// The tag's command completed. Result 0 means that a request arrived. A negative errno means
+    /// that the tag will get no more requests, except [`NOT_DONE`] after a failed
+    /// [`Ring::send_data`].
     Command,
-    /// Data that was fetched: so many bytes, or a negative errno.
+    /// A fetch of data completed, with the number of bytes or a negative errno.
     Fetched,
-    /// Data that was sent, the same.
+    /// A send of data completed, with the number of bytes or a negative errno.
     Sent,
 }
 
-/// What a commit behind data comes back with if that was not taken as a whole: its request is as
-/// before (`ECANCELED`).
+/// Result (`-ECANCELED`) of a commit whose preceding [`Ring::send_data`] was incomplete. The
+/// request is still open.
 pub const NOT_DONE: i32 = -125;
 
-/// Something of a tag has come back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Arrived {
-    /// Which.
     pub tag: u16,
-    /// What.
     pub event: Event,
-    /// How it went.
+    /// Result, as [`Event`] describes.
     pub result: i32,
 }
 
-/// The ring of one queue. A tag is the kernel's from a fetch or commit until it arrives, and its
-/// buffer is, too.
+/// The ring of one queue. The kernel owns a tag and its buffer from a fetch or commit until the
+/// tag's command completes.
 pub trait Ring {
-    /// Asks for the first request of a tag. This, and all below, reaches the kernel with the next
+    /// Queues a fetch of the tag's first request. Entries reach the kernel with the next
     /// [`enter`](Self::enter).
     fn fetch(&mut self, tag: u16, buffer: u64);
 
-    /// Tells the outcome of a request, and asks for the next one. What was read is in `buffer`; with
-    /// user copy that is the sector that an append went to, or 0.
+    /// Queues the completion of a request and a fetch of the next one. `buffer` holds read data.
+    /// With user copy it is the sector that an append wrote to, or 0.
     fn commit(&mut self, tag: u16, result: i32, buffer: u64);
 
-    /// Copies the data of a tag's request to `to`. It begins in the order of the calls.
+    /// Queues a copy of the request's data to `to`. Copies begin in the order of the calls.
     fn fetch_data(&mut self, tag: u16, to: u64, len: usize);
 
-    /// Copies data into a tag's request. Followed by its commit, which is done only if all was copied.
+    /// Queues a copy into the tag's request. The commit must follow; the kernel runs it only if all
+    /// bytes were copied.
     fn send_data(&mut self, tag: u16, from: u64, len: usize);
 
-    /// Whether something waits for the next [`enter`](Self::enter).
+    /// Returns true if entries wait for the next [`enter`](Self::enter).
     fn has_queued(&mut self) -> bool;
 
-    /// Hands over what is queued, and waits. It may return early.
+    /// Submits the queued entries and waits for events. May return early.
     fn enter(&mut self, wait: Wait) -> io::Result<()>;
 
-    /// Adds what has arrived.
+    /// Appends the events that have arrived.
     fn arrived(&mut self, into: &mut Vec<Arrived>);
 
-    /// A copy of the descriptor of a tag that has arrived with a request.
+    /// Returns a copy of the descriptor of a tag with a request.
     fn descriptor(&self, tag: u16) -> IoDesc;
 
-    /// Whether the kernel writes to buffers inside of [`enter`](Self::enter) only.
+    /// Returns true if the kernel writes to buffers only during [`enter`](Self::enter).
     fn is_deferred(&self) -> bool;
 }

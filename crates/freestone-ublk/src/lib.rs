@@ -1,65 +1,69 @@
-//! Block devices of Linux for Freestone's devices, by the kernel's ublk driver: all programs of a
-//! machine use a device as they use a disk, with file systems, swap and other block devices over it.
+//! Exports Freestone devices as Linux block devices through the kernel's ublk driver.
 //!
-//! An [`Export`] is one device at `/dev/ublkbN`. Each of its queues has a ring and a thread, which
-//! tries every request inline, submits what would block, and hands dear ones to
-//! [`Workers`](freestone_core::workers::Workers). What is done and what has arrived share a system
-//! call. Another thread, the keeper, makes the block device and takes it away.
+//! An [`Export`] is one device at `/dev/ublkbN`, usable by file systems, swap and device mapper.
+//! Each of its queues has an `io_uring` and a thread. The thread tries every request inline, submits
+//! requests that would block, and passes expensive ones to
+//! [`Workers`](freestone_core::workers::Workers). One system call both sends completions and
+//! fetches new requests. A keeper thread creates the block device and removes it.
 //!
-//! # How data moves
-//! The driver copies a write's data into the buffer of the request's tag before it tells of it, and a
-//! read's data out of there when that is answered. The device works in this buffer, so there is no
-//! copy beside the driver's. A tag's buffer is as large as the largest request; its pages get memory
-//! when they are first used, and lose it after a second without requests.
+//! # Data path
+//! The driver copies the data of a write into the buffer of the request's tag before it delivers
+//! the request. It copies read data out of that buffer when the read completes. The device works in
+//! the same buffer, so the driver's copy is the only one. A tag's buffer has the size of the
+//! largest request. The kernel allocates its pages on first use, and the queue frees them after one
+//! second without requests.
 //!
-//! With zones the server copies by itself (user copy), as an append is answered with the place it went
-//! to where else the buffer is. Copies are entries of the queue's ring: that of a write's data comes
-//! before the request, that of a read's goes with its answer. The kernel does them while it takes the
-//! entries, so writes begin in the order in which they came, and there are two system calls where
-//! there was one: one for the data of all writes that have arrived, one for all answers.
+//! Zoned devices use ublk's user copy, because the completion of an append carries the written
+//! sector in the field of the buffer address. The copies are entries of the queue's ring. A write's
+//! data is fetched before the request begins; a read's data is sent together with its completion.
+//! The kernel copies while it consumes the entries, so writes begin in the order of arrival. User
+//! copy needs two system calls per batch: one fetches the data of all writes that arrived, one
+//! sends all completions.
 //!
 //! # Zones
-//! The kernel asks for a report when the block device begins, and after a write that failed. Reports
-//! and operations on zones may wait for the device below: each queue has a thread for them.
+//! The kernel requests a zone report when the block device starts, and after a failed write.
+//! Reports and zone operations may block in the underlying device, so each queue has a separate
+//! thread for them.
 //!
-//! # What is trusted
-//! The kernel: it decides what is copied where. Its descriptors are copied before they are looked
-//! at, and checked as those of any client; what it does not offer is asked for by feature bits.
-//! Nothing waits for it without an end, but threads nobody waits for.
+//! # Trust
+//! The kernel is trusted: it decides what is copied where. Descriptors are still copied before use
+//! and checked like those of any client. Feature bits show what the driver supports. Kernel calls
+//! without a timeout run only on threads that no other thread waits for.
 //!
-//! # Users without privileges
-//! Who has no `CAP_SYS_ADMIN` makes devices of his own kind. The kernel lets nobody but him, and root,
-//! open them, and looks for what commands may do at the node of the character device. So somebody has
-//! to give the nodes to him: udev, which asks [`owner`].
+//! # Unprivileged users
+//! A process without `CAP_SYS_ADMIN` creates unprivileged devices. The kernel allows only the owner
+//! and root to open these, and checks permissions on the node of the character device. udev must
+//! therefore give the nodes to the owner; it asks [`owner`].
 //!
-//! # Where memory is short
-//! The kernel frees memory by writing to disks, and a thread that asks for some may be made to wait
-//! for that. If the disk is an export, and its server the thread, nothing goes on. So every thread
-//! that has a part in a request has to be an I/O flusher (`PR_SET_IO_FLUSHER`). Those of exports are;
-//! devices' own are where whoever made them was, since threads inherit it: a program does it first of
-//! all, when it has one thread.
+//! # Memory pressure
+//! The kernel reclaims memory by writing to disks, and an allocation may wait for such a write. If
+//! the disk is an export and the waiting thread serves it, the two deadlock. Every thread on the
+//! request path must therefore be an I/O flusher (`PR_SET_IO_FLUSHER`). Threads of exports set the
+//! flag themselves. Threads of devices inherit it from their creator, so a program should set it
+//! first, while it has one thread.
 //!
-//! # When it ends
-//! The block device goes when its requests are done. What the device has not answered in time is
-//! answered with an error in its place: else whoever uses the block device would hang with it, and
-//! the driver as well. When the process is killed the kernel does the same; the empty device that
-//! stays is removed by [`remove_left_behind`].
+//! # End of an export
+//! The block device is removed when its requests are done. Requests that the device has not
+//! completed in time fail with an error, since otherwise users of the block device and the driver
+//! would hang. The kernel does the same if the process is killed. [`remove_left_behind`] removes
+//! the dead device that a killed process leaves.
 //!
-//! # Not offered
-//! Recovery: a successor that takes over a block device in use. Zones for users without privileges.
-//! Write zeroes to zones. Zero copy, with which a server cannot see the data.
+//! # Not supported
+//! Recovery (a new server that takes over a block device in use), zones for unprivileged users,
+//! write zeroes on zoned devices, and zero copy, which would hide the data from the server.
 
 mod abi;
-mod aside;
 #[cfg(test)]
 mod conformance;
 mod control;
+mod deadline;
+mod exclusive;
 mod export;
 #[cfg(test)]
 mod fake;
 mod keeper;
 mod kernel;
-mod ours;
+mod leftover;
 mod owner;
 mod params;
 mod parts;
@@ -71,32 +75,32 @@ mod task;
 #[cfg(test)]
 mod tests;
 mod uring;
-mod within;
+mod zone_thread;
 mod zones;
 #[cfg(test)]
 mod zones_tests;
 
 pub use control::ControlError;
 pub use export::{
-    END_GRACE, Export, Held, InUse, MAX_DEPTH, MAX_QUEUES, MAX_REQUEST_BYTES, Options, REMOVE_GRACE,
-    ResizeError,
+    ClaimError, END_GRACE, Exclusive, Export, Held, InUse, MAX_DEPTH, MAX_QUEUES, MAX_REQUEST_BYTES, Options,
+    REMOVE_GRACE, ResizeError,
 };
 pub use keeper::{START_DEADLINE, StartError};
-pub use ours::LeftBehindError;
+pub use leftover::LeftBehindError;
 pub use owner::OwnerError;
 pub use zones::UnfitZones;
 
-/// Removes the devices that a process of ours has left when it was killed, which nobody uses. Those
-/// of other programs, and those that are served, stay. Returns the numbers of what was removed.
+/// Removes unused devices that killed Freestone processes left behind, and returns their ids.
+/// Devices of other programs and devices with a running server stay.
 ///
 /// # Errors
 /// See [`LeftBehindError`].
 pub fn remove_left_behind() -> Result<Vec<u32>, LeftBehindError> {
-    ours::remove(system::System::default())
+    leftover::remove(system::System::default())
 }
 
-/// User and group whose the device is that has the node `name`: `ublkcN`, `ublkbN`, or a partition of
-/// that. `None`: it is root's.
+/// Returns the user and group that own the device with the node `name`: `ublkcN`, `ublkbN`, or a
+/// partition of the latter. `None` means that root owns the device.
 ///
 /// # Errors
 /// See [`OwnerError`].

@@ -1,4 +1,4 @@
-//! Whose a device is, for who gives the nodes of users' devices to them.
+//! Looks up the owner of an unprivileged device, for the udev rule.
 
 use rustix::io::Errno;
 use thiserror::Error;
@@ -7,26 +7,26 @@ use crate::abi::feature;
 use crate::control::{Control, ControlError, is_id};
 use crate::kernel::Kernel;
 
-/// Nobody knows whose a device is.
+/// An error from looking up a device's owner.
 #[derive(Debug, Error)]
 pub enum OwnerError {
-    /// The name of another node.
+    /// The name is not the node of a ublk device.
     #[error("{0}: must be ublkcN or ublkbN")]
     Name(String),
     /// The control device cannot be opened.
     #[error("/dev/ublk-control: {0}")]
     NoControl(Errno),
-    /// The driver does not tell.
+    /// The driver rejected the query.
     #[error("{name}: {source}")]
     Control {
-        /// The node.
+        /// Name of the node.
         name: String,
-        /// Why not.
+        /// Error of the driver.
         source: ControlError,
     },
 }
 
-/// User and group that have made the device with the node `name`; `None`: it is root's.
+/// Returns the user and group that created the device with the node `name`, or `None` if root did.
 pub fn owner(kernel: &dyn Kernel, name: &str) -> Result<Option<(u32, u32)>, OwnerError> {
     let id = id_of(name).ok_or_else(|| OwnerError::Name(name.to_owned()))?;
     kernel.check().map_err(OwnerError::NoControl)?;
@@ -36,7 +36,7 @@ pub fn owner(kernel: &dyn Kernel, name: &str) -> Result<Option<(u32, u32)>, Owne
     Ok(is_users.then_some((info.owner_uid, info.owner_gid)))
 }
 
-/// The number in the name of a node, which may also be a partition's.
+/// Parses the id from a node name, which may be a partition's.
 fn id_of(name: &str) -> Option<u32> {
     let whole = match name.strip_prefix("ublkb") {
         Some(block) => block.split_once('p').map_or(block, |(whole, _)| whole),
@@ -51,7 +51,7 @@ mod tests {
     use super::id_of;
 
     #[test]
-    fn numbers_are_in_names_of_nodes() {
+    fn id_is_parsed_from_node_name() {
         for (name, id) in [("ublkc0", 0), ("ublkb17", 17), ("ublkb3p1", 3)] {
             assert_eq!(id_of(name), Some(id));
         }

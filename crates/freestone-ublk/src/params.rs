@@ -1,4 +1,4 @@
-//! What the driver is told of a device.
+//! Converts a device's geometry into ublk parameters.
 
 use freestone_core::bytes::Bytes;
 use freestone_core::device::{Disk, Geometry};
@@ -6,28 +6,29 @@ use freestone_core::device::{Disk, Geometry};
 use crate::abi::{ParamBasic, ParamDiscard, Params, SECTOR_BYTES, attr, param};
 use crate::zones;
 
-/// The block layer's limit of a discard or write zeroes: fewer than 4 GiB.
+/// The block layer's limit for discard and write zeroes: less than 4 GiB.
 const MAX_RANGE_SECTORS: u32 = u32::MAX >> 9;
 
-/// Its size as of now; what is left of a sector at the end is not shown.
+/// Returns the current size in sectors, without a partial sector at the end.
 pub fn sectors(disk: &Disk) -> u64 {
     Bytes::told(disk.device.geometry()).size / SECTOR_BYTES
 }
 
-/// Whether it has zones; data is moved by user copy then.
+/// Returns true if the device has zones. Zoned devices use user copy.
 pub fn is_zoned(disk: &Disk) -> bool {
     disk.device.geometry().zones.is_some()
 }
 
-/// What the driver is told, where a buffer has `max_bytes`.
-pub fn of(disk: &Disk, max_bytes: u32) -> Params {
+/// Returns the parameters for a disk whose request buffers have `max_bytes`.
+pub fn for_disk(disk: &Disk, max_bytes: u32) -> Params {
     params(&disk.device.geometry(), disk.read_only, max_bytes)
 }
 
 fn params(geometry: &Geometry, read_only: bool, max_bytes: u32) -> Params {
     let page = rustix::param::page_size() as u32;
-    // Smaller requests than the device's blocks are served as well, so that a partition table in
-    // sectors of 512 fits, as over the other exports. But zones are written by the device's own blocks.
+    // The logical block is a sector even if the device's blocks are larger, because the device
+    // serves smaller requests too. Partition tables in 512-byte sectors then fit, as over the other
+    // exports. Zones must be written in the device's own blocks.
     let logical = if geometry.zones.is_some() { geometry.logical_block } else { SECTOR_BYTES as u32 };
     let physical = geometry.physical_block.clamp(logical, page);
     let shift = |bytes: u32| bytes.max(1).ilog2() as u8;
@@ -39,13 +40,13 @@ fn params(geometry: &Geometry, read_only: bool, max_bytes: u32) -> Params {
         attrs |= attr::ROTATIONAL;
     }
     if geometry.volatile_cache {
-        // Without a cache the block layer sends neither flushes nor FUA.
+        // Without a volatile cache the block layer sends neither flushes nor FUA.
         attrs |= attr::VOLATILE_CACHE | attr::FUA;
     }
     let wanted = if geometry.max_request == 0 { max_bytes } else { geometry.max_request };
-    // The block layer takes nothing below a page; what the device wants smaller it splits itself.
+    // The block layer rejects limits below a page. A device with a smaller limit splits requests itself.
     let max_request = wanted.min(max_bytes).max(page);
-    let told = Bytes::told(*geometry);
+    let visible = Bytes::told(*geometry);
     let basic = ParamBasic {
         attrs,
         logical_bs_shift: shift(logical),
@@ -54,13 +55,13 @@ fn params(geometry: &Geometry, read_only: bool, max_bytes: u32) -> Params {
         io_min_shift: shift(geometry.io_min.max(physical)),
         max_sectors: max_request / SECTOR_BYTES as u32,
         chunk_sectors: geometry.zones.map_or(0, |zones| (zones.zone_size / SECTOR_BYTES) as u32),
-        dev_sectors: told.size / SECTOR_BYTES,
+        dev_sectors: visible.size / SECTOR_BYTES,
         virt_boundary_mask: 0,
     };
     let len = size_of::<Params>() as u32;
     if let Some(zones) = &geometry.zones {
-        // No write zeroes: the block layer would not cut it at the ends of zones, as it does what it
-        // writes instead.
+        // Zoned devices have no write zeroes: the block layer would not split these at zone
+        // boundaries. It does split the writes that it issues instead.
         let zoned = zones::params(zones, max_request);
         return Params { len, types: param::BASIC | param::ZONED, basic, zoned, ..Params::default() };
     }
@@ -68,7 +69,7 @@ fn params(geometry: &Geometry, read_only: bool, max_bytes: u32) -> Params {
         return Params { len, types: param::BASIC, basic, ..Params::default() };
     }
     let frees = geometry.discard_granularity > 0;
-    // It is never zero, also where nothing is to be gained by discards, and none are offered.
+    // The granularity must not be zero, even if the device does not support discard.
     let granularity = geometry.discard_granularity.max(physical);
     let whole_units = MAX_RANGE_SECTORS - MAX_RANGE_SECTORS % (granularity / SECTOR_BYTES as u32).max(1);
     let discard = ParamDiscard {
@@ -111,21 +112,21 @@ mod tests {
     }
 
     #[test]
-    fn what_the_geometry_says() {
-        let told = params(&geometry(), false, MAX);
-        assert_eq!((told.len, told.types), (112, param::BASIC | param::DISCARD));
-        let basic = told.basic;
+    fn params_follow_geometry() {
+        let result = params(&geometry(), false, MAX);
+        assert_eq!((result.len, result.types), (112, param::BASIC | param::DISCARD));
+        let basic = result.basic;
         assert_eq!((basic.attrs, basic.dev_sectors, basic.max_sectors), (0, 64 << 11, 1024));
         let shifts =
             (basic.logical_bs_shift, basic.physical_bs_shift, basic.io_min_shift, basic.io_opt_shift);
         assert_eq!(shifts, (9, 12, 12, 17));
-        assert_eq!((told.discard.discard_granularity, told.discard.max_discard_segments), (4096, 1));
-        assert_eq!(told.discard.max_discard_sectors % 8, 0);
-        assert!(told.discard.max_discard_sectors > 0 && told.discard.max_write_zeroes_sectors > 0);
+        assert_eq!((result.discard.discard_granularity, result.discard.max_discard_segments), (4096, 1));
+        assert_eq!(result.discard.max_discard_sectors % 8, 0);
+        assert!(result.discard.max_discard_sectors > 0 && result.discard.max_write_zeroes_sectors > 0);
     }
 
     #[test]
-    fn promises_become_attributes() {
+    fn cache_and_media_become_attributes() {
         let attrs = |geometry: Geometry, read_only| params(&geometry, read_only, MAX).basic.attrs;
         let cached = Geometry { volatile_cache: true, ..geometry() };
         assert_eq!(attrs(cached, false), attr::VOLATILE_CACHE | attr::FUA);
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_that_the_driver_would_refuse_are_never_told() {
+    fn limits_are_clamped_to_driver_range() {
         let odd = Geometry {
             padding: 3584 + 100,
             physical_block: 1 << 20,
@@ -145,33 +146,33 @@ mod tests {
             discard_granularity: 0,
             ..geometry()
         };
-        let told = params(&odd, false, MAX);
+        let result = params(&odd, false, MAX);
         let page = rustix::param::page_size() as u32;
-        assert_eq!(told.basic.max_sectors, page / 512);
-        assert_eq!(told.basic.dev_sectors, (64 << 11) - 8);
-        assert_eq!(1 << told.basic.physical_bs_shift, page);
-        assert!(told.basic.io_opt_shift >= 9 && told.basic.io_min_shift >= 9);
-        assert_eq!((told.discard.max_discard_sectors, told.discard.discard_granularity), (0, page));
-        assert!(told.discard.max_write_zeroes_sectors > 0);
+        assert_eq!(result.basic.max_sectors, page / 512);
+        assert_eq!(result.basic.dev_sectors, (64 << 11) - 8);
+        assert_eq!(1 << result.basic.physical_bs_shift, page);
+        assert!(result.basic.io_opt_shift >= 9 && result.basic.io_min_shift >= 9);
+        assert_eq!((result.discard.max_discard_sectors, result.discard.discard_granularity), (0, page));
+        assert!(result.discard.max_write_zeroes_sectors > 0);
         let wide = Geometry { max_request: u32::MAX - 4095, ..geometry() };
         assert_eq!(params(&wide, false, MAX).basic.max_sectors, MAX / 512);
     }
 
     #[test]
-    fn zones_are_told_in_sectors_and_by_the_blocks_of_the_device() {
+    fn zone_params_use_sectors_and_device_blocks() {
         let zones =
             ZoneGeometry { zone_size: 4 << 20, nr_zones: 16, max_open: 3, max_active: 5, max_append: 16384 };
         let with = |zones, block| Geometry { zones: Some(zones), logical_block: block, ..geometry() };
-        let told = params(&with(zones, 4096), false, MAX);
-        assert_eq!(told.types, param::BASIC | param::ZONED);
-        assert_eq!((told.basic.chunk_sectors, told.basic.logical_bs_shift), (8192, 12));
-        let ParamZoned { max_open_zones, max_active_zones, max_zone_append_sectors, .. } = told.zoned;
+        let result = params(&with(zones, 4096), false, MAX);
+        assert_eq!(result.types, param::BASIC | param::ZONED);
+        assert_eq!((result.basic.chunk_sectors, result.basic.logical_bs_shift), (8192, 12));
+        let ParamZoned { max_open_zones, max_active_zones, max_zone_append_sectors, .. } = result.zoned;
         assert_eq!((max_open_zones, max_active_zones, max_zone_append_sectors), (3, 5, 32));
-        assert_eq!(told.discard, ParamDiscard::default());
+        assert_eq!(result.discard, ParamDiscard::default());
         let wide = ZoneGeometry { max_append: !511, ..zones };
-        let told = params(&with(wide, 512), true, MAX);
-        assert_eq!((told.zoned.max_zone_append_sectors, told.basic.logical_bs_shift), (MAX / 512, 9));
-        assert_eq!(told.basic.attrs, attr::READ_ONLY);
+        let result = params(&with(wide, 512), true, MAX);
+        assert_eq!((result.zoned.max_zone_append_sectors, result.basic.logical_bs_shift), (MAX / 512, 9));
+        assert_eq!(result.basic.attrs, attr::READ_ONLY);
         assert_eq!(crate::zones::check(&with(zones, 4096)), Ok(()));
         let unfit = |zones: ZoneGeometry| crate::zones::check(&with(zones, 4096));
         assert_eq!(unfit(ZoneGeometry { zone_size: 3 << 20, ..zones }), Err(UnfitZones::Size(3 << 20)));

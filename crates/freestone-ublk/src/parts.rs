@@ -1,4 +1,4 @@
-//! What a queue's thread works with, and what is left of it when its ring is gone.
+//! The resources of a queue's thread, and the wait for the device after the queue's ring is closed.
 
 use std::sync::Arc;
 
@@ -11,46 +11,44 @@ use rustix::event::{PollFd, PollFlags, poll};
 use crate::shared::Shared;
 use crate::task::Finished;
 
-/// What a queue's thread works with.
+/// Resources of a queue's thread.
 pub struct Parts {
-    /// Which queue.
     pub index: u16,
-    /// Requests that it may have.
     pub depth: u16,
     /// Largest request in bytes.
     pub max_bytes: usize,
-    /// It copies data itself, as for zones.
+    /// The server copies data itself; set for zoned devices.
     pub user_copy: bool,
-    /// What it has to obey.
+    /// State shared with the keeper and the export.
     pub shared: Arc<Shared>,
-    /// How its thread is woken.
+    /// Receives completions of the device and wakes the thread.
     pub answers: Arc<Answers<Finished>>,
-    /// Of the process's bytes.
+    /// The queue's share of the in-flight limit.
     pub share: Share,
-    /// For dear requests.
+    /// Threads that run expensive requests.
     pub workers: Workers,
 }
 
-/// What a share of the budget tells when it was granted.
-pub fn granted(answers: &Arc<Answers<Finished>>) -> Arc<dyn Granted> {
+/// Returns the callback that a budget share calls when bytes are granted.
+pub fn grant_callback(answers: &Arc<Answers<Finished>>) -> Arc<dyn Granted> {
     Arc::clone(answers) as Arc<dyn Granted>
 }
 
-/// A queue that has no tags any more, while the device has requests of it.
+/// A queue without tags whose device still has requests in flight.
 pub struct Drained {
     parts: Parts,
-    /// Nothing is cut off that was begun.
+    /// Keeps the device open until its requests are done.
     _device: Bytes,
     in_flight: usize,
 }
 
 impl Drained {
-    /// Of one that has let go of its ring.
+    /// Takes over from a queue that has closed its ring.
     pub fn new(parts: Parts, device: Bytes, in_flight: usize) -> Self {
         Self { parts, _device: device, in_flight }
     }
 
-    /// Waits for what the device has.
+    /// Waits until the device has completed all requests.
     pub fn drain(mut self) {
         self.parts.share.leave();
         let answers = &self.parts.answers;
@@ -62,7 +60,7 @@ impl Drained {
             if self.in_flight == 0 {
                 return;
             }
-            // A signal may end the wait early: it looks again.
+            // A signal may end the wait early; the loop checks again.
             let _ = poll(&mut [PollFd::new(answers.wake_fd(), PollFlags::IN)], None);
             answers.rearm();
         }

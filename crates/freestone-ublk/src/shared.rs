@@ -1,4 +1,4 @@
-//! What an export's owner, its keeper and its queues share.
+//! State shared by an export's owner, its keeper and its queues.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,115 +11,106 @@ use freestone_core::device::Disk;
 use crate::kernel::BlockDevice;
 use crate::task::Finished;
 
-/// Lock order: `state` is innermost, held for a look or a change, or to wait for one.
+/// The shared state of an export. Lock order: `state` is the innermost lock.
 pub struct Shared {
     name: String,
-    /// Changes of what queues have to know, written under `state`.
+    /// Version of the state that queues apply; written under `state`.
     version: AtomicU64,
     state: Mutex<State>,
     changed: Condvar,
 }
 
-/// What is true of an export.
+/// The state itself, protected by the lock.
 #[derive(Default)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts, each with a name")]
 pub struct State {
-    /// What is served; the keeper takes it along when it ends.
+    /// The exported device. The keeper removes it at the end.
     pub disk: Option<Arc<Disk>>,
-    /// While there are any, no request is begun.
+    /// Number of holds. While it is not zero, queues begin no requests.
     pub holds: usize,
-    /// How often all that was asked for was answered with an error.
+    /// Number of times that all requests were failed.
     pub cuts: u64,
-    /// All requests fail: their time is over.
+    /// All requests fail, because the grace period is over.
     pub dead: bool,
-    /// The block device is to go.
+    /// The block device must be removed.
     pub ending: bool,
-    /// The kernel has nothing of it any more.
+    /// The kernel has removed the device.
     pub removed: bool,
-    /// All threads have let go of the device.
+    /// All threads have released the device.
     pub ended: bool,
-    /// Its number.
     pub id: Option<u32>,
-    /// Features that the driver has granted.
+    /// Features that the driver granted.
     pub features: u64,
-    /// The block device, once there is one.
     pub block: Option<Arc<dyn BlockDevice>>,
-    /// Each queue.
-    pub queues: Vec<Line>,
+    pub queues: Vec<QueueState>,
 }
 
-/// A queue, as others see it.
-pub struct Line {
-    /// Wakes its thread.
+/// State of a queue, as visible to other threads.
+pub struct QueueState {
+    /// Wakes the queue's thread.
     pub answers: Arc<Answers<Finished>>,
-    /// The version that it has obeyed.
-    pub seen: u64,
-    /// Requests that the device has, as of then.
+    /// Last version that the queue applied.
+    pub applied_version: u64,
+    /// Requests in flight in the device at that time.
     pub in_flight: usize,
-    /// The kernel has no request of it any more, and its ring is gone.
+    /// The kernel has no more requests of the queue, and its ring is closed.
     pub closed: bool,
 }
 
-/// What a queue has to obey.
-pub struct Standing {
-    /// As of which version.
+/// A snapshot of the state that queues apply.
+pub struct StateSnapshot {
     pub version: u64,
-    /// [`State::disk`].
     pub disk: Option<Arc<Disk>>,
-    /// Whether none is begun.
     pub held: bool,
-    /// [`State::cuts`].
     pub cuts: u64,
-    /// [`State::dead`].
     pub dead: bool,
 }
 
 impl State {
-    /// Has the queues look.
+    /// Wakes all queues, which then read the state.
     fn wake_queues(&self) {
-        for line in &self.queues {
-            line.answers.wake();
+        for queue in &self.queues {
+            queue.answers.wake();
         }
     }
 
-    /// Where the block device is.
     pub fn path(&self) -> Option<PathBuf> {
         self.block.as_ref().map(|block| block.path())
     }
 
-    /// Whether the device has no request, as of `version` or later.
-    pub fn is_quiet(&self, version: u64) -> bool {
-        self.queues.iter().all(|line| line.closed || (line.seen >= version && line.in_flight == 0))
+    /// Returns true if no queue has requests in flight, as of `version` or later.
+    pub fn is_idle(&self, version: u64) -> bool {
+        self.queues
+            .iter()
+            .all(|queue| queue.closed || (queue.applied_version >= version && queue.in_flight == 0))
     }
 }
 
 impl Shared {
-    /// Of an export that has not begun.
+    /// Creates the state of an export that is not started.
     pub fn new(disk: Disk) -> Self {
         let name = disk.name.clone();
         let state = State { disk: Some(Arc::new(disk)), ..State::default() };
         Self { name, version: AtomicU64::new(0), state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// The device's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// For a look.
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A change that no queue has to know of.
-    pub fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+    /// Changes state that queues do not read, and wakes waiting threads.
+    pub fn update<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let changed = change(&mut self.lock());
         self.changed.notify_all();
         changed
     }
 
-    /// A change that queues have to obey; they do soon.
-    pub fn order<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+    /// Changes state that queues apply, and wakes the queues.
+    pub fn update_and_wake<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let mut state = self.lock();
         let changed = change(&mut state);
         self.version.fetch_add(1, Ordering::SeqCst);
@@ -129,15 +120,14 @@ impl Shared {
         changed
     }
 
-    /// Waits for a change.
     pub fn wait<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until something is so. False: it is not at `end`.
-    pub fn wait_until(&self, end: Instant, is_so: impl Fn(&State) -> bool) -> bool {
+    /// Waits for a condition until `end`. Returns false on timeout.
+    pub fn wait_until(&self, end: Instant, condition: impl Fn(&State) -> bool) -> bool {
         let mut state = self.lock();
-        while !is_so(&state) {
+        while !condition(&state) {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return false;
@@ -147,16 +137,15 @@ impl Shared {
         true
     }
 
-    /// Which version there is for queues.
+    /// Returns the current version of the state that queues apply.
     #[inline]
     pub fn version(&self) -> u64 {
         self.version.load(Ordering::SeqCst)
     }
 
-    /// What there is to obey.
-    pub fn standing(&self) -> Standing {
+    pub fn snapshot(&self) -> StateSnapshot {
         let state = self.lock();
-        Standing {
+        StateSnapshot {
             version: self.version(),
             disk: state.disk.clone(),
             held: state.holds > 0,
@@ -165,11 +154,11 @@ impl Shared {
         }
     }
 
-    /// A queue has obeyed, and the device has so many of its requests.
-    pub fn obeyed(&self, queue: u16, version: u64, in_flight: usize) {
-        self.change(|state| {
-            let line = &mut state.queues[usize::from(queue)];
-            (line.seen, line.in_flight) = (version, in_flight);
+    /// Records the version that a queue has applied, and its number of requests in flight.
+    pub fn record_applied(&self, queue: u16, version: u64, in_flight: usize) {
+        self.update(|state| {
+            let queue = &mut state.queues[usize::from(queue)];
+            (queue.applied_version, queue.in_flight) = (version, in_flight);
         });
     }
 }

@@ -1,41 +1,36 @@
-//! The buffers of a queue's tags. One is the kernel's while its tag is, the server's while it does
-//! the request, and the device's while that has it; then the tag has none here.
+//! The tags of a queue and their buffers. The kernel owns a buffer while it owns the tag. The
+//! device owns it while it has the request; the slot then has none.
 #![expect(unsafe_code)]
-// UNSAFETY: gives the pages of buffers back, which is by address.
+// UNSAFETY: madvise takes an address.
 
 use freestone_core::device::{Error, IoBuf};
 use rustix::mm::{Advice, madvise};
 
-/// Where a tag is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// With the kernel, which may write to its buffer.
+    /// The kernel owns the tag, and may write to its buffer.
     Kernel,
-    /// Its request has arrived, and is not begun.
     Waiting,
-    /// The data of its request is on the way.
+    /// The request's data is being fetched.
     Fetching,
-    /// The device has its request.
     Device,
-    /// Its outcome cannot be told yet, for lack of a buffer.
+    /// The completion waits for memory for a buffer.
     Starved,
-    /// No request will come with it any more.
+    /// The tag will get no more requests.
     Gone,
 }
 
-/// A tag.
 #[derive(Debug)]
 pub struct Slot {
-    /// Where it is.
     pub place: Place,
-    /// Requests that it had: an answer to one before is not for the one it has.
+    /// Number of requests that the tag has had. A late completion of an earlier request has a
+    /// smaller number.
     pub serial: u64,
     buffer: IoBuf,
-    /// Bytes from the buffer's begin that may have memory.
+    /// Bytes from the start of the buffer that may have memory.
     touched: usize,
 }
 
-/// The tags of a queue.
 #[derive(Debug)]
 pub struct Slots {
     all: Vec<Slot>,
@@ -44,7 +39,8 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// So many tags, with buffers of so many bytes, a multiple of a page; they have no memory yet.
+    /// Creates `depth` tags with buffers of `bytes`, a multiple of the page size. The buffers have
+    /// no memory yet.
     pub fn new(depth: u16, bytes: usize) -> Result<Self, Error> {
         let slots = (0..depth).map(|_| {
             let buffer = fresh(bytes)?;
@@ -53,23 +49,21 @@ impl Slots {
         Ok(Self { all: slots.collect::<Result<_, _>>()?, bytes, is_touched: false })
     }
 
-    /// Bytes of a buffer.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// A tag, of which there are as many as the queue is deep.
+    /// Returns a tag's slot. Panics if the tag is not less than the queue depth.
     pub fn get(&mut self, tag: u16) -> &mut Slot {
         &mut self.all[usize::from(tag)]
     }
 
-    /// All tags.
     pub fn tags(&self) -> std::ops::Range<u16> {
         0..self.all.len() as u16
     }
 
-    /// The memory of a tag's buffer that has no other use; makes another where the device has not
-    /// given it back.
+    /// Returns the address of a tag's unused buffer. Allocates a new one if the device did not
+    /// return it.
     pub fn address(&mut self, tag: u16) -> Result<u64, Error> {
         let bytes = self.bytes;
         let slot = self.get(tag);
@@ -81,7 +75,7 @@ impl Slots {
         Ok(slot.buffer.as_mut_ptr().expose_provenance() as u64)
     }
 
-    /// Takes a tag's buffer out, of which `len` bytes are shown and get memory.
+    /// Takes a tag's buffer with a length of `len`.
     pub fn take(&mut self, tag: u16, len: usize) -> IoBuf {
         self.is_touched |= len > 0;
         let slot = self.get(tag);
@@ -91,7 +85,7 @@ impl Slots {
         buffer
     }
 
-    /// Puts it back; one that is too small is dropped.
+    /// Stores a tag's buffer. A buffer that is too small is dropped.
     pub fn put(&mut self, tag: u16, buffer: IoBuf) {
         let bytes = self.bytes;
         let slot = self.get(tag);
@@ -100,13 +94,13 @@ impl Slots {
         }
     }
 
-    /// Whether buffers have memory that [`give_back`](Self::give_back) would free.
+    /// Returns true if [`give_back`](Self::give_back) would free memory.
     pub fn are_touched(&self) -> bool {
         self.is_touched
     }
 
-    /// Gives the memory of all buffers back, whose content is lost. Nothing may be in them: each tag
-    /// is with the kernel, without a request, and it does not write meanwhile.
+    /// Frees the memory of all buffers, and loses their content. The kernel must own every tag, no
+    /// tag may have a request, and the kernel must not write meanwhile.
     pub fn give_back(&mut self) {
         self.is_touched = false;
         for slot in &mut self.all {
@@ -115,16 +109,16 @@ impl Slots {
         }
     }
 
-    /// Leaks the buffers: the kernel may still write to them.
+    /// Leaks the buffers, because the kernel may still write to them.
     pub fn leak(self) {
         std::mem::forget(self.all);
     }
 }
 
-/// A buffer without memory: all but small ones have none before they are used.
+/// Allocates a buffer. Unless it is small, it has no memory before first use.
 fn fresh(bytes: usize) -> Result<IoBuf, Error> {
     let mut buffer = IoBuf::zeroed(bytes)?;
-    // A small request would get memory for the buffers beside as well.
+    // With huge pages, a small request would allocate memory for neighboring buffers as well.
     advise(&mut buffer, bytes, Advice::LinuxNoHugepage);
     Ok(buffer)
 }
@@ -133,17 +127,17 @@ fn forget_pages(buffer: &mut IoBuf, touched: usize) {
     advise(buffer, touched, Advice::LinuxDontNeed);
 }
 
-/// Tells the kernel what the first `bytes` are for, to whole pages.
+/// Applies `madvise` to the first `bytes`, rounded up to whole pages.
 fn advise(buffer: &mut IoBuf, bytes: usize, advice: Advice) {
     let page = rustix::param::page_size();
-    // Other pages' bytes are not ours: a buffer is whole pages where a page has 4 KiB.
+    // Stay inside the buffer. With 4 KiB pages it consists of whole pages.
     let end = bytes.next_multiple_of(page).min(buffer.capacity() / page * page);
     let at = buffer.as_mut_ptr();
     if end == 0 || !at.addr().is_multiple_of(page) {
         return;
     }
-    // SAFETY: whole pages of private memory, of a buffer that is borrowed exclusively: with the advices
-    // above they read as they were, or as zeroes. Where it fails nothing changes.
+    // SAFETY: the range is whole pages of private memory of an exclusively borrowed buffer. After
+    // the advices above the pages keep their content or read as zeroes. A failure changes nothing.
     let _ = unsafe { madvise(at.cast(), end, advice) };
 }
 
@@ -154,7 +148,7 @@ mod tests {
     const BYTES: usize = 64 << 10;
 
     #[test]
-    fn a_buffer_goes_and_comes_back() {
+    fn buffer_taken_and_put_keeps_address() {
         let mut slots = Slots::new(2, BYTES).unwrap();
         let at = slots.address(0).unwrap();
         assert!(at.is_multiple_of(4096) && at != slots.address(1).unwrap());
@@ -168,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_one_is_not_taken_for_it() {
+    fn put_drops_buffer_that_is_too_small() {
         let mut slots = Slots::new(1, BYTES).unwrap();
         let _device = slots.take(0, 4096);
         slots.put(0, IoBuf::zeroed(4096).unwrap());
@@ -177,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_comes_back() {
+    fn give_back_frees_memory() {
         let mut slots = Slots::new(1, BYTES).unwrap();
         let mut buffer = slots.take(0, BYTES);
         buffer.fill(1);

@@ -1,4 +1,4 @@
-//! The kernel itself: the control device, the nodes of devices, and what sysfs says of them.
+//! The real kernel: the control device, device nodes and sysfs.
 
 use std::fs;
 use std::io;
@@ -13,15 +13,16 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 use crate::abi::CtrlCmd;
 use crate::control::is_id;
-use crate::kernel::{BlockDevice, CharDevice, Kernel, Ring};
+use crate::exclusive;
+use crate::kernel::{BlockDevice, CharDevice, Claimed, Kernel, Ring};
 use crate::uring::{self, QueueRing};
 
-/// Pause between two looks for a node.
+/// Poll interval while waiting for a node.
 const LOOK_PAUSE: Duration = Duration::from_millis(10);
-/// A node that is not there for so long is made: neither devtmpfs nor udev does it.
+/// If neither devtmpfs nor udev creates a node within this time, it is created here.
 const MAKE_AFTER: Duration = Duration::from_secs(2);
 
-/// Where the kernel shows its devices.
+/// The paths of `/dev` and `/sys`; tests replace them.
 #[derive(Debug, Clone)]
 pub struct System {
     dev: PathBuf,
@@ -39,13 +40,13 @@ impl System {
         open(self.dev.join("ublk-control"), OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
     }
 
-    /// Opens the node `name` of the device that sysfs has at `class`, once both are there.
+    /// Opens the node `name` of a device in the sysfs class `class`. Waits until both exist.
     fn node(&self, class: &str, name: &str, kind: FileType, until: Instant) -> io::Result<(OwnedFd, Node)> {
         let path = self.dev.join(name);
         let numbers = self.sys.join("class").join(class).join(name).join("dev");
         let flags = if kind == FileType::CharacterDevice { OFlags::RDWR } else { OFlags::RDONLY };
         let make_at = Instant::now() + MAKE_AFTER;
-        let mut made = false;
+        let mut created = false;
         loop {
             let wanted = fs::read_to_string(&numbers).ok().and_then(|text| device_number(&text));
             let mut last = Errno::NOENT;
@@ -54,19 +55,18 @@ impl System {
                 match opened.and_then(|file| fstat(&file).map(|stat| (file, stat))) {
                     Ok((file, stat)) if FileType::from_raw_mode(stat.st_mode) == kind => {
                         if (major(stat.st_rdev), minor(stat.st_rdev)) == (high, low) {
-                            return Ok((file, Node { path, made }));
+                            return Ok((file, Node { path, created }));
                         }
                     }
                     Ok(_) => {}
                     Err(errno) => last = errno,
                 }
-                if last == Errno::NOENT && !made && Instant::now() >= make_at {
+                if last == Errno::NOENT && !created && Instant::now() >= make_at {
                     let access = Mode::RUSR | Mode::WUSR;
                     match mknodat(CWD, &path, kind, access, makedev(high, low)) {
-                        Ok(()) => made = true,
-                        // Somebody was faster.
+                        Ok(()) => created = true,
                         Err(Errno::EXIST) => {}
-                        // Only root makes nodes.
+                        // Only root can create nodes.
                         Err(Errno::PERM | Errno::ACCESS) => return Err(last.into()),
                         Err(errno) => return Err(errno.into()),
                     }
@@ -81,21 +81,20 @@ impl System {
     }
 }
 
-/// The numbers in `MAJOR:MINOR`.
 fn device_number(text: &str) -> Option<(u32, u32)> {
     let (high, low) = text.trim().split_once(':')?;
     Some((high.parse().ok()?, low.parse().ok()?))
 }
 
-/// The path of a device; removed again where it was made here.
+/// A device node, removed on drop if it was created here.
 struct Node {
     path: PathBuf,
-    made: bool,
+    created: bool,
 }
 
 impl Drop for Node {
     fn drop(&mut self) {
-        if self.made {
+        if self.created {
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -121,14 +120,12 @@ impl BlockDevice for Block {
         self.node.path.clone()
     }
 
-    fn is_claimed(&self) -> io::Result<bool> {
-        let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        match open(&self.node.path, flags, Mode::empty()) {
-            Err(Errno::BUSY) => Ok(true),
-            // The errors: it is no block device any more.
-            Ok(_) | Err(Errno::NOENT | Errno::NXIO | Errno::NODEV) => Ok(false),
-            Err(errno) => Err(errno.into()),
-        }
+    fn claim(&self) -> io::Result<Option<Box<dyn Claimed>>> {
+        exclusive::claim(&self.node.path)
+    }
+
+    fn mount_point(&self) -> Option<PathBuf> {
+        exclusive::mount_point(&self.node.path)
     }
 }
 
@@ -138,7 +135,7 @@ impl Kernel for System {
     }
 
     fn is_admin(&self) -> bool {
-        // Where that cannot be told the driver will say what it does not like.
+        // If the capabilities are unknown, the driver will reject what is not permitted.
         capabilities(None).map_or(true, |sets| sets.effective.contains(CapabilitySet::SYS_ADMIN))
     }
 
@@ -169,7 +166,7 @@ impl Kernel for System {
                 ids.sort_unstable();
                 Ok(ids)
             }
-            // The driver is not there.
+            // The driver is not loaded.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
             Err(error) => Err(error),
         }
@@ -185,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn devices_are_those_that_sysfs_shows() {
+    fn devices_lists_sysfs_entries() {
         let dir = tempfile::tempdir().unwrap();
         let system = System { dev: dir.path().join("dev"), sys: dir.path().join("sys") };
         assert_eq!(system.devices().unwrap(), [0; 0]);
@@ -196,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_is_absent_and_a_node_that_never_comes() {
+    fn missing_driver_and_node_are_reported() {
         let dir = tempfile::tempdir().unwrap();
         let system = System { dev: dir.path().join("dev"), sys: dir.path().join("sys") };
         assert_eq!(system.check(), Err(Errno::NOENT));
@@ -209,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_device_is_not_taken_for_one() {
+    fn open_refuses_regular_file() {
         let dir = tempfile::tempdir().unwrap();
         let system = System { dev: dir.path().to_path_buf(), sys: dir.path().join("sys") };
         let class = dir.path().join("sys/class/ublk-char/ublkc4");

@@ -1,4 +1,4 @@
-//! One request, as its descriptor was copied out of the driver's memory.
+//! Parses request descriptors.
 
 use freestone_core::device::zoned::{ZoneOp, ZoneRequest};
 use freestone_core::device::{Error, Failed, Flags, IoBuf, Op, Request};
@@ -6,57 +6,50 @@ use freestone_core::device::{Error, Failed, Flags, IoBuf, Op, Request};
 use crate::abi::{IoDesc, SECTOR_BYTES, op, op_flag};
 use crate::zones::ROW_BYTES;
 
-/// The outcome of a submitted request.
 #[derive(Debug)]
 pub struct Finished {
-    /// The request.
     pub task: Task,
-    /// What the device says; of an append, the byte that the data went to.
+    /// Result of the device; for an append, the byte offset of the data.
     pub outcome: Result<u64, Error>,
-    /// Its buffer.
     pub buffer: IoBuf,
 }
 
-/// What is to be done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A request for the device.
+    /// A read, write, flush, discard or write zeroes.
     Io(Request),
-    /// A write to the zone that begins at its offset, at the write pointer.
+    /// An append to the zone that starts at the request's offset.
     Append(Request),
-    /// Something with zones.
+    /// A zone operation or report.
     Zone(ZoneRequest),
 }
 
-/// A request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Task {
-    /// The tag it came with.
     pub tag: u16,
-    /// Which request of that tag.
+    /// Number of the request among the tag's requests; see [`Slot::serial`](crate::slots::Slot).
     pub serial: u64,
-    /// What to do.
     pub kind: Kind,
-    /// Bytes of data that come with it or go back.
+    /// Length of the data in bytes; 0 for requests without data.
     pub len: usize,
-    /// Bytes that were done before it was submitted.
+    /// Bytes done before the request was submitted.
     pub done: usize,
-    /// Bytes it is charged with while the device has it.
+    /// Bytes charged while the request is in flight.
     pub charge: usize,
 }
 
 impl Task {
-    /// The request in a descriptor of a device that is `zoned` or not; it may have `max_bytes` of data.
+    /// Parses a descriptor. `max_bytes` limits the data; `zoned` permits zone operations.
     ///
     /// # Errors
-    /// It is none of the operations that are offered, or its range is none.
+    /// Fails if the operation is not supported or the range is invalid.
     pub fn parse(descriptor: &IoDesc, max_bytes: usize, zoned: bool) -> Result<Self, Error> {
         let offset = descriptor.start_sector.checked_mul(SECTOR_BYTES).ok_or(Error::OutOfRange);
         let zone = |op| Ok(Self::new(Kind::Zone(ZoneRequest::Op(op, offset?)), 0));
         let op = match descriptor.op() {
             op::READ => Op::Read,
             op::WRITE => Op::Write,
-            // Its range says nothing.
+            // A flush has no range.
             op::FLUSH => return Ok(Self::new(Kind::Io(Request::flush()), 0)),
             op::DISCARD => Op::Discard,
             op::WRITE_ZEROES => Op::WriteZeroes,
@@ -67,7 +60,7 @@ impl Task {
             op::ZONE_RESET if zoned => return zone(ZoneOp::Reset),
             op::ZONE_RESET_ALL if zoned => return Ok(Self::new(Kind::Zone(ZoneRequest::ResetAll), 0)),
             op::REPORT_ZONES if zoned => {
-                // As many as fit; the kernel asks again for the others.
+                // The report has as many zones as fit; the kernel requests the rest.
                 let rows = (descriptor.nr_sectors as usize).min(max_bytes / ROW_BYTES);
                 let kind = Kind::Zone(ZoneRequest::Report(offset?));
                 return if rows == 0 {
@@ -100,28 +93,28 @@ impl Task {
         Self { tag: 0, serial: 0, kind, len, done: 0, charge: 0 }
     }
 
-    /// Whether its data goes to the device.
+    /// Returns true for requests whose data goes to the device.
     pub fn is_write(&self) -> bool {
         matches!(self.kind, Kind::Io(Request { op: Op::Write, .. }) | Kind::Append(_))
     }
 
-    /// Whether data goes back.
+    /// Returns true for requests that return data.
     pub fn is_read(&self) -> bool {
         let is_report = matches!(self.kind, Kind::Zone(ZoneRequest::Report(_)));
         is_report || matches!(self.kind, Kind::Io(Request { op: Op::Read, .. }))
     }
 
-    /// What a success is told as: the bytes of data.
+    /// Returns the result of a success: the length of the data in bytes.
     pub fn result(&self) -> i32 {
         match self.kind {
-            // The kernel has room for more zones than it asks for at the end of a device, and takes
-            // less for a part. Behind the last is what it has put there, zeroes.
+            // At the end of a device the kernel's buffer has room for more zones than requested, and the
+            // kernel treats a smaller result as a partial report. The kernel zeroes the buffer first.
             Kind::Zone(ZoneRequest::Report(_)) => i32::MAX,
             _ => self.len as i32,
         }
     }
 
-    /// What failed, for who looks after the device.
+    /// Returns the class of the request for failure counters.
     pub fn failed(&self) -> Failed {
         match self.kind {
             Kind::Io(request) => failed(request.op),
@@ -140,7 +133,8 @@ fn failed(op: Op) -> Failed {
     }
 }
 
-/// How a device's error is told. What the block layer has no status for it makes an I/O error.
+/// Returns the result of a failure. The block layer maps errors without a status of their own to an
+/// I/O error.
 pub fn result_of(error: Error) -> i32 {
     -error.errno()
 }
@@ -164,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn operations_and_their_flags() {
+    fn operations_and_flags_are_parsed() {
         assert_eq!(parse(op::READ, op_flag::FUA, 8, 1), Ok(Request::read(4096, 512)));
         assert_eq!(parse(op::WRITE, 0, 1, 8), Ok(Request::write(512, 4096)));
         assert_eq!(parse(op::WRITE, op_flag::FUA, 0, 8), Ok(Request::write(0, 4096).with(Flags::FUA)));
@@ -176,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_offered_or_no_range_is_refused() {
+    fn unsupported_operation_or_range_is_refused() {
         for op in [4, 6, 10, 11, 12, 13, 14, 15, 18, 32, 255] {
             assert_eq!(parse(op, 0, 0, 8), Err(Error::Unsupported), "{op}");
         }
@@ -184,13 +178,13 @@ mod tests {
         assert_eq!(parse(op::READ, 0, 0, (MAX / 512) as u32 + 1), Err(Error::OutOfRange));
         assert_eq!(parse(op::WRITE, 0, 0, u32::MAX), Err(Error::OutOfRange));
         assert_eq!(parse(op::WRITE, 0, u64::MAX / 256, 1), Err(Error::OutOfRange));
-        // The sum may overflow: that is the device's check.
+        // The sum of offset and length may overflow; the device checks that.
         let end = parse(op::WRITE, 0, u64::MAX / 512, 8).unwrap();
         assert_eq!(end.check_place(u64::MAX, 1), Err(Error::OutOfRange));
     }
 
     #[test]
-    fn successes_are_whole_and_errors_negative() {
+    fn results_are_lengths_or_negative_errnos() {
         let descriptor = IoDesc { op_flags: 1, nr_sectors: 16, ..IoDesc::default() };
         assert_eq!(Task::parse(&descriptor, MAX, false).unwrap().result(), 8192);
         let flush = IoDesc { op_flags: 2, nr_sectors: 16, ..IoDesc::default() };
@@ -202,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn operations_of_zones() {
+    fn zone_operations_are_parsed() {
         let op = |op| Ok((Kind::Zone(ZoneRequest::Op(op, 4096)), 0));
         assert_eq!(zone(op::ZONE_OPEN, 8, 64), op(ZoneOp::Open));
         assert_eq!(zone(op::ZONE_CLOSE, 8, 0), op(ZoneOp::Close));
@@ -213,7 +207,7 @@ mod tests {
         assert_eq!(zone(op::ZONE_APPEND, 8, 16), Ok((append, 8192)));
         let report = Kind::Zone(ZoneRequest::Report(4096));
         assert_eq!(zone(op::REPORT_ZONES, 8, 3), Ok((report, 3 * 64)));
-        // What no honest kernel says.
+        // Descriptors that a correct kernel never sends.
         assert_eq!(zone(op::REPORT_ZONES, 8, u32::MAX), Ok((report, MAX)));
         assert_eq!(zone(op::REPORT_ZONES, 8, 0), Err(Error::Misaligned));
         assert_eq!(zone(op::REPORT_ZONES, u64::MAX / 256, 1), Err(Error::OutOfRange));

@@ -1,4 +1,4 @@
-//! Whole exports over a driver of our own.
+//! Tests of complete exports over the fake driver.
 
 mod unprivileged;
 
@@ -20,7 +20,7 @@ use crate::control::mark;
 use crate::export::{Export, InUse, MAX_REQUEST_BYTES, Options, ResizeError};
 use crate::fake::{Driver, ID, PATIENCE};
 use crate::keeper::{START_DEADLINE, StartError};
-use crate::ours;
+use crate::leftover;
 
 const READ: u32 = op::READ as u32;
 const WRITE: u32 = op::WRITE as u32;
@@ -45,27 +45,27 @@ fn export(device: Arc<dyn Device>) -> (Driver, Export) {
     (driver, export)
 }
 
-/// What a test's device does with a request that it was given.
-type Act = Box<dyn Fn(&Arc<Ram>, Request, IoBuf, Completion) + Send + Sync>;
+/// What a test device does with a submitted request.
+type SubmitFn = Box<dyn Fn(&Arc<Ram>, Request, IoBuf, Completion) + Send + Sync>;
 
-/// A device that does so many bytes at once, and the rest as a test says.
-struct Odd {
+/// A device that tries `inline_bytes` bytes inline and passes the rest to `submit`.
+struct PartialDevice {
     ram: Arc<Ram>,
-    at_once: u64,
-    act: Act,
+    inline_bytes: u64,
+    submit: SubmitFn,
 }
 
-impl Odd {
+impl PartialDevice {
     fn new(
-        at_once: u64,
-        act: impl Fn(&Arc<Ram>, Request, IoBuf, Completion) + Send + Sync + 'static,
+        inline_bytes: u64,
+        submit: impl Fn(&Arc<Ram>, Request, IoBuf, Completion) + Send + Sync + 'static,
     ) -> Arc<Self> {
-        Arc::new(Self { ram: ram(), at_once, act: Box::new(act) })
+        Arc::new(Self { ram: ram(), inline_bytes, submit: Box::new(submit) })
     }
 
-    /// Answers on another thread, soon.
-    fn late(at_once: u64) -> Arc<Self> {
-        Self::new(at_once, |ram, request, buffer, done| {
+    /// Completes requests on another thread after a delay.
+    fn delayed(inline_bytes: u64) -> Arc<Self> {
+        Self::new(inline_bytes, |ram, request, buffer, done| {
             let ram = Arc::clone(ram);
             std::thread::spawn(move || {
                 std::thread::sleep(Duration::from_millis(5));
@@ -75,13 +75,13 @@ impl Odd {
     }
 }
 
-impl Device for Odd {
+impl Device for PartialDevice {
     fn geometry(&self) -> Geometry {
         Geometry { volatile_cache: true, ..self.ram.geometry() }
     }
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         request.check(&self.geometry())?;
-        let n = self.at_once;
+        let n = self.inline_bytes;
         if n == 0 || request.len <= n || !request.offset.is_multiple_of(2 * n) {
             return Ok(Tried::WouldBlock);
         }
@@ -95,31 +95,34 @@ impl Device for Odd {
         Ok(Tried::Partly(n))
     }
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        (self.act)(&self.ram, request, buffer, done);
+        (self.submit)(&self.ram, request, buffer, done);
     }
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         self.ram.extents(offset, len, row)
     }
 }
 
-/// What a device was given.
-type Kept = Arc<Mutex<Vec<(IoBuf, Completion)>>>;
+/// Requests that a device was given.
+type HeldRequests = Arc<Mutex<Vec<(IoBuf, Completion)>>>;
 
-/// A device that keeps it.
-fn silent() -> (Arc<Odd>, Kept) {
-    let kept = Kept::default();
-    let keep = Arc::clone(&kept);
-    (Odd::new(0, move |_, _, buffer, done| keep.lock().unwrap().push((buffer, done))), kept)
+/// Returns a device that never completes requests, and its requests.
+fn silent() -> (Arc<PartialDevice>, HeldRequests) {
+    let held_requests = HeldRequests::default();
+    let keep = Arc::clone(&held_requests);
+    (
+        PartialDevice::new(0, move |_, _, buffer, done| keep.lock().unwrap().push((buffer, done))),
+        held_requests,
+    )
 }
 
 fn pattern(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|at| (at / 512) as u8 ^ (at % 251) as u8 ^ seed).collect()
 }
 
-fn until(is_so: impl Fn() -> bool) {
+fn wait_until(condition: impl Fn() -> bool) {
     let end = Instant::now() + PATIENCE;
-    while !is_so() {
-        assert!(Instant::now() < end, "it never is");
+    while !condition() {
+        assert!(Instant::now() < end, "timed out waiting for a condition");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -140,7 +143,7 @@ fn round_trip(driver: &Driver) {
 }
 
 #[test]
-fn a_disk_is_read_and_written_and_goes() {
+fn disk_serves_requests_until_end() {
     let (driver, export) = export(ram());
     assert_eq!((export.id(), export.name(), export.is_read_only()), (ID, "disk", false));
     assert_eq!(export.path().to_str(), Some("/dev/ublkb7"));
@@ -159,8 +162,8 @@ fn a_disk_is_read_and_written_and_goes() {
 }
 
 #[test]
-fn a_device_that_answers_late_is_waited_for() {
-    let (driver, export) = export(Odd::late(0));
+fn delayed_completions_reach_the_client() {
+    let (driver, export) = export(PartialDevice::delayed(0));
     let attrs = driver.state().params.unwrap().basic.attrs;
     assert_eq!(attrs, attr::VOLATILE_CACHE | attr::FUA);
     round_trip(&driver);
@@ -168,17 +171,17 @@ fn a_device_that_answers_late_is_waited_for() {
 }
 
 #[test]
-fn what_is_done_in_part_is_done_to_the_end() {
-    let (driver, _export) = export(Odd::late(4096));
+fn partial_request_is_completed() {
+    let (driver, _export) = export(PartialDevice::delayed(4096));
     let data = pattern(9, 64 << 10);
     assert_eq!(driver.io(WRITE, 0, 128, &data).0, 64 << 10);
     assert_eq!(driver.io(READ, 0, 128, &[]), (64 << 10, data));
 }
 
 #[test]
-fn many_tags_at_once_and_two_queues() {
+fn two_queues_serve_many_tags() {
     let driver = Driver::default();
-    let export = start(&driver, Odd::late(0), Options { queues: 9, ..options() });
+    let export = start(&driver, PartialDevice::delayed(0), Options { queues: 9, ..options() });
     assert_eq!(driver.state().lanes.len(), 2, "as the driver grants");
     let mut wanted = Vec::new();
     for number in 0..600_u64 {
@@ -195,7 +198,7 @@ fn many_tags_at_once_and_two_queues() {
 }
 
 #[test]
-fn what_is_no_request_is_refused_and_the_tag_lives_on() {
+fn invalid_request_fails_and_tag_is_reused() {
     let failures = Arc::<Failures>::default();
     let driver = Driver::default();
     let options = Options { depth: 1, failures: Arc::clone(&failures), ..options() };
@@ -215,7 +218,7 @@ fn what_is_no_request_is_refused_and_the_tag_lives_on() {
 }
 
 #[test]
-fn a_read_only_one_takes_no_writes() {
+fn read_only_export_refuses_writes() {
     let driver = Driver::default();
     let export = start(&driver, ram(), Options { read_only: true, ..options() });
     assert!(export.is_read_only());
@@ -227,16 +230,16 @@ fn a_read_only_one_takes_no_writes() {
 }
 
 #[test]
-fn another_buffer_is_no_data() {
-    // With half the length, with all of it but too small for what comes next, and with none.
+fn wrong_buffer_from_device_fails_read() {
+    // Half the length, the full length with too little capacity for the next request, and none.
     for capacity in [2048, 4096, 0] {
-        let device = Odd::new(0, move |_, _, _, done| {
+        let device = PartialDevice::new(0, move |_, _, _, done| {
             done.complete(Ok(()), IoBuf::zeroed(capacity).unwrap());
         });
         let (driver, export) = export(device);
         assert_eq!(driver.io(READ, 0, 8, &[]).0, EIO, "{capacity}");
         assert_eq!(driver.io(WRITE, 0, 8, &[1; 4096]).0, 4096);
-        // The tag has a buffer for the largest request all the same.
+        // The tag must have a buffer for the largest request again.
         let largest = vec![7; MAX_REQUEST_BYTES as usize];
         assert_eq!(driver.io(WRITE, 0, MAX_REQUEST_BYTES / 512, &largest).0, largest.len() as i32);
         assert!(export.end(PATIENCE));
@@ -244,8 +247,8 @@ fn another_buffer_is_no_data() {
 }
 
 #[test]
-fn a_completion_that_is_dropped_and_errors_are_told() {
-    let device = Odd::new(0, |_, request, buffer, done| match request.op {
+fn dropped_completion_and_errors_fail_request() {
+    let device = PartialDevice::new(0, |_, request, buffer, done| match request.op {
         Op::Read => drop(done),
         Op::Write => done.complete(Err(Error::NoSpace), buffer),
         _ => done.complete(Err(Error::Media), buffer),
@@ -275,12 +278,12 @@ fn small_requests_take_few_system_calls() {
 }
 
 #[test]
-fn answers_that_come_together_take_few_system_calls() {
+fn batched_completions_take_few_system_calls() {
     const REQUESTS: u64 = 4000;
-    // It answers all that it has, on another thread, when that is 32.
-    let kept: Arc<Mutex<Vec<(Request, IoBuf, Completion)>>> = Arc::default();
-    let device = Odd::new(0, move |ram, request, buffer, done| {
-        let mut have = kept.lock().unwrap();
+    // The device completes its requests on another thread once it has 32.
+    let held_requests: Arc<Mutex<Vec<(Request, IoBuf, Completion)>>> = Arc::default();
+    let device = PartialDevice::new(0, move |ram, request, buffer, done| {
+        let mut have = held_requests.lock().unwrap();
         have.push((request, buffer, done));
         if have.len() < 32 {
             return;
@@ -305,41 +308,41 @@ fn answers_that_come_together_take_few_system_calls() {
 }
 
 #[test]
-fn a_device_that_never_answers_holds_nobody_up() {
-    let (device, kept) = silent();
+fn end_fails_requests_of_hung_device() {
+    let (device, held_requests) = silent();
     let (driver, export) = export(device);
     let tickets: Vec<_> = (0..3).map(|at| driver.submit(0, READ, at * 8, 8, &[])).collect();
-    until(|| kept.lock().unwrap().len() == 3);
+    wait_until(|| held_requests.lock().unwrap().len() == 3);
     let began = Instant::now();
     assert!(!export.end(Duration::from_millis(50)));
     assert!(began.elapsed() < PATIENCE / 2);
     for ticket in tickets {
         assert_eq!(driver.wait(0, ticket).0, EIO);
     }
-    // The kernel has let go of it; the device is let go of when it answers.
+    // The kernel has removed the device; the keeper ends when the device completes.
     driver.wait_for(|state| state.info.is_none().then_some(()));
     assert!(!export.end(Duration::ZERO));
-    for (buffer, done) in std::mem::take(&mut *kept.lock().unwrap()) {
+    for (buffer, done) in std::mem::take(&mut *held_requests.lock().unwrap()) {
         done.complete(Ok(()), buffer);
     }
     assert!(export.end(PATIENCE));
 }
 
 #[test]
-fn a_device_that_is_silent_at_the_start_is_given_up() {
-    let (device, kept) = silent();
+fn start_with_hung_device_times_out() {
+    let (device, held_requests) = silent();
     let driver = Driver::default();
     driver.state().scans = true;
-    // The queue itself is there much sooner.
+    // The queue itself starts much faster.
     let (deadline, options) = (Duration::from_secs(2), Options { depth: 1, ..options() });
     let started = Export::with(Arc::new(driver.clone()), deadline, "disk", device, options);
     assert!(matches!(started, Err(StartError::Deadline)));
     driver.wait_for(|state| state.info.is_none().then_some(()));
-    assert_eq!(kept.lock().unwrap().len(), 1);
+    assert_eq!(held_requests.lock().unwrap().len(), 1);
 }
 
 #[test]
-fn each_step_that_fails_undoes_those_before() {
+fn failed_start_removes_device() {
     let device: Arc<dyn Device> = ram();
     for command in [control::GET_FEATURES, control::ADD_DEV, control::SET_PARAMS, control::START_DEV] {
         let driver = Driver::default();
@@ -348,7 +351,7 @@ fn each_step_that_fails_undoes_those_before() {
             Export::with(Arc::new(driver.clone()), START_DEADLINE, "disk", Arc::clone(&device), options());
         let Err(StartError::Control(error)) = started else { panic!("{started:?}") };
         assert_eq!(error.errno, Errno::BUSY);
-        assert_eq!(driver.has_come(control::DEL_DEV_ASYNC), driver.has_come(control::SET_PARAMS));
+        assert_eq!(driver.has_received(control::DEL_DEV_ASYNC), driver.has_received(control::SET_PARAMS));
         let state = driver.state();
         assert!(state.info.is_none() && state.lanes.iter().all(|lane| !lane.is_open));
     }
@@ -376,7 +379,7 @@ fn each_step_that_fails_undoes_those_before() {
 }
 
 #[test]
-fn an_older_driver_is_asked_for_no_more_than_it_has() {
+fn older_driver_works_without_new_features() {
     let driver = Driver::default();
     {
         let mut state = driver.state();
@@ -390,11 +393,11 @@ fn an_older_driver_is_asked_for_no_more_than_it_has() {
     assert_eq!(export.try_end(PATIENCE), Err(InUse));
     driver.state().claimed = false;
     assert_eq!(export.try_end(PATIENCE), Ok(true));
-    assert!(driver.has_come(control::DEL_DEV) && !driver.has_come(control::TRY_STOP_DEV));
+    assert!(driver.has_received(control::DEL_DEV) && !driver.has_received(control::TRY_STOP_DEV));
 }
 
 #[test]
-fn what_is_in_use_stays_unless_it_is_meant() {
+fn try_end_fails_while_device_is_in_use() {
     let (driver, export) = export(ram());
     driver.state().claimed = true;
     assert_eq!(export.try_end(PATIENCE), Err(InUse));
@@ -404,10 +407,38 @@ fn what_is_in_use_stays_unless_it_is_meant() {
     assert_eq!(export.try_end(PATIENCE), Ok(true));
 }
 
-/// A device that grows.
-struct Grows(Arc<Ram>, AtomicUsize);
+#[test]
+fn claim_keeps_others_out_until_it_ends() {
+    let (driver, export) = export(ram());
+    let claim = export.claim().unwrap();
+    // The driver needs its lock to answer the export.
+    let is_claimed = driver.state().claimed;
+    assert!(is_claimed && export.is_connected());
+    round_trip(&driver);
+    claim.drop_cache().unwrap();
+    let (is_claimed, cache_drops) = {
+        let state = driver.state();
+        (state.claimed, state.cache_drops)
+    };
+    assert_eq!((is_claimed, cache_drops), (false, 1));
+    drop(export.claim().unwrap());
+    assert!(!export.is_connected());
+}
 
-impl Device for Grows {
+#[test]
+fn claim_of_a_mounted_disk_names_the_mount() {
+    let (driver, export) = export(ram());
+    driver.state().claimed = true;
+    let message = || export.claim().err().unwrap().to_string();
+    assert!(message().starts_with("/dev/ublkb7 is mounted or in use"), "{}", message());
+    driver.state().mounted_at = Some("/mnt".into());
+    assert_eq!(message(), "/dev/ublkb7 is mounted at /mnt");
+    driver.state().claimed = false;
+}
+
+struct GrowingDevice(Arc<Ram>, AtomicUsize);
+
+impl Device for GrowingDevice {
     fn geometry(&self) -> Geometry {
         Geometry { size: self.1.load(Ordering::SeqCst) as u64, ..self.0.geometry() }
     }
@@ -424,8 +455,8 @@ impl Device for Grows {
 }
 
 #[test]
-fn growth_is_told() {
-    let device = Arc::new(Grows(ram(), AtomicUsize::new(1 << 20)));
+fn resize_updates_block_device_size() {
+    let device = Arc::new(GrowingDevice(ram(), AtomicUsize::new(1 << 20)));
     let (driver, export) = export(Arc::clone(&device) as Arc<dyn Device>);
     assert_eq!(driver.state().sectors, 2048);
     assert_eq!(driver.io(READ, 2048, 8, &[]).0, -22);
@@ -438,18 +469,18 @@ fn growth_is_told() {
 }
 
 #[test]
-fn what_is_held_waits_and_what_is_cut_fails() {
-    let (device, kept) = silent();
+fn cut_fails_requests_and_hold_delays_new_ones() {
+    let (device, held_requests) = silent();
     let (driver, export) = export(device);
     let cut = driver.submit(0, WRITE, 0, 8, &[1; 4096]);
-    until(|| kept.lock().unwrap().len() == 1);
+    wait_until(|| held_requests.lock().unwrap().len() == 1);
     let held = export.hold();
     assert!(!held.wait_gone(Instant::now() + Duration::from_millis(30)), "the device has it");
     assert!(held.cut());
     assert_eq!(driver.wait(0, cut).0, EIO);
     let later = driver.submit(0, READ, 0, 8, &[]);
-    // What the device says now is heard by nobody.
-    let (buffer, done) = kept.lock().unwrap().pop().unwrap();
+    // The device's late completion must be ignored.
+    let (buffer, done) = held_requests.lock().unwrap().pop().unwrap();
     done.complete(Ok(()), buffer);
     assert!(held.wait_gone(Instant::now() + PATIENCE));
     export.replace(ram(), Arc::default());
@@ -461,7 +492,7 @@ fn what_is_held_waits_and_what_is_cut_fails() {
 }
 
 #[test]
-fn an_end_while_requests_are_held_does_not_wait_for_that() {
+fn end_during_hold_fails_held_requests() {
     let (driver, export) = export(ram());
     let held = export.hold();
     let waits = driver.submit(0, READ, 0, 8, &[]);
@@ -472,10 +503,10 @@ fn an_end_while_requests_are_held_does_not_wait_for_that() {
 }
 
 #[test]
-fn who_finds_no_bytes_waits_for_them() {
-    // 56 MiB are for large ones: a queue may have 32 in flight.
+fn requests_above_budget_wait() {
+    // Large requests have 56 MiB; a queue may have 32 MiB in flight.
     let budget = Budget::new(0);
-    let (device, kept) = silent();
+    let (device, held_requests) = silent();
     let driver = Driver::default();
     let options = Options { depth: 128, queues: 2, ..Options::new(Arc::clone(&budget)) };
     let export = start(&driver, device, options);
@@ -489,9 +520,9 @@ fn who_finds_no_bytes_waits_for_them() {
     let mut most = 0;
     let mut answered = 0;
     while answered < tickets.len() {
-        until(|| !kept.lock().unwrap().is_empty());
+        wait_until(|| !held_requests.lock().unwrap().is_empty());
         most = most.max(budget.bytes().1);
-        for (buffer, done) in std::mem::take(&mut *kept.lock().unwrap()) {
+        for (buffer, done) in std::mem::take(&mut *held_requests.lock().unwrap()) {
             answered += 1;
             done.complete(Ok(()), buffer);
         }
@@ -505,7 +536,7 @@ fn who_finds_no_bytes_waits_for_them() {
 }
 
 #[test]
-fn dear_requests_are_done_by_workers() {
+fn workers_run_large_requests() {
     let driver = Driver::default();
     let _export = start(&driver, ram(), Options { workers: Workers::new(4), ..options() });
     let len = MAX_REQUEST_BYTES as usize;
@@ -526,7 +557,7 @@ fn dear_requests_are_done_by_workers() {
 }
 
 #[test]
-fn a_pause_loses_nothing() {
+fn idle_buffer_release_keeps_data() {
     let (driver, _export) = export(ram());
     let data = pattern(3, 256 << 10);
     assert_eq!(driver.io(WRITE, 0, 512, &data).0, data.len() as i32);
@@ -536,7 +567,7 @@ fn a_pause_loses_nothing() {
 }
 
 #[test]
-fn a_device_that_somebody_else_stops_is_let_go_of() {
+fn external_stop_ends_export() {
     let (driver, export) = export(ram());
     let header = crate::abi::CtrlCmd::new(ID, 0);
     crate::kernel::Kernel::command(&driver, control::STOP_DEV, header, &mut []).unwrap();
@@ -545,20 +576,20 @@ fn a_device_that_somebody_else_stops_is_let_go_of() {
 }
 
 #[test]
-fn what_was_left_behind_is_removed() {
+fn abandoned_device_is_removed() {
     let driver = Driver::default();
     let export = start(&driver, ram(), options());
-    assert_eq!(ours::remove(driver.clone()).unwrap(), [0; 0], "it is served");
+    assert_eq!(leftover::remove(driver.clone()).unwrap(), [0; 0], "it is served");
     assert!(export.end(PATIENCE));
     let mut info = crate::abi::DevInfo { dev_id: ID, state: state::DEAD, ..Default::default() };
     driver.state().info = Some(info);
-    assert_eq!(ours::remove(driver.clone()).unwrap(), [0; 0], "it is not ours");
-    // Beyond what a process can have as its number.
+    assert_eq!(leftover::remove(driver.clone()).unwrap(), [0; 0], "it is not ours");
+    // Greater than any process id.
     info.ublksrv_flags = mark(0x7fff_fffe);
     driver.state().info = Some(info);
-    assert_eq!(ours::remove(driver.clone()).unwrap(), [ID]);
+    assert_eq!(leftover::remove(driver.clone()).unwrap(), [ID]);
     assert!(driver.state().info.is_none());
     driver.state().refused.insert(control::GET_DEV_INFO2, Errno::IO);
     driver.state().info = Some(info);
-    assert!(ours::remove(driver).is_err());
+    assert!(leftover::remove(driver).is_err());
 }

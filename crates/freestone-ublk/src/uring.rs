@@ -1,6 +1,6 @@
-//! The rings: one for each queue, and one for each command to the control device, as those are few.
+//! `io_uring`: one ring for each queue, and a temporary ring for each control command.
 #![expect(unsafe_code)]
-// UNSAFETY: io_uring is handed addresses that must stay valid until the kernel has answered, and the
+// UNSAFETY: io_uring gets addresses that must stay valid until the kernel completes the entry. The
 // driver's descriptors are mapped memory.
 
 use std::io;
@@ -20,17 +20,16 @@ use crate::kernel::{Arrived, Event, Ring, Wait};
 /// `POLLIN` of poll(2).
 const POLLIN: u32 = 1;
 
-/// Marks the poll among the answers; tags are small.
+/// User data of the wakeup poll; those of tags are smaller.
 const WAKE: u64 = u64::MAX;
-/// Marks copies of data, above the tag.
+/// Flags in the user data of data copies, above the tag.
 const FETCHED: u64 = 1 << 16;
 const SENT: u64 = 2 << 16;
-/// Pause after the kernel has refused a call.
 const BREATH: Duration = Duration::from_millis(1);
-/// Calls that fail in a row, a second's worth, before a ring is given up.
+/// Consecutive failures before a ring is given up, about one second.
 const TRIES: u32 = if cfg!(test) { 20 } else { 1000 };
 
-/// Does a command to the control device, and waits for its end.
+/// Runs a command on the control device, and waits for its completion.
 pub fn command(device: &OwnedFd, command: u32, header: CtrlCmd, payload: &mut [u8]) -> Result<(), Errno> {
     let ring = IoUring::<squeue::Entry128, cqueue::Entry>::builder().build(2);
     let mut ring = ring.map_err(|error| errno_of(&error))?;
@@ -39,8 +38,8 @@ pub fn command(device: &OwnedFd, command: u32, header: CtrlCmd, payload: &mut [u
     let mut cmd = [0; 80];
     cmd[..size_of::<CtrlCmd>()].copy_from_slice(header.as_bytes());
     let entry = opcode::UringCmd80::new(types::Fd(device.as_raw_fd()), command).cmd(cmd).build();
-    // SAFETY: `payload` is ours until the answer is here, and the loop below ends with that: the kernel
-    // has taken the entry, or an error says that it has not.
+    // SAFETY: `payload` stays valid until the completion arrives. The loop returns before that only
+    // if an error shows that the kernel has not taken the entry.
     if unsafe { ring.submission().push(&entry) }.is_err() {
         return Err(Errno::BUSY);
     }
@@ -49,7 +48,7 @@ pub fn command(device: &OwnedFd, command: u32, header: CtrlCmd, payload: &mut [u
         if let Err(error) = ring.submit_and_wait(1) {
             let errno = errno_of(&error);
             failures += 1;
-            // What the kernel has taken is waited for, whatever fails.
+            // An entry that the kernel has taken must be waited for, whatever fails.
             if ring.submission().is_empty() || failures < TRIES {
                 if errno != Errno::INTR {
                     std::thread::sleep(BREATH);
@@ -69,7 +68,7 @@ fn errno_of(error: &io::Error) -> Errno {
     Errno::from_io_error(error).unwrap_or(Errno::IO)
 }
 
-/// The descriptors of a queue, which the driver writes.
+/// A mapping of a queue's descriptors, which the driver writes.
 struct Descriptors {
     first: NonNull<IoDesc>,
     bytes: usize,
@@ -83,44 +82,42 @@ impl Descriptors {
         let bytes = (usize::from(depth) * IO_DESC_BYTES).next_multiple_of(page);
         let offset = u64::from(queue) * apart as u64;
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
-        // SAFETY: a new mapping at an address of the kernel's choice.
+        // SAFETY: the kernel chooses the address of the new mapping.
         let at = unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, flags, device, offset) }?;
         let first = NonNull::new(at.cast()).ok_or(Errno::FAULT)?;
         Ok(Self { first, bytes, depth })
     }
 
     fn copy(&self, tag: u16) -> IoDesc {
-        assert!(tag < self.depth, "a tag of this queue");
-        // SAFETY: inside of the mapping, which is aligned to pages; every pattern is a value of the
-        // structure. The driver may write meanwhile only if it breaks its rules, and then the copy,
-        // which alone is looked at, is mixed.
+        assert!(tag < self.depth, "tag is out of range");
+        // SAFETY: the index is inside the page-aligned mapping, and every bit pattern is a valid
+        // descriptor. A driver that violates its protocol may write during the copy; the copy is
+        // then mixed, and only the copy is used.
         unsafe { self.first.add(usize::from(tag)).read_volatile() }
     }
 }
 
 impl Drop for Descriptors {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and no reference into it exists.
+        // SAFETY: this object owns the mapping, and no reference into it exists.
         let _ = unsafe { munmap(self.first.as_ptr().cast(), self.bytes) };
     }
 }
 
-/// The ring of a queue.
 pub struct QueueRing {
     ring: IoUring,
     descriptors: Descriptors,
     device: Arc<OwnedFd>,
     wake: OwnedFd,
     queue: u16,
-    /// A poll of `wake` is with the kernel.
+    /// The poll of `wake` is active in the kernel.
     is_armed: bool,
     is_deferred: bool,
-    /// Calls that failed in a row.
     failures: u32,
 }
 
 impl QueueRing {
-    /// For one queue of a device, to be used by the calling thread only.
+    /// Creates the ring of one queue. Only the calling thread may use it.
     pub fn new(
         device: Arc<OwnedFd>,
         queue: u16,
@@ -129,7 +126,7 @@ impl QueueRing {
         wake: &OwnedFd,
     ) -> io::Result<Self> {
         let descriptors = Descriptors::map(&device, queue, depth)?;
-        // A tag has one entry at a time, or a commit behind its data, and the poll one.
+        // Each tag has one entry, or a copy followed by a commit. The poll has one.
         let each = 1 + u32::from(user_copy);
         let entries = (u32::from(depth) * each + 1).next_power_of_two();
         let (ring, is_deferred) = build(entries)?;
@@ -146,22 +143,23 @@ impl QueueRing {
     }
 
     fn push_entry(&mut self, entry: &squeue::Entry) {
-        // SAFETY: the caller of `fetch` and `commit` keeps the buffer until the tag arrives, that of
-        // `fetch_data` and `send_data` until the data does, and leaks it where the ring ends before
-        // that. The files are open as long as `self` lives, and the kernel takes its own references
-        // when it accepts the entry.
+        // SAFETY: callers of `fetch` and `commit` keep the buffer until the tag's command
+        // completes. Callers of `fetch_data` and `send_data` keep it until the copy completes. Both
+        // leak it if the ring ends before. The files stay open while `self` lives, and the kernel
+        // takes its own references when it accepts the entry.
         let pushed = unsafe { self.ring.submission().push(entry) };
-        debug_assert!(pushed.is_ok(), "there are entries for each tag and the poll");
+        debug_assert!(pushed.is_ok(), "the ring has room for all tags and the poll");
     }
 }
 
-/// A ring with as much of what helps as the kernel has. Whether it works only when it is entered.
+/// Creates a ring with the best setup flags that the kernel supports. Returns true if the kernel
+/// does the ring's work only inside `enter` (deferred task work).
 fn build(entries: u32) -> io::Result<(IoUring, bool)> {
     let mut builder = IoUring::builder();
     builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
     let mut deferred = builder.clone();
     deferred.setup_single_issuer().setup_defer_taskrun();
-    // Linux 6.1, 5.19, and before.
+    // From Linux 6.1, from 5.19, and older kernels.
     match deferred.build(entries) {
         Ok(ring) => return Ok((ring, true)),
         Err(error) if errno_of(&error) == Errno::INVAL => {}
@@ -193,7 +191,7 @@ impl Ring for QueueRing {
     fn send_data(&mut self, tag: u16, from: u64, len: usize) {
         let from = std::ptr::with_exposed_provenance(from as usize);
         let write = opcode::Write::new(types::Fd(self.device.as_raw_fd()), from, len as u32);
-        // A link ends where less was written: the commit is not done then.
+        // A short write breaks the link, and the kernel then cancels the commit.
         let write = write.offset(data_offset(self.queue, tag)).build().flags(squeue::Flags::IO_LINK);
         self.push_entry(&write.user_data(SENT | u64::from(tag)));
     }
@@ -204,7 +202,8 @@ impl Ring for QueueRing {
 
     fn enter(&mut self, wait: Wait) -> io::Result<()> {
         if !self.is_armed {
-            // It tells of each write to the eventfd, so that nobody has to read that.
+            // A multishot poll reports every write to the eventfd, so nothing has to read the
+            // eventfd.
             let poll = opcode::PollAdd::new(types::Fd(self.wake.as_raw_fd()), POLLIN);
             self.push_entry(&poll.multi(true).build().user_data(WAKE));
             self.is_armed = true;
@@ -212,11 +211,11 @@ impl Ring for QueueRing {
         let queued = self.ring.submission().len() as u32;
         let mut flags = EnterFlags::GETEVENTS | EnterFlags::EXT_ARG;
         if self.ring.params().is_feature_no_iowait() {
-            // A server that has nothing to do waits for no disk.
+            // An idle queue must not count as I/O wait.
             flags |= EnterFlags::NO_IOWAIT;
         }
-        // Waiting for several, for a short while, was tried: it saves calls of a client that hands
-        // requests over one by one, and costs it half of its throughput.
+        // Waiting for several events for a short time was tried. It saves system calls if a client
+        // submits requests one by one, but halves the throughput of that client.
         let least = u32::from(wait != Wait::No);
         let most = match wait {
             Wait::AtMost(time) => Some(types::Timespec::from(time)),
@@ -224,11 +223,11 @@ impl Ring for QueueRing {
         };
         let args = types::SubmitArgs::new();
         let args = most.as_ref().map_or(args, |time| args.timespec(time));
-        // SAFETY: the arguments are what the flags say, and live until it returns.
+        // SAFETY: the arguments match the flags, and live until the call returns.
         let entered = unsafe { self.ring.submitter().enter(queued, least, flags.bits(), Some(&args)) };
         match entered {
             Err(error) if !matches!(errno_of(&error), Errno::INTR | Errno::TIME) => {
-                // What was queued stays so, and the queue's thread enters again before it waits.
+                // The entries stay queued. The queue's thread enters again before it waits.
                 self.failures += 1;
                 if self.failures >= TRIES {
                     return Err(error);
@@ -275,16 +274,16 @@ mod tests {
     use super::*;
     use crate::kernel::NOT_DONE;
 
-    /// A file in the place of the device: it has descriptors, and refuses commands.
+    /// Uses a file as the device: it has descriptors and rejects commands.
     #[test]
-    fn a_ring_brings_what_comes_and_is_woken() {
+    fn ring_delivers_completions_and_wakeups() {
         let file = memfd_create("ublkc", MemfdFlags::CLOEXEC).unwrap();
         let apart = (usize::from(MAX_QUEUE_DEPTH) * IO_DESC_BYTES) as u64;
         ftruncate(&file, 2 * apart).unwrap();
         let wanted = IoDesc { op_flags: 1, nr_sectors: 8, start_sector: 16, addr: 4096 };
         pwrite(&file, wanted.as_bytes(), apart + 3 * IO_DESC_BYTES as u64).unwrap();
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        // A machine may forbid rings.
+        // The machine may forbid io_uring.
         let Ok(mut ring) = QueueRing::new(Arc::new(file), 1, 4, false, &wake) else { return };
         assert_eq!((ring.descriptor(3), ring.descriptor(0)), (wanted, IoDesc::default()));
 
@@ -299,7 +298,7 @@ mod tests {
         }
         assert_eq!(arrived, [Arrived { tag: 2, event: Event::Command, result: -95 }]);
 
-        // Each write ends one wait, although nobody reads.
+        // Each write ends one wait, although nothing reads the eventfd.
         for _ in 0..3 {
             write(&wake, &1_u64.to_ne_bytes()).unwrap();
             ring.enter(Wait::Forever).unwrap();
@@ -310,7 +309,7 @@ mod tests {
         assert!(began.elapsed() >= time && arrived.len() == 1);
     }
 
-    /// A ring that is not enabled yet refuses to be entered.
+    /// Uses a ring that is not enabled yet, which rejects `enter`.
     #[test]
     fn refused_enter_is_repeated_until_it_is_given_up() {
         let file = memfd_create("ublkc", MemfdFlags::CLOEXEC).unwrap();
@@ -322,7 +321,7 @@ mod tests {
         (0..2).for_each(|_| ring.enter(Wait::Forever).unwrap());
         assert!(ring.has_queued());
         ring.ring.submitter().register_enable_rings().unwrap();
-        // The wake-up was queued with it.
+        // The wakeup poll was queued too.
         write(&wake, &1_u64.to_ne_bytes()).unwrap();
         let mut arrived = Vec::new();
         while ring.is_armed && arrived.is_empty() {
@@ -336,9 +335,9 @@ mod tests {
         ring.enter(Wait::Forever).unwrap_err();
     }
 
-    /// The same file has data of requests.
+    /// Uses a file as the device: the file contains the data of requests.
     #[test]
-    fn data_is_copied_and_a_commit_behind_less_of_it_is_not_done() {
+    fn incomplete_send_cancels_commit() {
         let file = memfd_create("ublkc", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&file, data_offset(1, 3) + 700).unwrap();
         pwrite(&file, b"a request", data_offset(1, 3)).unwrap();
@@ -362,7 +361,7 @@ mod tests {
         assert_eq!(arrived(&mut ring, 1), [(3, Event::Fetched, 700)]);
         ring.send_data(2, at, 512);
         ring.commit(2, 512, 0);
-        // The file refuses commands, so that this one was tried.
+        // The file rejects commands, so the result shows that the commit ran.
         assert_eq!(arrived(&mut ring, 2), [(2, Event::Sent, 512), (2, Event::Command, -95)]);
         rustix::fs::fcntl_add_seals(&*file, rustix::fs::SealFlags::FUTURE_WRITE).unwrap();
         ring.send_data(2, at, 512);
@@ -371,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_is_refused_comes_back() {
+    fn refused_command_returns_error() {
         let device = open("/dev/zero", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).unwrap();
         assert!(command(&device, 1, CtrlCmd::new(0, 0), &mut [0; 8]).is_err());
     }

@@ -1,4 +1,4 @@
-//! Zones, as the driver has them.
+//! Zones in ublk's format.
 
 use freestone_core::device::zoned::ZoneRequest;
 use freestone_core::device::{Device, Error, Geometry, Result, Zone, ZoneGeometry};
@@ -7,26 +7,25 @@ use zerocopy::IntoBytes;
 
 use crate::abi::{ParamZoned, SECTOR_BYTES, ZoneRow, feature};
 
-/// Features without which there are no zones: an append is answered in the place of a buffer.
+/// Features required for zones. Without user copy an append cannot return its sector.
 pub const FEATURES: u64 = feature::ZONED | feature::USER_COPY;
-/// Bytes of a zone in a report.
 pub const ROW_BYTES: usize = size_of::<ZoneRow>();
 
-/// Zones that the kernel cannot have.
+/// Zones that the kernel does not support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum UnfitZones {
-    /// Its arithmetic is by shifts.
+    /// The zone size is not a power of two, or out of range.
     #[error("zones of {0} bytes: the kernel takes powers of two, from a page up to 2 TiB")]
     Size(u64),
-    /// It asks for whole zones only.
+    /// The last zone is shorter than the others.
     #[error("the last zone is shorter than the others: ublk shows whole zones only")]
     ShortLast,
-    /// It wants to append.
+    /// The device does not support appends.
     #[error("ublk has no zones without appends: zone_append_max_sectors must not be 0")]
     NoAppend,
 }
 
-/// Whether the kernel can have these zones.
+/// Checks that the kernel supports a device's zones.
 pub fn check(geometry: &Geometry) -> std::result::Result<(), UnfitZones> {
     let Some(zones) = geometry.zones else { return Ok(()) };
     let sizes = rustix::param::page_size() as u64..=u64::from(u32::MAX) * SECTOR_BYTES;
@@ -39,7 +38,7 @@ pub fn check(geometry: &Geometry) -> std::result::Result<(), UnfitZones> {
     if zones.max_append == 0 { Err(UnfitZones::NoAppend) } else { Ok(()) }
 }
 
-/// What the driver is told of them, where a request has at most so many bytes.
+/// Returns the zone parameters for a device with requests of at most `max_request` bytes.
 pub fn params(zones: &ZoneGeometry, max_request: u32) -> ParamZoned {
     let max_append = u64::from(zones.max_append.min(max_request)).min(zones.zone_size);
     ParamZoned {
@@ -50,7 +49,7 @@ pub fn params(zones: &ZoneGeometry, max_request: u32) -> ParamZoned {
     }
 }
 
-/// Does it. A report fills `rows` as far as there are zones, and the rest with zeroes.
+/// Runs a zone request. A report fills `rows`, and sets the rows after the last zone to zeroes.
 pub fn execute(device: &dyn Device, request: ZoneRequest, rows: &mut [u8]) -> Result<()> {
     let zones = device.zoned().ok_or(Error::Unsupported)?;
     match request {

@@ -1,4 +1,4 @@
-//! Whole exports of devices with zones over a driver of our own.
+//! Tests of zoned exports over the fake driver.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -18,7 +18,7 @@ use crate::fake::{Driver, PATIENCE};
 use crate::keeper::{START_DEADLINE, StartError};
 use crate::zones::UnfitZones;
 
-/// As the kernel numbers them.
+/// Zone types and conditions, as numbered by the kernel.
 mod zone_type {
     pub const CONVENTIONAL: u8 = 1;
     pub const SEQUENTIAL_REQUIRED: u8 = 2;
@@ -39,12 +39,12 @@ const WRITE: u32 = op::WRITE as u32;
 const APPEND: u32 = op::ZONE_APPEND as u32;
 const RESET: u32 = op::ZONE_RESET as u32;
 const EIO: i32 = -5;
-/// Sectors of a zone, and how many can be written.
+/// Zone size and capacity in sectors.
 const ZONE: u64 = 8192;
 const CAPACITY: u64 = 6144;
 const ZONES: u64 = 16;
 
-/// Sixteen zones, of which two are conventional; three may be open, and five active.
+/// Two of sixteen zones are conventional; three may be open and five active.
 fn config() -> Config {
     Config {
         zone_size: ZONE * 512,
@@ -79,7 +79,7 @@ fn export() -> (Driver, Export, Arc<Zones>) {
     (driver, export, device)
 }
 
-/// Zones that take their time: nothing is done before a test lets it.
+/// Zones that block every operation until the test opens them.
 struct Slow {
     zones: Arc<Zones>,
     is_open: Mutex<bool>,
@@ -108,10 +108,10 @@ impl Slow {
     }
 }
 
-/// It is shared with threads that wait for it.
-struct Late(Arc<Slow>);
+/// The device over [`Slow`], which is shared with the waiting threads.
+struct SlowDevice(Arc<Slow>);
 
-impl Device for Late {
+impl Device for SlowDevice {
     fn geometry(&self) -> Geometry {
         self.0.zones.geometry()
     }
@@ -133,7 +133,7 @@ impl Device for Late {
     }
 }
 
-impl Zoned for Late {
+impl Zoned for SlowDevice {
     fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
         self.0.zones.report(offset, row)
     }
@@ -150,7 +150,7 @@ impl Zoned for Late {
     }
     fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
         if offset == 15 * ZONE * 512 {
-            // It is forgotten.
+            // Dropping `done` fails the append.
             return;
         }
         let slow = Arc::clone(&self.0);
@@ -161,9 +161,9 @@ impl Zoned for Late {
     }
 }
 
-fn late() -> (Driver, Export, Arc<Slow>) {
+fn slow_export() -> (Driver, Export, Arc<Slow>) {
     let (driver, slow) = (Driver::default(), Slow::new());
-    let export = try_start(&driver, Arc::new(Late(Arc::clone(&slow))), options()).unwrap();
+    let export = try_start(&driver, Arc::new(SlowDevice(Arc::clone(&slow))), options()).unwrap();
     (driver, export, slow)
 }
 
@@ -171,20 +171,20 @@ fn data(seed: u8, sectors: u32) -> Vec<u8> {
     (0..sectors as usize * 512).map(|at| (at / 512) as u8 ^ (at % 253) as u8 ^ seed).collect()
 }
 
-fn until(is_so: impl Fn() -> bool) {
+fn wait_until(condition: impl Fn() -> bool) {
     let end = std::time::Instant::now() + PATIENCE;
-    while !is_so() {
-        assert!(std::time::Instant::now() < end, "it never is");
+    while !condition() {
+        assert!(std::time::Instant::now() < end, "timed out waiting for a condition");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// A request of no data; how it ends.
+/// Runs a request without data, and returns its result.
 fn code(driver: &Driver, op: u8, sector: u64) -> i32 {
     driver.io(op.into(), sector, ZONE as u32, &[]).0
 }
 
-/// Where an append went.
+/// Appends to a zone, and returns the sector that was written.
 fn append(driver: &Driver, zone: u64, data: &[u8]) -> std::result::Result<u64, i32> {
     let (result, place) = driver.io(APPEND, zone * ZONE, (data.len() / 512) as u32, data);
     if result < 0 { Err(result) } else { Ok(u64::from_ne_bytes(place.try_into().unwrap())) }
@@ -197,7 +197,7 @@ fn zone(driver: &Driver, zone: u64) -> (u8, u64) {
 }
 
 #[test]
-fn zones_are_told_at_the_start() {
+fn start_reports_zones() {
     let (driver, export, device) = export();
     {
         let state = driver.state();
@@ -225,7 +225,7 @@ fn zones_are_told_at_the_start() {
 }
 
 #[test]
-fn zones_are_written_and_read_and_change() {
+fn zone_operations_change_conditions() {
     let (driver, export, _) = export();
     let (first, second) = (data(1, 64), data(2, 8));
     let start = 2 * ZONE;
@@ -236,7 +236,7 @@ fn zones_are_written_and_read_and_change() {
     assert_eq!(driver.io(READ, start + 64, 8, &[]), (4096, second.clone()));
     assert_eq!(driver.io(READ, start + 72, 8, &[]), (4096, vec![0xff; 4096]));
     assert_eq!(zone(&driver, 2), (condition::IMPLICIT_OPEN, 72));
-    // Conventional zones, in any order, and across their border.
+    // Conventional zones accept any order and writes across their boundary.
     assert_eq!(driver.io(WRITE, ZONE - 8, 16, &data(3, 16)).0, 8192);
     assert_eq!(driver.io(WRITE, ZONE - 16, 8, &second).0, 4096);
     assert_eq!(driver.io(READ, ZONE - 8, 16, &[]), (8192, data(3, 16)));
@@ -265,7 +265,7 @@ fn zones_are_written_and_read_and_change() {
 }
 
 #[test]
-fn limits_are_told_by_their_numbers() {
+fn zone_limit_errors_have_distinct_errnos() {
     let (driver, _export, _) = export();
     for zone in 2..5 {
         assert_eq!(code(&driver, op::ZONE_OPEN, zone * ZONE), 0);
@@ -299,23 +299,24 @@ fn small_requests_take_few_system_calls() {
         }
         (driver.state().lanes[0].enters - before) as f64 / REQUESTS as f64
     };
-    // In the order of the zone: none is early or late.
+    // Writes in zone order cannot fail.
     let (writes, reads) = (each(WRITE), each(READ));
     assert!(writes <= 0.1 && reads <= 0.1, "{writes} calls a write, {reads} a read");
 }
 
 #[test]
-fn writes_of_a_zone_begin_in_their_order() {
+fn zone_writes_begin_in_arrival_order() {
     let (driver, _export, _) = export();
     driver.state().holds_fetched = true;
     let write = |at: u8| driver.submit(0, WRITE, 2 * ZONE + u64::from(at) * 8, 8, &data(at, 8));
     let tickets: Vec<_> = (0..20).map(write).collect();
-    until(|| driver.state().lanes[0].fetched.len() == 20);
-    driver.tell_fetched(0, 5);
-    // A read does not wait for them, and when it is done the last five were looked at.
+    wait_until(|| driver.state().lanes[0].fetched.len() == 20);
+    driver.deliver_fetched(0, 5);
+    // A read does not wait for the writes. When it is done, the five delivered fetches have been
+    // processed.
     assert_eq!(driver.io(READ, 0, 8, &[]).0, 4096);
     assert!(tickets.iter().all(|ticket| !driver.is_done(0, *ticket)));
-    driver.tell_fetched(0, 20);
+    driver.deliver_fetched(0, 20);
     for (at, ticket) in tickets.into_iter().enumerate() {
         assert_eq!(driver.wait(0, ticket).0, 4096, "{at}");
     }
@@ -325,7 +326,7 @@ fn writes_of_a_zone_begin_in_their_order() {
 }
 
 #[test]
-fn data_that_does_not_come_is_no_data() {
+fn failed_data_copy_fails_request() {
     let (driver, export, _) = export();
     let start = 3 * ZONE;
     for fault in [100, 0, -14, 4095] {
@@ -349,7 +350,7 @@ fn data_that_does_not_come_is_no_data() {
 }
 
 #[test]
-fn what_no_honest_kernel_asks_for() {
+fn invalid_zone_requests_fail() {
     let (driver, export, _) = export();
     let io = |op: u8, sector, sectors| driver.io(op.into(), sector, sectors, &[]).0;
     for op in [4, 6, 9, 16, 17, 200] {
@@ -368,7 +369,7 @@ fn what_no_honest_kernel_asks_for() {
     assert_eq!(io(op::ZONE_APPEND, 2 * ZONE, 0), -22);
     assert_eq!(io(op::ZONE_APPEND, 2 * ZONE, MAX_REQUEST_BYTES / 512 + 1), -22);
     assert_eq!(io(op::WRITE, beyond, 8), -22);
-    // From within a zone on, and more of them than there are.
+    // A report that starts inside a zone and asks for more zones than there are.
     let (_, rows) = driver.io(op::REPORT_ZONES.into(), 14 * ZONE + 9, 4, &[]);
     assert!(rows[..2 * 64].chunks(64).all(|row| row[..16] != [0; 16]) && rows[2 * 64..] == [0; 2 * 64]);
     assert_eq!(append(&driver, 2, &data(0, 8)), Ok(2 * ZONE));
@@ -376,19 +377,19 @@ fn what_no_honest_kernel_asks_for() {
 }
 
 #[test]
-fn what_is_cut_on_its_way_is_not_written() {
+fn cut_during_data_fetch_writes_nothing() {
     let (driver, export, device) = export();
     driver.state().holds_fetched = true;
     let cut: Vec<_> = (0..3).map(|at| driver.submit(0, WRITE, 2 * ZONE + at * 8, 8, &data(1, 8))).collect();
-    until(|| driver.state().lanes[0].fetched.len() == 3);
+    wait_until(|| driver.state().lanes[0].fetched.len() == 3);
     let held = export.hold();
     assert!(held.cut());
     assert!(held.wait_gone(std::time::Instant::now() + PATIENCE), "the device has nothing");
-    driver.tell_fetched(0, 20);
+    driver.deliver_fetched(0, 20);
     for ticket in cut {
         assert_eq!(driver.wait(0, ticket).0, EIO);
     }
-    // What comes while requests are held is neither fetched nor begun.
+    // A request that arrives while requests are held is neither fetched nor begun.
     let waits = driver.submit(0, WRITE, 2 * ZONE, 8, &data(2, 8));
     std::thread::sleep(Duration::from_millis(20));
     assert!(driver.state().lanes[0].fetched.is_empty() && !driver.is_done(0, waits));
@@ -402,13 +403,13 @@ fn what_is_cut_on_its_way_is_not_written() {
 }
 
 #[test]
-fn fetched_while_requests_are_held_is_begun_later() {
+fn write_fetched_during_hold_begins_after_release() {
     let (driver, export, _) = export();
     driver.state().holds_fetched = true;
     let write = driver.submit(0, WRITE, 2 * ZONE, 8, &data(1, 8));
-    until(|| driver.state().lanes[0].fetched.len() == 1);
+    wait_until(|| driver.state().lanes[0].fetched.len() == 1);
     let held = export.hold();
-    driver.tell_fetched(0, 20);
+    driver.deliver_fetched(0, 20);
     std::thread::sleep(Duration::from_millis(20));
     assert!(!driver.is_done(0, write));
     drop(held);
@@ -416,8 +417,8 @@ fn fetched_while_requests_are_held_is_begun_later() {
 }
 
 #[test]
-fn a_reset_meets_appends_that_are_under_way() {
-    let (driver, export, slow) = late();
+fn reset_runs_alongside_appends() {
+    let (driver, export, slow) = slow_export();
     let all: Vec<_> = (0..12)
         .map(|at| {
             let is_append = at % 4 != 3;
@@ -440,7 +441,7 @@ fn a_reset_meets_appends_that_are_under_way() {
         }
     }
     assert!(places.contains(&(2 * ZONE)) && places.iter().all(|place| (2 * ZONE..3 * ZONE).contains(place)));
-    // Their buffers were given away; each tag has one again.
+    // The appends gave their buffers away; each tag must have one again.
     for at in 0..200 {
         assert_eq!(append(&driver, 6, &data(at, 8)), Ok(6 * ZONE + u64::from(at) * 8));
         assert_eq!(driver.io(READ, 6 * ZONE + u64::from(at) * 8, 8, &[]), (4096, data(at, 8)));
@@ -450,8 +451,8 @@ fn a_reset_meets_appends_that_are_under_way() {
 }
 
 #[test]
-fn zones_that_never_answer_hold_nobody_up() {
-    let (driver, export, slow) = late();
+fn end_fails_requests_of_hung_zones() {
+    let (driver, export, slow) = slow_export();
     let reset = driver.submit(0, RESET, 2 * ZONE, ZONE as u32, &[]);
     let append = driver.submit(0, APPEND, 3 * ZONE, 8, &data(1, 8));
     let finish = driver.submit(0, op::ZONE_FINISH.into(), 4 * ZONE, ZONE as u32, &[]);
@@ -466,7 +467,7 @@ fn zones_that_never_answer_hold_nobody_up() {
 }
 
 #[test]
-fn a_read_only_one_is_reported_and_not_changed() {
+fn read_only_zones_are_reported_but_not_changed() {
     let driver = Driver::default();
     let device = Arc::new(zones(config()));
     let _export = try_start(&driver, device, Options { read_only: true, ..options() }).unwrap();
@@ -480,7 +481,7 @@ fn a_read_only_one_is_reported_and_not_changed() {
 }
 
 #[test]
-fn large_requests_and_many_tags() {
+fn many_large_requests_keep_data() {
     let (driver, export, _) = export();
     for round in 0..3_u8 {
         let start = (2 + u64::from(round)) * ZONE;
@@ -503,21 +504,21 @@ fn large_requests_and_many_tags() {
 }
 
 #[test]
-fn data_on_its_way_is_charged() {
+fn data_fetches_are_charged_to_budget() {
     let (driver, budget) = (Driver::default(), Budget::new(DEFAULT_BYTES));
     driver.state().holds_fetched = true;
     let options = Options { queues: 1, ..Options::new(Arc::clone(&budget)) };
     let export = try_start(&driver, Arc::new(zones(config())), options).unwrap();
     let sectors = MAX_REQUEST_BYTES / 512;
-    // More than what a queue may have in flight, to conventional zones.
+    // More than a queue may have in flight, to conventional zones.
     let requests = (0..100).map(|at| (WRITE, at % 16 * u64::from(sectors), sectors));
     let tickets = driver.submit_all(0, requests);
-    until(|| driver.state().lanes[0].fetched.len() == 64);
+    wait_until(|| driver.state().lanes[0].fetched.len() == 64);
     let held = 64 * u64::from(MAX_REQUEST_BYTES);
     assert!(budget.bytes().1 >= held && budget.bytes().1 <= 2 * held, "{:?}", budget.bytes());
     for ticket in tickets {
-        until(|| {
-            driver.tell_fetched(0, 7);
+        wait_until(|| {
+            driver.deliver_fetched(0, 7);
             driver.is_done(0, ticket)
         });
         assert_eq!(driver.wait(0, ticket).0, MAX_REQUEST_BYTES as i32);
@@ -527,7 +528,7 @@ fn data_on_its_way_is_charged() {
 }
 
 #[test]
-fn a_kernel_without_zones_is_told_of() {
+fn start_without_zone_support_fails() {
     let with = |set: &dyn Fn(&Driver)| {
         let driver = Driver::default();
         set(&driver);
@@ -537,15 +538,15 @@ fn a_kernel_without_zones_is_told_of() {
     };
     for missing in [feature::ZONED, feature::USER_COPY] {
         let (driver, error) = with(&|driver| driver.state().lacks = missing);
-        assert!(matches!(error, StartError::NoZones) && !driver.has_come(control::ADD_DEV));
+        assert!(matches!(error, StartError::NoZones) && !driver.has_received(control::ADD_DEV));
         let (driver, error) = with(&|driver| driver.state().withholds = missing);
-        assert!(matches!(error, StartError::NoZones) && driver.has_come(control::DEL_DEV_ASYNC));
+        assert!(matches!(error, StartError::NoZones) && driver.has_received(control::DEL_DEV_ASYNC));
     }
     let (_, error) = with(&|driver| driver.state().no_zones = true);
     assert!(error.to_string().contains("CONFIG_BLK_DEV_ZONED"), "{error}");
     let (driver, error) = with(&|driver| driver.state().is_user = true);
-    assert!(matches!(error, StartError::ZonesOfUser) && !driver.has_come(control::ADD_DEV), "{error}");
-    // Zones are told of while it starts.
+    assert!(matches!(error, StartError::ZonesOfUser) && !driver.has_received(control::ADD_DEV), "{error}");
+    // The report at the start fails.
     let (_, error) = with(&|driver| driver.state().copies.push_back(-14));
     assert!(matches!(error, StartError::Control(error) if error.errno == Errno::IO), "{error}");
 

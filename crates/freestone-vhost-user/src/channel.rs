@@ -1,4 +1,5 @@
-//! The socket: whole messages with their file descriptors in, replies out.
+//! The socket of a connection: receives whole messages with their file descriptors, and sends
+//! replies.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -13,47 +14,45 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::wire::{Header, MAX_BODY_BYTES, MAX_FDS, REPLY, VERSION, VERSION_MASK, backend_message};
 
-/// A message of the frontend.
 #[derive(Debug)]
 pub struct Message {
-    /// What is asked.
+    /// Message number, one of [`message`](crate::wire::message).
     pub request: u32,
-    /// Version and flags.
     pub flags: u32,
-    /// What is behind the header.
     pub body: Vec<u8>,
-    /// What came with it; closed with the message, where nobody takes them out.
+    /// Received file descriptors. Descriptors not taken out are closed with the message.
     pub fds: Vec<OwnedFd>,
 }
 
-/// Why no message came.
+/// The reason why no message was received.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Gone {
-    /// The frontend, or the server, has closed the connection.
+pub enum ConnectionError {
+    /// The frontend or the server closed the connection.
     Closed,
-    /// What came is no message.
-    Garbage(&'static str),
+    /// The received bytes are not a valid message.
+    Invalid(&'static str),
 }
 
 /// Waits for a message.
-pub fn receive(socket: BorrowedFd<'_>) -> Result<Message, Gone> {
+pub fn receive(socket: BorrowedFd<'_>) -> Result<Message, ConnectionError> {
     let mut fds = Vec::new();
     let mut header = [0; size_of::<Header>()];
     fill(socket, &mut header, &mut fds)?;
-    let header = Header::read_from_bytes(&header).map_err(|_| Gone::Garbage("a header"))?;
+    let header =
+        Header::read_from_bytes(&header).map_err(|_| ConnectionError::Invalid("an invalid header"))?;
     if header.flags & VERSION_MASK != VERSION {
-        return Err(Gone::Garbage("another version of the protocol"));
+        return Err(ConnectionError::Invalid("an unsupported protocol version"));
     }
     let size = header.size as usize;
     if size > MAX_BODY_BYTES {
-        return Err(Gone::Garbage("a message of such a size"));
+        return Err(ConnectionError::Invalid("a message that is too large"));
     }
     let mut body = vec![0; size];
     fill(socket, &mut body, &mut fds)?;
     Ok(Message { request: header.request, flags: header.flags, body, fds })
 }
 
-fn fill(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<(), Gone> {
+fn fill(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<(), ConnectionError> {
     let mut at = 0;
     while at < buf.len() {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
@@ -64,7 +63,7 @@ fn fill(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> Resul
         });
         let bytes = received.map_or(0, |received| received.bytes);
         if bytes == 0 {
-            return Err(Gone::Closed);
+            return Err(ConnectionError::Closed);
         }
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(rights) = message {
@@ -72,20 +71,20 @@ fn fill(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> Resul
             }
         }
         if fds.len() > MAX_FDS {
-            return Err(Gone::Garbage("more file descriptors than a message has"));
+            return Err(ConnectionError::Invalid("too many file descriptors"));
         }
         at += bytes;
     }
     Ok(())
 }
 
-/// Answers a message, with a file where the answer has one.
+/// Sends the reply to a message, with an optional file.
 pub fn reply(
     socket: BorrowedFd<'_>,
     request: u32,
     body: &[u8],
     file: Option<BorrowedFd<'_>>,
-) -> Result<(), Gone> {
+) -> Result<(), ConnectionError> {
     let header = Header { request, flags: VERSION | REPLY, size: body.len() as u32 };
     let out = [header.as_bytes(), body].concat();
     let files = file.map(|file| [file]);
@@ -99,16 +98,16 @@ pub fn reply(
         let part = [IoSlice::new(&out[at..])];
         let sent: Result<usize, Errno> =
             retry_on_intr(|| sendmsg(socket, &part, &mut control, SendFlags::NOSIGNAL));
-        at += sent.map_err(|_| Gone::Closed)?;
-        // It goes with the first byte.
+        at += sent.map_err(|_| ConnectionError::Closed)?;
+        // The file descriptor travels with the first byte.
         control.clear();
     }
     Ok(())
 }
 
-/// Tells the frontend that the configuration space has changed. One that does not read is not waited
-/// for: it finds that out when it looks.
-pub fn tell_config_change(socket: BorrowedFd<'_>) {
+/// Notifies the frontend that the configuration space has changed. Does not wait for a frontend
+/// that does not read: it sees the change when it next reads the configuration.
+pub fn notify_config_change(socket: BorrowedFd<'_>) {
     let header = Header { request: backend_message::CONFIG_CHANGE, flags: VERSION, size: 0 };
     let _ = send(socket, header.as_bytes(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }

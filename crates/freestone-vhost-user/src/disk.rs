@@ -1,4 +1,4 @@
-//! What a frontend is told of a device: features and configuration space.
+//! The features and the configuration space that a frontend sees of a device.
 
 use freestone_core::bytes::Bytes;
 use freestone_core::device::{Disk, Geometry};
@@ -7,19 +7,19 @@ use zerocopy::byteorder::little_endian::U32;
 
 use crate::wire::{BlkConfig, MODEL_HOST_MANAGED, SECTOR_BYTES, feature};
 
-/// Queues of a device. A queue that is not enabled costs nothing.
+/// Maximum number of queues of a device. A queue that is not enabled has no cost.
 pub const MAX_QUEUES: usize = 64;
-/// Largest data of one request in bytes; a larger one fails.
+/// Largest data of one request in bytes. A larger request fails.
 pub const MAX_REQUEST_BYTES: usize = 32 << 20;
-/// Segments of data in a request: beside header and status they fit into a queue of 128, which is
-/// what QEMU's has.
+/// Maximum data segments per request. With header and status they fit into a queue of 128 entries,
+/// QEMU's default.
 pub const SEG_MAX: u32 = 126;
-/// Sectors of one discard or write zeroes, 512 GiB. Some clients do not split larger ones.
+/// Maximum sectors of one discard or write zeroes (512 GiB). Some clients do not split larger ones.
 pub const MAX_RANGE_SECTORS: u32 = 1 << 30;
-/// Bytes of the configuration space; behind what is filled there are zeroes.
+/// Size of the configuration space in bytes. The unused rest is zeroes.
 pub const CONFIG_BYTES: usize = 256;
 
-/// What is offered.
+/// Returns the virtio features offered for a disk.
 pub fn features(disk: &Disk) -> u64 {
     let geometry = disk.device.geometry();
     let mut features = feature::VERSION_1
@@ -44,10 +44,10 @@ pub fn features(disk: &Disk) -> u64 {
     features
 }
 
-/// The configuration space, as of now: a device may grow.
+/// Returns the current configuration space. The capacity may change because devices can grow.
 pub fn config(disk: &Disk, writeback: bool) -> [u8; CONFIG_BYTES] {
     let geometry = disk.device.geometry();
-    let block = told_block(&geometry);
+    let block = logical_block_bytes(&geometry);
     let in_blocks = |bytes: u32| bytes / block;
     let zones = geometry.zones;
     let sectors = |bytes: u64| U32::new(u32::try_from(bytes / SECTOR_BYTES).unwrap_or(u32::MAX));
@@ -79,8 +79,9 @@ pub fn config(disk: &Disk, writeback: bool) -> [u8; CONFIG_BYTES] {
     bytes
 }
 
-/// The logical block in bytes. Smaller requests than the device's blocks are served as well, and
-/// firmware boots only from sectors of 512; but zones are written by the device's own blocks.
-fn told_block(geometry: &Geometry) -> u32 {
+/// Returns the logical block size in bytes. Firmware boots only from 512-byte sectors, and the
+/// device serves requests smaller than its blocks. Zones must be written in the device's own
+/// blocks.
+fn logical_block_bytes(geometry: &Geometry) -> u32 {
     if geometry.zones.is_some() { geometry.logical_block } else { SECTOR_BYTES as u32 }
 }

@@ -1,4 +1,4 @@
-//! A device at a socket.
+//! The public handle of a device exported at a Unix socket.
 
 use std::fmt;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -22,57 +22,57 @@ use thiserror::Error;
 
 use crate::guest::Guest;
 use crate::session::Session;
-use crate::vring::Around;
+use crate::vring::ConnectionConfig;
 
-/// How long dropping an export waits for what is in flight.
+/// How long dropping an export waits for requests in flight.
 pub const END_GRACE: Duration = Duration::from_secs(5);
-/// How long a frontend waits for a place, before its connection is closed.
+/// How long a frontend may wait for a free client place before its connection is closed.
 pub const PLACE_WAIT: Duration = Duration::from_secs(60);
-/// How often it is looked whether there is one.
-const PLACE_LOOK: Duration = Duration::from_millis(100);
-/// Pause after a failed accept, which another one would most likely follow.
+/// Poll interval while a frontend waits for a place.
+const PLACE_POLL: Duration = Duration::from_millis(100);
+/// Pause after a failed accept, because the next one would most likely fail too.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Frontends that wait for the one before.
+/// Backlog of the socket: frontends that wait for the current one to leave.
 const BACKLOG: i32 = 16;
 
-/// A device cannot be exported at a path.
+/// An error from listening at a socket path.
 #[derive(Debug, Error)]
 #[error("{path}: {source}")]
 pub struct ListenError {
-    /// Where.
+    /// Path of the socket.
     pub path: PathBuf,
-    /// Why not.
+    /// Error of the bind.
     pub source: BindError,
 }
 
-/// How a device is exported.
+/// Options of an export.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Writes are refused, also where the device takes them.
+    /// Refuses writes even if the device accepts them.
     pub read_only: bool,
-    /// Where requests that fail are counted.
+    /// Counters of failed requests.
     pub failures: Arc<Failures>,
-    /// Bytes that may be held for requests; a request that finds none waits.
+    /// Limit of bytes in flight. A request that exceeds the limit waits.
     pub budget: Arc<Budget>,
-    /// Who does dear requests.
+    /// Threads that run expensive requests.
     pub workers: Workers,
-    /// Before a queue's thread sleeps it looks for more requests for up to 32 us, where waits were that
-    /// short of late; else it sleeps at once.
+    /// Polls the ring for up to 32 us before a queue's thread sleeps, if recent waits were that
+    /// short.
     pub look_out: bool,
-    /// Who may connect to the socket that is made.
+    /// Permissions of the new socket.
     pub access: Access,
-    /// Of those who can, who may; `None`: all. Who is not on the list is closed as soon as accepted.
+    /// Peers allowed to use the export; `None` allows all. Other connections are closed immediately
+    /// after accept.
     pub allow: Option<AllowList>,
-    /// Where those who may not are counted.
+    /// Counter of denied connections.
     pub denials: Arc<Denials>,
-    /// The frontend takes a place in all of these; one that finds none waits for it, for up to
-    /// [`PLACE_WAIT`].
+    /// Limits on clients. A frontend takes a place in each, and waits up to [`PLACE_WAIT`] for it.
     pub places: Vec<Arc<Places>>,
 }
 
 impl Options {
-    /// As the device is, with the workers of the process.
+    /// Returns the default options, with the workers of the process.
     pub fn new(budget: Arc<Budget>) -> Self {
         let workers = Workers::process().clone();
         Self {
@@ -89,9 +89,9 @@ impl Options {
     }
 }
 
-/// A device that listens at a Unix socket. One frontend uses it at a time, with all its queues; the
-/// next one is let in when what the one before had in flight is done. Dropping it is
-/// [`end`](Self::end) with [`END_GRACE`].
+/// A device exported at a Unix socket. It serves one frontend at a time, with all its queues. The
+/// next frontend is served when all requests of the previous one are done. Dropping the export
+/// calls [`end`](Self::end) with [`END_GRACE`].
 pub struct Export {
     path: PathBuf,
     name: String,
@@ -99,28 +99,28 @@ pub struct Export {
     shared: Arc<Shared>,
 }
 
-/// What the thread and its owner share. `state` is locked for a look or a change, or to wait for one.
+/// State shared by the export and its thread. `state` is locked only for short accesses and for
+/// condition waits.
 struct Shared {
     state: Mutex<State>,
-    /// A frontend has left or is let in again, or the thread has ended.
+    /// Signaled when a frontend leaves, a hold ends, or the thread ends.
     changed: Condvar,
-    /// Wakes the thread where it waits for a frontend.
+    /// Wakes the thread while it waits for a frontend.
     wake: OwnedFd,
 }
 
 #[derive(Default)]
 struct State {
-    /// What the next frontend gets; the thread takes it along when it ends.
+    /// The device for the next frontend. The thread removes it at the end.
     disk: Option<Arc<Disk>>,
-    /// The thread has ended, and let go of the disk.
+    /// The thread has ended and released the disk.
     ended: bool,
-    /// Its socket, until it is to end.
+    /// The socket file; `None` once the export is ending.
     file: Option<SocketFile>,
-    /// The frontend that is connected.
     guest: Option<Arc<Guest>>,
-    /// While there are any, no frontend is let in.
+    /// Number of holds. While it is not zero, no new frontend is served.
     holds: usize,
-    /// Who may be a frontend, where not all may.
+    /// Peers allowed to connect; `None` allows all.
     allow: Option<AllowList>,
 }
 
@@ -135,12 +135,11 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a change.
     fn wait<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The same until `end`; `None` is after that.
+    /// Waits for a change until `end`. Returns `None` after that.
     fn wait_until<'a>(&'a self, state: MutexGuard<'a, State>, end: Instant) -> Option<MutexGuard<'a, State>> {
         let left = end.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -149,8 +148,8 @@ impl Shared {
         Some(self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0)
     }
 
-    /// The frontend sees the end of its connection although something is in flight; false.
-    fn let_go(&self) -> bool {
+    /// Closes the connection although requests are in flight. Returns false.
+    fn force_close(&self) -> bool {
         if let Some(guest) = &self.lock().guest {
             let _ = shutdown(&guest.socket, Shutdown::Both);
         }
@@ -159,8 +158,8 @@ impl Shared {
 }
 
 impl Export {
-    /// Exports `device` as `name` at the socket `path`, to which `options.access` lets others connect; one at which
-    /// nobody accepts any more is replaced.
+    /// Exports `device` as `name` at the socket `path`. `options.access` sets the socket's
+    /// permissions. A stale socket, which no process accepts at, is replaced.
     ///
     /// # Errors
     /// See [`ListenError`].
@@ -183,81 +182,90 @@ impl Export {
             changed: Condvar::new(),
             wake: wake.map_err(|errno| other(errno.into()))?,
         });
-        let (theirs, label) = (Arc::clone(&shared), name.to_owned());
+        let (thread_shared, label) = (Arc::clone(&shared), name.to_owned());
         let thread = std::thread::Builder::new().name("vhost-user".to_owned());
         let started = thread.spawn(move || {
-            serve(&theirs, &socket, &label, &options);
+            serve(&thread_shared, &socket, &label, &options);
             drop(socket);
-            let disk = theirs.lock().disk.take();
+            let disk = thread_shared.lock().disk.take();
             drop(disk);
-            theirs.lock().ended = true;
-            theirs.changed.notify_all();
+            thread_shared.lock().ended = true;
+            thread_shared.changed.notify_all();
         });
         started.map_err(other)?;
         tracing::info!(path = %path.display(), "{name}: vhost-user");
         Ok(Self { path: path.to_path_buf(), name: name.to_owned(), read_only, shared })
     }
 
-    /// Where it listens.
+    /// Returns the path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The device's name.
+    /// Returns the name of the exported device.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Whether frontends cannot write.
+    /// Returns true if frontends cannot write.
     pub fn is_read_only(&self) -> bool {
         self.read_only
     }
 
-    /// Whether a frontend is connected.
+    /// Returns true if a frontend is connected.
     pub fn is_connected(&self) -> bool {
         self.shared.lock().guest.is_some()
     }
 
-    /// Who may connect from now on, `None`: whoever can. A frontend that is there stays.
+    /// Returns true if the connected driver may have cached content, because one of its queues has
+    /// run since it connected or since the last device reset.
+    pub fn is_driven(&self) -> bool {
+        self.shared.lock().guest.as_ref().is_some_and(|guest| guest.driven.load(Ordering::SeqCst))
+    }
+
+    /// Sets the peers allowed to connect from now on; `None` allows all. A connected frontend
+    /// stays.
     pub fn set_allow(&self, allow: Option<AllowList>) {
         self.shared.lock().allow = allow;
     }
 
-    /// The list of who may connect, where there is one.
+    /// Returns the peers allowed to connect, or `None` if all are.
     pub fn allow(&self) -> Option<AllowList> {
         self.shared.lock().allow.clone()
     }
 
-    /// Lets no frontend in until what it returns is dropped; one that is connected stays.
+    /// Holds new frontends until the returned guard is dropped. A connected frontend stays.
     pub fn hold(&self) -> Held<'_> {
         self.shared.lock().holds += 1;
         Held(self)
     }
 
-    /// The device has another size: tells the frontend that is connected, if it can be told.
+    /// Notifies the connected frontend that the device's size has changed, if it supports the
+    /// message.
     pub fn resized(&self) {
         let guest = self.shared.lock().guest.clone();
         if let Some(guest) = guest {
-            guest.tell_config_change();
+            guest.notify_config_change();
         }
     }
 
-    /// Gives the next frontend another device; for one that is connected nothing changes.
+    /// Replaces the device for the next frontend. A connected frontend keeps the old device.
     pub fn replace(&self, device: Arc<dyn Device>, failures: Arc<Failures>) {
         let disk = Arc::new(Disk::new(&self.name, self.read_only, device, failures));
         let mut state = self.shared.lock();
         let old = if state.disk.is_some() { state.disk.replace(disk) } else { Some(disk) };
         drop(state);
-        // It may wait for a disk: not under the lock.
+        // Dropping may wait for a disk, so not under the lock.
         drop(old);
     }
 
-    /// Removes the socket, and has the connection end once what is in flight is done.
+    /// Starts to end the export: removes the socket, and ends the connection when its requests in
+    /// flight are done.
     pub fn begin_to_end(&self) {
         let mut state = self.shared.lock();
         let file = state.file.take();
         if let Some(guest) = &state.guest {
-            hear_no_more(guest);
+            stop_reading(guest);
         }
         drop(state);
         drop(file);
@@ -265,52 +273,54 @@ impl Export {
         freestone_core::eventfd::wake(&self.shared.wake);
     }
 
-    /// The same, and waits for that. False: it was not done after `grace`; the device is let go of
-    /// when it is. A second call finds nothing to do.
+    /// Ends the export and waits until its requests in flight are done. If that takes longer than
+    /// `grace`, closes the connection and returns false. The thread then releases the device when the
+    /// requests are done. Further calls only wait.
     pub fn end(&self, grace: Duration) -> bool {
         let end = Instant::now() + grace;
         self.begin_to_end();
         let mut state = self.shared.lock();
         while !state.ended {
-            let Some(changed) = self.shared.wait_until(state, end) else { return self.shared.let_go() };
+            let Some(changed) = self.shared.wait_until(state, end) else { return self.shared.force_close() };
             state = changed;
         }
         true
     }
 }
 
-/// Nothing of the frontend is listened to any more, so its connection ends. It sees the end only when
-/// nothing of it is in flight: then its memory is its own again.
-fn hear_no_more(guest: &Guest) {
-    // Where the frontend has gone already, it has ended.
+/// Stops reading from the frontend, so that its session ends. The frontend sees the end of the
+/// connection only when none of its requests is in flight; it may then reuse its memory.
+fn stop_reading(guest: &Guest) {
+    // An error means that the frontend has already left.
     let _ = shutdown(&guest.socket, Shutdown::Read);
 }
 
-/// No frontend is let in while this lives.
+/// A guard that keeps an export from serving new frontends while it lives.
 pub struct Held<'a>(&'a Export);
 
 impl Held<'_> {
-    /// Whether one was there before.
+    /// Returns true if a frontend is connected.
     pub fn is_connected(&self) -> bool {
         self.0.is_connected()
     }
 
-    /// Ends the connection, with no answer to what it has in flight from now on: what a loss of power
-    /// looks like. Whether there was one.
+    /// Ends the connection without completing its requests in flight, like a loss of power. Returns
+    /// false if no frontend is connected.
     pub fn cut(&self) -> bool {
         let guest = self.0.shared.lock().guest.clone();
         let Some(guest) = guest else { return false };
         guest.silent.store(true, Ordering::SeqCst);
-        hear_no_more(&guest);
+        stop_reading(&guest);
         true
     }
 
-    /// Waits until it has ended. False: it has not until `end`, and is still in a call of the device.
+    /// Waits until the connection has ended. If the device still has requests at `end`, closes the
+    /// connection and returns false.
     pub fn wait_gone(&self, end: Instant) -> bool {
         let shared = &self.0.shared;
         let mut state = shared.lock();
         while state.guest.is_some() {
-            let Some(changed) = shared.wait_until(state, end) else { return shared.let_go() };
+            let Some(changed) = shared.wait_until(state, end) else { return shared.force_close() };
             state = changed;
         }
         true
@@ -324,7 +334,6 @@ impl Drop for Held<'_> {
     }
 }
 
-/// Accepts one frontend after the other.
 fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
     loop {
         let mut fds = [PollFd::new(socket, PollFlags::IN), PollFd::new(&shared.wake, PollFlags::IN)];
@@ -340,7 +349,7 @@ fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
             Ok(connection) => connection,
             Err(Errno::AGAIN | Errno::INTR) => continue,
             Err(error) => {
-                client_log!(warn, "{name}: vhost-user: no frontend can be accepted: {error}");
+                client_log!(warn, "{name}: vhost-user: accept failed: {error}");
                 std::thread::sleep(ACCEPT_PAUSE);
                 continue;
             }
@@ -353,8 +362,11 @@ fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
             continue;
         }
         let guest = Arc::new(Guest::new(connection));
-        let Some(_places) = places(shared, &options.places) else {
-            client_log!(warn, "{name}: vhost-user: a frontend finds no place (max_clients) and is sent away");
+        let Some(_places) = take_places(shared, &options.places) else {
+            client_log!(
+                warn,
+                "{name}: vhost-user: the limit max_clients is reached: a frontend was disconnected"
+            );
             continue;
         };
         let disk = {
@@ -366,18 +378,18 @@ fn serve(shared: &Shared, socket: &OwnedFd, name: &str, options: &Options) {
                 return;
             }
             state.guest = Some(Arc::clone(&guest));
-            state.disk.clone().expect("it goes when this ends")
+            state.disk.clone().expect("this thread removes the disk at the end")
         };
-        tracing::debug!("{name}: vhost-user: a frontend is there");
-        Session::new(around(disk, guest, options)).run();
+        tracing::debug!("{name}: vhost-user: frontend connected");
+        Session::new(connection_config(disk, guest, options)).run();
         shared.lock().guest = None;
         shared.changed.notify_all();
-        tracing::debug!("{name}: vhost-user: the frontend has left");
+        tracing::debug!("{name}: vhost-user: frontend disconnected");
     }
 }
 
-/// The places of a frontend; `None` where there is none in time, or the export ends.
-fn places(shared: &Shared, all: &[Arc<Places>]) -> Option<Vec<Place>> {
+/// Takes a frontend's places. Returns `None` after a timeout or if the export ends.
+fn take_places(shared: &Shared, all: &[Arc<Places>]) -> Option<Vec<Place>> {
     let end = Instant::now() + PLACE_WAIT;
     loop {
         if let Ok(taken) = Places::take_all(all) {
@@ -387,32 +399,31 @@ fn places(shared: &Shared, all: &[Arc<Places>]) -> Option<Vec<Place>> {
         if state.is_ending() {
             return None;
         }
-        let state = shared.wait_until(state, end.min(Instant::now() + PLACE_LOOK));
+        let state = shared.wait_until(state, end.min(Instant::now() + PLACE_POLL));
         if state.is_none() && Instant::now() >= end {
             return None;
         }
     }
 }
 
-/// What the queues of a frontend need.
-fn around(disk: Arc<Disk>, guest: Arc<Guest>, options: &Options) -> Around {
+fn connection_config(disk: Arc<Disk>, guest: Arc<Guest>, options: &Options) -> ConnectionConfig {
     let Options { budget, workers, look_out, .. } = options;
     let (budget, workers, look_out) = (Arc::clone(budget), workers.clone(), *look_out);
-    Around { disk, guest, budget, workers, look_out, inflight: None }
+    ConnectionConfig { disk, guest, budget, workers, look_out, inflight: None }
 }
 
-/// Serves the frontend at the other end of `socket` on this thread, until it leaves. For checks of very
-/// many frontends, which have no time for a socket in a directory and a thread each.
+/// Serves the frontend at the other end of `socket` on this thread until it leaves. Intended for
+/// fuzzing, which has no time for a socket file and a thread per frontend.
 #[doc(hidden)]
 pub fn serve_here(device: Arc<dyn Device>, options: &Options, socket: OwnedFd) {
     let disk = Disk::new("disk", options.read_only, device, Arc::clone(&options.failures));
     let guest = Arc::new(Guest::new(socket));
-    Session::new(around(Arc::new(disk), guest, options)).run();
+    Session::new(connection_config(Arc::new(disk), guest, options)).run();
 }
 
 impl Drop for Export {
     fn drop(&mut self) {
-        // Who has told it to end has waited as long as it wanted.
+        // After `begin_to_end` the caller has already waited as long as it wanted.
         let is_ending = self.shared.lock().is_ending();
         if !is_ending && !self.end(END_GRACE) {
             tracing::warn!("{}: vhost-user: requests are still in flight", self.name);

@@ -1,25 +1,26 @@
-//! A vhost-user-blk backend for Freestone's devices, after QEMU's description of the protocol and
-//! the VIRTIO standard: a virtual machine, or a program with a virtio driver, shares its memory
-//! and reads and writes a device through queues there, without a system call for most requests.
+//! A vhost-user-blk backend for Freestone devices, after QEMU's vhost-user protocol and the VIRTIO
+//! standard. A virtual machine, or a program with a virtio driver, shares its memory and submits
+//! requests through queues there. Most requests need no system call.
 //!
-//! An [`Export`] is one device at one Unix socket. A thread answers the frontend's messages; each
-//! queue that is enabled has a thread of its own, which tries every request inline, submits what
-//! would block, and hands dear ones to [`Workers`](freestone_core::workers::Workers).
+//! An [`Export`] is one device at one Unix socket. One thread handles the frontend's messages. Each
+//! enabled queue has its own thread, which tries every request inline, submits requests that would
+//! block, and passes expensive ones to [`Workers`](freestone_core::workers::Workers).
 //!
-//! # What is trusted
-//! Nothing. Descriptors, headers and data are copied before they are looked at; lengths come from
-//! the copy. A chain has at most [`MAX_CHAIN`] descriptors, a request [`MAX_REQUEST_BYTES`], and
-//! bytes are taken from a budget before they are allocated. A queue whose driver breaks the rules
-//! ends; a frontend that cuts off its memory file ends its connection.
+//! # Trust
+//! Neither the frontend nor the driver is trusted. Descriptors, headers and data are copied before
+//! use, and lengths come from the copy. A chain has at most [`MAX_CHAIN`] descriptors and a request
+//! at most [`MAX_REQUEST_BYTES`] of data. Memory is charged to a budget before it is allocated. A
+//! queue ends if its driver violates the protocol. A connection ends if its frontend truncates the
+//! memory file.
 //!
-//! # Why no crate for it
-//! Rings and copies are the hot path, and have to outlive memory that goes away under them. What
-//! remains of the protocol, fixed messages of a few numbers, is shorter than what the crates of
-//! rust-vmm would need around them: their handler owns the loop, and their memory ends the process
-//! on SIGBUS.
+//! # Why not rust-vmm
+//! Rings and copies are the hot path, and must survive memory that disappears. The rest of the
+//! protocol is a few fixed-size messages, which take less code than an integration of the rust-vmm
+//! crates. The handler of these crates owns the event loop, and their memory accesses end the
+//! process on SIGBUS.
 //!
-//! # Not offered
-//! Packed rings; dirty-page logging, and so live migration.
+//! # Not supported
+//! Packed rings; dirty-page logging, and therefore live migration.
 
 mod channel;
 mod disk;

@@ -1,8 +1,8 @@
-//! The frontend's memory. Whoever else maps it may change it at any moment: nothing here hands out
-//! a reference into it. Bytes are copied in and out, and numbers of rings are loaded and stored
-//! atomically; what they say is for the caller to check, once it has its copy.
+//! The frontend's memory. Other processes may change it at any moment, so this module hands out no
+//! references into it. Bytes are copied, and ring indices are accessed atomically. The caller must
+//! validate the copies.
 #![expect(unsafe_code)]
-// UNSAFETY: maps a file of the frontend, and copies from and to the mapping.
+// UNSAFETY: maps files of the frontend, and copies from and to the mappings.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -18,68 +18,68 @@ use thiserror::Error;
 use crate::sigbus::Guarded;
 use crate::wire::MemRegion;
 
-/// Regions of one frontend.
+/// Maximum number of regions of a frontend.
 pub const MAX_REGIONS: usize = 128;
-/// Largest page of memory that is known, in bytes.
+/// Largest supported page size of memory files, in bytes.
 const MAX_PAGE_BYTES: u64 = 1 << 30;
 
-/// Why memory cannot be used.
+/// An error from mapping memory.
 #[derive(Debug, Error)]
 pub enum MapError {
-    /// It ends beyond all addresses, or is empty.
-    #[error("a region of {size} bytes at {guest:#x} is no range of addresses")]
+    /// The region is empty or exceeds the address range.
+    #[error("a region of {size} bytes at {guest:#x} is not a valid address range")]
     Range {
-        /// Its address.
+        /// Guest address.
         guest: u64,
-        /// Its length.
+        /// Length in bytes.
         size: u64,
     },
-    /// Two regions have the same addresses.
+    /// The region overlaps another one.
     #[error("a region at {0:#x} overlaps another one")]
     Overlap(u64),
-    /// Not a file that can be measured.
-    #[error("the memory is no regular file")]
+    /// The memory is not a regular file.
+    #[error("the memory is not a regular file")]
     NotAFile,
     /// The file ends before the region.
     #[error("the region ends beyond its file of {0} bytes")]
     Short(u64),
-    /// Too many regions.
+    /// The frontend has too many regions.
     #[error("there are {MAX_REGIONS} regions already")]
     TooMany,
-    /// No such region to remove.
+    /// The region to remove does not exist.
     #[error("there is no region at {0:#x}")]
     Unknown(u64),
-    /// The system refuses.
+    /// The system call failed.
     #[error("the memory cannot be mapped: {0}")]
     Map(rustix::io::Errno),
 }
 
-/// An address that is not in the memory.
+/// The address is not in the memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unmapped;
 
-/// A mapped part of the memory.
 pub struct Region {
-    what: MemRegion,
+    layout: MemRegion,
     map: NonNull<u8>,
     map_len: usize,
-    /// Where the region begins in the mapping.
+    /// Offset of the region in the mapping, in bytes.
     lead: usize,
-    /// Dropped before the mapping goes.
+    /// SIGBUS protection, dropped before the mapping is unmapped.
     guard: Option<Guarded>,
 }
 
-// SAFETY: a Region is a mapping and numbers; its bytes are only copied or accessed atomically.
+// SAFETY: a Region is a mapping and plain numbers; its bytes are only copied or accessed
+// atomically.
 unsafe impl Send for Region {}
-// SAFETY: as above; that threads, and other processes, write the same bytes is expected.
+// SAFETY: as above; concurrent writes by threads and other processes are expected.
 unsafe impl Sync for Region {}
 
 impl Region {
-    fn new(what: MemRegion, file: &OwnedFd) -> Result<Self, MapError> {
-        let range = MapError::Range { guest: what.guest, size: what.size };
-        let ends = [what.guest, what.user, what.offset].map(|from| from.checked_add(what.size));
+    fn new(layout: MemRegion, file: &OwnedFd) -> Result<Self, MapError> {
+        let range = MapError::Range { guest: layout.guest, size: layout.size };
+        let ends = [layout.guest, layout.user, layout.offset].map(|from| from.checked_add(layout.size));
         let [Some(_), Some(_), Some(file_end)] = ends else { return Err(range) };
-        if what.size == 0 || file_end > i64::MAX as u64 - MAX_PAGE_BYTES {
+        if layout.size == 0 || file_end > i64::MAX as u64 - MAX_PAGE_BYTES {
             return Err(range);
         }
         let stat = fstat(file).map_err(MapError::Map)?;
@@ -89,38 +89,38 @@ impl Region {
         if file_end > stat.st_size as u64 {
             return Err(MapError::Short(stat.st_size as u64));
         }
-        // Of a file in huge pages only whole ones can be mapped; its block size tells.
+        // Files on huge pages can be mapped only in whole huge pages; the block size is the page
+        // size.
         let block = stat.st_blksize as u64;
         let page = if block.is_power_of_two() {
             block.clamp(PAGE_BYTES as u64, MAX_PAGE_BYTES)
         } else {
             PAGE_BYTES as u64
         };
-        let offset = what.offset & !(page - 1);
-        let lead = (what.offset - offset) as usize;
+        let offset = layout.offset & !(page - 1);
+        let lead = (layout.offset - offset) as usize;
         let map_len = (file_end - offset).next_multiple_of(page) as usize;
         let (protection, flags) =
             (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
-        // SAFETY: a new mapping where the kernel likes, which nothing else in this process refers
-        // to.
+        // SAFETY: the kernel chooses the address of the new mapping, and nothing else refers to it.
         let map = unsafe { mmap(std::ptr::null_mut(), map_len, protection, flags, file, offset) };
         let map = NonNull::new(map.map_err(MapError::Map)?.cast::<u8>()).ok_or(range)?;
-        let mut region = Self { what, map, map_len, lead, guard: None };
+        let mut region = Self { layout, map, map_len, lead, guard: None };
         region.guard = Guarded::new(map.as_ptr().addr(), map_len);
         if region.guard.is_none() { Err(MapError::TooMany) } else { Ok(region) }
     }
 
-    /// Whether its file has lost pages.
+    /// Returns true if the file was truncated and a lost page was accessed.
     #[inline]
     pub fn is_dead(&self) -> bool {
         self.guard.as_ref().is_some_and(Guarded::is_dead)
     }
 
-    /// Where byte `at` of the region is, of `len` that are all in it.
+    /// Returns the address of byte `at` of the region. All `len` bytes must be in the region.
     #[inline]
     fn place(&self, at: u64, len: usize) -> *mut u8 {
-        debug_assert!(at + len as u64 <= self.what.size, "the caller has checked the range");
-        // SAFETY: the mapping has `lead` and then `what.size` bytes.
+        debug_assert!(at + len as u64 <= self.layout.size, "the caller has checked the range");
+        // SAFETY: the mapping contains `lead` and then `layout.size` bytes.
         unsafe { self.map.as_ptr().add(self.lead + at as usize) }
     }
 }
@@ -128,83 +128,81 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         self.guard = None;
-        // SAFETY: mapped in `new` with this length, unmapped once. Where that fails it is leaked.
+        // SAFETY: `new` mapped this range, and it is unmapped once. If that fails, the range is
+        // leaked.
         let _ = unsafe { munmap(self.map.as_ptr().cast(), self.map_len) };
     }
 }
 
 impl fmt::Debug for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Region({:#x} + {:#x})", self.what.guest, self.what.size)
+        write!(f, "Region({:#x} + {:#x})", self.layout.guest, self.layout.size)
     }
 }
 
-/// All regions at one time.
 #[derive(Debug, Default, Clone)]
 pub struct Memory {
     regions: Vec<Arc<Region>>,
 }
 
 impl Memory {
-    /// This memory and another region.
-    pub fn with(&self, what: MemRegion, file: &OwnedFd) -> Result<Self, MapError> {
+    pub fn with(&self, layout: MemRegion, file: &OwnedFd) -> Result<Self, MapError> {
         if self.regions.len() == MAX_REGIONS {
             return Err(MapError::TooMany);
         }
-        let region = Region::new(what, file)?;
+        let region = Region::new(layout, file)?;
         let overlaps = |other: &Arc<Region>| {
-            other.what.guest < what.guest + what.size && what.guest < other.what.guest + other.what.size
+            other.layout.guest < layout.guest + layout.size
+                && layout.guest < other.layout.guest + other.layout.size
         };
         if self.regions.iter().any(overlaps) {
-            return Err(MapError::Overlap(what.guest));
+            return Err(MapError::Overlap(layout.guest));
         }
         let mut regions = self.regions.clone();
         regions.push(Arc::new(region));
         Ok(Self { regions })
     }
 
-    /// This memory without a region.
-    pub fn without(&self, what: &MemRegion) -> Result<Self, MapError> {
-        let is_it = |region: &Arc<Region>| {
-            let has = region.what;
-            (has.guest, has.user, has.size) == (what.guest, what.user, what.size)
+    pub fn without(&self, layout: &MemRegion) -> Result<Self, MapError> {
+        let is_same = |region: &Arc<Region>| {
+            let has = region.layout;
+            (has.guest, has.user, has.size) == (layout.guest, layout.user, layout.size)
         };
-        let at = self.regions.iter().position(is_it).ok_or(MapError::Unknown(what.guest))?;
+        let at = self.regions.iter().position(is_same).ok_or(MapError::Unknown(layout.guest))?;
         let mut regions = self.regions.clone();
         regions.remove(at);
         Ok(Self { regions })
     }
 
-    /// Whether a file of it has lost pages that somebody touched.
+    /// Returns true if a memory file was truncated and a lost page was accessed.
     #[inline]
     pub fn is_dead(&self) -> bool {
         self.regions.iter().any(|region| region.is_dead())
     }
 
-    /// A part of a ring, by the frontend's own address.
+    /// Returns a part of a ring. `user` is an address of the frontend's process.
     pub fn ring_part(&self, user: u64, len: usize, align: u64) -> Option<RingPart> {
         let region = self.regions.iter().find(|region| {
-            let has = region.what;
+            let has = region.layout;
             user.checked_sub(has.user).is_some_and(|at| at < has.size && len as u64 <= has.size - at)
         })?;
-        let at = user - region.what.user;
+        let at = user - region.layout.user;
         let aligned = region.place(at, len).addr().is_multiple_of(align as usize);
         aligned.then(|| RingPart { place: region.place(at, len), region: Arc::clone(region), len })
     }
 
-    /// Copies out of the memory; zeroes where it [is gone](Self::is_dead).
+    /// Copies bytes out of the memory. [Lost pages](Self::is_dead) read as zeroes.
     #[inline]
     pub fn read(&self, guest: u64, into: &mut [u8]) -> Result<(), Unmapped> {
         self.pieces(guest, into.len(), |place, at, len| {
             let to = into[at..at + len].as_mut_ptr();
-            // SAFETY: `len` bytes are mapped at `place` as long as `self` has the region, and
-            // `into` is memory of ours, which is never a part of a region. Others may write what is
-            // read: then it is any bytes.
+            // SAFETY: `len` bytes are mapped at `place` while `self` holds the region. `into` is
+            // private memory, never part of a region. Concurrent writes may produce any bytes.
             unsafe { std::ptr::copy_nonoverlapping(place.cast_const(), to, len) };
         })
     }
 
-    /// Copies so many bytes out of the memory.
+    /// Copies `N` bytes out of the memory.
     #[inline]
     pub fn array<const N: usize>(&self, guest: u64) -> Result<[u8; N], Unmapped> {
         let mut bytes = [0; N];
@@ -218,25 +216,23 @@ impl Memory {
         Ok(bytes)
     }
 
-    /// Writes one byte.
     #[inline]
     pub fn set(&self, guest: u64, byte: u8) -> Result<(), Unmapped> {
         let (place, _) = self.find(guest, 1)?;
-        // SAFETY: one byte is mapped there, see `read`.
+        // SAFETY: one byte is mapped there, as in `read`.
         unsafe { place.write(byte) };
         Ok(())
     }
 
-    /// Copies into the memory.
     #[inline]
     pub fn write(&self, guest: u64, from: &[u8]) -> Result<(), Unmapped> {
         self.pieces(guest, from.len(), |place, at, len| {
-            // SAFETY: as in `read`, the other way round.
+            // SAFETY: as in `read`, in the other direction.
             unsafe { std::ptr::copy_nonoverlapping(from[at..at + len].as_ptr(), place, len) };
         })
     }
 
-    /// Calls `copy` for each piece of memory that `len` bytes lie in, most often one.
+    /// Calls `copy` for each region that the range touches; usually one.
     #[inline]
     fn pieces(
         &self,
@@ -258,14 +254,14 @@ impl Memory {
         Ok(())
     }
 
-    /// Where an address is, and how many of `len` bytes from there on.
+    /// Returns the mapped address of `guest`, and how many of the `len` bytes its region contains.
     #[inline]
     fn find(&self, guest: u64, len: usize) -> Result<(*mut u8, usize), Unmapped> {
         for region in &self.regions {
-            if let Some(at) = guest.checked_sub(region.what.guest)
-                && at < region.what.size
+            if let Some(at) = guest.checked_sub(region.layout.guest)
+                && at < region.layout.size
             {
-                let len = len.min((region.what.size - at) as usize);
+                let len = len.min((region.layout.size - at) as usize);
                 return Ok((region.place(at, len), len));
             }
         }
@@ -273,61 +269,62 @@ impl Memory {
     }
 }
 
-/// A part of a ring: bytes that lie in one region.
+/// A part of a ring, which lies in one region.
 #[derive(Debug)]
 pub struct RingPart {
-    /// Keeps it mapped.
     region: Arc<Region>,
     place: *mut u8,
     len: usize,
 }
 
-// SAFETY: as for Region, of which it is a part.
+// SAFETY: as for Region.
 unsafe impl Send for RingPart {}
 
 impl RingPart {
-    /// Whether its file has lost pages.
+    /// Returns true if the file was truncated and a lost page was accessed.
     #[inline]
     pub fn is_dead(&self) -> bool {
         self.region.is_dead()
     }
 
-    #[expect(clippy::cast_ptr_alignment, reason = "a part is aligned, and so is its number")]
+    #[expect(clippy::cast_ptr_alignment, reason = "the part and the offset are aligned")]
     fn number(&self, at: usize) -> &AtomicU16 {
-        assert!(at.is_multiple_of(2) && at + 2 <= self.len, "an index of a ring is below its size");
-        // SAFETY: mapped as long as the region is held, checked above, aligned as the part is; others
-        // access it as a 16-bit number too.
+        assert!(at.is_multiple_of(2) && at + 2 <= self.len, "ring index is out of range");
+        // SAFETY: the held region keeps the bytes mapped, the range is checked above, and the
+        // number is as aligned as the part. Other processes access it as a 16-bit number too.
         unsafe { AtomicU16::from_ptr(self.place.add(at).cast::<u16>()) }
     }
 
-    /// A number that the driver publishes: what it wrote before is seen after.
+    /// Loads an index that the driver publishes. Data that the driver wrote before the index is
+    /// visible afterwards.
     #[inline]
     pub fn load(&self, at: usize) -> u16 {
-        // Acquire: pairs with the driver's release of the same number.
+        // Acquire: pairs with the driver's release store of the same index.
         u16::from_le(self.number(at).load(Ordering::Acquire))
     }
 
-    /// A number that is published to the driver: it sees what was written before.
+    /// Stores an index that the driver reads. Data written before is visible to a driver that sees
+    /// the index.
     #[inline]
     pub fn store(&self, at: usize, value: u16) {
-        // Release: pairs with the driver's acquire of the same number.
+        // Release: pairs with the driver's acquire load of the same index.
         self.number(at).store(value.to_le(), Ordering::Release);
     }
 
-    /// Copies the bytes from `at` on.
+    /// Copies `N` bytes from offset `at`.
     #[inline]
     pub fn array<const N: usize>(&self, at: usize) -> [u8; N] {
-        assert!(at + N <= self.len, "an entry of a ring is below its size");
+        assert!(at + N <= self.len, "ring entry is out of range");
         let mut bytes = [0; N];
-        // SAFETY: mapped as long as the region is held, checked above; see `Memory::read`.
+        // SAFETY: the held region keeps the bytes mapped, and the range is checked above; see
+        // `Memory::read`.
         unsafe { std::ptr::copy_nonoverlapping(self.place.add(at).cast_const(), bytes.as_mut_ptr(), N) };
         bytes
     }
 
-    /// Copies bytes to `at` and on.
     #[inline]
     pub fn set<const N: usize>(&self, at: usize, bytes: [u8; N]) {
-        assert!(at + N <= self.len, "an entry of a ring is below its size");
+        assert!(at + N <= self.len, "ring entry is out of range");
         // SAFETY: as in `array`.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.place.add(at), N) };
     }

@@ -1,4 +1,4 @@
-//! One frontend: its messages, one after the other.
+//! A session with one frontend: handles its messages in order.
 
 use freestone_core::client_log;
 use std::os::fd::{AsFd, OwnedFd};
@@ -7,18 +7,18 @@ use std::sync::atomic::Ordering;
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use crate::channel::{Gone, Message, receive, reply};
+use crate::channel::{ConnectionError, Message, receive, reply};
 use crate::disk::{self, CONFIG_BYTES, MAX_QUEUES};
-use crate::inflight::{self, Inflight};
+use crate::inflight::{self, InflightLog};
 use crate::memory::{MAX_REGIONS, Memory};
 use crate::ring::{Addresses, MAX_QUEUE_SIZE};
-use crate::vring::{Around, Vring, event};
+use crate::vring::{ConnectionConfig, Vring, event};
 use crate::wire::{
     ConfigPart, InflightArea, MAX_FDS, MemRegion, MemTable, NEED_REPLY, SingleRegion, VringAddr, VringState,
     WRITEBACK_OFFSET, feature, message, protocol,
 };
 
-/// What is offered of the protocol.
+/// Protocol features offered.
 const PROTOCOL_FEATURES: u64 = protocol::MQ
     | protocol::REPLY_ACK
     | protocol::BACKEND_REQ
@@ -26,28 +26,23 @@ const PROTOCOL_FEATURES: u64 = protocol::MQ
     | protocol::INFLIGHT_SHMFD
     | protocol::RESET_DEVICE
     | protocol::CONFIGURE_MEM_SLOTS;
-/// Of the number in a message about an eventfd: the queue, and whether there is none.
+/// Parts of the number in eventfd messages: the queue index, and a flag for a missing eventfd.
 const QUEUE_MASK: u64 = 0xff;
 const NO_FD: u64 = 1 << 8;
 
-/// A message that is not done; a sentence.
 type Refusal = String;
 
-/// What a message is answered with.
 #[derive(Debug)]
-enum Answer {
-    /// That it is done, where the frontend wants to know.
-    Done,
-    /// This.
+enum Reply {
+    /// An acknowledgement, sent only if the frontend requested one.
+    Ack,
     Body(Vec<u8>),
-    /// This, with a file.
     File(Vec<u8>, OwnedFd),
 }
 
-/// A connected frontend.
 pub struct Session {
-    around: Around,
-    /// As offered when it connected.
+    config: ConnectionConfig,
+    /// Features offered at the start of the session.
     offered: u64,
     /// Features the driver has accepted; `None` before the first `SET_FEATURES` and after a reset.
     features: Option<u64>,
@@ -56,43 +51,42 @@ pub struct Session {
 }
 
 impl Session {
-    /// Of a frontend that has said nothing yet.
-    pub fn new(around: Around) -> Self {
-        let offered = disk::features(&around.disk);
+    pub fn new(config: ConnectionConfig) -> Self {
+        let offered = disk::features(&config.disk);
         let vrings = std::iter::repeat_with(Vring::default).take(MAX_QUEUES).collect();
-        let session = Self { around, offered, features: None, protocol: 0, vrings };
+        let session = Self { config, offered, features: None, protocol: 0, vrings };
         session.set_writeback(true);
         session
     }
 
-    /// Answers messages until the frontend leaves, or breaks the protocol. When this returns,
-    /// nothing of it is in flight any more.
+    /// Handles messages until the frontend leaves or violates the protocol. No requests are in
+    /// flight when this returns.
     pub fn run(mut self) {
-        let guest = Arc::clone(&self.around.guest);
+        let guest = Arc::clone(&self.config.guest);
         let socket = guest.socket.as_fd();
         loop {
             let message = match receive(socket) {
                 Ok(message) => message,
-                Err(Gone::Closed) => break,
-                Err(Gone::Garbage(what)) => {
-                    client_log!(warn, "{}: vhost-user: the frontend sent {what}", self.around.disk.name);
+                Err(ConnectionError::Closed) => break,
+                Err(ConnectionError::Invalid(what)) => {
+                    client_log!(warn, "{}: vhost-user: the frontend sent {what}", self.config.disk.name);
                     break;
                 }
             };
             let (request, flags) = (message.request, message.flags);
             let wants_ack = flags & NEED_REPLY != 0 && self.protocol & protocol::REPLY_ACK != 0;
             let done = match self.handle(message) {
-                Ok(Answer::Body(body)) => reply(socket, request, &body, None),
-                Ok(Answer::File(body, file)) => reply(socket, request, &body, Some(file.as_fd())),
-                Ok(Answer::Done) if wants_ack => reply(socket, request, &0_u64.to_ne_bytes(), None),
-                Ok(Answer::Done) => Ok(()),
+                Ok(Reply::Body(body)) => reply(socket, request, &body, None),
+                Ok(Reply::File(body, file)) => reply(socket, request, &body, Some(file.as_fd())),
+                Ok(Reply::Ack) if wants_ack => reply(socket, request, &0_u64.to_ne_bytes(), None),
+                Ok(Reply::Ack) => Ok(()),
                 Err(refusal) => {
-                    client_log!(warn, "{}: vhost-user: message {request}: {refusal}", self.around.disk.name);
-                    // Without an answer the frontend would go on as if it were done.
+                    client_log!(warn, "{}: vhost-user: message {request}: {refusal}", self.config.disk.name);
+                    // Without a reply the frontend would continue as if the message had succeeded.
                     if wants_ack {
                         reply(socket, request, &1_u64.to_ne_bytes(), None)
                     } else {
-                        Err(Gone::Closed)
+                        Err(ConnectionError::Closed)
                     }
                 }
             };
@@ -103,7 +97,7 @@ impl Session {
         self.stop_all();
     }
 
-    fn handle(&mut self, message: Message) -> Result<Answer, Refusal> {
+    fn handle(&mut self, message: Message) -> Result<Reply, Refusal> {
         let Message { request, body, mut fds, .. } = message;
         match request {
             message::GET_FEATURES => return Ok(number(self.offered)),
@@ -120,36 +114,37 @@ impl Session {
             message::GET_MAX_MEM_SLOTS => return Ok(number(MAX_REGIONS as u64)),
             message::GET_CONFIG => return self.get_config(&body),
             message::SET_CONFIG => self.set_config(&body)?,
-            // There is one owner, the connection.
+            // The connection itself is the owner.
             message::SET_OWNER => {}
             message::SET_BACKEND_REQ_FD => {
-                let socket = fds.pop().ok_or("there is no socket")?;
-                self.around.guest.set_backend_socket(socket);
+                let socket = fds.pop().ok_or("the socket is missing")?;
+                self.config.guest.set_backend_socket(socket);
             }
             message::GET_INFLIGHT_FD => {
-                let (area, file) = inflight::create(area(&body)?).map_err(|error| error.to_string())?;
-                // As long as the question.
-                return Ok(Answer::File(area.as_bytes()[..body.len()].to_vec(), file));
+                let (area, file) = inflight::create(parse_area(&body)?).map_err(|error| error.to_string())?;
+                // The reply has the length of the request.
+                return Ok(Reply::File(area.as_bytes()[..body.len()].to_vec(), file));
             }
             message::SET_INFLIGHT_FD => {
-                let file = fds.first().ok_or("there is no file")?;
-                let inflight = Inflight::new(area(&body)?, file).map_err(|error| error.to_string())?;
-                // Queues begin with it, or not at all.
+                let file = fds.first().ok_or("the file is missing")?;
+                let inflight =
+                    InflightLog::new(parse_area(&body)?, file).map_err(|error| error.to_string())?;
+                // The log must be set before the queues start.
                 self.stop_all();
-                self.around.inflight = Some(inflight);
-                self.settle_all()?;
+                self.config.inflight = Some(inflight);
+                self.apply_all()?;
             }
             message::RESET_OWNER | message::RESET_DEVICE => self.reset(),
             message::SET_MEM_TABLE => self.set_mem_table(&body, &fds)?,
             message::ADD_MEM_REG => {
                 let region = parse::<SingleRegion>(&body)?.region;
-                let file = fds.first().ok_or("a region has no file")?;
-                let memory = self.around.guest.memory().with(region, file);
+                let file = fds.first().ok_or("the file of the region is missing")?;
+                let memory = self.config.guest.memory().with(region, file);
                 self.set_memory(memory.map_err(|error| error.to_string())?);
             }
             message::REM_MEM_REG => {
                 let region = parse::<SingleRegion>(&body)?.region;
-                let memory = self.around.guest.memory().without(&region);
+                let memory = self.config.guest.memory().without(&region);
                 self.set_memory(memory.map_err(|error| error.to_string())?);
             }
             message::SET_VRING_NUM => {
@@ -157,52 +152,52 @@ impl Session {
                 let size =
                     u16::try_from(num).ok().filter(|size| size.is_power_of_two() && *size <= MAX_QUEUE_SIZE);
                 let size = size.ok_or_else(|| format!("a queue cannot have {num} entries"))?;
-                self.change(index, |vring| vring.size = size)?;
+                self.reconfigure(index, |vring| vring.size = size)?;
             }
             message::SET_VRING_ADDR => {
                 let VringAddr { index, desc, used, avail, .. } = parse(&body)?;
-                self.change(index, |vring| vring.addresses = Some(Addresses { desc, avail, used }))?;
+                self.reconfigure(index, |vring| vring.addresses = Some(Addresses { desc, avail, used }))?;
             }
             message::SET_VRING_BASE => {
                 let VringState { index, num } = parse(&body)?;
-                let base = u16::try_from(num).map_err(|_| format!("a queue cannot be at {num}"))?;
-                self.change(index, |vring| vring.base = base)?;
+                let base = u16::try_from(num).map_err(|_| format!("invalid available index {num}"))?;
+                self.reconfigure(index, |vring| vring.base = base)?;
             }
             message::GET_VRING_BASE => {
                 let index = parse::<VringState>(&body)?.index;
                 let vring = self.vring(index.into())?;
                 vring.stop();
-                // It does not start again before it gets a new one.
+                // The queue starts again only after the frontend sends a new eventfd.
                 vring.kick = None;
                 let state = VringState { index, num: vring.base.into() };
-                return Ok(Answer::Body(state.as_bytes().to_vec()));
+                return Ok(Reply::Body(state.as_bytes().to_vec()));
             }
             message::SET_VRING_KICK => {
-                let (index, kick) = event_of(&body, &mut fds)?;
-                let kick = kick.ok_or("a queue without a kick is not offered")?;
-                // Before protocol features were known, a queue starts enabled.
+                let (index, kick) = take_event(&body, &mut fds)?;
+                let kick = kick.ok_or("queues without a kick eventfd are not supported")?;
+                // Without protocol features, queues are enabled from the start.
                 let always = !self.has(feature::PROTOCOL_FEATURES);
-                self.change(index, |vring| {
+                self.reconfigure(index, |vring| {
                     vring.kick = Some(Arc::new(kick));
                     vring.enabled |= always;
                 })?;
             }
             message::SET_VRING_CALL => {
-                let (index, call) = event_of(&body, &mut fds)?;
+                let (index, call) = take_event(&body, &mut fds)?;
                 self.vring(index.into())?.set_call(call);
             }
             message::SET_VRING_ERR => {
-                let (index, err) = event_of(&body, &mut fds)?;
+                let (index, err) = take_event(&body, &mut fds)?;
                 self.vring(index.into())?.err = err.map(Arc::new);
             }
             message::SET_VRING_ENABLE => {
                 let VringState { index, num } = parse(&body)?;
                 self.vring(index.into())?.enabled = num != 0;
-                self.settle(index)?;
+                self.apply_config(index)?;
             }
-            _ => return Err("it is not known".to_owned()),
+            _ => return Err("unknown message".to_owned()),
         }
-        Ok(Answer::Done)
+        Ok(Reply::Ack)
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), Refusal> {
@@ -210,13 +205,13 @@ impl Session {
             return Err(format!("features {features:#x} were not all offered"));
         }
         if self.features != Some(features) {
-            // Running queues use the features accepted before.
+            // Running queues use the previously accepted features.
             for vring in &mut self.vrings {
                 vring.stop();
             }
             self.features = Some(features);
             self.set_writeback(true);
-            self.settle_all()?;
+            self.apply_all()?;
         }
         Ok(())
     }
@@ -230,30 +225,30 @@ impl Session {
     /// such a driver cannot make its writes durable.
     fn set_writeback(&self, writeback: bool) {
         let can_flush = self.offered & feature::FLUSH == 0 || self.has(feature::FLUSH);
-        self.around.guest.writeback.store(writeback && can_flush, Ordering::SeqCst);
+        self.config.guest.writeback.store(writeback && can_flush, Ordering::SeqCst);
     }
 
-    fn get_config(&self, body: &[u8]) -> Result<Answer, Refusal> {
-        let (part, _) = ConfigPart::read_from_prefix(body).map_err(|_| "it is too short")?;
+    fn get_config(&self, body: &[u8]) -> Result<Reply, Refusal> {
+        let (part, _) = ConfigPart::read_from_prefix(body).map_err(|_| "the body is too short")?;
         // Frontends read the configuration before the driver chooses: FLUSH gives it write-back.
         let writeback = self.offered & feature::CONFIG_WCE != 0
-            && (self.features.is_none() || self.around.guest.writeback.load(Ordering::SeqCst));
-        let config = disk::config(&self.around.disk, writeback);
+            && (self.features.is_none() || self.config.guest.writeback.load(Ordering::SeqCst));
+        let config = disk::config(&self.config.disk, writeback);
         let from = part.offset as usize;
         let wanted = from.checked_add(part.size as usize).and_then(|end| config.get(from..end));
-        // No bytes at all: it is refused.
+        // An empty reply refuses the read.
         let bytes = wanted.unwrap_or_default();
         let part = ConfigPart { size: bytes.len() as u32, ..part };
-        Ok(Answer::Body([part.as_bytes(), bytes].concat()))
+        Ok(Reply::Body([part.as_bytes(), bytes].concat()))
     }
 
     fn set_config(&self, body: &[u8]) -> Result<(), Refusal> {
-        let (part, bytes) = ConfigPart::read_from_prefix(body).map_err(|_| "it is too short")?;
+        let (part, bytes) = ConfigPart::read_from_prefix(body).map_err(|_| "the body is too short")?;
         let end = part.offset.checked_add(part.size).filter(|end| *end as usize <= CONFIG_BYTES);
         if end.is_none() || bytes.len() != part.size as usize {
-            return Err("it is not in the configuration".to_owned());
+            return Err("the range is outside the configuration space".to_owned());
         }
-        // All else is not the driver's to write.
+        // The driver can write no other fields.
         let at = WRITEBACK_OFFSET.checked_sub(part.offset);
         if self.has(feature::CONFIG_WCE)
             && let Some(writeback) = at.and_then(|at| bytes.get(at as usize))
@@ -264,10 +259,10 @@ impl Session {
     }
 
     fn set_mem_table(&self, body: &[u8], fds: &[OwnedFd]) -> Result<(), Refusal> {
-        let (table, behind) = MemTable::read_from_prefix(body).map_err(|_| "it is too short")?;
+        let (table, behind) = MemTable::read_from_prefix(body).map_err(|_| "the body is too short")?;
         let count = table.regions as usize;
         if count > MAX_FDS || count != fds.len() || behind.len() < count * size_of::<MemRegion>() {
-            return Err(format!("{count} regions, {} files", fds.len()));
+            return Err(format!("{count} regions with {} files", fds.len()));
         }
         let mut memory = Memory::default();
         for (raw, file) in behind.chunks_exact(size_of::<MemRegion>()).zip(fds) {
@@ -278,7 +273,7 @@ impl Session {
     }
 
     fn set_memory(&self, memory: Memory) {
-        self.around.guest.set_memory(memory);
+        self.config.guest.set_memory(memory);
         for vring in &self.vrings {
             vring.wake();
         }
@@ -289,42 +284,43 @@ impl Session {
         vring.ok_or_else(|| format!("there is no queue {index}"))
     }
 
-    /// Changes how a queue is set up; one that runs goes on with the change.
-    fn change(&mut self, index: u32, change: impl FnOnce(&mut Vring)) -> Result<(), Refusal> {
+    /// Stops a queue, changes its configuration, and starts it again.
+    fn reconfigure(&mut self, index: u32, change: impl FnOnce(&mut Vring)) -> Result<(), Refusal> {
         let vring = self.vring(index.into())?;
         vring.stop();
         change(vring);
-        self.settle(index)
+        self.apply_config(index)
     }
 
-    fn settle(&mut self, index: u32) -> Result<(), Refusal> {
+    fn apply_config(&mut self, index: u32) -> Result<(), Refusal> {
         let features = self.features.unwrap_or(0);
         let vring = self.vrings.get_mut(index as usize).ok_or("there is no such queue")?;
-        let settled = vring.settle(index as usize, &self.around, features);
-        settled.map_err(|error| format!("queue {index}: {error}"))
+        let result = vring.apply_config(index as usize, &self.config, features);
+        result.map_err(|error| format!("queue {index}: {error}"))
     }
 
-    /// One that does not start again leaves the others alone.
-    fn settle_all(&mut self) -> Result<(), Refusal> {
-        let mut settled = Ok(());
+    /// Starts or stops all queues. A queue that fails to start does not affect the others. Returns
+    /// the first error.
+    fn apply_all(&mut self) -> Result<(), Refusal> {
+        let mut result = Ok(());
         for index in 0..MAX_QUEUES {
-            let this = self.settle(index as u32);
-            settled = settled.and(this);
+            let this = self.apply_config(index as u32);
+            result = result.and(this);
         }
-        settled
+        result
     }
 
     fn stop_all(&mut self) {
-        // All at once, then one after the other.
+        // Signal all queues first, so that they stop in parallel.
         for vring in &self.vrings {
-            vring.ask_to_stop();
+            vring.begin_stop();
         }
         for vring in &mut self.vrings {
             vring.stop();
         }
     }
 
-    /// As it was before the driver came; the memory stays.
+    /// Resets the device to its state before the driver started. The memory stays.
     fn reset(&mut self) {
         self.stop_all();
         for vring in &mut self.vrings {
@@ -332,6 +328,7 @@ impl Session {
         }
         self.features = None;
         self.set_writeback(true);
+        self.config.guest.driven.store(false, Ordering::SeqCst);
     }
 }
 
@@ -341,32 +338,32 @@ impl Drop for Session {
     }
 }
 
-fn number(value: u64) -> Answer {
-    Answer::Body(value.to_ne_bytes().to_vec())
+fn number(value: u64) -> Reply {
+    Reply::Body(value.to_ne_bytes().to_vec())
 }
 
 fn parse<T: FromBytes + KnownLayout + Immutable>(body: &[u8]) -> Result<T, Refusal> {
-    T::read_from_bytes(body).map_err(|_| format!("{} bytes are not its size", body.len()))
+    T::read_from_bytes(body).map_err(|_| format!("unexpected body size of {} bytes", body.len()))
 }
 
-/// What is said of memory for what is in flight; some leave out the padding at its end.
-fn area(body: &[u8]) -> Result<InflightArea, Refusal> {
+/// Parses the description of an in-flight log. Some frontends omit the padding at its end.
+fn parse_area(body: &[u8]) -> Result<InflightArea, Refusal> {
     let mut raw = [0; size_of::<InflightArea>()];
     let least = raw.len() - 4;
     if body.len() != raw.len() && body.len() != least {
-        return Err(format!("{} bytes are not its size", body.len()));
+        return Err(format!("unexpected body size of {} bytes", body.len()));
     }
     raw[..body.len()].copy_from_slice(body);
     parse(&raw)
 }
 
-/// The queue that a message is about, and its eventfd.
-fn event_of(body: &[u8], fds: &mut Vec<OwnedFd>) -> Result<(u32, Option<OwnedFd>), Refusal> {
+/// Parses the queue index of an eventfd message, and takes its eventfd.
+fn take_event(body: &[u8], fds: &mut Vec<OwnedFd>) -> Result<(u32, Option<OwnedFd>), Refusal> {
     let value: u64 = parse(body)?;
     let index = (value & QUEUE_MASK) as u32;
     if value & NO_FD != 0 {
         return Ok((index, None));
     }
-    let fd = fds.pop().ok_or("it has no file descriptor")?;
+    let fd = fds.pop().ok_or("the eventfd is missing")?;
     Ok((index, Some(event(fd).map_err(|error| error.to_string())?)))
 }

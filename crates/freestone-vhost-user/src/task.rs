@@ -1,4 +1,4 @@
-//! One request, as it was copied out of the frontend's memory.
+//! Parses requests from descriptor chains, and copies their data.
 
 use freestone_core::device::zoned::{ZoneOp, ZoneRequest};
 use freestone_core::device::{Error, Failed, Flags, IoBuf, Op, Request};
@@ -6,67 +6,60 @@ use zerocopy::{FromBytes as _, transmute};
 
 use crate::disk::{MAX_RANGE_SECTORS, MAX_REQUEST_BYTES};
 use crate::memory::{Memory, Unmapped};
-use crate::ring::{Broken, Chain, Segment};
+use crate::ring::{Chain, RingError, Segment};
 use crate::wire::{BlkHeader, BlkRange, SECTOR_BYTES, request, status};
 
-/// Bytes in which an append is told where its data went.
+/// Size of the sector number that an append returns, in bytes.
 pub const SECTOR_NUMBER_BYTES: usize = 8;
 
-/// What is to be done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A request for the device.
+    /// A request of the device.
     Io(Request),
-    /// Data for the zone that begins at this byte, at its write pointer.
+    /// An append to the zone that starts at this byte offset.
     Append(u64),
-    /// Something with zones.
     Zone(ZoneRequest),
-    /// The device's name.
+    /// A query of the device's name.
     Id,
-    /// Nothing: it is answered with this status.
+    /// An invalid request, to be completed with this status.
     Refused(u8),
 }
 
-/// The outcome of a submitted request.
 #[derive(Debug)]
 pub struct Finished {
-    /// The request.
     pub task: Task,
-    /// Those of its chain.
+    /// Segments of the request's chain.
     pub segments: Vec<Segment>,
-    /// What the device says; of an append, where the data went.
+    /// Result of the device; for an append, the byte offset of the data.
     pub outcome: Result<u64, Error>,
-    /// Its buffer.
     pub buffer: IoBuf,
 }
 
-/// A request.
 #[derive(Debug)]
 pub struct Task {
-    /// The number of its chain.
+    /// Head descriptor of the chain.
     pub head: u16,
-    /// What to do.
     pub kind: Kind,
-    /// Of the chain's segments: where the data from the driver begins, where the room for the
-    /// driver's does, and where that ends.
+    /// Indices into the chain's segments: start of the driver's data, start of the room for the
+    /// reply, and end of that room.
     parts: [u16; 3],
-    /// Bytes of its data.
+    /// Length of the data in bytes.
     pub len: usize,
-    /// Bytes that are done, and in a read's case already written.
+    /// Bytes already done; for a read, also copied to the driver.
     pub done: usize,
-    /// Where its status goes.
+    /// Guest address of the status byte.
     pub status: u64,
-    /// Bytes it is charged with while the device has it.
+    /// Bytes charged while the request is in flight.
     pub charge: usize,
 }
 
 impl Task {
-    /// The request in a chain, out of whose segments header and status are taken.
+    /// Parses the request of a chain. Removes header and status from the segments.
     #[inline]
-    pub fn parse(head: u16, chain: &mut Chain, memory: &Memory) -> Result<Self, Broken> {
+    pub fn parse(head: u16, chain: &mut Chain, memory: &Memory) -> Result<Self, RingError> {
         let (readable, writable) = chain.segments.split_at_mut(chain.readable);
         let (header, from) = header(memory, readable)?;
-        let last = writable.last_mut().ok_or(Broken::Short)?;
+        let last = writable.last_mut().ok_or(RingError::Short)?;
         last.len -= 1;
         let status = last.addr.wrapping_add(last.len.into());
         let is_whole = last.len == 0;
@@ -81,7 +74,7 @@ impl Task {
             request::GET_ID => (Kind::Id, total(writable)),
             request::DISCARD => (range(Op::Discard, readable, memory)?, 0),
             request::WRITE_ZEROES => (range(Op::WriteZeroes, readable, memory)?, 0),
-            // In front of the status there is room for a sector.
+            // The room before the status must hold a sector number.
             request::ZONE_APPEND if total(writable) == SECTOR_NUMBER_BYTES as u64 => {
                 append(offset, total(readable))
             }
@@ -95,28 +88,29 @@ impl Task {
             _ => (Kind::Refused(status::UNSUPP), 0),
         };
         let (kind, len) = if len > MAX_REQUEST_BYTES as u64 { (refused, 0) } else { (kind, len as usize) };
-        // A chain is shorter than these numbers' end.
+        // MAX_CHAIN limits these numbers to 16 bits.
         let parts = [from as u16, chain.readable as u16, (chain.readable + left) as u16];
         Ok(Self { head, kind, parts, len, done: 0, status, charge: 0 })
     }
 
-    /// Behind its header: what the driver sends.
+    /// Returns the segments of the driver's data, after the header.
     #[inline]
     pub fn sent<'a>(&self, segments: &'a [Segment]) -> &'a [Segment] {
         &segments[usize::from(self.parts[0])..usize::from(self.parts[1])]
     }
 
-    /// Before its status: what the driver is told.
+    /// Returns the segments for the reply, before the status.
     #[inline]
     pub fn room<'a>(&self, segments: &'a [Segment]) -> &'a [Segment] {
         &segments[usize::from(self.parts[1])..usize::from(self.parts[2])]
     }
 
-    /// It is done: tells the driver what it asked for, of a read what is in `buffer` from
-    /// [`done`](Self::done) on, of an append that it went to byte `at`. The status, and bytes told.
+    /// Copies the reply of a successful request to the driver: read data in `buffer` from offset
+    /// [`done`](Self::done), or the sector of an append at byte `at`. Returns the status and the
+    /// number of bytes.
     ///
     /// # Errors
-    /// The device handed back another buffer, in which there is no data for the driver.
+    /// Fails if the device returned a buffer of another size, which has no data for the driver.
     #[inline]
     pub fn finish(
         &self,
@@ -125,7 +119,7 @@ impl Task {
         buffer: &[u8],
         at: u64,
     ) -> Result<(u8, usize), Error> {
-        let (told, len) = match self.kind {
+        let (copied, len) = match self.kind {
             Kind::Io(Request { op: Op::Read, .. }) if self.done + buffer.len() != self.len => {
                 return Err(Error::Media);
             }
@@ -138,10 +132,9 @@ impl Task {
             }
             _ => (Ok(()), 0),
         };
-        Ok(if told.is_ok() { (status::OK, len) } else { (status::IOERR, 0) })
+        Ok(if copied.is_ok() { (status::OK, len) } else { (status::IOERR, 0) })
     }
 
-    /// Whether the device is changed.
     pub fn changes(&self) -> bool {
         match self.kind {
             Kind::Io(request) => matches!(request.op, Op::Write | Op::WriteZeroes | Op::Discard),
@@ -150,12 +143,11 @@ impl Task {
         }
     }
 
-    /// Whether it goes the other way.
     pub fn is_read(&self) -> bool {
         matches!(self.kind, Kind::Io(Request { op: Op::Read, .. }))
     }
 
-    /// What failed, for who looks after the device.
+    /// Returns the class of the request for failure counters.
     pub fn failed(&self) -> Failed {
         match self.kind {
             Kind::Io(request) => match request.op {
@@ -170,7 +162,6 @@ impl Task {
     }
 }
 
-/// A read or write of so many bytes.
 fn io(op: Op, offset: Option<u64>, len: u64) -> (Kind, u64) {
     match offset {
         Some(offset) if len > 0 && len.is_multiple_of(SECTOR_BYTES) => {
@@ -180,7 +171,6 @@ fn io(op: Op, offset: Option<u64>, len: u64) -> (Kind, u64) {
     }
 }
 
-/// An append of so many bytes.
 fn append(offset: Option<u64>, len: u64) -> (Kind, u64) {
     match io(Op::Write, offset, len) {
         (Kind::Io(request), len) => (Kind::Append(request.offset), len),
@@ -196,15 +186,15 @@ fn zone_op(op: ZoneOp, offset: Option<u64>) -> Kind {
     zone(offset.map(|offset| ZoneRequest::Op(op, offset)))
 }
 
-/// A request without data, for the range that it carries.
-fn range(op: Op, segments: &[Segment], memory: &Memory) -> Result<Kind, Broken> {
+/// Builds a request for the range that the driver sent.
+fn range(op: Op, segments: &[Segment], memory: &Memory) -> Result<Kind, RingError> {
     let mut raw = [0; size_of::<BlkRange>()];
     if total(segments) != raw.len() as u64 {
-        // One range is what the configuration allows.
+        // The configuration allows one range per request.
         return Ok(Kind::Refused(status::IOERR));
     }
     gather(memory, segments, &mut raw)?;
-    let range = BlkRange::read_from_bytes(&raw).map_err(|_| Broken::Short)?;
+    let range = BlkRange::read_from_bytes(&raw).map_err(|_| RingError::Short)?;
     let flags = match (op, range.flags.get()) {
         (_, 0) => Flags::empty(),
         (Op::WriteZeroes, 1) => Flags::MAY_FREE,
@@ -218,7 +208,7 @@ fn range(op: Op, segments: &[Segment], memory: &Memory) -> Result<Kind, Broken> 
     Ok(Kind::Io(Request::new(op, offset, u64::from(sectors) * SECTOR_BYTES).with(flags)))
 }
 
-/// How a device's error is told.
+/// Converts a device error to a virtio status.
 pub fn status_of(error: Error) -> u8 {
     match error {
         Error::Unsupported => status::UNSUPP,
@@ -230,7 +220,7 @@ pub fn status_of(error: Error) -> u8 {
     }
 }
 
-/// How an error of an operation on a zone, or of an append, is told.
+/// Converts an error of a zone operation or append to a virtio status.
 pub fn zone_status_of(error: Error) -> u8 {
     match error {
         Error::Misaligned | Error::OutOfRange => status::ZONE_INVALID_CMD,
@@ -246,9 +236,10 @@ fn total(segments: &[Segment]) -> u64 {
     segments.iter().map(|segment| u64::from(segment.len)).sum()
 }
 
-/// The header, which is taken out of the first segments, and how many had nothing else.
+/// Removes the header from the first segments. Returns the header and the number of segments that
+/// became empty.
 #[inline]
-fn header(memory: &Memory, segments: &mut [Segment]) -> Result<(BlkHeader, usize), Broken> {
+fn header(memory: &Memory, segments: &mut [Segment]) -> Result<(BlkHeader, usize), RingError> {
     const BYTES: usize = size_of::<BlkHeader>();
     if let Some(first) = segments.first_mut()
         && first.len as usize == BYTES
@@ -267,10 +258,10 @@ fn header(memory: &Memory, segments: &mut [Segment]) -> Result<(BlkHeader, usize
             return Ok((transmute!(raw), place + usize::from(segment.len == 0)));
         }
     }
-    Err(Broken::Short)
+    Err(RingError::Short)
 }
 
-/// Copies what is in the segments to memory of ours, as far as that has room.
+/// Copies the segments into `into`. Fails if they have fewer bytes.
 #[inline]
 pub fn gather(memory: &Memory, segments: &[Segment], into: &mut [u8]) -> Result<(), Unmapped> {
     match segments {
@@ -289,7 +280,7 @@ fn gather_pieces(memory: &Memory, segments: &[Segment], mut into: &mut [u8]) -> 
     if into.is_empty() { Ok(()) } else { Err(Unmapped) }
 }
 
-/// Copies `from` into the segments, behind their first `skip` bytes.
+/// Copies `from` into the segments, after their first `skip` bytes.
 #[inline]
 pub fn scatter(memory: &Memory, segments: &[Segment], skip: usize, from: &[u8]) -> Result<(), Unmapped> {
     match segments {
@@ -327,7 +318,7 @@ mod tests {
 
     const BASE: u64 = 0x1000;
 
-    /// Memory with this header at its start, and three segments behind each other in it.
+    /// Returns a memory of one page that starts with `header`.
     fn memory(header: &BlkHeader) -> Memory {
         let file = memfd_create("task", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&file, 4096).unwrap();
@@ -337,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_and_statuses_may_lie_in_any_pieces() {
+    fn header_and_status_may_span_segments() {
         let header = BlkHeader { kind: request::OUT.into(), reserved: 0.into(), sector: 3.into() };
         let memory = memory(&header);
         let segment = |at, len| Segment { addr: BASE + at, len };
@@ -361,13 +352,13 @@ mod tests {
             (&[], &[segment(100, 1)]),
             (&[segment(0, 16)], &[]),
         ] {
-            assert_eq!(parse(readable, writable).unwrap_err(), Broken::Short);
+            assert_eq!(parse(readable, writable).unwrap_err(), RingError::Short);
         }
-        assert_eq!(parse(&[segment(8192, 16)], &[segment(0, 1)]).unwrap_err(), Broken::Memory);
+        assert_eq!(parse(&[segment(8192, 16)], &[segment(0, 1)]).unwrap_err(), RingError::Memory);
     }
 
     #[test]
-    fn offsets_that_no_device_has_are_refused() {
+    fn invalid_ranges_are_refused() {
         let refused = (Kind::Refused(status::IOERR), 0);
         assert_eq!(io(Op::Read, u64::MAX.checked_mul(SECTOR_BYTES), 512), refused);
         assert_eq!(io(Op::Read, Some(0), 0), refused);
@@ -376,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_of_other_than_zones_are_io_errors() {
+    fn only_zone_errors_have_zone_statuses() {
         let of_zones = |error: &Error| format!("{error:?}").starts_with("Zone");
         for error in Error::ALL.into_iter().filter(|error| !of_zones(error)) {
             let wanted = if error == Error::Unsupported { status::UNSUPP } else { status::IOERR };

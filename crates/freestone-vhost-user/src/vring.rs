@@ -1,7 +1,8 @@
-//! A queue as the frontend sets it up, and its thread while it runs.
+//! The configuration of a queue, and its thread while it runs.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
@@ -12,45 +13,41 @@ use freestone_core::workers::Workers;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use crate::guest::Guest;
-use crate::inflight::Inflight;
+use crate::inflight::InflightLog;
 use crate::queue::{self, Parts, Sleep};
-use crate::ring::{Addresses, Broken, Ring};
+use crate::ring::{Addresses, Ring, RingError};
 use crate::task::Finished;
 use crate::wire::feature;
 
-/// What all queues of a connection need.
+/// Configuration that all queues of a connection share.
 #[derive(Debug)]
-pub struct Around {
-    /// The device.
+pub struct ConnectionConfig {
     pub disk: Arc<Disk>,
-    /// What queues share.
+    /// State shared by the queues.
     pub guest: Arc<Guest>,
-    /// Bytes for requests.
+    /// In-flight limit of the process.
     pub budget: Arc<Budget>,
-    /// For dear requests.
+    /// Threads that run expensive requests.
     pub workers: Workers,
     /// See [`Options`](crate::Options).
     pub look_out: bool,
-    /// Where it is noted what is in flight, if the frontend wants that.
-    pub inflight: Option<Inflight>,
+    /// The in-flight log, if the frontend uses one.
+    pub inflight: Option<InflightLog>,
 }
 
-/// A queue.
 #[derive(Debug, Default)]
 pub struct Vring {
-    /// Entries; 0 where it was never set.
+    /// Number of entries; 0 if not set.
     pub size: u16,
-    /// Where its rings are.
     pub addresses: Option<Addresses>,
-    /// Where it goes on.
+    /// Index of the next available entry after a start.
     pub base: u16,
-    /// What the driver writes to.
+    /// Eventfd that the driver writes to.
     pub kick: Option<Arc<OwnedFd>>,
-    /// What the queue writes to; may change while it runs.
+    /// Eventfd that notifies the driver; may change while the queue runs.
     pub call: Arc<Mutex<Option<OwnedFd>>>,
-    /// Tells that the queue has ended by itself.
+    /// Eventfd that signals an error to the frontend.
     pub err: Option<Arc<OwnedFd>>,
-    /// Whether the frontend wants it served.
     pub enabled: bool,
     running: Option<Running>,
 }
@@ -61,21 +58,26 @@ struct Running {
     thread: JoinHandle<u16>,
 }
 
-/// An eventfd that never blocks. Anything else is refused: a write to a full pipe, say, would hold
-/// its thread up for ever.
+/// Checks that `fd` is an eventfd, and makes it nonblocking. Other files are refused, because a
+/// write to a full pipe, for example, would block forever.
 pub fn event(fd: OwnedFd) -> io::Result<OwnedFd> {
     let kind = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
     if kind.as_os_str() != "anon_inode:[eventfd]" {
-        return Err(io::Error::other("a file descriptor is no eventfd"));
+        return Err(io::Error::other("the file descriptor is not an eventfd"));
     }
     fcntl_setfl(&fd, fcntl_getfl(&fd)? | OFlags::NONBLOCK)?;
     Ok(fd)
 }
 
 impl Vring {
-    /// Starts or stops the queue, as it is set up now. What is in flight when it stops is waited
-    /// for.
-    pub fn settle(&mut self, index: usize, around: &Around, features: u64) -> Result<(), StartError> {
+    /// Starts or stops the queue according to its configuration. A stop waits for requests in
+    /// flight.
+    pub fn apply_config(
+        &mut self,
+        index: usize,
+        config: &ConnectionConfig,
+        features: u64,
+    ) -> Result<(), StartError> {
         let (Some(addresses), Some(kick), true, true) =
             (self.addresses, self.kick.clone(), self.enabled, self.size > 0)
         else {
@@ -86,44 +88,47 @@ impl Vring {
             return Ok(());
         }
         let has = |bit| features & bit != 0;
-        let memory = around.guest.memory();
+        let memory = config.guest.memory();
         let kinds = (has(feature::EVENT_IDX), has(feature::INDIRECT_DESC));
         let mut ring = Ring::new(&memory, &addresses, self.size, kinds, self.base)?;
-        let mut notes = around.inflight.as_ref().and_then(|inflight| inflight.notes(index, self.size));
+        let mut queue_log =
+            config.inflight.as_ref().and_then(|inflight| inflight.queue_log(index, self.size));
         let used = ring.used_index();
-        let mut again = Vec::new();
-        if let Some(begun) = notes.as_mut().and_then(|notes| notes.recover(used)) {
-            // What was taken is either answered or begun.
+        let mut resubmit = Vec::new();
+        if let Some(begun) = queue_log.as_mut().and_then(|queue_log| queue_log.recover(used)) {
+            // Every chain that was taken is either used or still in flight.
             ring.next_avail = used.wrapping_add(begun.len() as u16);
-            again = begun;
-            again.reverse();
+            resubmit = begun;
+            resubmit.reverse();
         }
         let answers = Arc::new(Answers::new()?);
         let parts = Parts {
             index,
-            disk: Arc::clone(&around.disk),
-            guest: Arc::clone(&around.guest),
-            share: around.budget.share(&around.disk.failures, queue::granted(&answers)),
+            disk: Arc::clone(&config.disk),
+            guest: Arc::clone(&config.guest),
+            share: config.budget.share(&config.disk.failures, queue::grant_callback(&answers)),
             answers: Arc::clone(&answers),
-            workers: around.workers.clone(),
-            look_out: around.look_out,
+            workers: config.workers.clone(),
+            look_out: config.look_out,
             ring,
             addresses,
-            notes,
-            again,
+            queue_log,
+            resubmit,
             sleep: Sleep::new(&*kick, answers.wake_fd())?,
             call: Arc::clone(&self.call),
             err: self.err.clone(),
         };
+        // Set this before the queue's thread can complete a read.
+        config.guest.driven.store(true, Ordering::SeqCst);
         let name = format!("vhost-q{index}");
         let thread = std::thread::Builder::new().name(name).spawn(move || queue::run(parts))?;
         self.running = Some(Running { answers, thread });
         Ok(())
     }
 
-    /// Stops the queue where it runs, once what is in flight is done.
+    /// Stops the queue, and waits for requests in flight.
     pub fn stop(&mut self) {
-        self.ask_to_stop();
+        self.begin_stop();
         if let Some(Running { thread, .. }) = self.running.take()
             && let Ok(base) = thread.join()
         {
@@ -131,33 +136,32 @@ impl Vring {
         }
     }
 
-    /// As [`stop`](Self::stop), without waiting.
-    pub fn ask_to_stop(&self) {
+    /// Starts to stop the queue, without waiting.
+    pub fn begin_stop(&self) {
         if let Some(running) = &self.running {
             running.answers.end();
         }
     }
 
-    /// Has the queue look at the memory again.
+    /// Makes the queue check for changed memory.
     pub fn wake(&self) {
         if let Some(running) = &self.running {
             running.answers.wake();
         }
     }
 
-    /// Where completions are told from now on.
+    /// Sets the eventfd that notifies the driver.
     pub fn set_call(&self, call: Option<OwnedFd>) {
         *self.call.lock().unwrap_or_else(PoisonError::into_inner) = call;
     }
 }
 
-/// Why a queue does not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// Its rings.
+    /// The rings are invalid.
     #[error("{0}")]
-    Ring(#[from] Broken),
-    /// The system.
+    Ring(#[from] RingError),
+    /// A system call failed.
     #[error("{0}")]
     System(#[from] io::Error),
 }

@@ -1,36 +1,33 @@
-//! Messages of vhost-user, as they are on the socket, and the numbers of virtio-blk. Messages are
-//! in the byte order of the machine, what a driver sees is little-endian.
+//! Messages of vhost-user and structures of virtio-blk. Messages are in native byte order;
+//! structures of the driver are little-endian.
 
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Version 1 of the protocol, in a header's flags.
+/// Protocol version, in the flags of a header.
 pub const VERSION: u32 = 1;
-/// The bits of the version.
+/// Mask of the protocol version.
 pub const VERSION_MASK: u32 = 3;
-/// The message answers one.
+/// Flag: the message is a reply.
 pub const REPLY: u32 = 4;
-/// The frontend wants an answer also where the message has none by itself.
+/// Flag: the frontend wants an acknowledgement.
 pub const NEED_REPLY: u32 = 8;
-/// Largest body of a message in bytes: a whole configuration space has 256.
+/// Largest body of a message in bytes. The largest valid one carries the configuration space of 256
+/// bytes.
 pub const MAX_BODY_BYTES: usize = 1024;
-/// Most file descriptors of a message.
+/// Maximum file descriptors of a message.
 pub const MAX_FDS: usize = 8;
 
-/// In front of each message.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Header {
-    /// What is asked: [`message`].
+    /// Message number, one of [`message`].
     pub request: u32,
-    /// Version and flags.
     pub flags: u32,
-    /// Bytes of the body.
     pub size: u32,
 }
 const _: () = assert!(size_of::<Header>() == 12);
 
-/// Numbers of messages.
 pub mod message {
     pub const GET_FEATURES: u32 = 1;
     pub const SET_FEATURES: u32 = 2;
@@ -59,12 +56,11 @@ pub mod message {
     pub const REM_MEM_REG: u32 = 38;
 }
 
-/// Numbers of messages to the frontend.
+/// Messages from the backend to the frontend.
 pub mod backend_message {
     pub const CONFIG_CHANGE: u32 = 2;
 }
 
-/// Bits of protocol features.
 pub mod protocol {
     pub const MQ: u64 = 1 << 0;
     pub const REPLY_ACK: u64 = 1 << 3;
@@ -75,7 +71,6 @@ pub mod protocol {
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
 }
 
-/// Bits of features.
 pub mod feature {
     pub const SEG_MAX: u64 = 1 << 2;
     pub const RO: u64 = 1 << 5;
@@ -93,211 +88,189 @@ pub mod feature {
     pub const VERSION_1: u64 = 1 << 32;
 }
 
-/// A queue and a number.
+/// Payload of messages with a queue index and a number.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct VringState {
-    /// Which queue.
     pub index: u32,
-    /// Its size, base, or whether it is enabled.
+    /// Size, base, or enabled flag of the queue.
     pub num: u32,
 }
 const _: () = assert!(size_of::<VringState>() == 8);
 
-/// Where a queue's rings are, in the frontend's own addresses.
+/// Addresses of a queue's rings, in the frontend's process.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct VringAddr {
-    /// Which queue.
     pub index: u32,
-    /// Of logging, which is not offered.
+    /// Logging flags; logging is not supported.
     pub flags: u32,
-    /// The descriptors.
     pub desc: u64,
-    /// The used ring.
     pub used: u64,
-    /// The available ring.
     pub avail: u64,
-    /// Of logging.
+    /// Logging address; not supported.
     pub log: u64,
 }
 const _: () = assert!(size_of::<VringAddr>() == 40);
 
-/// In front of the regions of a memory table.
+/// Header of a memory table; the regions follow.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct MemTable {
-    /// Regions that follow.
+    /// Number of regions.
     pub regions: u32,
-    /// Nothing.
     pub padding: u32,
 }
 
-/// A part of the frontend's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct MemRegion {
-    /// Its address in descriptors.
+    /// Guest address, as used in descriptors.
     pub guest: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub size: u64,
-    /// Its address in the frontend, which ring addresses are in.
+    /// Address in the frontend's process, as used for rings.
     pub user: u64,
-    /// Where it begins in its file.
+    /// Offset in the region's file.
     pub offset: u64,
 }
 const _: () = assert!(size_of::<MemRegion>() == 32);
 
-/// One region, added or removed.
+/// Payload of messages that add or remove a region.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct SingleRegion {
-    /// Nothing.
     pub padding: u64,
-    /// The region.
     pub region: MemRegion,
 }
 const _: () = assert!(size_of::<SingleRegion>() == 40);
 
-/// Memory in which requests that are in flight are noted.
+/// Description of an in-flight log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct InflightArea {
-    /// Bytes.
+    /// Length in bytes.
     pub bytes: u64,
-    /// Where it begins in its file.
+    /// Offset in the log's file.
     pub offset: u64,
-    /// Queues.
+    /// Number of queues.
     pub queues: u16,
-    /// Entries of each.
+    /// Entries per queue.
     pub size: u16,
-    /// Nothing.
     pub padding: [u8; 4],
 }
 const _: () = assert!(size_of::<InflightArea>() == 24);
 
-/// In front of a part of the configuration space.
+/// Header of a part of the configuration space.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct ConfigPart {
-    /// First byte.
+    /// Offset in the configuration space.
     pub offset: u32,
-    /// Bytes.
+    /// Length in bytes.
     pub size: u32,
-    /// Who writes.
+    /// Flags; not used.
     pub flags: u32,
 }
 const _: () = assert!(size_of::<ConfigPart>() == 12);
 
-/// The configuration space of a block device, as far as it is filled.
+/// The configuration space of a block device, up to the last field used here.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct BlkConfig {
-    /// Sectors of 512 bytes.
+    /// Capacity in sectors of 512 bytes.
     pub capacity: U64,
-    /// Not offered.
     pub size_max: U32,
-    /// Segments of data in a request.
+    /// Maximum data segments per request.
     pub seg_max: U32,
-    /// Not offered.
     pub geometry: U32,
-    /// The logical block in bytes.
+    /// Logical block size in bytes.
     pub blk_size: U32,
-    /// Logical blocks of a physical one, as a power of two.
+    /// log2 of the logical blocks per physical block.
     pub physical_block_exp: u8,
-    /// Of the first physical block.
+    /// Offset of the first physical block in logical blocks.
     pub alignment_offset: u8,
-    /// Preferred smallest request in logical blocks.
+    /// Minimum I/O size in logical blocks.
     pub min_io_size: U16,
-    /// Preferred request for streaming in logical blocks.
+    /// Optimal I/O size in logical blocks.
     pub opt_io_size: U32,
-    /// Writes may sit in a cache.
+    /// 1 if the device has a write-back cache.
     pub writeback: u8,
-    /// Nothing.
     pub unused0: u8,
-    /// Queues.
+    /// Maximum number of queues.
     pub num_queues: U16,
-    /// Of one range.
+    /// Maximum sectors of a discard.
     pub max_discard_sectors: U32,
-    /// Ranges of a request.
+    /// Maximum ranges of a discard.
     pub max_discard_seg: U32,
-    /// What a discard should be aligned to, in sectors.
+    /// Discard alignment in sectors.
     pub discard_sector_alignment: U32,
-    /// Of one range.
+    /// Maximum sectors of a write zeroes request.
     pub max_write_zeroes_sectors: U32,
-    /// Ranges of a request.
+    /// Maximum ranges of a write zeroes request.
     pub max_write_zeroes_seg: U32,
-    /// Zeroes may become a hole.
+    /// 1 if write zeroes may deallocate.
     pub write_zeroes_may_unmap: u8,
-    /// Nothing.
     pub unused1: [u8; 3],
-    /// Not offered.
     pub secure_erase: [U32; 3],
-    /// Of a zone.
+    /// Zone size in sectors.
     pub zone_sectors: U32,
-    /// Zones that may be open at once; 0 is no limit.
+    /// Maximum open zones; 0 means no limit.
     pub max_open_zones: U32,
-    /// Zones that may be open or closed at once; 0 is no limit.
+    /// Maximum active zones; 0 means no limit.
     pub max_active_zones: U32,
-    /// Largest zone append.
+    /// Maximum sectors of a zone append.
     pub max_append_sectors: U32,
-    /// What writes to zones are a multiple of, in bytes.
+    /// Granularity of writes to zones in bytes.
     pub write_granularity: U32,
     /// [`MODEL_HOST_MANAGED`], or 0.
     pub zone_model: u8,
-    /// Nothing.
     pub unused2: [u8; 3],
 }
 const _: () = assert!(size_of::<BlkConfig>() == 96);
 
-/// Zones are written at their write pointers only.
+/// The host-managed zone model.
 pub const MODEL_HOST_MANAGED: u8 = 1;
 
-/// Where in the configuration space the driver says whether writes may sit in a cache.
+/// Offset of [`BlkConfig::writeback`], which the driver may write.
 pub const WRITEBACK_OFFSET: u32 = 32;
 
 /// An entry of a descriptor table.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Descriptor {
-    /// Of a buffer, or of an indirect table.
+    /// Guest address of a segment or an indirect table.
     pub addr: U64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: U32,
-    /// [`descriptor`].
+    /// Bits of [`descriptor`].
     pub flags: U16,
-    /// The next of the chain.
+    /// Index of the chain's next descriptor.
     pub next: U16,
 }
 const _: () = assert!(size_of::<Descriptor>() == DESCRIPTOR_BYTES);
 
-/// Bytes of a descriptor.
 pub const DESCRIPTOR_BYTES: usize = 16;
 
-/// Flags of descriptors.
 pub mod descriptor {
-    /// Another follows.
+    /// The chain continues.
     pub const NEXT: u16 = 1;
-    /// The device writes there.
+    /// The device writes to the segment.
     pub const WRITE: u16 = 2;
-    /// It is a table of descriptors.
+    /// The segment is an indirect descriptor table.
     pub const INDIRECT: u16 = 4;
 }
 
-/// In front of each request.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct BlkHeader {
-    /// What to do: [`request`].
+    /// Request type, one of [`request`].
     pub kind: U32,
-    /// Nothing.
     pub reserved: U32,
-    /// First sector.
     pub sector: U64,
 }
 const _: () = assert!(size_of::<BlkHeader>() == 16);
 
-/// Types of requests.
 pub mod request {
     pub const IN: u32 = 0;
     pub const OUT: u32 = 1;
@@ -314,44 +287,37 @@ pub mod request {
     pub const ZONE_RESET_ALL: u32 = 26;
 }
 
-/// What a discard or write zeroes is for.
+/// Payload of a discard or write zeroes request.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct BlkRange {
-    /// First sector.
     pub sector: U64,
-    /// Sectors.
     pub sectors: U32,
-    /// Bit 0: zeroes may become a hole.
+    /// Bit 0: write zeroes may deallocate.
     pub flags: U32,
 }
 const _: () = assert!(size_of::<BlkRange>() == 16);
 
-/// Status of a request.
 pub mod status {
-    /// It is done.
     pub const OK: u8 = 0;
-    /// It failed.
     pub const IOERR: u8 = 1;
-    /// The device has no such request.
+    /// The device does not support the request.
     pub const UNSUPP: u8 = 2;
-    /// The zone's condition, or its place, forbids it.
+    /// The zone's condition or the range does not permit the request.
     pub const ZONE_INVALID_CMD: u8 = 3;
-    /// Not at the write pointer.
+    /// The write does not start at the write pointer.
     pub const ZONE_UNALIGNED_WP: u8 = 4;
-    /// Too many open zones.
+    /// The limit of open zones is reached.
     pub const ZONE_OPEN_RESOURCE: u8 = 5;
-    /// Too many active zones.
+    /// The limit of active zones is reached.
     pub const ZONE_ACTIVE_RESOURCE: u8 = 6;
 }
 
-/// In front of a report of zones.
+/// Header of a zone report; the zones follow.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct ZoneReport {
-    /// Zones that follow.
     pub zones: U64,
-    /// Nothing.
     pub reserved: [u8; 56],
 }
 const _: () = assert!(size_of::<ZoneReport>() == 64);
@@ -362,21 +328,16 @@ impl Default for ZoneReport {
     }
 }
 
-/// A zone; all in sectors.
+/// A zone descriptor. Positions and lengths are in sectors.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct ZoneDescriptor {
-    /// How much of it can be written.
+    /// Writable size of the zone.
     pub capacity: U64,
-    /// Where it begins.
     pub start: U64,
-    /// Where the next write goes.
     pub write_pointer: U64,
-    /// [`zone_type`].
     pub kind: u8,
-    /// [`zone_state`].
     pub state: u8,
-    /// Nothing.
     pub reserved: [u8; 38],
 }
 const _: () = assert!(size_of::<ZoneDescriptor>() == 64);
@@ -395,7 +356,7 @@ impl Default for ZoneDescriptor {
     }
 }
 
-/// Bytes of a sector, whatever the logical block is.
+/// Sector size in bytes, independent of the logical block size.
 pub const SECTOR_BYTES: u64 = 512;
-/// Bytes of a device's name, as far as drivers see it.
+/// Length of the device name that drivers see, in bytes.
 pub const ID_BYTES: usize = 20;

@@ -1,4 +1,4 @@
-//! Zones, as VIRTIO has them since its version 1.3.
+//! Zones in VIRTIO's format, defined since version 1.3.
 
 use freestone_core::device::zoned::ZoneRequest;
 use freestone_core::device::{Device, Error, Result, Zone};
@@ -6,7 +6,7 @@ use zerocopy::IntoBytes;
 
 use crate::wire::{SECTOR_BYTES, ZoneDescriptor, ZoneReport};
 
-/// Does it, and answers what the driver is told, in at most `room` bytes.
+/// Runs a zone request, and returns the reply of at most `room` bytes.
 pub fn execute(device: &dyn Device, request: ZoneRequest, room: usize) -> Result<Vec<u8>> {
     let zones = device.zoned().ok_or(Error::Unsupported)?;
     match request {
@@ -15,18 +15,18 @@ pub fn execute(device: &dyn Device, request: ZoneRequest, room: usize) -> Result
         ZoneRequest::Report(offset) => {
             let (head, entry) = (size_of::<ZoneReport>(), size_of::<ZoneDescriptor>());
             let most = room.checked_sub(head).ok_or(Error::Misaligned)? / entry;
-            let mut said = vec![0; head];
+            let mut reply = vec![0; head];
             let mut count = 0;
             if most > 0 {
                 zones.report(offset, &mut |zone| {
-                    said.extend_from_slice(row(&zone).as_bytes());
+                    reply.extend_from_slice(row(&zone).as_bytes());
                     count += 1;
                     count < most
                 })?;
             }
             let report = ZoneReport { zones: (count as u64).into(), ..ZoneReport::default() };
-            said[..head].copy_from_slice(report.as_bytes());
-            Ok(said)
+            reply[..head].copy_from_slice(report.as_bytes());
+            Ok(reply)
         }
     }
 }

@@ -1,4 +1,4 @@
-//! System calls of a queue: they are counted, not timed.
+//! Counts the system calls of a queue.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,16 +12,17 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const DEPTH: u64 = 32;
 const ROUNDS: u64 = 200;
 const PAGE: u64 = 4096;
-/// Of each request, at depth 32.
+/// Maximum system calls per request at depth 32.
 const CALLS_MAX: f64 = 0.1;
 
-/// Each round the queue's thread sleeps once, until the one kick, and it tells when it is asked to.
+/// In each round the queue's thread sleeps once, until the single kick, and notifies only on
+/// request.
 #[test]
-fn ten_requests_take_one_call_at_most() {
+fn requests_take_few_system_calls() {
     for write in [false, true] {
         let dir = tempfile::tempdir().unwrap();
         let device = Arc::new(Memory::new(null::Config::plain(DEPTH * PAGE, 512)).unwrap());
-        // How often it looks out is a matter of time.
+        // Polling depends on timing, so it is disabled.
         let options = Options { look_out: false, ..Options::new(Budget::new(budget::DEFAULT_BYTES)) };
         let export = Export::new(&dir.path().join("v"), "disk", device, options).unwrap();
         let shape = Shape { slots: DEPTH as u16, slot_bytes: PAGE, ..Shape::default() };

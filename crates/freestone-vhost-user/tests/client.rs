@@ -1,6 +1,6 @@
-//! A client that others wrote, the driver of libblkio, uses the devices.
+//! Tests with an independent client, the virtio driver of libblkio.
 #![expect(unsafe_code)]
-// UNSAFETY: looks into the client's buffers, of which the client gives the address.
+// UNSAFETY: accesses the client's buffers by their addresses.
 
 use std::mem::MaybeUninit;
 use std::path::Path;
@@ -21,7 +21,7 @@ fn export(path: &Path) -> Export {
     Export::new(path, "disk", Arc::new(ram), Options::new(Budget::new(budget::DEFAULT_BYTES))).unwrap()
 }
 
-/// A connected client with so many queues, and memory for buffers.
+/// Connects a client with `queues` queues and memory for buffers.
 fn connect(path: &Path, queues: i32) -> (Blkio, Vec<Blkioq>, MemoryRegion) {
     let mut client = Blkio::new("virtio-blk-vhost-user").unwrap();
     client.set_str("path", path.to_str().unwrap()).unwrap();
@@ -34,25 +34,25 @@ fn connect(path: &Path, queues: i32) -> (Blkio, Vec<Blkioq>, MemoryRegion) {
     (client, started.queues, region)
 }
 
-/// Waits for `count` requests; all must be done.
+/// Waits for `count` requests, which must succeed.
 fn finish(queue: &mut Blkioq, count: usize) {
     let mut completions: [MaybeUninit<Completion>; DEPTH] = [const { MaybeUninit::uninit() }; DEPTH];
     let mut timeout = Duration::from_secs(20);
     let done = queue.do_io(&mut completions[..count], count, Some(&mut timeout), None).unwrap();
     assert_eq!(done, count);
     for completion in &completions[..done] {
-        // SAFETY: the client has filled in as many as it says.
+        // SAFETY: the client has initialized the number of completions that it returned.
         assert_eq!(unsafe { completion.assume_init_ref() }.ret, 0);
     }
 }
 
 fn block_at(address: usize) -> &'static mut [u8] {
-    // SAFETY: a block of the client's buffers, which live as long as the client, and which no
-    // request in flight uses.
+    // SAFETY: the client's buffers live as long as the client, and no request in flight uses this
+    // block.
     unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address), BLOCK) }
 }
 
-/// Writes a part of the disk of its own, reads it back, and empties half of it.
+/// Writes a separate part of the disk, reads it back, and zeroes half of it.
 fn use_disk(queue: &mut Blkioq, buffers: usize, from: u64) {
     let flags = ReqFlags::empty();
     let at = |i: usize| (from + (i * BLOCK) as u64, buffers + i * BLOCK);
@@ -81,7 +81,7 @@ fn use_disk(queue: &mut Blkioq, buffers: usize, from: u64) {
 }
 
 #[test]
-fn queues_are_used_by_a_thread_each() {
+fn threads_use_separate_queues() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("v");
     let export = export(&path);
@@ -97,7 +97,7 @@ fn queues_are_used_by_a_thread_each() {
 }
 
 #[test]
-fn the_next_client_finds_what_the_last_one_wrote() {
+fn next_client_reads_data_of_last_client() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("v");
     let _export = export(&path);
@@ -112,7 +112,7 @@ fn the_next_client_finds_what_the_last_one_wrote() {
         block_at(region.addr).fill(round);
         queue.write(0, std::ptr::with_exposed_provenance(region.addr), BLOCK, 0, ReqFlags::empty());
         finish(queue, 1);
-        // It leaves with requests in flight, which nobody waits for.
+        // The client disconnects with requests in flight.
         for i in 1..DEPTH {
             let address = std::ptr::with_exposed_provenance_mut(region.addr + i * BLOCK);
             queue.read(0, address, BLOCK, i, ReqFlags::empty());

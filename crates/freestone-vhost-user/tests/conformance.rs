@@ -1,4 +1,4 @@
-//! The contract of a device, as it comes through a virtual machine's queues.
+//! Runs the device conformance suite through the queues of a virtual machine.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,7 +32,7 @@ fn options() -> conformance::Options {
         max_io: MAX_IO,
         rounds: 100,
         thread_rounds: 100,
-        // The machine's sectors are smaller than the pages of these devices.
+        // The frontend's sectors are smaller than the pages of these devices.
         whole: 512,
         ..conformance::Options::default()
     }
@@ -56,16 +56,16 @@ fn ram() {
 }
 
 #[test]
-fn memory_of_a_test_drive() {
+fn null_memory() {
     check("memory", &memory);
 }
 
 #[test]
-fn devices_that_answer_in_another_order() {
+fn out_of_order_device() {
     check("deferred", &|| Arc::new(Deferred::new(memory(), Policy::Sometimes(50), 7)));
 }
 
-/// One queue, so that requests keep their order.
+/// Uses one queue, which keeps requests in order.
 fn check_zoned(name: &str, config: zone::Config) {
     let make = || {
         let memory = Memory::new(null::Config::plain(SIZE, 4096)).unwrap();

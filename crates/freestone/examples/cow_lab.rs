@@ -1,18 +1,18 @@
-//! An origin and its snapshots for the kernel lab: does what it reads from its standard input, a
-//! line at a time, and answers as `lab/snapshots.sh` makes the kernel answer.
+//! An origin and its snapshots for the kernel lab. Executes the lines of its standard input, and prints
+//! results in the format that `lab/snapshots.sh` uses for the kernel.
 //!
 //! ```text
-//! cow_lab NOISE ORIGIN [COW KIND CHUNK]...      CHUNK in sectors of 512 bytes; 0 takes the store's
+//! cow_lab NOISE ORIGIN [COW KIND CHUNK]...      CHUNK in sectors of 512 bytes; 0 for that of the store
 //!
-//! write WHERE SECTOR COUNT SKIP    COUNT sectors of NOISE from byte SKIP on; WHERE is `origin`, `snap1`, `snap2` ..
-//! read WHERE FILE [SECTOR COUNT]   into FILE; without a place all of it
-//! status WHERE
-//! merge WHERE                      to its end
-//! merge-some WHERE                 until at least one run is merged, then it is stopped
-//! die N                            the N-th write from now on to any of the devices is half done, and the last thing
+//! write WHERE SECTOR COUNT SKIP    write COUNT sectors of NOISE from byte SKIP on; WHERE is `origin`, `snap1`, `snap2` ..
+//! read WHERE FILE [SECTOR COUNT]   read into FILE; without SECTOR COUNT, the whole device
+//! status WHERE                     print the status of a snapshot
+//! merge WHERE                      merge a snapshot completely
+//! merge-some WHERE                 merge at least one run of consecutive chunks, then stop
+//! die N                            abort in the middle of the N-th write from now on, to any device
 //! ```
 //!
-//! Exit status: 0, 1 when something is refused or not understood, 134 (`SIGABRT`) after `die`.
+//! Exit status: 0, 1 if a line fails or is invalid, 134 (`SIGABRT`) after `die`.
 
 use std::fs;
 use std::io;
@@ -32,21 +32,21 @@ const SECTOR_BYTES: u64 = 512;
 
 type Outcome<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// A device that a crash interrupts.
-struct Mortal {
-    below: File,
-    /// Writes until then, of all devices together; not positive: forever.
+/// A device on which a write can abort the process half-way.
+struct CrashingDevice {
+    file: File,
+    /// Writes until the abort, to all devices together; never if not positive.
     writes_left: Arc<AtomicI64>,
 }
 
-impl Device for Mortal {
+impl Device for CrashingDevice {
     fn geometry(&self) -> Geometry {
-        self.below.geometry()
+        self.file.geometry()
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         match request.op {
-            Op::Read | Op::Flush => self.below.try_io(request, buffer),
+            Op::Read | Op::Flush => self.file.try_io(request, buffer),
             _ => Ok(Tried::WouldBlock),
         }
     }
@@ -55,9 +55,9 @@ impl Device for Mortal {
         let last = !matches!(request.op, Op::Read | Op::Flush)
             && self.writes_left.fetch_sub(1, Ordering::SeqCst) == 1;
         if !last {
-            return self.below.submit(request, buffer, done);
+            return self.file.submit(request, buffer, done);
         }
-        // Whole sectors, as a disk does it.
+        // A disk writes whole sectors.
         let half = request.len / SECTOR_BYTES / 2 * SECTOR_BYTES;
         if half == 0 {
             abort();
@@ -66,20 +66,20 @@ impl Device for Mortal {
             Op::Write => IoBuf::copy_of(&buffer[..half as usize]).unwrap_or_else(|_| abort()),
             _ => IoBuf::empty(),
         };
-        // What was to be answered is held until then, so that nothing goes on.
+        // The caller's completion is kept until the abort, so that the caller does not continue.
         let end = Completion::new(move |_, _| {
             let _held = &done;
             abort()
         });
-        self.below.submit(Request { len: half, ..request }, data, end);
+        self.file.submit(Request { len: half, ..request }, data, end);
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.below.extents(offset, len, row)
+        self.file.extents(offset, len, row)
     }
 }
 
-/// What the lines are about.
+/// The devices of the lab.
 struct Lab {
     noise: Vec<u8>,
     origin: Origin,
@@ -89,17 +89,17 @@ struct Lab {
 
 impl Lab {
     fn open(mut words: impl Iterator<Item = String>) -> Outcome<Self> {
-        let mut word = |what: &str| words.next().ok_or_else(|| format!("{what} is missing"));
-        let noise = fs::read(word("NOISE")?)?;
+        let mut next_word = |what: &str| words.next().ok_or_else(|| format!("{what} is missing"));
+        let noise = fs::read(next_word("NOISE")?)?;
         let writes_left = Arc::new(AtomicI64::new(0));
         let device = |path: String| -> Outcome<Arc<dyn Device>> {
-            let below = File::open(&file::Config::new(PathBuf::from(path)))?;
-            Ok(Arc::new(Mortal { below, writes_left: Arc::clone(&writes_left) }))
+            let file = File::open(&file::Config::new(PathBuf::from(path)))?;
+            Ok(Arc::new(CrashingDevice { file, writes_left: Arc::clone(&writes_left) }))
         };
-        let origin = Origin::new(device(word("ORIGIN")?)?);
+        let origin = Origin::new(device(next_word("ORIGIN")?)?);
         let mut snapshots = Vec::new();
-        while let Ok(cow) = word("COW") {
-            let (kind, chunk) = (word("KIND")?.parse()?, word("CHUNK")?.parse::<u64>()?);
+        while let Ok(cow) = next_word("COW") {
+            let (kind, chunk) = (next_word("KIND")?.parse()?, next_word("CHUNK")?.parse::<u64>()?);
             let chunk_bytes = (chunk != 0).then(|| chunk.saturating_mul(SECTOR_BYTES));
             snapshots
                 .push(origin.snapshot(device(cow)?, &Config { kind, chunk_bytes, ..Config::default() })?);
@@ -117,7 +117,7 @@ impl Lab {
         if name == "origin" { Ok(&self.origin) } else { Ok(self.snapshot(name)?) }
     }
 
-    /// Does one line, and gives the answer.
+    /// Executes a line. Returns its result.
     fn line(&self, line: &str) -> Outcome<String> {
         let words: Vec<_> = line.split_whitespace().collect();
         match *words.as_slice() {
@@ -126,7 +126,8 @@ impl Lab {
                 let skip = skip.parse::<usize>()?;
                 let data = self.noise.get(skip..).and_then(|data| data.get(..count * SECTOR_BYTES as usize));
                 let data = data.ok_or("there is less noise")?;
-                Ok(word(self.device(name)?.write_at(sector * SECTOR_BYTES, data, Flags::empty())).into())
+                Ok(outcome_word(self.device(name)?.write_at(sector * SECTOR_BYTES, data, Flags::empty()))
+                    .into())
             }
             ["read", name, path] => {
                 let device = self.device(name)?;
@@ -180,11 +181,11 @@ fn read(device: &dyn Device, path: &str, offset: u64, len: u64) -> Outcome<Strin
     if outcome.is_ok() {
         fs::write(path, data)?;
     }
-    Ok(word(outcome).into())
+    Ok(outcome_word(outcome).into())
 }
 
-/// The kernel has only one word for what fails.
-fn word(outcome: Result<()>) -> &'static str {
+/// Formats an outcome. The kernel side of the lab does not distinguish errors.
+fn outcome_word(outcome: Result<()>) -> &'static str {
     if outcome.is_ok() { "ok" } else { "failed" }
 }
 

@@ -1,10 +1,9 @@
-//! Freestone: virtual block devices whose locks are as fine as one page, one chunk or one zone.
+//! Freestone: virtual block devices with fine-grained locks, one per page, chunk or zone.
 //!
-//! Start with [`device`], the contract between devices and exports; [`ram`] is the compressed RAM
-//! disk. Each kind of device is a crate of its own over `freestone-core`; this one is their common
-//! face.
+//! Start with [`device`], the contract between devices and exports. [`ram`] is the compressed RAM
+//! disk. Each kind of device has its own crate over `freestone-core`; this crate re-exports them.
 
-/// The README's example is a test.
+/// Runs the example of the README as a test.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;

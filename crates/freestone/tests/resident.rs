@@ -1,4 +1,4 @@
-//! The memory of a drive comes back: alone in its process, as all pools are shared memory.
+//! A drive frees its memory. Alone in its process, because all pools are shared memory.
 
 use freestone::device::{Blocking, Flags};
 use freestone::null::{Config, Memory};
@@ -10,7 +10,7 @@ fn fill(memory: &Memory, bytes: u64) {
     (0..bytes / MIB).for_each(|n| memory.write_at(n * MIB, &data, Flags::empty()).unwrap());
 }
 
-/// What the process has of shared memory, in bytes: what memfds hold.
+/// Returns the shared memory of the process in bytes, which includes memfds.
 fn resident_shared() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("RssShmem:")).unwrap();
@@ -18,7 +18,7 @@ fn resident_shared() -> u64 {
 }
 
 #[test]
-fn memory_comes_back() {
+fn discard_and_reset_free_memory() {
     const DATA: u64 = 256 * MIB;
     const SLACK: u64 = 4 * MIB;
     let memory = Memory::new(Config::plain(1 << 30, 4096)).unwrap();
@@ -26,7 +26,7 @@ fn memory_comes_back() {
     assert!((DATA..DATA + SLACK).contains(&memory.used_bytes()), "{}", memory.used_bytes());
     assert!(resident_shared() >= DATA);
 
-    // Some is kept: writes to it take nothing new.
+    // The pool keeps some free pages, so writing them again needs no new memory.
     memory.discard(0, 8 * MIB).unwrap();
     assert!((DATA..DATA + SLACK).contains(&memory.used_bytes()), "{}", memory.used_bytes());
     fill(&memory, 8 * MIB);
@@ -39,12 +39,12 @@ fn memory_comes_back() {
     memory.read_at(100 * MIB, &mut out).unwrap();
     assert!(out.iter().all(|&byte| byte == 0));
 
-    // As zeroes that may be freed; half of it stays.
+    // Write zeroes that may free the pages. Half of the data stays.
     fill(&memory, DATA);
     memory.write_zeroes(DATA / 2, DATA / 2, Flags::MAY_FREE).unwrap();
     assert!(memory.used_bytes() < DATA / 2 + DATA / 16 + 16 * MIB + SLACK, "{}", memory.used_bytes());
 
-    // Zeroes that are to have a place of their own keep it.
+    // Write zeroes without the flag allocate pages.
     memory.write_zeroes(0, DATA / 2, Flags::empty()).unwrap();
     assert!(memory.used_bytes() >= DATA / 2);
     memory.read_at(100 * MIB, &mut out).unwrap();

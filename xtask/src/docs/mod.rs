@@ -1,6 +1,7 @@
-//! Figures in the documentation come out of runs: what stands between `<!-- begin NAME ... -->` and
-//! `<!-- end NAME -->` in README.md and in docs/ is made from `docs/runs/NAME.json`, which is what
-//! a benchmark wrote. Figures in sentences are compared with their runs ([`prose`]).
+//! `cargo xtask bench docs`: writes the figures of published benchmark runs into README.md and docs/.
+//!
+//! A region between `<!-- begin NAME ... -->` and `<!-- end NAME -->` is generated from `docs/runs/NAME.json`, the output
+//! of a benchmark. Figures in sentences are compared with their runs ([`prose`]). Tidy calls [`problems`].
 
 mod prose;
 mod region;
@@ -19,12 +20,12 @@ use freestone_report::Document;
 
 use region::{BEGIN, Piece, Region};
 
-/// Where the runs lie that are published.
+/// Directory of published runs.
 const RUNS_DIR: &str = "docs/runs";
-/// Where their charts lie.
+/// Directory of the charts of published runs.
 const CHARTS_DIR: &str = "docs/charts";
 const DOCS_DIR: &str = "docs";
-/// Where every figure comes from a run.
+/// Page on which every figure must come from a run.
 const BENCHMARKS: &str = "docs/benchmarks.md";
 
 /// `cargo xtask bench docs`.
@@ -34,13 +35,13 @@ const BENCHMARKS: &str = "docs/benchmarks.md";
     about = "Write the figures of published runs into README.md and docs/"
 )]
 struct Args {
-    /// First publish these runs: copy `benches/out/NAME.json` to docs/runs/; `reproduce` stands for
-    /// all experiments and their charts
+    /// First publish these runs, copying `benches/out/NAME.json` to docs/runs/; `reproduce` stands for all experiments
+    /// and their charts
     #[arg(long, value_name = "NAME", num_args = 1..)]
     take: Vec<String>,
 }
 
-/// Takes runs and writes their figures. Tells whether all is well.
+/// Publishes runs and writes their figures. Returns true if no problems remain.
 pub fn command(args: &[OsString]) -> Result<bool> {
     let args = Args::parse_from([OsString::from("docs")].iter().chain(args));
     for name in &args.take {
@@ -48,10 +49,10 @@ pub fn command(args: &[OsString]) -> Result<bool> {
     }
     let pages = Pages::load()?;
     for (path, text) in &pages.texts {
-        let (new, _) = pages.made(path, text);
+        let (new, _) = pages.regenerate(path, text);
         if new != *text {
             fs::write(path, &new).with_context(|| format!("cannot write {}", path.display()))?;
-            println!("{}: written", path.display());
+            println!("{}: updated", path.display());
         }
     }
     let problems = problems()?;
@@ -61,24 +62,25 @@ pub fn command(args: &[OsString]) -> Result<bool> {
     Ok(problems.is_empty())
 }
 
-/// Where a page is not what the runs make of it: file, line, what.
+/// Returns the places where a page differs from its runs: file, line, problem.
 pub fn problems() -> Result<Vec<(PathBuf, usize, String)>> {
     let pages = Pages::load()?;
     let mut problems = pages.broken.clone();
     for (path, text) in &pages.texts {
-        let (new, found) = pages.made(path, text);
-        let prose = prose::problems(text, &pages.runs, path == Path::new(BENCHMARKS));
+        let (new, found) = pages.regenerate(path, text);
+        let all = path == Path::new(BENCHMARKS) || path.starts_with(RUNS_DIR);
+        let prose = prose::problems(text, &pages.runs, all);
         problems.extend(found.into_iter().chain(prose).map(|(line, what)| (path.clone(), line, what)));
         if new != *text {
             let line = 1 + new.lines().zip(text.lines()).take_while(|(new, old)| new == old).count();
-            problems.push((path.clone(), line, "is not what the run says; cargo xtask bench docs".into()));
+            problems.push((path.clone(), line, "differs from the run: run cargo xtask bench docs".into()));
         }
     }
     for (name, run) in &pages.runs {
         let path = run_path(name);
         let begin = format!("{BEGIN}{name} ");
         if !pages.texts.values().any(|text| text.contains(&begin)) {
-            problems.push((path.clone(), 0, "no page shows this run".into()));
+            problems.push((path.clone(), 0, "no page uses this run".into()));
         }
         for chart in run.charts() {
             if !Path::new(CHARTS_DIR).join(chart).is_file() {
@@ -90,16 +92,18 @@ pub fn problems() -> Result<Vec<(PathBuf, usize, String)>> {
     for path in files(Path::new(CHARTS_DIR), "svg")? {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         if !wanted.contains(name) {
-            problems.push((path.clone(), 0, "no run has this chart".into()));
+            problems.push((path.clone(), 0, "no run refers to this chart".into()));
         }
     }
     Ok(problems)
 }
 
-/// Everything that is read.
+/// The pages and the published runs.
 struct Pages {
     texts: BTreeMap<PathBuf, String>,
+    /// Runs by name.
     runs: BTreeMap<String, Document>,
+    /// Runs that cannot be read: file, line, problem.
     broken: Vec<(PathBuf, usize, String)>,
 }
 
@@ -108,6 +112,7 @@ impl Pages {
         let mut pages = Self { texts: BTreeMap::new(), runs: BTreeMap::new(), broken: Vec::new() };
         let mut paths = files(Path::new(DOCS_DIR), "md")?;
         paths.push("README.md".into());
+        paths.extend(files(Path::new(RUNS_DIR), "md")?);
         for path in paths {
             let text =
                 fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -123,16 +128,18 @@ impl Pages {
         Ok(pages)
     }
 
-    /// The page with every region made anew, and what could not be made: line, what. A region that
-    /// could not be made stays.
-    fn made(&self, path: &Path, text: &str) -> (String, Vec<(usize, String)>) {
+    /// Returns the page with every region regenerated, and the problems: line, text. A region that cannot be generated
+    /// stays unchanged.
+    fn regenerate(&self, path: &Path, text: &str) -> (String, Vec<(usize, String)>) {
         let pieces = match region::split(text) {
             Ok(pieces) => pieces,
             Err(problem) => return (text.to_owned(), vec![problem]),
         };
-        // Links in README.md start in the root.
+        // Links in README.md are relative to the root.
         let to_docs = if path.parent() == Some(Path::new(DOCS_DIR)) { "" } else { "docs/" };
         let (mut new, mut problems) = (String::new(), Vec::new());
+        // Links in docs/runs/ lead through its parent directory.
+        let to_docs = if path.starts_with(RUNS_DIR) { "../" } else { to_docs };
         for piece in pieces {
             match piece {
                 Piece::Prose(prose) => new.push_str(prose),
@@ -152,7 +159,7 @@ impl Pages {
         (new, problems)
     }
 
-    /// What stands in a region.
+    /// Returns the content of a region.
     fn figures(&self, region: &Region, to_docs: &str) -> Result<String, String> {
         let Some(run) = self.runs.get(&region.name) else {
             return Err(format!("there is no {}", run_path(&region.name).display()));
@@ -163,12 +170,12 @@ impl Pages {
     }
 }
 
-/// Where the run `name` lies.
+/// Returns the path of the run `name`.
 fn run_path(name: &str) -> PathBuf {
     Path::new(RUNS_DIR).join(format!("{name}.json"))
 }
 
-/// The files of a directory whose name ends so, in order; none where there is no such directory.
+/// Returns the files of a directory that have an extension, sorted. Returns none if the directory does not exist.
 fn files(dir: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     if !dir.exists() {
         return Ok(Vec::new());
@@ -190,7 +197,7 @@ mod tests {
 
     use super::*;
 
-    fn made(text: &str) -> (String, Vec<(usize, String)>) {
+    fn regenerate(text: &str) -> (String, Vec<(usize, String)>) {
         let row = Row::new("reads", Unit::Ratio, Summary::one(1.5));
         let run = Document {
             command: "c".into(),
@@ -201,12 +208,12 @@ mod tests {
         };
         let runs = [("zones".to_owned(), run)].into();
         let pages = Pages { texts: BTreeMap::new(), runs, broken: Vec::new() };
-        pages.made(Path::new("docs/a.md"), text)
+        pages.regenerate(Path::new("docs/a.md"), text)
     }
 
     #[test]
-    fn a_region_is_made_once_and_stays() {
-        let (text, problems) = made("a\n<!-- begin zones -->\n9.99\n<!-- end zones -->\nb\n");
+    fn regenerate_twice_changes_nothing() {
+        let (text, problems) = regenerate("a\n<!-- begin zones -->\n9.99\n<!-- end zones -->\nb\n");
         assert!(problems.is_empty());
         assert!(
             text.starts_with("a\n<!-- begin zones -->\n[`c`](runs/zones.json), d: c, 2 CPUs, 2 GiB,"),
@@ -216,16 +223,16 @@ mod tests {
             text.contains("| reads | 1.500 |") && !text.contains("9.99") && text.ends_with("zones -->\nb\n"),
             "{text}"
         );
-        assert_eq!(made(&text), (text, Vec::new()));
+        assert_eq!(regenerate(&text), (text, Vec::new()));
     }
 
     #[test]
-    fn what_cannot_be_made_stays() {
+    fn regenerate_keeps_regions_with_problems() {
         for bad in [
             "<!-- begin forks -->\n9.99\n<!-- end forks -->\n",
             "<!-- begin zones report=\"y\" -->\n<!-- end zones -->\n",
         ] {
-            let (text, problems) = made(bad);
+            let (text, problems) = regenerate(bad);
             assert_eq!((text.as_str(), problems.len()), (bad, 1));
         }
     }

@@ -1,4 +1,4 @@
-//! Figures in sentences. Behind a paragraph stands where its figures come from:
+//! Checks figures in sentences. A comment after a paragraph names the source of each figure:
 //!
 //! ```text
 //! <!-- figures
@@ -7,9 +7,9 @@
 //! -->
 //! ```
 //!
-//! The figure as the sentence has it, the run, the report (with the name of its data in brackets,
-//! where several differ in that), the row, and the part of it, `published` or `target`, where it is
-//! not the row's median. On the page of the benchmarks every number with a decimal point has such a line.
+//! The fields are: the figure as in the sentence, the run, the report (followed by the name of its data in brackets if
+//! several reports differ only in that), the row, and, unless the figure is the row's median, a part of the row,
+//! `published` or `target`. On the page of the benchmarks every number with a decimal point needs such a line.
 
 use std::collections::BTreeMap;
 
@@ -19,12 +19,10 @@ use super::region::{Piece, split};
 
 const BEGIN: &str = "<!-- figures";
 const END: &str = "-->";
-/// A number behind one of these is a version or a setting.
-const NO_FIGURE_BEHIND: [&str; 8] =
-    ["fio", "Linux", "nbdkit", "qemu-nbd", "QEMU", "libnbd", "Debian", "zipf"];
+/// A number after one of these words is a version or a setting.
+const NO_FIGURE_AFTER: [&str; 8] = ["fio", "Linux", "nbdkit", "qemu-nbd", "QEMU", "libnbd", "Debian", "zipf"];
 
-/// What is wrong with the figures of a page: line, what. `all`: a figure without a line is wrong,
-/// too.
+/// Returns the problems of a page's figures: line, text. If `all` is true, a figure without a source is a problem.
 pub fn problems(text: &str, runs: &BTreeMap<String, Document>, all: bool) -> Vec<(usize, String)> {
     let Ok(pieces) = split(text) else { return Vec::new() };
     let mut problems = Vec::new();
@@ -43,13 +41,13 @@ pub fn problems(text: &str, runs: &BTreeMap<String, Document>, all: bool) -> Vec
     problems
 }
 
-/// Lines without a blank one between them, and the figures behind them.
+/// Lines without a blank line between them, and the sources of their figures.
 #[derive(Default)]
 struct Paragraph<'t> {
-    /// Of its first line in the prose, counted from 0.
+    /// Number of the first line in the prose, counted from 0.
     at: usize,
     lines: Vec<&'t str>,
-    /// With their places.
+    /// Lines of figures, with their line numbers.
     figures: Vec<(usize, &'t str)>,
 }
 
@@ -84,8 +82,8 @@ fn paragraphs(prose: &str) -> Vec<Paragraph<'_>> {
 }
 
 impl Paragraph<'_> {
-    fn check(&self, runs: &BTreeMap<String, Document>, all: bool, tell: &mut dyn FnMut(usize, String)) {
-        let said: Vec<(usize, &str)> = (self.at..)
+    fn check(&self, runs: &BTreeMap<String, Document>, all: bool, report: &mut dyn FnMut(usize, String)) {
+        let in_text: Vec<(usize, &str)> = (self.at..)
             .zip(&self.lines)
             .flat_map(|(at, line)| numbers(line).into_iter().map(move |number| (at, number)))
             .collect();
@@ -93,29 +91,28 @@ impl Paragraph<'_> {
         for &(at, line) in &self.figures {
             let number = line.split(" | ").next().unwrap_or_default();
             known.push(number);
-            if !said.iter().any(|(_, said)| *said == number) {
-                tell(at, format!("{number} is not in the paragraph before"));
+            if !in_text.iter().any(|(_, text)| *text == number) {
+                report(at, format!("{number} is not in the paragraph before"));
             }
             match value(line, runs) {
                 Ok(value) if as_precise(number, value) == number => {}
-                Ok(value) => tell(at, format!("{number} is {} in the run", as_precise(number, value))),
-                Err(what) => tell(at, what),
+                Ok(value) => report(at, format!("{number} is {} in the run", as_precise(number, value))),
+                Err(what) => report(at, what),
             }
         }
-        for (at, number) in said.into_iter().filter(|(_, number)| all && number.contains('.')) {
+        for (at, number) in in_text.into_iter().filter(|(_, number)| all && number.contains('.')) {
             if !known.contains(&number) {
-                tell(at, format!("{number} comes from no run: add it to the figures behind the paragraph"));
+                report(at, format!("{number} has no source: add a line to the figures after the paragraph"));
             }
         }
     }
 }
 
-/// The numbers of a line that are figures: neither code nor a part of a link or a word, nor a
-/// version.
+/// Returns the numbers of a line that are figures: not code, not part of a link or word, and not a version.
 fn numbers(line: &str) -> Vec<&str> {
     let mut numbers = Vec::new();
     let mut before = "";
-    // Every other part is code.
+    // Every second part is code.
     for text in line.split('`').step_by(2) {
         for word in text.split([' ', '(', ')', '[', ']', '-']) {
             let trimmed = word
@@ -123,7 +120,7 @@ fn numbers(line: &str) -> Vec<&str> {
                 .trim_start_matches('*')
                 .trim_end_matches('*');
             let plain = !trimmed.is_empty() && trimmed.chars().all(|c| c.is_ascii_digit() || c == '.');
-            if plain && trimmed.matches('.').count() < 2 && !NO_FIGURE_BEHIND.contains(&before) {
+            if plain && trimmed.matches('.').count() < 2 && !NO_FIGURE_AFTER.contains(&before) {
                 numbers.push(trimmed);
             }
             if !word.is_empty() {
@@ -134,30 +131,29 @@ fn numbers(line: &str) -> Vec<&str> {
     numbers
 }
 
-/// A value with as many decimals as the text of a number has.
+/// Formats a value with as many decimals as `number` has.
 fn as_precise(number: &str, value: f64) -> String {
     let decimals = number.split_once('.').map_or(0, |(_, decimals)| decimals.len());
     format!("{value:.decimals$}")
 }
 
-/// The number that a line of figures speaks of.
+/// Returns the value in the runs to which a line of figures refers.
 fn value(line: &str, runs: &BTreeMap<String, Document>) -> Result<f64, String> {
     let mut fields = line.split(" | ").skip(1);
     let (Some(run), Some(report), Some(what)) = (fields.next(), fields.next(), fields.next()) else {
-        return Err("a figure is NUMBER | RUN | REPORT | ROW".into());
+        return Err("a figure is written as NUMBER | RUN | REPORT | ROW".into());
     };
-    let run = runs.get(run).ok_or_else(|| format!("there is no run {run}"))?;
+    let run = runs.get(run).ok_or_else(|| format!("no run is named {run}"))?;
     let (name, data) = match report.strip_suffix(']').and_then(|report| report.split_once(" [")) {
         Some((name, data)) => (name, Some(data)),
         None => (report, None),
     };
-    let is_meant =
+    let matches =
         |report: &&Report| report.name == name && data.is_none_or(|data| report.data_name() == data);
-    let report =
-        run.reports.iter().find(is_meant).ok_or_else(|| format!("the run has no report {report}"))?;
+    let report = run.reports.iter().find(matches).ok_or_else(|| format!("the run has no report {report}"))?;
     let row = report.rows.iter().find(|row| row.what == what);
     let row = row.ok_or_else(|| format!("the report has no row {what}"))?;
-    of_row(row, fields.next()).ok_or_else(|| format!("{what} has no such part"))
+    of_row(row, fields.next()).ok_or_else(|| format!("{what} does not have that part"))
 }
 
 fn of_row(row: &Row, part: Option<&str>) -> Option<f64> {
@@ -187,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_figure_is_what_the_run_says() {
+    fn figure_must_equal_the_run() {
         let good = "It is 1.23, with 2 blocks; fio 3.33 and 1.42.3 are versions, `1.5` is code.\n\
                     <!-- figures\n1.23 | zones | r [real] | reads\n2 | zones | r | reads | blocks\n-->\n";
         assert_eq!(found(good), []);
@@ -206,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_figure_has_a_run() {
+    fn figure_without_source_is_reported() {
         let found = found("so\n\nof 2.50\n<!-- figures\n1.23 | zones | r | reads\n-->\n");
         let lines: Vec<usize> = found.iter().map(|(line, _)| *line).collect();
         assert_eq!(lines, [5, 3], "{found:?}");

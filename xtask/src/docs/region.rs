@@ -1,11 +1,11 @@
-//! Regions of a page that are made from runs.
+//! Splits a page into prose and regions that are generated from runs.
 //!
 //! ```text
 //! <!-- begin NAME [report="..."] [rows="..."] [pivot="..."] -->
 //! <!-- end NAME -->
 //! ```
 //!
-//! `report`, `rows` and `pivot` are those of [`Choice`].
+//! `report`, `rows` and `pivot` are the fields of [`Choice`].
 
 use freestone_report::Choice;
 
@@ -20,18 +20,18 @@ pub enum Piece<'t> {
     Region(Region<'t>),
 }
 
-/// From the line that begins it to the one that ends it.
+/// A generated region, from its first marker to its last.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Region<'t> {
     pub name: String,
-    /// Its first line, counted from 1.
+    /// Number of its first line, counted from 1.
     pub line: usize,
-    /// All of it, both lines included.
+    /// Text of the region, including both markers.
     pub whole: &'t str,
     pub choice: Choice,
 }
 
-/// Takes a page apart; an error has its line.
+/// Splits a page. An error has a line number.
 pub fn split(text: &str) -> Result<Vec<Piece<'_>>, (usize, String)> {
     let mut pieces = Vec::new();
     let mut open: Option<(Region<'_>, usize)> = None;
@@ -51,7 +51,7 @@ pub fn split(text: &str) -> Result<Vec<Piece<'_>>, (usize, String)> {
                 .strip_suffix(CLOSE)
                 .ok_or((number, format!("a region begins with {BEGIN}NAME{CLOSE}")))?;
             if let Some((region, _)) = &open {
-                return Err((number, format!("the region {} has not ended", region.name)));
+                return Err((number, format!("the region {} is still open", region.name)));
             }
             pieces.push(Piece::Prose(&text[prose_from..from]));
             open = Some((parse(words, number)?, from));
@@ -61,12 +61,12 @@ pub fn split(text: &str) -> Result<Vec<Piece<'_>>, (usize, String)> {
                     pieces.push(Piece::Region(Region { whole: &text[begun..until], ..region }));
                     prose_from = until;
                 }
-                _ => return Err((number, "no such region has begun".into())),
+                _ => return Err((number, "no region of this name is open".into())),
             }
         }
     }
     if let Some((region, _)) = open {
-        return Err((region.line, format!("the region {} does not end", region.name)));
+        return Err((region.line, format!("the region {} has no end", region.name)));
     }
     pieces.push(Piece::Prose(&text[prose_from..]));
     Ok(pieces)
@@ -77,11 +77,14 @@ fn parse<'t>(words: &str, line: usize) -> Result<Region<'t>, (usize, String)> {
     let mut region = Region { name: name.to_owned(), line, ..Region::default() };
     let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     if name.is_empty() || !name.chars().all(plain) {
-        return Err((line, format!("\"{name}\": a run is named in small letters, digits and hyphens")));
+        return Err((
+            line,
+            format!("\"{name}\": the name of a run has only lower-case letters, digits and hyphens"),
+        ));
     }
     while !rest.trim_start().is_empty() {
         rest = rest.trim_start();
-        let bad = || (line, format!("{rest}: what is possible is report=\"\", rows=\"\" and pivot=\"\""));
+        let bad = || (line, format!("{rest}: expected report=\"...\", rows=\"...\" or pivot=\"...\""));
         let (key, value) = rest.split_once("=\"").ok_or_else(bad)?;
         let (value, after) = value.split_once('"').ok_or_else(bad)?;
         let place = match key {
@@ -101,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_is_taken_apart_and_can_be_put_together() {
+    fn split_keeps_all_text() {
         let text = "a\n<!-- begin zones report=\"zones: x\" rows=\"w\" -->\n1\n<!-- end zones -->\nb\n";
         let pieces = split(text).unwrap();
         let Piece::Region(region) = &pieces[1] else { panic!("{pieces:?}") };
@@ -119,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told_with_its_line() {
+    fn split_reports_errors_with_their_lines() {
         for (text, line) in [
             ("<!-- begin a -->\n", 1),
             ("x\n<!-- end a -->\n", 2),
@@ -132,7 +135,7 @@ mod tests {
         ] {
             assert_eq!(split(text).unwrap_err().0, line, "{text}");
         }
-        // What is shown as code is no region.
+        // Markers in a code block do not open a region.
         assert_eq!(split("```\n<!-- begin a -->\n```\n").unwrap().len(), 1);
     }
 }

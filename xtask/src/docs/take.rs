@@ -1,5 +1,4 @@
-//! A run becomes a published one: it gets its date and loses what is of one machine only, the
-//! places of its files.
+//! Publishes a run: adds its date and removes the paths of files on one machine.
 
 use std::fs;
 use std::path::Path;
@@ -12,22 +11,22 @@ use serde_json::Value;
 use super::{CHARTS_DIR, RUNS_DIR, files, run_path};
 use crate::cargo;
 
-/// Where the benchmarks write.
+/// Directory to which benchmarks write.
 const OUT_DIR: &str = "benches/out";
-/// Where `reproduce` writes, which is also how it is called here.
+/// Name that stands for all experiments, and subdirectory to which they write.
 const REPRODUCE: &str = "reproduce";
 const EXPERIMENT: &str = "experiment-";
-/// Options that say only where files lie.
+/// Options whose values are paths; they are removed from the command.
 const PLACES: [&str; 7] =
     ["--json", "--baseline", "--data-dir", "--dir", "--out", "--freestone", "--peers-dir"];
-/// Load at the start of a run above which something else may have been measured as well.
+/// Maximum load average at the start of a run: above it, other programs may distort the results.
 const LOAD_MAX: f64 = 0.2;
-/// Counts instructions, which no other work changes.
+/// Benchmark that counts instructions, which the load does not affect.
 const COUNTS: &str = "gate";
-/// Directories that every machine has.
+/// Top-level directories of every machine, whose paths are kept.
 const SYSTEM_DIRS: [&str; 4] = ["usr", "dev", "proc", "sys"];
 
-/// Copies the run `name` to the published ones.
+/// Copies the run `name` to the published runs.
 pub fn take(name: &str) -> Result<()> {
     if name != REPRODUCE {
         return copy(&Path::new(OUT_DIR).join(format!("{name}.json")), name);
@@ -41,15 +40,15 @@ pub fn take(name: &str) -> Result<()> {
             taken += 1;
         }
     }
-    ensure!(taken > 0, "{}: no experiment was run", dir.display());
+    ensure!(taken > 0, "{} has no results of experiments", dir.display());
     Ok(())
 }
 
 fn copy(from: &Path, name: &str) -> Result<()> {
     let text = fs::read_to_string(from).with_context(|| format!("cannot read {}", from.display()))?;
     let mut value: Value =
-        serde_json::from_str(&text).with_context(|| format!("{} is no JSON", from.display()))?;
-    // When it was written, in UTC.
+        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", from.display()))?;
+    // Modification time, UTC.
     let date = cargo::output(Command::new("date").args(["-u", "+%F", "-r"]).arg(from))?;
     publish(&mut value, &date).with_context(|| from.display().to_string())?;
     let text = serde_json::to_string_pretty(&value)? + "\n";
@@ -69,17 +68,19 @@ fn copy(from: &Path, name: &str) -> Result<()> {
 }
 
 fn publish(run: &mut Value, date: &str) -> Result<()> {
-    let Some(command) = run.get("command").and_then(Value::as_str) else { bail!("is no run of a benchmark") };
+    let Some(command) = run.get("command").and_then(Value::as_str) else {
+        bail!("is not a run of a benchmark")
+    };
     ensure!(
         !command.split(' ').any(|word| word == "--quick"),
-        "a smoke run (--quick): its numbers mean nothing"
+        "a smoke run (--quick) measures nothing useful"
     );
     if command.split(' ').nth(1) != Some(COUNTS) {
         let load = run["machine"]["load"].as_str().unwrap_or("unknown");
         ensure!(
             load.parse().is_ok_and(|load: f64| load <= LOAD_MAX),
-            "the load was {load} when it began, {LOAD_MAX} are allowed: let the machine rest for some minutes, \
-             and run it again"
+            "the load was {load} at the start, at most {LOAD_MAX} is allowed: wait some minutes until the machine is idle, \
+             and run the benchmark again"
         );
     }
     let command = as_typed(command);
@@ -89,7 +90,7 @@ fn publish(run: &mut Value, date: &str) -> Result<()> {
     Ok(())
 }
 
-/// The command as one types it, without where files lie.
+/// Returns the command as a user types it, without options for paths.
 fn as_typed(command: &str) -> String {
     let mut words = vec!["cargo xtask bench".to_owned()];
     let mut given = command.split(' ').skip(1);
@@ -103,7 +104,7 @@ fn as_typed(command: &str) -> String {
     words.join(" ")
 }
 
-/// In every text: of a file that lies somewhere on one machine only the name.
+/// Replaces paths in all strings by the file names, except paths of system directories.
 fn without_places(value: &mut Value) {
     match value {
         Value::String(text) => *text = text.split_inclusive(' ').map(without_place).collect(),
@@ -122,9 +123,9 @@ fn without_place(word: &str) -> String {
     };
     let path = &word[at + 1..];
     let first = path.split('/').next().unwrap_or_default();
-    let of_all = SYSTEM_DIRS.contains(&first.trim_end_matches(|c: char| !c.is_alphanumeric()));
-    // A division in words, or a directory of every machine.
-    if of_all || !path.contains('/') {
+    let is_system = SYSTEM_DIRS.contains(&first.trim_end_matches(|c: char| !c.is_alphanumeric()));
+    // A slash between words, or a system directory.
+    if is_system || !path.contains('/') {
         return word.to_owned();
     }
     format!("{}{}", &word[..at], path.rsplit('/').next().unwrap_or_default())
@@ -137,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_loses_the_places_of_its_files() {
+    fn publish_removes_paths() {
         let mut run = json!({
             "command": "/somewhere/me/target/release/freestone-benches zones --pairs 11 --json /var/x.json --against /somewhere/me/old",
             "machine": {"load": "0.20"},
@@ -152,18 +153,18 @@ mod tests {
     }
 
     #[test]
-    fn a_run_on_a_machine_that_did_something_else_is_not_published() {
+    fn publish_refuses_run_under_load() {
         let run = |bench: &str, load: &str| {
             publish(&mut json!({"command": format!("x {bench} --pairs 3"), "machine": {"load": load}}), "d")
         };
         assert!(run("zones", "0.00").is_ok() && run("gate", "7.5").is_ok());
         let refused = run("zones", "0.21").unwrap_err().to_string();
-        assert!(refused.starts_with("the load was 0.21 when it began, 0.2 are allowed"), "{refused}");
+        assert!(refused.starts_with("the load was 0.21 at the start, at most 0.2 is allowed"), "{refused}");
         assert!(run("zones", "").is_err());
     }
 
     #[test]
-    fn a_smoke_run_is_not_published() {
+    fn publish_refuses_smoke_run() {
         assert!(publish(&mut json!({"command": "x zones --quick", "machine": {"load": "0"}}), "d").is_err());
         assert!(publish(&mut json!({"reports": []}), "d").is_err());
     }

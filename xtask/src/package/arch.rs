@@ -1,4 +1,4 @@
-//! What a package is built for, and with what.
+//! Architectures of packages, and the tools that build for each.
 
 use std::env;
 use std::ffi::OsString;
@@ -11,25 +11,25 @@ use clap::ValueEnum;
 use crate::cargo::output;
 use crate::packages::{self, Tool};
 
-/// Debian's names.
+/// Architecture of a package, by its Debian name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Arch {
     Amd64,
-    /// Built on amd64 and tried in an emulator, so it is called experimental.
+    /// Built on amd64 and tested in an emulator, so the package is called experimental.
     Arm64,
 }
 
-/// What packages take beside cargo.
+/// Tools for every architecture, besides cargo.
 const TOOLS: [Tool; 4] =
     [("dpkg-deb", "dpkg"), ("dpkg-shlibdeps", "dpkg-dev"), ("gzip", "gzip"), ("objcopy", "binutils")];
-/// What arm64 takes beside these: C, linker, and libraries to link with, which are also those that `dpkg-shlibdeps` finds.
+/// Additional tools for arm64: C compiler, linker, and libraries. `dpkg-shlibdeps` reads the same libraries.
 const ARM64_TOOLS: [Tool; 4] = [
     ("aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu"),
     ("aarch64-linux-gnu-objcopy", "binutils-aarch64-linux-gnu"),
     ("/usr/aarch64-linux-gnu/include/stdio.h", "libc6-dev-arm64-cross"),
     ("/var/lib/dpkg/info/libc6:arm64.list", "libc6:arm64"),
 ];
-/// And where the compiler has no standard library for it: Debian's compiler, which has.
+/// Debian's compiler, for use if cargo's compiler has no standard library for arm64.
 const ARM64_COMPILER: [Tool; 2] = [
     (DEBIANS_COMPILER, "rustc-web"),
     ("/var/lib/dpkg/info/libstd-rust-web-dev:arm64.list", "libstd-rust-web-dev:arm64"),
@@ -44,7 +44,7 @@ impl Arch {
         }
     }
 
-    /// The compiler's name of it.
+    /// Returns the target triple.
     pub fn triple(self) -> &'static str {
         match self {
             Self::Amd64 => "x86_64-unknown-linux-gnu",
@@ -52,12 +52,12 @@ impl Arch {
         }
     }
 
-    /// Whether it is built elsewhere than where it is to run.
+    /// Returns true if the package is cross-compiled.
     pub fn is_cross(self) -> bool {
         self != Self::Amd64
     }
 
-    /// A program of binutils or gcc for it.
+    /// Returns the name of a binutils or gcc program for this architecture.
     pub fn tool(self, name: &str) -> String {
         match self {
             Self::Amd64 => name.to_owned(),
@@ -65,7 +65,7 @@ impl Arch {
         }
     }
 
-    /// Installs what is missing to build for it.
+    /// Installs missing tools.
     pub fn ensure(self) -> Result<()> {
         if env::consts::ARCH != "x86_64" {
             bail!("packages are built on amd64, and this is {}", env::consts::ARCH);
@@ -80,7 +80,7 @@ impl Arch {
         Ok(())
     }
 
-    /// What cargo is told to build for it.
+    /// Returns the environment variables of cargo builds for this architecture.
     pub fn environment(self) -> Result<Vec<(&'static str, OsString)>> {
         let Self::Arm64 = self else { return Ok(Vec::new()) };
         let mut all = vec![
@@ -94,11 +94,11 @@ impl Arch {
         Ok(all)
     }
 
-    /// Whether the compiler of this cargo has a standard library for it.
+    /// Returns true if the compiler of this cargo has a standard library for this architecture.
     fn is_known_to_compiler(self) -> Result<bool> {
         let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
-        let mut ask = Command::new(rustc);
-        let dir = output(ask.args(["--print", "target-libdir", "--target", self.triple()]))?;
+        let mut command = Command::new(rustc);
+        let dir = output(command.args(["--print", "target-libdir", "--target", self.triple()]))?;
         Ok(Path::new(&dir).is_dir())
     }
 }

@@ -1,4 +1,4 @@
-//! Debian's changelog, made from CHANGELOG.md, which is kept by hand.
+//! Converts CHANGELOG.md, which is written by hand, to Debian's changelog.
 
 use std::fs;
 use std::process::Command;
@@ -7,10 +7,10 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::cargo::output;
 
-/// Where changes are told.
+/// Path of the project's changelog.
 const CHANGELOG: &str = "CHANGELOG.md";
 
-/// A line of a change has at most so many characters: with what goes before it Debian's has 80.
+/// Longest line of a change, in characters. Debian's changelog indents it, and allows 80 in total.
 const LINE_MAX_CHARS: usize = 76;
 
 /// A version, newest first in the file.
@@ -19,11 +19,11 @@ struct Entry<'a> {
     version: &'a str,
     /// Year, month, day.
     date: &'a str,
-    /// Each with its further lines.
+    /// Lines of each change.
     changes: Vec<Vec<&'a str>>,
 }
 
-/// The changelog as Debian has it. Its newest version is `version`.
+/// Returns the changelog in Debian's format. Fails unless its newest version is `version`.
 pub fn debian(package: &str, version: &str, maintainer: &str) -> Result<String> {
     let text = fs::read_to_string(CHANGELOG).with_context(|| format!("cannot read {CHANGELOG}"))?;
     let entries = entries(&text)?;
@@ -50,25 +50,25 @@ fn of_version(entry: &Entry<'_>, package: &str, maintainer: &str, date: &str) ->
     text + &format!("\n -- {maintainer}  {date}\n\n")
 }
 
-/// Reads the versions: `## VERSION (DATE)`, and below it lines that begin with `* ` and go on indented.
+/// Parses the versions: a heading `## VERSION (DATE)`, then changes that begin with `* ` and continue indented.
 fn entries(text: &str) -> Result<Vec<Entry<'_>>> {
     let mut entries: Vec<Entry<'_>> = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {
         let wrong = |what: &str| format!("{CHANGELOG}:{number}: {what}");
         if let Some(heading) = line.strip_prefix("## ") {
             let parts = heading.strip_suffix(')').and_then(|heading| heading.split_once(" ("));
-            let (version, date) = parts.with_context(|| wrong("this is no VERSION (DATE)"))?;
+            let (version, date) = parts.with_context(|| wrong("the heading is not VERSION (DATE)"))?;
             entries.push(Entry { version, date, changes: Vec::new() });
             continue;
         }
-        // What comes before the first version is for people.
+        // Text before the first version is not part of Debian's changelog.
         let Some(entry) = entries.last_mut() else { continue };
         ensure!(line.chars().skip(2).count() <= LINE_MAX_CHARS, wrong("this line is too long"));
         match (line.strip_prefix("* "), line.strip_prefix("  "), entry.changes.last_mut()) {
             (Some(change), _, _) => entry.changes.push(vec![change]),
             (None, Some(more), Some(change)) => change.push(more.trim_start()),
             (None, None, _) if line.is_empty() => {}
-            _ => bail!(wrong("this is no change, \"* ...\", and no line of one")),
+            _ => bail!(wrong("the line is neither a change (\"* ...\") nor a continuation of one")),
         }
     }
     if let Some(entry) = entries.iter().find(|entry| entry.changes.is_empty()) {
@@ -84,7 +84,7 @@ mod tests {
     const TEXT: &str = "# Changes\n\nSince ever.\n\n## 0.2.0 (2027-01-02)\n\n* One\n  that is long.\n* Two.\n\n## 0.1.0 (2026-11-26)\n\n* All.\n";
 
     #[test]
-    fn versions_and_their_changes() {
+    fn entries_convert_to_debian_format() {
         let read = entries(TEXT).unwrap();
         let two = vec![vec!["One", "that is long."], vec!["Two."]];
         assert_eq!(read[0], Entry { version: "0.2.0", date: "2027-01-02", changes: two });
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_changelog_is_refused() {
+    fn invalid_changelog_is_refused() {
         for wrong in ["## 0.1.0\n\n* a\n", "## 0.1.0 (2026-11-26)\nwords\n", "## 0.1.0 (2026-11-26)\n"] {
             assert!(entries(wrong).is_err(), "{wrong}");
         }
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_version_is_that_of_the_workspace() {
+    fn newest_version_is_that_of_the_workspace() {
         let text = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../CHANGELOG.md")).unwrap();
         assert_eq!(entries(&text).unwrap()[0].version, env!("CARGO_PKG_VERSION"), "{CHANGELOG}");
     }

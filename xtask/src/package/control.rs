@@ -1,4 +1,4 @@
-//! What Debian's tools are told of a package: `DEBIAN/`.
+//! Writes the control files of a package, `DEBIAN/`.
 
 use std::fmt::Write as _;
 use std::fs::{self, Permissions};
@@ -14,7 +14,7 @@ use super::tree::{files, size};
 use super::{NAME, VERSION};
 use crate::cargo::output;
 
-/// What is run when the package comes and goes.
+/// Directory of the maintainer scripts.
 const SCRIPTS: &str = "packaging/debian";
 const SUMMARY: &str = "virtual block devices served by an ordinary process";
 const DESCRIPTION: &str = " Freestone brings to user space what Linux has only in the kernel: the
@@ -29,7 +29,7 @@ const EXPERIMENTAL: &str = " .
  only run in an emulator.
 ";
 
-/// The text of `control` for the program's package.
+/// Returns the text of `control` for the program's package.
 pub fn of_program(arch: Arch, root: &Path, maintainer: &str, libraries: &str) -> Result<String> {
     let mut text = head(arch, NAME, "admin", root, maintainer)?;
     writeln!(text, "Depends: adduser, {libraries}")?;
@@ -43,7 +43,7 @@ pub fn of_program(arch: Arch, root: &Path, maintainer: &str, libraries: &str) ->
     Ok(text)
 }
 
-/// The same for the package of its symbols.
+/// Returns the text of `control` for the package of debug symbols.
 pub fn of_symbols(arch: Arch, root: &Path, maintainer: &str, build_id: &str) -> Result<String> {
     let mut text = head(arch, &format!("{NAME}-dbgsym"), "debug", root, maintainer)?;
     write!(
@@ -62,7 +62,7 @@ fn head(arch: Arch, name: &str, section: &str, root: &Path, maintainer: &str) ->
     ))
 }
 
-/// Writes `DEBIAN/` into a tree that is complete; the scripts only for the program's package.
+/// Writes `DEBIAN/` into a complete tree. Only the program's package gets maintainer scripts.
 pub fn write(root: &Path, control: &str) -> Result<()> {
     let sums = checksums(root)?;
     let configured: Vec<_> = files(root)?.into_iter().filter(|path| path.starts_with("etc")).collect();
@@ -93,12 +93,12 @@ fn put(dir: &Path, name: &str, text: &str, mode: u32) -> Result<()> {
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// A line for each file that is no configuration, as dpkg's `--verify` reads it.
+/// Returns `md5sums`, which `dpkg --verify` reads: a line per file that is not configuration.
 fn checksums(root: &Path) -> Result<String> {
     let mut names: Vec<_> = files(root)?.into_iter().filter(|path| !path.starts_with("etc")).collect();
     names.retain(|path| !root.join(path).is_symlink());
     if names.is_empty() {
-        return Err(io::Error::from(ErrorKind::NotFound)).context("there is nothing in the package");
+        return Err(io::Error::from(ErrorKind::NotFound)).context("the package has no files");
     }
     Ok(output(Command::new("md5sum").arg("--").args(&names).current_dir(root))? + "\n")
 }

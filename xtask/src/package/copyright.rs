@@ -1,4 +1,4 @@
-//! Whose the program is: ours, and all that is built into it, as Debian's format for copyright has it.
+//! Writes the file `copyright` in Debian's format: the owners and licences of the program and of all crates built into it.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -10,26 +10,27 @@ use serde::Deserialize;
 
 use crate::cargo::{cargo, output};
 
-/// The file's format, by the name that it asks for.
+/// Identifier of the file format.
 const FORMAT: &str = concat!("https://www.debian", ".org/doc/packaging-manuals/copyright-format/1.0/");
-/// The crate of the program.
+/// Crate of the program.
 const PROGRAM: &str = "freestone-cli";
-/// Texts of licences, `NAME.txt`. Of those that a crate can be had under the first is taken that is here.
+/// Directory of licence texts, `NAME.txt`.
 const TEXTS: &str = "packaging/debian/licences";
+/// Licences in the order of preference, for crates that offer a choice.
 const PREFERRED: [&str; 7] = ["MIT", "Apache-2.0", "BSD-3-Clause", "BSD-2-Clause", "ISC", "Zlib", "BSL-1.0"];
 
-/// Sources of others that crates carry: crate, where in it the licence lies, which it is.
-const CARRIED: [(&str, &str, &str); 2] =
+/// Bundled C sources: crate, path of the licence in it, name of the licence.
+const BUNDLED: [(&str, &str, &str); 2] =
     [("lz4-sys", "liblz4/lib/LICENSE", "BSD-2-Clause"), ("zstd-sys", "zstd/LICENSE", "BSD-3-Clause")];
 
-/// A package as `cargo metadata` tells of it.
+/// A package in the output of `cargo metadata`.
 #[derive(Debug, Deserialize)]
 struct Package {
     name: String,
     version: String,
     license: Option<String>,
     authors: Vec<String>,
-    /// Where it came from; of the workspace's own, nothing.
+    /// Registry of the package; None for packages of the workspace.
     source: Option<String>,
     manifest_path: String,
 }
@@ -39,17 +40,15 @@ struct Metadata {
     packages: Vec<Package>,
 }
 
-/// One stanza: what, whose, under what.
+/// A stanza of the file: files, owners, licence.
 struct Stanza {
     files: String,
     copyright: BTreeSet<String>,
     licence: String,
 }
 
-/// The file `copyright` of a build for `target`; `root` is the workspace.
-///
-/// # Errors
-/// Something is built in under a licence that we have no text of.
+/// Returns the file `copyright` of a build for `target`; `root` is the workspace. Fails if a crate has a licence without
+/// a text in [`TEXTS`].
 pub fn file(root: &Path, target: &str) -> Result<String> {
     let mut stanzas = vec![Stanza {
         files: "*".to_owned(),
@@ -68,9 +67,9 @@ pub fn file(root: &Path, target: &str) -> Result<String> {
         stanzas.iter().flat_map(|stanza| names(&stanza.licence)).map(str::to_owned).collect();
     let mut text = format!(
         "Format: {FORMAT}\nUpstream-Name: Freestone\n\
-         Comment: The program is one file with all that it uses built in. What comes from crates, the packages of\n \
-         Rust, is named CRATE-VERSION here, the standard library of Rust rust-std; of a crate that can be had\n \
-         under several licences the one is named under which it is given on.\n"
+         Comment: The program is linked statically with the crates (packages of Rust) that it uses. CRATE-VERSION\n \
+         stands for the files of a crate, rust-std for the standard library of Rust. For a crate that offers a\n \
+         choice of licences, only the licence used here is listed.\n"
     );
     for Stanza { files, copyright, licence } in &stanzas {
         let copyright = copyright.iter().map(String::as_str).collect::<Vec<_>>().join("\n ");
@@ -88,8 +87,8 @@ pub fn file(root: &Path, target: &str) -> Result<String> {
     Ok(text)
 }
 
-/// The packages that are in the program, each once: with the features that it is built with, for this target, and
-/// without what only runs in the compiler.
+/// Returns the packages that are linked into the program with its features for this target, each once. Procedural macros
+/// and build scripts are omitted, because they only run at compile time.
 fn built_in(root: &Path, target: &str) -> Result<Vec<Package>> {
     let mut tree = cargo();
     tree.args([
@@ -103,7 +102,7 @@ fn built_in(root: &Path, target: &str) -> Result<Vec<Package>> {
         "normal,no-proc-macro",
     ]);
     let tree = output(tree.args(["--prefix", "none", "--no-dedupe", "--format", "{p}"]).current_dir(root))?;
-    // NAME vVERSION, and where it lies.
+    // Each line is NAME vVERSION, then the directory.
     let used: BTreeSet<_> = tree
         .lines()
         .filter_map(|line| {
@@ -118,7 +117,7 @@ fn built_in(root: &Path, target: &str) -> Result<Vec<Package>> {
         .filter(|p| p.source.is_some() && used.contains(&(p.name.as_str(), p.version.as_str())))
         .collect();
     if packages.len() < 10 {
-        bail!("cargo tree names {} packages of the program, which cannot be", packages.len());
+        bail!("cargo tree lists only {} packages of the program, which cannot be right", packages.len());
     }
     Ok(packages)
 }
@@ -133,8 +132,9 @@ fn of_package(package: &Package) -> Result<Vec<Stanza>> {
     for entry in fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))? {
         let path = entry?.path();
         let file = path.file_name().unwrap_or_default().to_string_lossy().to_uppercase();
-        let tells = ["LICEN", "COPYING", "COPYRIGHT", "NOTICE"].iter().any(|word| file.starts_with(word));
-        if tells && path.is_file() {
+        let names_owners =
+            ["LICEN", "COPYING", "COPYRIGHT", "NOTICE"].iter().any(|word| file.starts_with(word));
+        if names_owners && path.is_file() {
             copyright.append(&mut copyright_lines(&path));
         }
     }
@@ -145,11 +145,11 @@ fn of_package(package: &Package) -> Result<Vec<Stanza>> {
         copyright.insert(format!("the authors of {name}"));
     }
     let mut stanzas = vec![Stanza { files: format!("{name}-{version}/*"), copyright, licence }];
-    for (_, path, licence) in CARRIED.iter().filter(|(carrier, ..)| carrier == name) {
+    for (_, path, licence) in BUNDLED.iter().filter(|(bundler, ..)| bundler == name) {
         let part = path.split('/').next().unwrap_or_default();
         let copyright = copyright_lines(&dir.join(path));
         if copyright.is_empty() {
-            bail!("{name} {version}: {path} names nobody");
+            bail!("{name} {version}: {path} names no owner");
         }
         let files = format!("{name}-{version}/{part}/*");
         stanzas.push(Stanza { files, copyright, licence: (*licence).to_owned() });
@@ -157,40 +157,41 @@ fn of_package(package: &Package) -> Result<Vec<Stanza>> {
     Ok(stanzas)
 }
 
-/// The lines of a file that say whose something is; none, where there is no such file.
+/// Returns the copyright owners that a file names. Returns none if the file does not exist.
 fn copyright_lines(path: &Path) -> BTreeSet<String> {
     let text = fs::read(path).unwrap_or_default();
     String::from_utf8_lossy(&text).lines().filter_map(owner).collect()
 }
 
-/// Who a line names, with the years.
+/// Returns the owner in a copyright line, with the years.
 fn owner(line: &str) -> Option<String> {
     let line = line.trim_start_matches([' ', '\t', '*', '/', '#']).trim_end();
     let rest = line.strip_prefix("Copyright ").or_else(|| line.strip_prefix("copyright "))?;
     let rest = rest.trim_start_matches("(c) ").trim_start_matches("(C) ").trim_start_matches("© ");
     let begins = rest.starts_with(|c: char| c.is_ascii_digit() || c.is_uppercase());
-    // Licences speak of copyright, too, and have places for a name.
-    let speaks = ["License", "Notice", "OWNER", "HOLDER", "[yyyy]"].iter().any(|word| rest.starts_with(word));
-    (begins && !speaks && line.len() < 200)
+    // Licence texts contain the word in other sentences, and placeholders for a name.
+    let is_text =
+        ["License", "Notice", "OWNER", "HOLDER", "[yyyy]"].iter().any(|word| rest.starts_with(word));
+    (begins && !is_text && line.len() < 200)
         .then(|| rest.trim_end_matches(". All rights reserved.").to_owned())
 }
 
-/// The names in one of our own lists of licences.
+/// Returns the licence names in an expression that [`chosen`] returned.
 fn names(licence: &str) -> impl Iterator<Item = &str> {
     licence.split(' ').filter(|word| !["and", "or"].contains(word))
 }
 
-/// Of an SPDX expression what we take, with names that Debian's format knows: all that is required, of each choice one.
-/// Nothing, where we have no text.
+/// Returns the licences to use under an SPDX expression, joined by " and ": every required licence, and one of each
+/// choice. Returns None if a choice has no licence with a text in [`TEXTS`].
 fn chosen(expression: &str) -> Option<String> {
     let flat = expression.replace('/', " OR ").replace(['(', ')'], "");
-    // No expression has a choice between two that are both required: `a AND b OR c`.
-    let both = flat.split(" AND ").map(|choice| {
+    // Crates use only conjunctions of choices, never `a AND b OR c`.
+    let licences = flat.split(" AND ").map(|choice| {
         let offered: Vec<_> = choice.split(" OR ").map(str::trim).collect();
         PREFERRED.iter().copied().find(|name| offered.contains(name))
     });
-    let both: Option<BTreeSet<_>> = both.collect();
-    Some(both?.into_iter().collect::<Vec<_>>().join(" and "))
+    let licences: Option<BTreeSet<_>> = licences.collect();
+    Some(licences?.into_iter().collect::<Vec<_>>().join(" and "))
 }
 
 #[cfg(test)]
@@ -200,7 +201,7 @@ mod tests {
     use super::{PREFERRED, TEXTS, chosen, file, owner};
 
     #[test]
-    fn of_a_choice_one_is_taken() {
+    fn chosen_takes_one_licence_of_each_choice() {
         assert_eq!(chosen("Apache-2.0 OR MIT").as_deref(), Some("MIT"));
         assert_eq!(chosen("MIT/Apache-2.0").as_deref(), Some("MIT"));
         assert_eq!(chosen("Apache-2.0 OR GPL-2.0-only").as_deref(), Some("Apache-2.0"));
@@ -222,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn all_that_is_in_the_program_may_be_given_on() {
+    fn file_lists_all_crates_of_the_program() {
         let text = file(Path::new(".."), "x86_64-unknown-linux-gnu").unwrap();
         let stanza = |files: &str| {
             let begin = text.find(&format!("\nFiles: {files}")).unwrap_or_else(|| panic!("{files}: {text}"));
@@ -235,7 +236,7 @@ mod tests {
             text.contains("/liblz4/*\nCopyright: 2011-") && text.contains("/zstd/*\nCopyright: Meta"),
             "{text}"
         );
-        // Not what only the compiler runs, and what only tests use.
+        // Procedural macros and dependencies of tests are not in the program.
         assert!(!text.contains("Files: syn-") && !text.contains("Files: proptest-"), "{text}");
         for licence in text.lines().filter_map(|line| line.strip_prefix("License: ")) {
             for name in licence.split(" and ").flat_map(|names| names.split(" or ")) {
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_named() {
+    fn owner_is_found_in_copyright_lines_only() {
         assert_eq!(owner("Copyright (c) 2020 A. Person").as_deref(), Some("2020 A. Person"));
         assert_eq!(
             owner("   Copyright 2019-2021 The Team. All rights reserved.").as_deref(),

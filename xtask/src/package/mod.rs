@@ -1,5 +1,5 @@
-//! `cargo xtask package`: the Debian package of the program, with its manual pages, completions, units and rules, and
-//! beside it the package of its debug symbols.
+//! `cargo xtask package`: builds the Debian package of the program, with manual pages, completions, units and udev rules,
+//! and the package of its debug symbols.
 
 pub mod arch;
 mod changelog;
@@ -17,14 +17,14 @@ use anyhow::{Context as _, Result, bail};
 use self::arch::Arch;
 use crate::cargo::{self, cargo, output};
 
-/// The package.
+/// Name of the package and of the program.
 const NAME: &str = "freestone";
-/// The version, which is the workspace's.
+/// Version of the workspace and of the package.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// Builds the packages, and tells where they are.
+/// Builds the packages and prints their paths.
 pub fn run(arch: Arch) -> Result<bool> {
-    // What lies in the package everybody may read.
+    // Files in the package are readable by every user.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
     arch.ensure()?;
     let out = cargo::target_dir().join("package");
@@ -32,13 +32,13 @@ pub fn run(arch: Arch) -> Result<bool> {
     let out = out.canonicalize()?;
     let built = program::build(arch)?;
     let manuals = out.join("manuals");
-    manuals_to(&manuals)?;
+    write_manuals(&manuals)?;
 
     let maintainer = maintainer()?;
     let changed = output(Command::new("git").args(["log", "-1", "--format=%ct"]))?;
     let work = out.join(arch.debian());
     let program = tree::Program { parts: program::parts(arch, &built, &work)?, manuals: &manuals };
-    let root = fresh(&work.join(NAME))?;
+    let root = empty_dir(&work.join(NAME))?;
     let changelog = changelog::debian(NAME, VERSION, &maintainer)?;
     tree::fill(&root, &program, &changelog, &copyright::file(Path::new("."), arch.triple())?)?;
     let depends = program::libraries(arch, &program.parts.stripped, &work)?;
@@ -46,7 +46,7 @@ pub fn run(arch: Arch) -> Result<bool> {
     let package = build(arch, &root, &out, NAME, &changed)?;
 
     let symbols_name = format!("{NAME}-dbgsym");
-    let root = fresh(&work.join(&symbols_name))?;
+    let root = empty_dir(&work.join(&symbols_name))?;
     tree::fill_symbols(&root, &program.parts)?;
     control::write(&root, &control::of_symbols(arch, &root, &maintainer, &program.parts.build_id)?)?;
     let symbols = build(arch, &root, &out, &symbols_name, &changed)?;
@@ -59,8 +59,8 @@ pub fn run(arch: Arch) -> Result<bool> {
     Ok(true)
 }
 
-/// An empty directory in place of what is there.
-fn fresh(dir: &Path) -> Result<PathBuf> {
+/// Creates an empty directory, in place of an existing one.
+fn empty_dir(dir: &Path) -> Result<PathBuf> {
     if dir.exists() {
         fs::remove_dir_all(dir).with_context(|| format!("cannot remove {}", dir.display()))?;
     }
@@ -68,9 +68,9 @@ fn fresh(dir: &Path) -> Result<PathBuf> {
     Ok(dir.to_owned())
 }
 
-/// Manual pages and completions, by the parser of the program; from a build for tests, which has the same.
-fn manuals_to(dir: &Path) -> Result<()> {
-    fresh(dir)?;
+/// Writes manual pages and completions with `freestone-manuals`, which has the program's command line.
+fn write_manuals(dir: &Path) -> Result<()> {
+    empty_dir(dir)?;
     let mut run = cargo();
     run.args(["run", "--package", "freestone-manuals", "--"]).arg(dir);
     if !run.status().context("cannot start cargo")?.success() {
@@ -79,23 +79,23 @@ fn manuals_to(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Who makes the package, as Debian's own tools ask for it, else who made the last commit.
+/// Returns the maintainer from Debian's environment variables, or the committer of the last commit.
 fn maintainer() -> Result<String> {
-    let said = |name: &str| std::env::var(name).ok().filter(|text| !text.is_empty());
-    if let (Some(name), Some(mail)) = (said("DEBFULLNAME"), said("DEBEMAIL")) {
+    let variable = |name: &str| std::env::var(name).ok().filter(|text| !text.is_empty());
+    if let (Some(name), Some(mail)) = (variable("DEBFULLNAME"), variable("DEBEMAIL")) {
         return Ok(format!("{name} <{mail}>"));
     }
     output(Command::new("git").args(["log", "-1", "--format=%cn <%ce>"]))
 }
 
-/// Packs a tree; `changed` is the time that its files have at most, so that the same tree makes the same package.
+/// Packs a tree. No file in the package is newer than `changed` (seconds since 1970), so builds are reproducible.
 fn build(arch: Arch, root: &Path, out: &Path, name: &str, changed: &str) -> Result<PathBuf> {
     let package = out.join(format!("{name}_{VERSION}_{}.deb", arch.debian()));
     let mut command = Command::new("dpkg-deb");
     command.args(["--root-owner-group", "--build"]).arg(root).arg(&package).env("SOURCE_DATE_EPOCH", changed);
     let status = command.stdin(Stdio::null()).stdout(Stdio::null()).status();
     if !status.context("cannot start dpkg-deb")?.success() {
-        bail!("dpkg-deb made no {}", package.display());
+        bail!("dpkg-deb could not build {}", package.display());
     }
     Ok(package)
 }

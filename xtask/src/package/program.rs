@@ -1,4 +1,4 @@
-//! The program of a package: built, taken apart into what runs and what debuggers read, and the libraries it needs.
+//! Builds the program of a package, splits off its debug symbols and finds the libraries that it needs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,28 +7,29 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, Result, bail};
 
 use super::arch::Arch;
-use super::{NAME, fresh};
+use super::{NAME, empty_dir};
 use crate::cargo::{cargo, output, target_dir};
 
-/// The profile that packages are built with.
+/// Cargo profile of packages.
 const PROFILE: &str = "dist";
 
-/// What a program is taken apart into.
+/// A program split into two files.
 pub struct Parts {
-    /// It, without symbols.
+    /// Program without symbols.
     pub stripped: PathBuf,
-    /// They.
+    /// Debug symbols of the program.
     pub symbols: PathBuf,
-    /// The number by which a debugger finds the one for the other, 40 hexadecimal digits.
+    /// Build ID by which debuggers find the symbols, 40 hexadecimal digits.
     pub build_id: String,
 }
 
-/// Builds it, and says where it is.
+/// Builds the program and returns its path.
 pub fn build(arch: Arch) -> Result<PathBuf> {
     let commit = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"];
     let commit = output(Command::new("git").args(commit))?;
     let mut cargo = cargo();
-    cargo.args(["build", "--locked", "--profile", PROFILE, "--package", "freestone-cli", "--bin", NAME]);
+    cargo.args(["build", "--locked", "--profile", PROFILE]);
+    cargo.args(["--package", "freestone-cli", "--bin", NAME, "--features", "full"]);
     cargo.env("FREESTONE_COMMIT", commit).envs(arch.environment()?);
     let mut dir = target_dir();
     if arch.is_cross() {
@@ -41,9 +42,9 @@ pub fn build(arch: Arch) -> Result<PathBuf> {
     Ok(dir.join(PROFILE).join(NAME))
 }
 
-/// Takes it apart, below `work`.
+/// Splits the program `built` into files below `work`.
 pub fn parts(arch: Arch, built: &Path, work: &Path) -> Result<Parts> {
-    let dir = fresh(&work.join("parts"))?;
+    let dir = empty_dir(&work.join("parts"))?;
     let (stripped, symbols) = (dir.join(NAME), dir.join("symbols"));
     output(
         Command::new(arch.tool("objcopy"))
@@ -60,16 +61,16 @@ pub fn parts(arch: Arch, built: &Path, work: &Path) -> Result<Parts> {
     Ok(Parts { stripped, symbols, build_id })
 }
 
-/// The packages of the libraries that it loads, as Debian's own tool finds them.
+/// Returns the packages of the libraries that the program loads, as `dpkg-shlibdeps` finds them.
 pub fn libraries(arch: Arch, program: &Path, work: &Path) -> Result<String> {
-    // It wants to be where a package is built from its source.
-    let dir = fresh(&work.join("shlibdeps"))?;
+    // dpkg-shlibdeps must run in a directory with debian/control.
+    let dir = empty_dir(&work.join("shlibdeps"))?;
     fs::create_dir(dir.join("debian"))?;
     fs::write(dir.join("debian/control"), format!("Source: {NAME}\n\nPackage: {NAME}\nArchitecture: any\n"))?;
-    // It goes by variables of the architecture that is built for.
+    // dpkg-shlibdeps reads the target architecture from variables that dpkg-architecture sets.
     let mut command = Command::new("dpkg-architecture");
     command.args(["--force", "--host-arch", arch.debian(), "--command", "dpkg-shlibdeps -O \"$PROGRAM\""]);
-    let said = output(command.env("PROGRAM", program).current_dir(&dir).stdin(Stdio::null()))?;
-    let found = said.lines().find_map(|line| line.strip_prefix("shlibs:Depends="));
-    found.map(str::to_owned).with_context(|| format!("dpkg-shlibdeps found no libraries: {said}"))
+    let printed = output(command.env("PROGRAM", program).current_dir(&dir).stdin(Stdio::null()))?;
+    let found = printed.lines().find_map(|line| line.strip_prefix("shlibs:Depends="));
+    found.map(str::to_owned).with_context(|| format!("dpkg-shlibdeps found no libraries: {printed}"))
 }

@@ -1,4 +1,4 @@
-//! What lies where, once the package is installed.
+//! Fills the directory trees of the packages with files in their installed places.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -11,14 +11,14 @@ use super::NAME;
 use super::program::Parts;
 use crate::cargo::output;
 
-/// What is copied as it is: from, to, mode. A directory's files go each to the same directory.
+/// Files that are copied unchanged: source, destination, mode. For a directory, its Markdown files are copied.
 const COPIES: [(&str, &str, u32); 11] = [
     ("packaging/systemd/freestone-mkfs", "usr/lib/freestone/freestone-mkfs", 0o755),
     ("packaging/udev/freestone-name", "usr/lib/freestone/freestone-name", 0o755),
     ("packaging/udev/61-freestone-names.rules", "usr/lib/udev/rules.d/61-freestone-names.rules", 0o644),
     ("packaging/etc/freestone.toml", "etc/freestone.toml", 0o644),
     ("packaging/etc/freestone-server.toml", "etc/freestone-server.toml", 0o644),
-    // These change what the machine does for others, so who wants them puts them where they belong.
+    // These files affect other users of the machine, so the package installs them as examples only.
     (
         "packaging/udev/60-freestone-ublk.rules",
         "usr/share/doc/freestone/examples/60-freestone-ublk.rules",
@@ -32,18 +32,19 @@ const COPIES: [(&str, &str, u32); 11] = [
 ];
 const UNITS: &str = "packaging/systemd";
 const UNITS_INSTALLED: &str = "usr/lib/systemd/system";
-const PAGES_INSTALLED: &str = "usr/share/man/man1";
-/// Completions: as they are written, and where the shells look for them.
+/// Sections of the manual with pages.
+const MANUAL_SECTIONS: [&str; 2] = ["1", "7"];
+/// Completions: path below the manuals directory, and the path where the shell looks for it.
 const COMPLETIONS: [(&str, &str); 3] = [
     ("bash/freestone", "usr/share/bash-completion/completions/freestone"),
     ("zsh/_freestone", "usr/share/zsh/vendor-completions/_freestone"),
     ("fish/freestone.fish", "usr/share/fish/vendor_completions.d/freestone.fish"),
 ];
 
-/// What is built.
+/// Built files of the program's package.
 pub struct Program<'a> {
     pub parts: Parts,
-    /// Manual pages and completions.
+    /// Directory of manual pages and completions.
     pub manuals: &'a Path,
 }
 
@@ -61,10 +62,12 @@ pub fn fill(root: &Path, program: &Program<'_>, changelog: &str, copyright: &str
     for kind in ["service", "socket"] {
         put_each(&files_of(Path::new(UNITS), kind)?, root, UNITS_INSTALLED, 0o644)?;
     }
-    let pages = files_of(&program.manuals.join("man"), "1")?;
-    ensure!(pages.len() > 1, "there are no manual pages in {}", program.manuals.display());
-    for page in put_each(&pages, root, PAGES_INSTALLED, 0o644)? {
-        gzip(&page)?;
+    for section in MANUAL_SECTIONS {
+        let pages = files_of(&program.manuals.join("man"), section)?;
+        ensure!(!pages.is_empty(), "no manual pages of section {section} in {}", program.manuals.display());
+        for page in put_each(&pages, root, &format!("usr/share/man/man{section}"), 0o644)? {
+            gzip(&page)?;
+        }
     }
     for (from, to) in COMPLETIONS {
         put(&program.manuals.join(from), root, to, 0o644)?;
@@ -75,7 +78,7 @@ pub fn fill(root: &Path, program: &Program<'_>, changelog: &str, copyright: &str
     gzip(&doc.join("changelog"))
 }
 
-/// Fills the tree of the symbols' package.
+/// Fills the tree of the package of debug symbols.
 pub fn fill_symbols(root: &Path, parts: &Parts) -> Result<()> {
     let (first, rest) = parts.build_id.split_at(2);
     put(&parts.symbols, root, &format!("usr/lib/debug/.build-id/{first}/{rest}.debug"), 0o644)?;
@@ -84,15 +87,15 @@ pub fn fill_symbols(root: &Path, parts: &Parts) -> Result<()> {
     symlink(NAME, doc.join(format!("{NAME}-dbgsym"))).context("cannot make a link")
 }
 
-/// Copies files to a directory, and returns where they are.
+/// Copies files to a directory and returns their new paths.
 fn put_each(files: &[PathBuf], root: &Path, dir: &str, mode: u32) -> Result<Vec<PathBuf>> {
-    let mut put_there = Vec::new();
+    let mut copied = Vec::new();
     for file in files {
         let to = format!("{dir}/{}", file.file_name().unwrap_or_default().to_string_lossy());
         put(file, root, &to, mode)?;
-        put_there.push(root.join(to));
+        copied.push(root.join(to));
     }
-    Ok(put_there)
+    Ok(copied)
 }
 
 fn put(from: &Path, root: &Path, to: &str, mode: u32) -> Result<()> {
@@ -109,12 +112,12 @@ fn write(path: &Path, text: &str) -> Result<()> {
     fs::set_permissions(path, Permissions::from_mode(0o644)).context("cannot set a mode")
 }
 
-/// As Debian wants it: as small as can be, and the same each time.
+/// Compresses a file as Debian's policy requires: at the highest level and reproducibly.
 fn gzip(path: &Path) -> Result<()> {
     output(Command::new("gzip").args(["-9", "-n"]).arg(path)).map(drop)
 }
 
-/// The files of a directory with an extension, sorted.
+/// Returns the files of a directory that have an extension, sorted.
 fn files_of(dir: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))? {
@@ -127,7 +130,7 @@ fn files_of(dir: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// All that is no directory, below and relative to a root, sorted.
+/// Returns everything below `root` that is not a directory, as sorted paths relative to `root`.
 pub fn files(root: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     let mut dirs = vec![root.to_owned()];
@@ -145,7 +148,7 @@ pub fn files(root: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The bytes of all files.
+/// Returns the total size of all files, in bytes.
 pub fn size(root: &Path) -> Result<u64> {
     let mut bytes = 0;
     for path in files(root)? {

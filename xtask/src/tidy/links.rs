@@ -1,4 +1,4 @@
-//! Relative links in Markdown lead somewhere.
+//! Checks that relative links in Markdown have existing targets.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ pub fn relative(path: &Path, text: &str) -> Vec<Problem> {
         let file = target.split('#').next().unwrap_or_default();
         let elsewhere = file.is_empty() || target.contains("://") || target.starts_with("mailto:");
         if !elsewhere && !dir.join(file).exists() {
-            problems.push(Problem::new(path, number, format!("{target}: leads nowhere")));
+            problems.push(Problem::new(path, number, format!("{target}: the target does not exist")));
         }
     }
     problems
@@ -28,7 +28,7 @@ fn targets(text: &str) -> Vec<(usize, &str)> {
         if in_code || line.starts_with("    ") {
             continue;
         }
-        // What stands between backticks is code: every second piece.
+        // Every second piece is code between backticks.
         for piece in line.split('`').step_by(2) {
             for (at, open) in piece.match_indices("](") {
                 let rest = &piece[at + open.len()..];
@@ -52,7 +52,7 @@ mod tests {
     use super::relative;
 
     #[test]
-    fn links_are_followed() {
+    fn missing_targets_are_found() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("there.md"), "").unwrap();
         let text = "[a](there.md) [b](there.md#part) [c](#here) [d](https://example.org/x)\n\

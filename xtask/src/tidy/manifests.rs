@@ -1,4 +1,4 @@
-//! Rules for manifests and for the lock file.
+//! Rules for manifests and lock files.
 
 use std::fs;
 use std::path::Path;
@@ -11,16 +11,16 @@ use crate::cargo::{RESEARCH, cargo};
 
 const ROOT: &str = "Cargo.toml";
 
-/// How the name ends that Cargo gives the public registry, wherever it is fetched from.
+/// End of the public registry's name in a lock file, also if a mirror is used.
 const REGISTRY: &str = concat!("/rust-lang/crates", ".io-index");
 
-/// A crate of the workspace takes its lints and its licence from the root.
+/// Checks that a crate inherits lints and licence from the workspace.
 pub fn package(path: &Path, text: &str) -> Vec<Problem> {
     let manifest: Table = match text.parse() {
         Ok(manifest) => manifest,
         Err(error) => return vec![Problem::new(path, 0, format!("cannot be read: {error}"))],
     };
-    // The root, and packages that are workspaces of their own.
+    // The root and packages that are separate workspaces.
     if manifest.contains_key("workspace") {
         return Vec::new();
     }
@@ -36,7 +36,7 @@ pub fn package(path: &Path, text: &str) -> Vec<Problem> {
     problems
 }
 
-/// Every dependency comes from the public registry, by its own name.
+/// Checks that every dependency comes from the public registry.
 pub fn sources(path: &Path, text: &str) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {
@@ -49,7 +49,7 @@ pub fn sources(path: &Path, text: &str) -> Vec<Problem> {
     problems
 }
 
-/// Each `Cargo.lock` says what its manifests ask for.
+/// Checks that each `Cargo.lock` is up to date.
 pub fn locked() -> Result<Vec<Problem>> {
     let mut problems = Vec::new();
     for manifest in [ROOT, RESEARCH] {
@@ -64,8 +64,7 @@ pub fn locked() -> Result<Vec<Problem>> {
     Ok(problems)
 }
 
-/// What the experiments' workspace cannot take from the root is the same there, but for what is
-/// built otherwise of single packages: it has other ones.
+/// Checks that the experiments' workspace, which cannot inherit from the root, has the same lints.
 pub fn research() -> Result<Vec<Problem>> {
     let read = |path| fs::read_to_string(path).with_context(|| format!("cannot read {path}"));
     Ok(differences(Path::new(RESEARCH), &read(RESEARCH)?.parse()?, &read(ROOT)?.parse()?))
@@ -75,7 +74,7 @@ fn differences(path: &Path, own: &Table, root: &Table) -> Vec<Problem> {
     let value = |table: &Table, [first, then]: [&str; 2]| table.get(first)?.get(then).cloned();
     let mut problems = Vec::new();
     if value(own, ["workspace", "lints"]) != value(root, ["workspace", "lints"]) {
-        problems.push(Problem::new(path, 0, "workspace.lints is not that of the root"));
+        problems.push(Problem::new(path, 0, "workspace.lints differs from the root"));
     }
     if value(own, ["lints", "workspace"]) != Some(Value::Boolean(true)) {
         problems.push(Problem::new(path, 0, "lints.workspace = true is missing"));
@@ -90,7 +89,7 @@ mod tests {
     use super::{differences, package, sources};
 
     #[test]
-    fn manifests_inherit() {
+    fn missing_inheritance_is_found() {
         let path = Path::new("Cargo.toml");
         let good = "[package]\nname = \"a\"\nlicense.workspace = true\n[lints]\nworkspace = true\n";
         assert_eq!(package(path, good), []);
@@ -100,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn another_workspace_has_the_lints_of_the_root() {
+    fn other_lints_than_the_root_are_found() {
         let root = "[workspace.lints]\na = 1\n";
         let found =
             |own: &str| differences(Path::new("r"), &own.parse().unwrap(), &root.parse().unwrap()).len();
@@ -110,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_public_registry() {
+    fn other_registries_are_found() {
         let path = Path::new("Cargo.lock");
         let text = format!("source = \"registry+https://example/{}\"\n", super::REGISTRY);
         assert_eq!(sources(path, &text), []);

@@ -1,8 +1,9 @@
-//! The rules of the project that a machine can check and clippy does not.
+//! `cargo xtask tidy`: checks the rules of CONTRIBUTING.md that clippy does not.
 
-mod circles;
+mod cycles;
 mod links;
 mod manifests;
+mod prose;
 mod source;
 
 use std::fmt;
@@ -14,7 +15,7 @@ use anyhow::{Context as _, Result};
 use crate::cargo::files;
 use crate::docs;
 
-/// Where a rule is broken, and how.
+/// A violation of a rule.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Problem {
     path: PathBuf,
@@ -38,23 +39,17 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Checks the tree in the working directory and prints what is wrong. Tells whether nothing is.
+/// Checks the tree in the working directory and prints the problems. Returns true if there are none.
 pub fn run() -> Result<bool> {
     let mut problems = Vec::new();
-    let mut texts = 0;
-    for path in files()? {
-        // Deleted, and git was not told yet; or a link, whose target is checked where it lies.
-        if !path.is_file() || path.is_symlink() {
-            continue;
-        }
-        let bytes = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        let Ok(text) = String::from_utf8(bytes) else { continue };
-        texts += 1;
-        problems.extend(check(&path, &text));
-        if is_root(&path) {
-            problems.extend(circles::of(&path)?);
+    let texts = texts()?;
+    for (path, text) in &texts {
+        problems.extend(check(path, text));
+        if is_crate_root(path) {
+            problems.extend(cycles::of(path)?);
         }
     }
+    problems.extend(prose::record::problems(&hits(&texts))?);
     problems.extend(manifests::locked()?);
     problems.extend(manifests::research()?);
     let figures = docs::problems()?;
@@ -62,12 +57,38 @@ pub fn run() -> Result<bool> {
     for problem in &problems {
         println!("{problem}");
     }
-    println!("{texts} files, {} problems", problems.len());
+    println!("{} files, {} problems", texts.len(), problems.len());
     Ok(problems.is_empty())
 }
 
-/// Whether a crate's modules begin here.
-fn is_root(path: &Path) -> bool {
+/// `cargo xtask tidy --lower`: lowers the record of the prose check to the hits that the tree has.
+pub fn lower() -> Result<()> {
+    prose::record::lower(&hits(&texts()?))
+}
+
+/// Reads the text files of the tree, sorted by path.
+fn texts() -> Result<Vec<(PathBuf, String)>> {
+    let mut texts = Vec::new();
+    for path in files()? {
+        // A deleted file that is still in git's index, or a link, whose target is checked under its own path.
+        if !path.is_file() || path.is_symlink() {
+            continue;
+        }
+        let bytes = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let Ok(text) = String::from_utf8(bytes) else { continue };
+        texts.push((path, text));
+    }
+    Ok(texts)
+}
+
+fn hits(texts: &[(PathBuf, String)]) -> prose::record::Hits {
+    let prose = prose::Prose::new();
+    let hits = texts.iter().map(|(path, text)| (path.clone(), prose.hits(path, text)));
+    hits.filter(|(_, hits)| !hits.is_empty()).collect()
+}
+
+/// Returns true for `lib.rs` or `main.rs` in a crate's `src`.
+fn is_crate_root(path: &Path) -> bool {
     path.parent().is_some_and(|dir| dir.ends_with("src"))
         && (path.ends_with("lib.rs") || path.ends_with("main.rs"))
 }
@@ -75,7 +96,7 @@ fn is_root(path: &Path) -> bool {
 fn check(path: &Path, text: &str) -> Vec<Problem> {
     let name = path.file_name().unwrap_or_default();
     if name == "Cargo.lock" {
-        // Cargo writes it, and names the registry in its own way.
+        // Cargo writes the name of the registry, which is forbidden in other files.
         return manifests::sources(path, text);
     }
     let mut problems = source::any(path, text);

@@ -5,13 +5,13 @@ use std::path::Path;
 use super::Problem;
 
 const RUST_LINES_MAX: usize = 600;
-/// How far above an `unsafe` or an ordering its comment may end, in lines that are neither comments
-/// nor the middle of a chain of calls.
+/// Maximum distance from a comment to its `unsafe` or ordering, in lines that are neither comments nor continue a chain
+/// of calls.
 const COMMENT_REACH_LINES: usize = 3;
 
 const ORDERINGS: [&str; 4] = ["Relaxed", "Acquire", "Release", "AcqRel"];
 
-// Written in two halves, so that this file keeps the rules it checks.
+// Each string is split, so that this file does not violate its own rules.
 const UNFINISHED: [&str; 5] = [
     concat!("to", "do!"),
     concat!("unimple", "mented!"),
@@ -20,10 +20,10 @@ const UNFINISHED: [&str; 5] = [
     concat!("#[ig", "nore"),
 ];
 
-/// A test that the slow lane runs; no other test may be ignored.
+/// Attribute of tests that the slow lane runs. No other test may be ignored.
 const SLOW_LANE: &str = concat!("#[ig", "nore = \"slow lane\"]");
 
-/// What is true of one developer's machine only, and hosts that a build must not depend on.
+/// Paths of developers' machines, and hosts on which a build must not depend.
 const LOCAL: [&str; 8] = [
     concat!("/wo", "rk/"),
     concat!("/ro", "ot/"),
@@ -35,22 +35,26 @@ const LOCAL: [&str; 8] = [
     concat!("debian", ".org"),
 ];
 
-/// Rules for every text file.
+/// Checks the rules for every text file.
 pub fn any(path: &Path, text: &str) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {
         for word in LOCAL.iter().filter(|word| line.contains(*word)) {
-            problems.push(Problem::new(path, number, format!("\"{word}\" does not belong into the project")));
+            problems.push(Problem::new(
+                path,
+                number,
+                format!("\"{word}\" is specific to one machine or mirror"),
+            ));
         }
         let line = line.replace(SLOW_LANE, "");
         for word in UNFINISHED.iter().filter(|word| has_word(&line, word)) {
-            problems.push(Problem::new(path, number, format!("\"{word}\": finish it")));
+            problems.push(Problem::new(path, number, format!("\"{word}\" marks unfinished work")));
         }
     }
     problems
 }
 
-/// Rules for Rust.
+/// Checks the rules for Rust.
 pub fn rust(path: &Path, text: &str) -> Vec<Problem> {
     let lines: Vec<&str> = text.lines().collect();
     let mut problems = Vec::new();
@@ -83,13 +87,12 @@ pub fn rust(path: &Path, text: &str) -> Vec<Problem> {
     problems
 }
 
-/// The line without what follows `//`. Strings are not looked into: a `//` in one hides the rest of
-/// its line.
+/// Returns the line without a comment. A `//` in a string also ends the code.
 fn code_of(line: &str) -> &str {
     line.split("//").next().unwrap_or_default()
 }
 
-/// A block or an implementation that is unsafe; of functions, clippy wants a `# Safety` section.
+/// Returns true for an unsafe block or implementation. Clippy checks unsafe functions.
 fn is_unsafe(code: &str) -> bool {
     let opens = ["{", "impl ", "impl<"];
     let mut rest = code;
@@ -104,14 +107,12 @@ fn is_unsafe(code: &str) -> bool {
 }
 
 fn uses_ordering(code: &str, ordering: &str) -> bool {
-    // The whole name, and names imported out of the enum, which would hide their uses from this
-    // check.
+    // The qualified name, or an import of the variant, which would hide its uses from this check.
     let path = format!("Ordering::{ordering}");
     has_word(code, &path) || (code.contains("Ordering::{") && has_word(code, ordering))
 }
 
-/// Whether one of the words stands in a comment on the line or within `COMMENT_REACH_LINES` above
-/// it.
+/// Returns true if a comment on the line or within `COMMENT_REACH_LINES` above has one of the words.
 fn explained(lines: &[&str], index: usize, words: &[&str]) -> bool {
     let mut code_lines = 0;
     for (above, line) in lines[..=index].iter().rev().enumerate() {
@@ -149,7 +150,7 @@ mod tests {
 
     use super::{LOCAL, RUST_LINES_MAX, SLOW_LANE, UNFINISHED, any, rust};
 
-    /// No line is wrong.
+    /// Result without problems.
     const NONE: [usize; 0] = [];
 
     fn lines_of(text: &str) -> Vec<usize> {

@@ -1,4 +1,7 @@
-//! Who waits for the verb that a thread runs.
+//! The client on whose behalf a thread runs a verb.
+//!
+//! The control server sets it for the thread of a connection; jobs ask it for the client's tag, and
+//! whether the client still waits for the response.
 
 use std::cell::RefCell;
 use std::os::unix::net::UnixStream;
@@ -10,48 +13,48 @@ thread_local! {
     static CALLER: RefCell<Caller> = const { RefCell::new(Caller { stream: None, tag: None }) };
 }
 
-/// A client of the control socket, or nobody.
+/// A client of the control socket, or none.
 #[derive(Debug, Clone)]
 pub struct Caller {
     stream: Option<Arc<UnixStream>>,
-    /// How it calls the verb.
+    /// Tag that the client gave the verb.
     tag: Option<String>,
 }
 
 impl Caller {
-    /// This thread runs verbs for that client from now on.
+    /// Makes the client behind `stream` the caller of this thread's verbs.
     pub fn enter(stream: &Arc<UnixStream>) {
         CALLER.set(Self { stream: Some(Arc::clone(stream)), tag: None });
     }
 
-    /// This thread runs verbs for nobody: it may live on, and must not keep the client's socket open.
+    /// Clears the caller. The thread may outlive the connection, and must not keep its socket open.
     pub fn leave() {
         CALLER.set(Self { stream: None, tag: None });
     }
 
-    /// The verb that this thread runs next is called so.
-    pub fn tag_next(tag: Option<String>) {
+    /// Sets the tag of the verb that this thread runs next.
+    pub fn set_tag(tag: Option<String>) {
         CALLER.with_borrow_mut(|caller| caller.tag = tag);
     }
 
-    /// How the client calls the verb.
+    /// Returns the tag that the client gave the verb.
     pub fn tag(&self) -> Option<&str> {
         self.tag.as_deref()
     }
 
-    /// For whom this thread runs a verb.
+    /// Returns the caller of this thread's verb.
     pub fn current() -> Self {
         CALLER.with_borrow(Self::clone)
     }
 
-    /// Whether nobody reads the answer any more: the client closed its socket, or ended. One that
-    /// only says that it will ask nothing more is there.
-    pub fn is_gone(&self) -> bool {
+    /// Returns true if nobody reads the response any more: the client closed its socket or ended. A
+    /// client that only shut down its sending direction still counts as connected.
+    pub fn has_disconnected(&self) -> bool {
         let Some(stream) = &self.stream else { return false };
-        // A hang-up is told without being asked for, and only when both directions are shut.
-        let mut look = [PollFd::new(stream, PollFlags::empty())];
-        let told = poll(&mut look, Some(&Timespec::default()));
-        told.is_ok() && look[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+        // poll() always reports a hang-up, and only when both directions are shut down.
+        let mut fds = [PollFd::new(stream, PollFlags::empty())];
+        let polled = poll(&mut fds, Some(&Timespec::default()));
+        polled.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
     }
 }
 
@@ -64,19 +67,19 @@ mod tests {
     use super::Caller;
 
     #[test]
-    fn who_only_asks_no_more_is_not_gone() {
+    fn half_closed_client_is_still_connected() {
         let (server, client) = UnixStream::pair().unwrap();
         let server = Arc::new(server);
-        assert!(!Caller::current().is_gone(), "there is none");
+        assert!(!Caller::current().has_disconnected(), "no caller is set");
         Caller::enter(&server);
         let caller = Caller::current();
-        assert!(!caller.is_gone());
+        assert!(!caller.has_disconnected());
         client.shutdown(Shutdown::Write).unwrap();
-        assert!(!caller.is_gone());
-        // As when the server ends.
+        assert!(!caller.has_disconnected());
+        // The server shuts down this direction when it ends.
         server.shutdown(Shutdown::Read).unwrap();
-        assert!(!caller.is_gone());
+        assert!(!caller.has_disconnected());
         drop(client);
-        assert!(caller.is_gone());
+        assert!(caller.has_disconnected());
     }
 }

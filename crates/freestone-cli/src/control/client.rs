@@ -1,4 +1,4 @@
-//! The program's end of the control socket.
+//! The client of the control socket: connects, calls one method, and returns the result or the error.
 
 use std::fs;
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
@@ -18,8 +18,8 @@ use super::protocol::{Fault, MAX_LINE_BYTES, Response};
 use super::socket;
 use crate::paths;
 
-/// Longest answer that is read.
-const MAX_ANSWER_BYTES: u64 = 1 << 30;
+/// Largest response read, in bytes.
+const MAX_RESPONSE_BYTES: u64 = 1 << 30;
 
 /// A connection to a server.
 pub struct Client {
@@ -28,25 +28,31 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the server at `path`, or where the environment says, or at the default path.
-    pub fn connect(path: Option<&Path>) -> Result<Self> {
+    /// Returns the path of the control socket (`path`, else that of the environment, else the default), and the
+    /// command that starts a server there.
+    pub fn locate(path: Option<&Path>) -> Result<(PathBuf, String)> {
         let path = path.map(Path::to_path_buf).or_else(paths::control_of_environment);
-        let (path, start) = match path {
+        Ok(match path {
             Some(path) => {
                 let start = format!("freestone serve --control {}", path.display());
                 (path, start)
             }
             None => (paths::runtime_dir()?.join(paths::CONTROL_SOCKET), "freestone serve".into()),
-        };
+        })
+    }
+
+    /// Connects to the server at `path`, else at the path of the environment, else at the default path.
+    pub fn connect(path: Option<&Path>) -> Result<Self> {
+        let (path, start) = Self::locate(path)?;
         socket::check_length(&path)?;
         let at = path.display();
         match UnixStream::connect(&path) {
-            // The same error as for a socket that nobody serves, or that this user may not write.
+            // connect() fails with the same errors for a socket without a listener or without permission.
             Err(e)
                 if matches!(e.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::PermissionDenied)
-                    && is_no_socket(&path) =>
+                    && is_not_socket(&path) =>
             {
-                bail!("{at}: is no socket; --control takes the path of a server's control socket")
+                bail!("{at}: is not a socket; --control takes the path of a server's control socket")
             }
             Ok(stream) => Ok(Self { stream, path }),
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
@@ -57,25 +63,25 @@ impl Client {
         }
     }
 
-    /// Where it is connected to.
+    /// Returns the path of the control socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The process of the server.
-    pub fn server(&self) -> Result<Pid> {
+    /// Returns the process ID of the server.
+    pub fn server_pid(&self) -> Result<Pid> {
         let peer = socket_peercred(&self.stream);
         Ok(peer.with_context(|| format!("{}: cannot tell whose it is", self.path.display()))?.pid)
     }
 
-    /// From now on an answer that does not come within `time` is an error.
-    pub fn answers_within(&self, time: Duration) -> Result<()> {
+    /// Sets the longest time that a later call waits for its response.
+    pub fn set_timeout(&self, time: Duration) -> Result<()> {
         let at = self.path.display();
         let set = self.stream.set_read_timeout(Some(time)).and(self.stream.set_write_timeout(Some(time)));
         set.with_context(|| format!("{at}: cannot limit the time of an answer"))
     }
 
-    /// Runs one method; an error of the server comes as a [`Fault`].
+    /// Calls one method. An error of the server is returned as a [`Fault`].
     pub fn call(&mut self, method: &str, params: &Value) -> Result<Box<RawValue>> {
         let at = self.path.display();
         let mut request =
@@ -87,7 +93,7 @@ impl Client {
         self.stream.write_all(request.as_bytes()).with_context(|| format!("{at}: cannot ask the server"))?;
         let mut line = String::new();
         BufReader::new(&self.stream)
-            .take(MAX_ANSWER_BYTES)
+            .take(MAX_RESPONSE_BYTES)
             .read_line(&mut line)
             .with_context(|| format!("{at}: cannot read the server's answer"))?;
         if line.is_empty() {
@@ -102,6 +108,6 @@ impl Client {
     }
 }
 
-fn is_no_socket(path: &Path) -> bool {
+fn is_not_socket(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|meta| !meta.file_type().is_socket())
 }

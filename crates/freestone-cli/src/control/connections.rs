@@ -1,6 +1,9 @@
-//! The connections of the control socket. Their number is bounded, and nobody is refused: who comes
-//! waits for a place. Who is silent, or does not read what it is told, holds no place that another
-//! needs: the one that has been so for longest ends.
+//! The set of open control connections, with an upper limit.
+//!
+//! A client beyond the limit is not refused: it waits until a connection ends. While one waits, the
+//! connection that has been idle longest is closed. A connection is idle while no verb runs for it,
+//! also if the client does not read a response. The control server owns one set per socket. The lock
+//! of a set is held only for short accesses.
 
 use std::collections::HashMap;
 use std::net::Shutdown;
@@ -8,96 +11,96 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a client was silent, at least, before its place goes to another. One that has just
-/// connected is about to ask.
-const SILENT_MIN: Duration = Duration::from_secs(1);
-/// How often who waits for a place looks again, where nothing told it to.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Shortest idle time after which a connection may be closed. A client that has just connected is
+/// about to send a request.
+const IDLE_MIN: Duration = Duration::from_secs(1);
+/// Interval at which a waiting client looks for idle connections to close.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The open connections. One lock, held for a look or a change.
+/// The open connections.
 pub struct Connections {
-    places: usize,
+    limit: usize,
     state: Mutex<ConnectionsState>,
-    /// A connection has ended, or all are to end.
+    /// Notified when a connection ends and when the set is closed.
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct ConnectionsState {
     closing: bool,
-    /// By number.
-    open: HashMap<u64, Open>,
+    /// Open connections by number.
+    open: HashMap<u64, Connection>,
     next: u64,
 }
 
-struct Open {
+struct Connection {
     stream: Arc<UnixStream>,
-    /// Since when nothing is done for it; `None` while a verb runs.
-    silent: Option<Instant>,
-    /// It ends.
+    /// Start of the idle time; `None` while a verb runs.
+    idle_since: Option<Instant>,
+    /// True if the connection is being closed.
     ending: bool,
 }
 
-/// A place among the connections, given back when dropped.
-pub struct Place {
+/// A slot in the set, freed when dropped.
+pub struct Slot {
     connections: Arc<Connections>,
     number: u64,
 }
 
-/// A verb runs for a connection until this is dropped.
-pub struct Running<'a>(&'a Place);
+/// Marks a connection as busy with a verb until dropped.
+pub struct RunningVerb<'a>(&'a Slot);
 
 impl Connections {
-    /// Room for so many.
-    pub fn new(places: usize) -> Arc<Self> {
-        Arc::new(Self { places, state: Mutex::default(), changed: Condvar::new() })
+    /// Returns an empty set with room for `limit` connections.
+    pub fn new(limit: usize) -> Arc<Self> {
+        Arc::new(Self { limit, state: Mutex::default(), changed: Condvar::new() })
     }
 
     fn lock(&self) -> MutexGuard<'_, ConnectionsState> {
-        // Nothing in here can be half done.
+        // A panic cannot leave the state inconsistent, so poisoning is ignored.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether all are to end.
+    /// Returns true if the set was closed.
     pub fn is_closing(&self) -> bool {
         self.lock().closing
     }
 
-    /// A place for a client that has connected, as soon as there is one; `None` where all are to
-    /// end.
-    pub fn add(self: &Arc<Self>, stream: &Arc<UnixStream>) -> Option<Place> {
+    /// Waits for a free slot for a new connection. Returns `None` if the set was closed.
+    pub fn add(self: &Arc<Self>, stream: &Arc<UnixStream>) -> Option<Slot> {
         let mut state = self.lock();
-        while !state.closing && state.open.len() >= self.places {
-            state.end_most_silent();
-            state = self.changed.wait_timeout(state, LOOK_EVERY).unwrap_or_else(PoisonError::into_inner).0;
+        while !state.closing && state.open.len() >= self.limit {
+            state.close_most_idle();
+            state = self.changed.wait_timeout(state, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
         }
         if state.closing {
             return None;
         }
         let number = state.next;
         state.next += 1;
-        let open = Open { stream: Arc::clone(stream), silent: Some(Instant::now()), ending: false };
-        state.open.insert(number, open);
-        Some(Place { connections: Arc::clone(self), number })
+        let connection =
+            Connection { stream: Arc::clone(stream), idle_since: Some(Instant::now()), ending: false };
+        state.open.insert(number, connection);
+        Some(Slot { connections: Arc::clone(self), number })
     }
 
-    /// Ends the connection that has been silent for longest, if any has been for a while: something
-    /// else than places is short.
-    pub fn make_room(&self) {
-        self.lock().end_most_silent();
+    /// Closes the most idle connection, if one has been idle for long enough. Called if another
+    /// resource than slots is short.
+    pub fn close_idle(&self) {
+        self.lock().close_most_idle();
     }
 
-    /// No new connections, no new requests; what runs is finished and answered.
+    /// Stops accepting connections and requests. Running verbs finish and send their responses.
     pub fn close(&self) {
         let mut state = self.lock();
         state.closing = true;
-        for open in state.open.values() {
-            let _ = open.stream.shutdown(Shutdown::Read);
+        for connection in state.open.values() {
+            let _ = connection.stream.shutdown(Shutdown::Read);
         }
         self.changed.notify_all();
     }
 
-    /// Waits until there is none, or so long.
+    /// Waits until no connection is open, for at most `grace`.
     pub fn wait_empty(&self, grace: Duration) {
         let end = Instant::now() + grace;
         let mut state = self.lock();
@@ -112,44 +115,45 @@ impl Connections {
 }
 
 impl ConnectionsState {
-    /// One at a time: while one ends, nobody else has to.
-    fn end_most_silent(&mut self) {
-        if self.open.values().any(|open| open.ending) {
+    /// Closes the connection that has been idle longest. Only one connection is being closed at a
+    /// time.
+    fn close_most_idle(&mut self) {
+        if self.open.values().any(|connection| connection.ending) {
             return;
         }
-        let silent = self.open.values_mut().filter(|open| open.silent.is_some());
-        let Some(longest) = silent.min_by_key(|open| open.silent) else { return };
-        if longest.silent.is_some_and(|since| since.elapsed() >= SILENT_MIN) {
+        let idle = self.open.values_mut().filter(|connection| connection.idle_since.is_some());
+        let Some(longest) = idle.min_by_key(|connection| connection.idle_since) else { return };
+        if longest.idle_since.is_some_and(|since| since.elapsed() >= IDLE_MIN) {
             longest.ending = true;
-            // Its thread reads or writes there, and is told at once.
+            // The connection's thread reads or writes there, and sees the shutdown at once.
             let _ = longest.stream.shutdown(Shutdown::Both);
         }
     }
 }
 
-impl Place {
-    /// A verb is about to run; `None` where the connection ends, and nothing is to be done for it
-    /// any more.
-    pub fn run(&self) -> Option<Running<'_>> {
+impl Slot {
+    /// Marks the connection as busy with a verb. Returns `None` if the connection is being closed:
+    /// the verb must not run.
+    pub fn begin_verb(&self) -> Option<RunningVerb<'_>> {
         let mut state = self.connections.lock();
-        let open = state.open.get_mut(&self.number).filter(|open| !open.ending)?;
-        open.silent = None;
-        Some(Running(self))
+        let connection = state.open.get_mut(&self.number).filter(|connection| !connection.ending)?;
+        connection.idle_since = None;
+        Some(RunningVerb(self))
     }
 }
 
-impl Drop for Running<'_> {
+impl Drop for RunningVerb<'_> {
     fn drop(&mut self) {
-        if let Some(open) = self.0.connections.lock().open.get_mut(&self.0.number) {
-            open.silent = Some(Instant::now());
+        if let Some(connection) = self.0.connections.lock().open.get_mut(&self.0.number) {
+            connection.idle_since = Some(Instant::now());
         }
     }
 }
 
-impl Drop for Place {
+impl Drop for Slot {
     fn drop(&mut self) {
-        let gone = self.connections.lock().open.remove(&self.number);
-        drop(gone);
+        let removed = self.connections.lock().open.remove(&self.number);
+        drop(removed);
         self.connections.changed.notify_all();
     }
 }

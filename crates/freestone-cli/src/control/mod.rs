@@ -1,4 +1,4 @@
-//! The control socket: JSON-RPC 2.0, one message a line.
+//! The control socket: JSON-RPC 2.0, one message per line.
 
 pub mod caller;
 pub mod client;

@@ -1,5 +1,6 @@
-//! JSON-RPC 2.0 as it is spoken here: messages, error codes, limits.
-//! (<https://www.jsonrpc.org/specification>)
+//! JSON-RPC 2.0 (<https://www.jsonrpc.org/specification>): messages, error codes, limits.
+//!
+//! Client and server share this module. Every error message is one line without control characters.
 
 use freestone_spec::refusal::{Errno, Refusal, one_line};
 use serde::{Deserialize, Serialize};
@@ -7,10 +8,9 @@ use serde_json::value::RawValue;
 use serde_json::{Value, json};
 use thiserror::Error;
 
-/// Longest line in either direction of a request; longer ones are answered with an error and
-/// skipped.
+/// Longest request line, in bytes. The server skips a longer line and returns an error.
 pub const MAX_LINE_BYTES: usize = 1 << 20;
-/// Most requests in one batch.
+/// Maximum number of requests in a batch.
 pub const MAX_BATCH_REQUESTS: usize = 256;
 
 const PARSE_ERROR: i32 = -32700;
@@ -21,26 +21,36 @@ const INTERNAL_ERROR: i32 = -32603;
 /// The verb was understood and failed; `data.errno` says how.
 const FAILED: i32 = -32000;
 
+/// Error codes, their meaning, and the exit status of the program.
+pub const CODES: [(i32, &str, &str); 6] = [
+    (PARSE_ERROR, "the message is not JSON", "1"),
+    (INVALID_REQUEST, "not a request, an empty or too large batch, or a line above the limit", "1"),
+    (METHOD_NOT_FOUND, "the method does not exist", "1"),
+    (INVALID_PARAMS, "invalid parameters; `data.errno` is EINVAL", "2"),
+    (INTERNAL_ERROR, "a defect of the server; the log has details", "1"),
+    (FAILED, "the verb failed; `data.errno` names the error", "1; 130 if Ctrl-C cancelled it"),
+];
+
 /// A JSON-RPC error object.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Error)]
 #[error("{message}")]
 pub struct Fault {
-    /// One of the codes above.
+    /// JSON-RPC error code, one of the constants above.
     pub code: i32,
-    /// One plain sentence that names device and key.
+    /// One sentence that names the device and the key.
     pub message: String,
-    /// `{"errno": "EBUSY"}`
+    /// Details, for example `{"errno": "EBUSY"}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data: Option<Value>,
 }
 
 impl Fault {
-    /// The verb failed.
+    /// Returns the error of a verb that failed with `errno`.
     pub fn failed(errno: Errno, message: impl Into<String>) -> Self {
         Self { data: Some(json!({ "errno": errno })), ..Self::plain(FAILED, message.into()) }
     }
 
-    /// Adds a number to `data`: what was done before it failed.
+    /// Adds a number to `data`: work that was done before the failure.
     #[must_use]
     pub fn with(mut self, key: &str, number: u64) -> Self {
         if let Some(Value::Object(data)) = &mut self.data {
@@ -49,12 +59,12 @@ impl Fault {
         self
     }
 
-    /// The parameters cannot be meant.
+    /// Returns the error for invalid parameters.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self { data: Some(json!({ "errno": Errno::EINVAL })), ..Self::plain(INVALID_PARAMS, message.into()) }
     }
 
-    /// No such verb.
+    /// Returns the error for an unknown method.
     pub fn no_method(method: &str, known: &[&str]) -> Self {
         Self::plain(
             METHOD_NOT_FOUND,
@@ -62,28 +72,28 @@ impl Fault {
         )
     }
 
-    /// Our own mistake.
+    /// Returns the error for a defect of the server.
     pub fn internal(message: impl Into<String>) -> Self {
         Self::plain(INTERNAL_ERROR, message.into())
     }
 
-    /// A message that is no request.
+    /// Returns the error for a message that is not a request.
     pub fn invalid_request(message: impl Into<String>) -> Self {
         Self::plain(INVALID_REQUEST, message.into())
     }
 
-    /// What a client sent may be in the message: whatever that was, it stays one line, and does
-    /// nothing to a terminal.
+    /// Escapes the message to one line: it may quote the client's text, which must not control a
+    /// terminal.
     fn plain(code: i32, message: String) -> Self {
         Self { code, message: one_line(message), data: None }
     }
 
-    /// Whether it failed so.
+    /// Returns true if the verb failed with `errno`.
     pub fn is(&self, errno: Errno) -> bool {
         self.data.as_ref().is_some_and(|data| data["errno"] == json!(errno))
     }
 
-    /// The caller's mistake rather than the state of things.
+    /// Returns true if the parameters are at fault, and not the state of the server.
     pub fn is_usage(&self) -> bool {
         self.code == INVALID_PARAMS
     }
@@ -96,26 +106,27 @@ impl From<Refusal> for Fault {
     }
 }
 
-/// One line, taken apart.
+/// A parsed line.
 #[derive(Debug, PartialEq)]
 pub enum Message {
-    /// One request, or what is wrong with it.
+    /// One request, or the error in it.
     Single(Call),
-    /// Several.
+    /// Several requests.
     Batch(Vec<Call>),
 }
 
-/// A request as far as it could be understood.
+/// A request, parsed as far as possible.
 #[derive(Debug, PartialEq)]
 pub struct Call {
-    /// The answer carries it; without it the request is a notification and gets none.
+    /// ID that the response repeats. A request without an ID is a notification and gets no
+    /// response.
     pub id: Option<Value>,
-    /// Method and parameters, or the error to answer with.
+    /// Method and parameters, or the error to return.
     pub request: Result<(String, Option<Value>), Fault>,
 }
 
 impl Call {
-    /// A line that cannot be answered but with an error.
+    /// Returns a call that only carries an error.
     pub fn broken(fault: Fault) -> Self {
         Self { id: Some(Value::Null), request: Err(fault) }
     }
@@ -128,8 +139,7 @@ impl Call {
         if !matches!(id, None | Some(Value::Null | Value::String(_) | Value::Number(_))) {
             return Self::broken(Fault::invalid_request("id: must be a string, a number or null"));
         }
-        // What is no request cannot be a notification either: it is answered, with the id if there
-        // was one.
+        // An invalid request is not a notification: the error is returned even without an ID.
         let wrong = |id: Option<Value>, message: &str| Self {
             id: Some(id.unwrap_or_default()),
             request: Err(Fault::invalid_request(message)),
@@ -148,7 +158,7 @@ impl Call {
     }
 }
 
-/// Takes a line apart.
+/// Parses a line.
 pub fn parse(line: &[u8]) -> Message {
     match serde_json::from_slice(line) {
         Err(e) => Message::Single(Call::broken(Fault::plain(PARSE_ERROR, format!("not JSON: {e}")))),
@@ -164,22 +174,22 @@ pub fn parse(line: &[u8]) -> Message {
     }
 }
 
-/// The answer to a request.
+/// The response to a request.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Response {
     jsonrpc: String,
-    /// The result, where the verb succeeded.
+    /// The result if the verb succeeded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub result: Option<Box<RawValue>>,
-    /// The error, where it did not.
+    /// The error if the verb failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<Fault>,
-    /// The request's.
+    /// ID of the request.
     pub id: Value,
 }
 
 impl Response {
-    /// The answer to the request with this id.
+    /// Returns the response to the request with this ID.
     pub fn new(id: Value, outcome: Result<Box<RawValue>, Fault>) -> Self {
         let (result, error) = match outcome {
             Ok(value) => (Some(value), None),
@@ -204,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sentence_is_one_line_whatever_is_in_it() {
+    fn fault_message_is_one_escaped_line() {
         let name = "a\nb\u{1b}[2J'\u{e9}";
         let shown = r"a\nb\u{1b}[2J'é: no such device";
         for fault in [
@@ -217,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_says_whose_mistake_it_is() {
+    fn fault_code_tells_usage_from_failure() {
         let refused = |refusal: Refusal| {
             let Fault { code, message, data } = refusal.into();
             (code, message, data.unwrap())
@@ -229,18 +239,18 @@ mod tests {
     }
 
     #[test]
-    fn requests_and_notifications() {
+    fn parse_tells_requests_from_notifications() {
         let call = single(r#"{"jsonrpc":"2.0","id":7,"method":"list","params":{"pattern":"r*"}}"#);
         assert_eq!(call.id, Some(json!(7)));
         assert_eq!(call.request, Ok(("list".into(), Some(json!({"pattern": "r*"})))));
         let call = single(r#"{"jsonrpc":"2.0","method":"list"}"#);
         assert_eq!((call.id, call.request), (None, Ok(("list".into(), None))));
-        // Null is an id.
+        // Null is a valid ID.
         assert_eq!(single(r#"{"jsonrpc":"2.0","id":null,"method":"list"}"#).id, Some(Value::Null));
     }
 
     #[test]
-    fn what_is_no_request_is_answered_with_the_code_of_the_specification() {
+    fn invalid_request_returns_the_specified_code() {
         let deep = "[".repeat(100_000);
         for (text, code, id) in [
             ("garbage", -32700, Value::Null),
@@ -268,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn batches() {
+    fn batch_keeps_order_and_invalid_requests() {
         let text = r#"[{"jsonrpc":"2.0","id":1,"method":"list"},1,{"jsonrpc":"2.0","method":"stat"}]"#;
         let Message::Batch(calls) = parse(text.as_bytes()) else { panic!() };
         let ids: Vec<_> = calls.iter().map(|c| c.id.clone()).collect();

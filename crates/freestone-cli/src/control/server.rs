@@ -1,7 +1,7 @@
-//! The server's end of the control socket: a thread for each of a bounded number of connections.
+//! The server of the control socket: one thread per connection, with a limit on connections.
 //!
-//! A verb runs on the thread of its connection. So one that takes long, or whose disk hangs, holds
-//! up nobody but its client.
+//! A verb runs on the thread of its connection, so a slow verb or a hanging disk delays only its
+//! own client.
 
 use freestone_core::client_log;
 use freestone_core::descriptor_reserve::Reserve;
@@ -20,25 +20,25 @@ use serde_json::value::RawValue;
 use tracing::debug;
 
 use super::caller::Caller;
-use super::connections::{Connections, Place};
+use super::connections::{Connections, Slot};
 use super::protocol::{self, Call, Fault, MAX_LINE_BYTES, Message, Response};
 use super::socket::PrivateSocket;
 
-/// Connections served at one time; one more waits until there is room for it.
+/// Maximum number of connections served at once. Further clients wait for one to end.
 const MAX_CONNECTIONS: usize = 2048;
-/// The same at the socket that is read-only: who looks takes no memory that verbs may need.
+/// The same for the read-only socket, smaller so that it leaves memory for verbs.
 const MAX_READ_ONLY_CONNECTIONS: usize = 128;
-/// A client that does not read its answer for so long is cut off.
+/// A client that does not read its response for this time is disconnected.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long the end of the server waits for verbs that are running.
+/// Longest wait for running verbs when the server stops.
 const STOP_GRACE: Duration = Duration::from_secs(2);
-/// Pause after a connection could not be accepted or given a thread (out of descriptors or
-/// threads), so that it does not spin.
+/// Pause after a failure to accept a connection or to start its thread (no descriptors or threads
+/// left), so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// What answers the requests.
+/// Runs the methods of requests.
 pub trait Handler: Send + Sync + 'static {
-    /// Runs one method. The result is JSON already: a tree of it would take many times the memory.
+    /// Runs one method. Returns serialized JSON: a tree of values would take many times the memory.
     fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, Fault>;
 }
 
@@ -51,19 +51,19 @@ pub struct ControlServer {
 }
 
 impl ControlServer {
-    /// Serves at the socket; who connected before is served now.
+    /// Starts serving at the socket, including clients that have connected already.
     pub fn start(socket: PrivateSocket, handler: Arc<dyn Handler>) -> Result<Self> {
         Self::start_for(MAX_CONNECTIONS, socket, handler)
     }
 
-    /// The same for a socket at which others only look.
+    /// Starts serving at the read-only socket, with its smaller limit of connections.
     pub fn start_read_only(socket: PrivateSocket, handler: Arc<dyn Handler>) -> Result<Self> {
         Self::start_for(MAX_READ_ONLY_CONNECTIONS, socket, handler)
     }
 
-    fn start_for(places: usize, socket: PrivateSocket, handler: Arc<dyn Handler>) -> Result<Self> {
+    fn start_for(limit: usize, socket: PrivateSocket, handler: Arc<dyn Handler>) -> Result<Self> {
         let socket = Arc::new(socket);
-        let connections = Connections::new(places);
+        let connections = Connections::new(limit);
         let spare = start_spare().context("cannot start the spare thread of the control socket")?;
         let acceptor = thread::Builder::new()
             .name("control".into())
@@ -75,7 +75,7 @@ impl ControlServer {
         Ok(Self { socket, connections, acceptor: Some(acceptor), stopped: Once::new() })
     }
 
-    /// Lets nobody in any more, and waits for the verbs that are running, for a bounded time.
+    /// Stops accepting connections, and waits for running verbs for a bounded time.
     pub fn stop(&self) {
         self.stopped.call_once(|| {
             self.connections.close();
@@ -85,7 +85,7 @@ impl ControlServer {
         });
     }
 
-    /// Removes the socket's path and waits for nobody.
+    /// Removes the socket's path without waiting for verbs.
     pub fn remove_path(&self) {
         self.socket.path().remove();
     }
@@ -116,47 +116,48 @@ fn accept_all(
             Ok((stream, _)) => start_connection(stream, connections, handler, spare),
             Err(e) => {
                 client_log!(warn, "control: cannot accept a connection: {e}");
-                connections.make_room();
+                connections.close_idle();
                 thread::sleep(ACCEPT_PAUSE);
             }
         }
     }
 }
 
-/// A connection that is about to be served.
+/// A connection and what its thread needs.
 #[derive(Clone)]
 struct Client {
-    // Dropped before the place: when all places are empty nobody holds devices, which end with the
-    // server.
+    // Dropped before the slot: once all slots are free, no connection keeps the devices alive, and
+    // the server can drop them.
     handler: Arc<dyn Handler>,
     stream: Arc<UnixStream>,
-    place: Arc<Place>,
+    slot: Arc<Slot>,
 }
 
 impl Client {
     fn serve(self) {
         Caller::enter(&self.stream);
-        if let Err(e) = serve(&self.stream, &self.place, self.handler.as_ref()) {
+        if let Err(e) = serve(&self.stream, &self.slot, self.handler.as_ref()) {
             debug!("control: a connection ended: {e}");
         }
         Caller::leave();
     }
 }
 
-/// Starts the thread for connections that get no thread of their own: verbs are answered, `shutdown`
-/// among them, when the system starts no more threads.
+/// Starts a spare thread that serves connections when the system starts no more threads, so that
+/// verbs such as `shutdown` still work.
 fn start_spare() -> io::Result<SyncSender<Client>> {
-    // Without room: a connection is taken only while the thread is idle.
-    let (clients, coming) = mpsc::sync_channel::<Client>(0);
+    // Capacity 0: a connection is accepted only while the thread is idle.
+    let (sender, clients) = mpsc::sync_channel::<Client>(0);
     thread::Builder::new().name("control-spare".into()).spawn(move || {
-        for client in coming {
+        for client in clients {
             client.serve();
         }
     })?;
-    Ok(clients)
+    Ok(sender)
 }
 
-/// Waits for what the connection needs: who comes after it waits in the socket's queue.
+/// Waits for a slot and a thread for the connection, and starts serving it. Later clients wait in
+/// the socket's backlog.
 fn start_connection(
     stream: UnixStream,
     connections: &Arc<Connections>,
@@ -164,8 +165,8 @@ fn start_connection(
     spare: &SyncSender<Client>,
 ) {
     let stream = Arc::new(stream);
-    let Some(place) = connections.add(&stream) else { return };
-    let client = Client { handler: Arc::clone(handler), stream, place: Arc::new(place) };
+    let Some(slot) = connections.add(&stream) else { return };
+    let client = Client { handler: Arc::clone(handler), stream, slot: Arc::new(slot) };
     loop {
         let own = client.clone();
         let started = thread::Builder::new().name("control-client".into()).spawn(move || own.serve());
@@ -175,59 +176,59 @@ fn start_connection(
             Err(_) if spare.try_send(client.clone()).is_ok() => return,
             Err(e) => {
                 client_log!(warn, "control: cannot start a thread for a connection: {e}");
-                connections.make_room();
+                connections.close_idle();
                 thread::sleep(ACCEPT_PAUSE);
             }
         }
     }
 }
 
-/// Answers line by line until the client is gone.
-fn serve(stream: &UnixStream, place: &Place, handler: &dyn Handler) -> io::Result<()> {
+/// Serves requests line by line until the client disconnects.
+fn serve(stream: &UnixStream, slot: &Slot, handler: &dyn Handler) -> io::Result<()> {
     stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
     let mut reader = BufReader::new(stream);
     let mut writer = BufWriter::new(stream);
     let mut line = Vec::new();
-    let run = &mut |call| respond(call, place, handler);
+    let run = &mut |call| respond(call, slot, handler);
     loop {
         match read_line(&mut reader, &mut line)? {
-            Line::End => return Ok(()),
-            Line::TooLong => {
+            LineRead::End => return Ok(()),
+            LineRead::TooLong => {
                 let fault = Fault::invalid_request(format!("a line holds at most {MAX_LINE_BYTES} bytes"));
                 answer(&mut writer, Call::broken(fault), run)?;
             }
-            Line::Whole if line.trim_ascii().is_empty() => {}
-            Line::Whole => answer_line(&mut writer, &line, run)?,
+            LineRead::Complete if line.trim_ascii().is_empty() => {}
+            LineRead::Complete => answer_line(&mut writer, &line, run)?,
         }
         writer.flush()?;
     }
 }
 
-enum Line {
-    Whole,
+enum LineRead {
+    Complete,
     TooLong,
     End,
 }
 
-/// Reads one line into `line`, which never grows beyond the limit; the rest of a longer one is
-/// skipped.
-fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Line> {
+/// Reads one line into `line`, up to the limit. The rest of a longer line is skipped.
+fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<LineRead> {
     line.clear();
     let limit = MAX_LINE_BYTES as u64 + 1;
     if reader.by_ref().take(limit).read_until(b'\n', line)? == 0 {
-        return Ok(Line::End);
+        return Ok(LineRead::End);
     }
     if line.last() == Some(&b'\n') || line.len() <= MAX_LINE_BYTES {
-        return Ok(Line::Whole);
+        return Ok(LineRead::Complete);
     }
     reader.skip_until(b'\n')?;
-    Ok(Line::TooLong)
+    Ok(LineRead::TooLong)
 }
 
-type Run<'a> = &'a mut dyn FnMut(Call) -> io::Result<Option<Response>>;
+/// Runs a call. Returns no response for a notification.
+type RunCall<'a> = &'a mut dyn FnMut(Call) -> io::Result<Option<Response>>;
 
-/// Answers one line.
-fn answer_line(writer: &mut impl Write, line: &[u8], run: Run<'_>) -> io::Result<()> {
+/// Runs the requests of one line and writes the responses.
+fn answer_line(writer: &mut impl Write, line: &[u8], run: RunCall<'_>) -> io::Result<()> {
     match protocol::parse(line) {
         Message::Single(call) => answer(writer, call, run),
         Message::Batch(calls) => answer_batch(writer, calls, run),
@@ -235,17 +236,17 @@ fn answer_line(writer: &mut impl Write, line: &[u8], run: Run<'_>) -> io::Result
 }
 
 /// Runs one method.
-type Handle<'a> = &'a dyn Fn(&str, Option<Value>) -> Result<Box<RawValue>, Fault>;
+type RunMethod<'a> = &'a dyn Fn(&str, Option<Value>) -> Result<Box<RawValue>, Fault>;
 
-/// What a connection says to a line, without one.
-pub fn answer_to(line: &[u8], handle: Handle<'_>) -> Vec<u8> {
-    let mut said = Vec::new();
+/// Returns the response to a line, without a connection.
+pub fn answer_to(line: &[u8], handle: RunMethod<'_>) -> Vec<u8> {
+    let mut response = Vec::new();
     let run = &mut |call| Ok(outcome(call, handle));
-    answer_line(&mut said, line, run).expect("memory takes everything");
-    said
+    answer_line(&mut response, line, run).expect("a write to memory cannot fail");
+    response
 }
 
-fn answer(writer: &mut impl Write, call: Call, run: Run<'_>) -> io::Result<()> {
+fn answer(writer: &mut impl Write, call: Call, run: RunCall<'_>) -> io::Result<()> {
     if let Some(response) = run(call)? {
         serde_json::to_writer(&mut *writer, &response)?;
         writer.write_all(b"\n")?;
@@ -253,8 +254,8 @@ fn answer(writer: &mut impl Write, call: Call, run: Run<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Writes the answers one after the other as they come, so that no batch is held in memory.
-fn answer_batch(writer: &mut impl Write, calls: Vec<Call>, run: Run<'_>) -> io::Result<()> {
+/// Runs a batch. Each response is written at once, so that memory never holds all of them.
+fn answer_batch(writer: &mut impl Write, calls: Vec<Call>, run: RunCall<'_>) -> io::Result<()> {
     let mut begun = false;
     for call in calls {
         if let Some(response) = run(call)? {
@@ -263,23 +264,23 @@ fn answer_batch(writer: &mut impl Write, calls: Vec<Call>, run: Run<'_>) -> io::
             begun = true;
         }
     }
-    // A batch of notifications has no answer at all.
+    // A batch of notifications has no response.
     if begun { writer.write_all(b"]\n") } else { Ok(()) }
 }
 
-/// Runs a call and answers it.
+/// Runs a call of a connection and returns the response.
 ///
 /// # Errors
-/// The connection ends: the call was not run.
-fn respond(call: Call, place: &Place, handler: &dyn Handler) -> io::Result<Option<Response>> {
-    let Some(_running) = place.run() else { return Err(io::ErrorKind::ConnectionAborted.into()) };
+/// Fails without running the call if the connection is being closed.
+fn respond(call: Call, slot: &Slot, handler: &dyn Handler) -> io::Result<Option<Response>> {
+    let Some(_running) = slot.begin_verb() else { return Err(io::ErrorKind::ConnectionAborted.into()) };
     Ok(outcome(call, &|method, params| handler.call(method, params)))
 }
 
-fn outcome(call: Call, handle: Handle<'_>) -> Option<Response> {
+fn outcome(call: Call, handle: RunMethod<'_>) -> Option<Response> {
     let outcome = call.request.and_then(|(method, params)| {
         debug!(method, "control request");
-        // A defect in one verb must not take the disks of everybody with it.
+        // A panic in one verb must not end the server and its devices.
         catch_unwind(AssertUnwindSafe(|| handle(&method, params))).unwrap_or_else(|_| {
             Err(Fault::internal(format!("{method}: failed inside the server; see its log")))
         })
@@ -325,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_in_a_verb_is_an_answer() {
+    fn verb_panic_returns_internal_error() {
         let dir = tempfile::tempdir().unwrap();
         let (_server, path) = start(dir.path());
         let stream = UnixStream::connect(path).unwrap();
@@ -336,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn notifications_are_not_answered() {
+    fn notification_gets_no_response() {
         let dir = tempfile::tempdir().unwrap();
         let (_server, path) = start(dir.path());
         let stream = UnixStream::connect(path).unwrap();
@@ -346,13 +347,13 @@ mod tests {
         assert_eq!(ask(&stream, &text), json!([{"jsonrpc": "2.0", "result": ["y", null], "id": 3}]));
     }
 
-    /// Verbs that wait until they are let go.
+    /// A handler whose `wait` blocks until it is released.
     #[derive(Default)]
-    struct Held {
+    struct BlockingHandler {
         running: Mutex<(usize, bool)>,
         changed: Condvar,
     }
-    impl Handler for Held {
+    impl Handler for BlockingHandler {
         fn call(&self, method: &str, _: Option<Value>) -> Result<Box<RawValue>, Fault> {
             let mut running = self.running.lock().unwrap();
             running.0 += 1;
@@ -366,9 +367,9 @@ mod tests {
     const GO: &str = "{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"go\"}\n";
 
     #[test]
-    fn who_comes_beyond_the_bound_waits_for_who_runs() {
+    fn client_beyond_the_limit_waits_for_a_slot() {
         let dir = tempfile::tempdir().unwrap();
-        let (path, held) = (dir.path().join("c"), Arc::new(Held::default()));
+        let (path, held) = (dir.path().join("c"), Arc::new(BlockingHandler::default()));
         let socket = PrivateSocket::bind(&path, &Access::default()).unwrap();
         let server = ControlServer::start_for(2, socket, Arc::clone(&held) as _).unwrap();
         std::thread::scope(|scope| {
@@ -379,8 +380,8 @@ mod tests {
             let third = scope.spawn(|| ask(&UnixStream::connect(&path).unwrap(), GO));
             held.running.lock().unwrap().1 = true;
             held.changed.notify_all();
-            for one in waiting {
-                assert_eq!(one.join().unwrap()["result"], "wait");
+            for client in waiting {
+                assert_eq!(client.join().unwrap()["result"], "wait");
             }
             assert_eq!(third.join().unwrap()["result"], "go");
         });
@@ -389,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn when_the_server_is_gone_nobody_holds_its_handler() {
+    fn dropped_server_releases_its_handler() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c");
         for _ in 0..50 {
@@ -408,27 +409,27 @@ mod tests {
     }
 
     #[test]
-    fn who_is_silent_or_does_not_read_holds_no_place_that_another_needs() {
+    fn idle_and_unread_connections_are_closed_for_new_ones() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c");
         let socket = PrivateSocket::bind(&path, &Access::default()).unwrap();
         let _server = ControlServer::start_for(3, socket, Arc::new(Echo)).unwrap();
-        let silent = UnixStream::connect(&path).unwrap();
-        let half = UnixStream::connect(&path).unwrap();
-        (&half).write_all(b"{\"jsonrpc\":").unwrap();
-        let deaf = UnixStream::connect(&path).unwrap();
-        deaf.set_nonblocking(true).unwrap();
+        let idle = UnixStream::connect(&path).unwrap();
+        let partial = UnixStream::connect(&path).unwrap();
+        (&partial).write_all(b"{\"jsonrpc\":").unwrap();
+        let unread = UnixStream::connect(&path).unwrap();
+        unread.set_nonblocking(true).unwrap();
         let long = format!("{{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"{}\"}}\n", "x".repeat(1 << 19));
-        // Until neither the request nor its answer fits into the sockets any more.
-        while (&deaf).write(long.as_bytes()).is_ok() {}
+        // Fills both sockets with requests and unread responses.
+        while (&unread).write(long.as_bytes()).is_ok() {}
         let others: Vec<_> = (0..3).map(|_| UnixStream::connect(&path).unwrap()).collect();
         for stream in &others {
             assert_eq!(ask(stream, GO)["result"], json!(["go", null]));
         }
-        // All three have ended.
-        for mut stream in [&silent, &half] {
+        // The first three connections were closed.
+        for mut stream in [&idle, &partial] {
             assert_eq!(stream.read(&mut [0]).unwrap(), 0);
         }
-        assert_eq!((&deaf).write(b"\n").unwrap_err().kind(), std::io::ErrorKind::BrokenPipe);
+        assert_eq!((&unread).write(b"\n").unwrap_err().kind(), std::io::ErrorKind::BrokenPipe);
     }
 }

@@ -1,4 +1,7 @@
-//! A Unix socket at a path that only those can connect to whom it is given, and that no two servers fight for.
+//! A Unix socket at a path, with access rights, that only one server can own.
+//!
+//! The socket is bound in a private directory, gets its owner and mode there, and is renamed to its path. A file
+//! lock on the directory serializes servers that start at the same time.
 
 use std::fs::{self, File, Permissions};
 use std::io;
@@ -12,19 +15,19 @@ use anyhow::{Context as _, Result, bail};
 use freestone_nbd::Access;
 use rustix::fs::{FlockOperation, flock};
 
-/// Longest path of a Unix socket: `sun_path` without its terminating zero.
+/// Longest path of a Unix socket, in bytes: `sun_path` without its terminating zero.
 const MAX_PATH_BYTES: usize = 107;
-/// How often the lock of the directory is tried, and the pause in between: 2 s in all.
+/// Attempts to lock the directory, and the pause between them: 2 s in total.
 const LOCK_TRIES: usize = 100;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
-/// The directory in which a socket is made: how its name begins, how many letters follow, its mode, and the
-/// socket's name in it.
-const UNFINISHED: &str = ".freestone-";
-const UNFINISHED_LETTERS: usize = 6;
-const PRIVATE: u32 = 0o700;
-const SOCKET: &str = "s";
+/// The private directory in which a socket is bound: the prefix of its name, the number of random letters after
+/// it, its mode, and the socket's name in it.
+const PRIVATE_DIR_PREFIX: &str = ".freestone-";
+const PRIVATE_DIR_LETTERS: usize = 6;
+const PRIVATE_DIR_MODE: u32 = 0o700;
+const SOCKET_NAME: &str = "s";
 
-/// Refuses a path that is too long for a socket.
+/// Fails if the path is too long for a socket.
 pub fn check_length(path: &Path) -> Result<()> {
     if path.as_os_str().len() > MAX_PATH_BYTES {
         bail!("{}: too long for a socket; at most {MAX_PATH_BYTES} bytes", path.display());
@@ -32,28 +35,29 @@ pub fn check_length(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The path of a socket of ours. Dropping it removes the path.
+/// The path of a socket that this process owns. Dropping it removes the path.
 #[derive(Debug)]
 pub struct SocketPath {
     path: PathBuf,
-    /// So that a successor's socket at the same path is left alone.
+    /// Identity of the socket: another server's socket at the same path is not removed.
     identity: Identity,
 }
 
-/// Device, inode, and time of birth where the file system knows it: inode numbers are used again.
-type Identity = (u64, u64, Option<SystemTime>);
+/// Device, inode, and birth time if the file system has one: inode numbers are reused.
+pub type Identity = (u64, u64, Option<SystemTime>);
 
-fn identity(path: &Path) -> io::Result<Identity> {
+/// Returns the identity of the file at `path`.
+pub fn identity(path: &Path) -> io::Result<Identity> {
     fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino(), meta.created().ok()))
 }
 
 impl SocketPath {
-    /// Takes over the socket that is at `path` now.
+    /// Takes ownership of the socket that is at `path` now.
     pub fn adopt(path: &Path) -> io::Result<Self> {
         Ok(Self { path: path.into(), identity: identity(path)? })
     }
 
-    /// Removes the path, if it is still ours.
+    /// Removes the path if it is still this socket.
     pub fn remove(&self) {
         if identity(&self.path).is_ok_and(|found| found == self.identity) {
             let _ = fs::remove_file(&self.path);
@@ -75,25 +79,25 @@ pub struct PrivateSocket {
 }
 
 impl PrivateSocket {
-    /// Looks whether [`bind`](Self::bind) would work, and removes a socket that nobody serves any
-    /// more: from here on what is at the path is a server that is ready.
+    /// Checks that [`bind`](Self::bind) would work, and removes a stale socket. A socket that appears at the path
+    /// afterwards belongs to a server that is ready.
     pub fn clear(path: &Path) -> Result<()> {
         let at = path.display();
         let _lock = lock_for(path)?;
-        if refuse_taken(path)? {
+        if check_not_in_use(path)? {
             fs::remove_file(path).with_context(|| format!("{at}: cannot remove the old control socket"))?;
         }
         Ok(())
     }
 
-    /// Listens at `path`, where those may connect to whom `access` gives it. A socket that nobody serves any more is replaced; one with a
-    /// living server, and anything that is no socket, is refused.
+    /// Listens at `path` with the owner and mode of `access`. Replaces a stale socket; fails if a server listens
+    /// there, or if the path is not a socket.
     pub fn bind(path: &Path, access: &Access) -> Result<Self> {
         let at = path.display();
-        // Two servers that start at one time must not both find the path free.
+        // Without the lock, two servers that start at the same time could both find the path free.
         let lock = lock_for(path)?;
-        refuse_taken(path)?;
-        remove_unfinished(parent(path)?, &lock);
+        check_not_in_use(path)?;
+        remove_private_dirs(parent(path)?, &lock);
         let listener = bind_private(parent(path)?, path, access)
             .with_context(|| format!("{at}: cannot create the control socket"))?;
         let path =
@@ -101,12 +105,12 @@ impl PrivateSocket {
         Ok(Self { listener, path })
     }
 
-    /// The socket.
+    /// Returns the listening socket.
     pub fn listener(&self) -> &UnixListener {
         &self.listener
     }
 
-    /// Its path.
+    /// Returns the path of the socket.
     pub fn path(&self) -> &SocketPath {
         &self.path
     }
@@ -120,7 +124,7 @@ fn parent(path: &Path) -> Result<&Path> {
     }
 }
 
-/// The lock of the directory of a socket.
+/// Locks the directory of a socket.
 fn lock_for(path: &Path) -> Result<File> {
     check_length(path)?;
     lock_dir(parent(path)?).with_context(|| format!("{}: cannot create the control socket", path.display()))
@@ -137,13 +141,13 @@ fn lock_dir(dir: &Path) -> io::Result<File> {
     Err(io::Error::new(io::ErrorKind::WouldBlock, "another program holds a lock on the directory"))
 }
 
-/// Whether there is a socket that nobody serves any more.
-fn refuse_taken(path: &Path) -> Result<bool> {
+/// Fails if the path is in use. Returns true if a stale socket is there.
+fn check_not_in_use(path: &Path) -> Result<bool> {
     let at = path.display();
     match fs::symlink_metadata(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
         Err(e) => return Err(e).with_context(|| format!("{at}: cannot create the control socket")),
-        Ok(meta) if !meta.file_type().is_socket() => bail!("{at}: exists and is no socket; it is left alone"),
+        Ok(meta) if !meta.file_type().is_socket() => bail!("{at}: exists and is not a socket"),
         Ok(_) => {}
     }
     match UnixStream::connect(path) {
@@ -153,43 +157,42 @@ fn refuse_taken(path: &Path) -> Result<bool> {
     }
 }
 
-/// Removes what a server left that was killed while it made its socket: none is being made, as whoever makes
-/// one holds the lock. Only what is ours goes.
-fn remove_unfinished(parent: &Path, _lock: &File) {
+/// Removes private directories of servers that were killed while they bound a socket. The lock ensures that no
+/// socket is being bound now. Only directories of this user are removed.
+fn remove_private_dirs(parent: &Path, _lock: &File) {
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         let name = entry.file_name();
-        let letters = name.as_encoded_bytes().strip_prefix(UNFINISHED.as_bytes());
-        let is_unfinished = letters.is_some_and(|letters| letters.len() == UNFINISHED_LETTERS)
+        let letters = name.as_encoded_bytes().strip_prefix(PRIVATE_DIR_PREFIX.as_bytes());
+        let is_leftover = letters.is_some_and(|letters| letters.len() == PRIVATE_DIR_LETTERS)
             && entry.metadata().is_ok_and(|meta| {
                 let is_mine = meta.uid() == rustix::process::geteuid().as_raw();
-                meta.is_dir() && is_mine && meta.mode() & 0o777 == PRIVATE
+                meta.is_dir() && is_mine && meta.mode() & 0o777 == PRIVATE_DIR_MODE
             });
-        if is_unfinished {
-            let socket = entry.path().join(SOCKET);
+        if is_leftover {
+            let socket = entry.path().join(SOCKET_NAME);
             if fs::symlink_metadata(&socket).is_ok_and(|meta| meta.file_type().is_socket()) {
                 drop(fs::remove_file(socket));
             }
-            // With anything else in it, it stays.
+            // Fails if the directory has other files: it is left then.
             drop(fs::remove_dir(entry.path()));
         }
     }
 }
 
-/// Binds in a fresh directory of mode 0700 and moves the finished socket to its place: at no time
-/// can others connect than those to whom it is given.
+/// Binds the socket in a new directory of mode 0700 and renames it to its path, so that it never has other
+/// access rights than those of `access`.
 fn bind_private(parent: &Path, path: &Path, access: &Access) -> io::Result<UnixListener> {
     let dir = tempfile::Builder::new()
-        .prefix(UNFINISHED)
-        .rand_bytes(UNFINISHED_LETTERS)
-        .permissions(Permissions::from_mode(PRIVATE))
+        .prefix(PRIVATE_DIR_PREFIX)
+        .rand_bytes(PRIVATE_DIR_LETTERS)
+        .permissions(Permissions::from_mode(PRIVATE_DIR_MODE))
         .tempdir_in(parent)?;
-    // By way of the descriptor, so that the longer name does not count against the limit of a
-    // socket's path.
+    // Through the descriptor: the directory's name does not count against the limit of a socket's path.
     let handle = File::open(dir.path())?;
-    let short = PathBuf::from(format!("/proc/self/fd/{}/{SOCKET}", handle.as_fd().as_raw_fd()));
+    let short = PathBuf::from(format!("/proc/self/fd/{}/{SOCKET_NAME}", handle.as_fd().as_raw_fd()));
     let listener = UnixListener::bind(&short)?;
     fs::set_permissions(&short, Permissions::from_mode(0o600))?;
-    let other = |error| io::Error::other(format!("it cannot be given {access}: {error}"));
+    let other = |error| io::Error::other(format!("cannot set {access}: {error}"));
     access.give(&short).map_err(other)?;
     fs::rename(&short, path)?;
     Ok(listener)
@@ -206,7 +209,7 @@ mod tests {
     use super::PrivateSocket;
 
     #[test]
-    fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+    fn bind_replaces_stale_socket_but_not_live_one() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c");
         drop(UnixListener::bind(&path).unwrap());
@@ -214,7 +217,7 @@ mod tests {
         let socket = PrivateSocket::bind(&path, &Access::default()).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         UnixStream::connect(&path).unwrap();
-        // Nothing but the socket is left behind.
+        // The private directory is gone.
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 
         let error = PrivateSocket::bind(&path, &Access::default()).unwrap_err().to_string();
@@ -227,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_server_left_unfinished_is_removed_and_nothing_else() {
+    fn bind_removes_only_leftover_private_directories() {
         let dir = tempfile::tempdir().unwrap();
         let make = |name: &str, mode: u32| {
             let path = dir.path().join(name);
@@ -248,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn the_path_of_a_successor_is_left_alone() {
+    fn drop_keeps_another_servers_socket() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c");
         let first = PrivateSocket::bind(&path, &Access::default()).unwrap();
@@ -261,12 +264,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_socket_is_left_alone() {
+    fn bind_refuses_path_that_is_not_a_socket() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c");
         fs::write(&path, "precious").unwrap();
         assert!(
-            PrivateSocket::bind(&path, &Access::default()).unwrap_err().to_string().contains("is no socket")
+            PrivateSocket::bind(&path, &Access::default())
+                .unwrap_err()
+                .to_string()
+                .contains("is not a socket")
         );
         assert_eq!(fs::read(&path).unwrap(), b"precious");
         assert!(

@@ -9,7 +9,7 @@ use freestone_state::Export;
 
 use crate::places::{Place, Seen, Wanted};
 
-/// All of them.
+/// Absent exports of all devices.
 #[derive(Default)]
 pub struct AllAbsent {
     /// By device. Locked for a look or a change.
@@ -20,8 +20,8 @@ pub struct AllAbsent {
     is_retried: AtomicBool,
 }
 
-/// An export of the state that cannot be understood, such as one of another version. It is not retried, and
-/// its record stays as it is until the device is unpublished.
+/// An export of the state that cannot be understood, for example one that a newer version wrote. Such an
+/// export is not retried, and its record stays unchanged until the device is unpublished.
 #[derive(Debug, Clone)]
 pub struct Unread {
     /// The record.
@@ -41,7 +41,7 @@ impl Unread {
 /// An export that is not published.
 #[derive(Debug, Clone)]
 pub struct Absent {
-    /// The place, and whether a file says so. `None`: the addresses of the server.
+    /// The place, and true if it comes from the configuration file. `None`: the server's own addresses.
     pub export: Option<(Wanted, bool)>,
     /// The reason.
     pub why: String,
@@ -64,7 +64,7 @@ impl AllAbsent {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns true if there is something to retry, and no thread does that: the caller starts one.
+    /// Returns true if there are exports to retry and no thread retries them. The caller then starts one.
     pub fn begin_retries(&self) -> bool {
         !self.names().is_empty() && !self.is_retried.swap(true, Ordering::SeqCst)
     }
@@ -91,7 +91,7 @@ impl AllAbsent {
         Seen { home, exports: all.into_iter().filter_map(|absent| absent.export).collect() }
     }
 
-    /// Adds everything that a device is to be seen at, until it is published.
+    /// Adds all exports of a device as absent.
     pub fn put_all(&self, name: &str, seen: &Seen, why: &str) {
         let home = seen.home.then_some(None);
         for export in home.into_iter().chain(seen.exports.iter().cloned().map(Some)) {
@@ -111,7 +111,8 @@ impl AllAbsent {
         true
     }
 
-    /// Removes the export at a place, or at the addresses of the server. Returns false if there is none.
+    /// Removes the absent export at a place; `None`: the one for the server's own addresses. Returns false
+    /// if there is none.
     pub fn remove(&self, name: &str, place: Option<&Place>) -> bool {
         let mut all = self.lock();
         let Some(of_device) = all.get_mut(name) else { return false };

@@ -1,4 +1,4 @@
-//! What all exports let through, and how that changes while they are there.
+//! Limits of all exports: registration, lookup, and changes while exports are in use.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,7 +14,7 @@ use crate::control::protocol::Fault;
 use crate::limited::Limited;
 use crate::places::{Place, Wanted};
 
-/// Of all exports, by device and address. Locked for a look or a change.
+/// Limits of all exports, by device and address. The mutex is held only while the map is read or changed.
 #[derive(Default)]
 pub struct AllLimited(Mutex<ByDevice>);
 
@@ -22,27 +22,27 @@ type ByDevice = HashMap<String, Vec<(String, Arc<Limited>)>>;
 
 impl AllLimited {
     fn lock(&self) -> MutexGuard<'_, ByDevice> {
-        // Nothing in here can be half done.
+        // A panic cannot leave the map inconsistent, so poisoning is ignored.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An export is there.
+    /// Adds the limits of a new export.
     pub fn put(&self, name: &str, address: String, limited: Arc<Limited>) {
         self.lock().entry(name.to_owned()).or_default().push((address, limited));
     }
 
-    /// That of one.
+    /// Returns the limiter of an export.
     pub fn of(&self, name: &str, address: &str) -> Option<Arc<Limited>> {
         let all = self.lock();
         all.get(name)?.iter().find(|(at, _)| at == address).map(|(_, limited)| Arc::clone(limited))
     }
 
-    /// What an export lets through.
+    /// Returns the limits of an export; no limits if it is unknown.
     pub fn limits(&self, name: &str, address: &str) -> LimitSpec {
         self.of(name, address).map(|limited| limited.limits()).unwrap_or_default()
     }
 
-    /// An export is gone.
+    /// Removes the limits of an export.
     pub fn forget(&self, name: &str, address: &str) {
         let mut all = self.lock();
         if let Some(exports) = all.get_mut(name) {
@@ -53,12 +53,12 @@ impl AllLimited {
         }
     }
 
-    /// All exports of a device are gone.
+    /// Removes the limits of all exports of a device.
     pub fn forget_all(&self, name: &str) {
         self.lock().remove(name);
     }
 
-    /// The ways on which exports lead into a device.
+    /// Returns the access paths of all exports of a device.
     pub fn ways(&self, name: &str) -> Vec<Arc<Counting>> {
         let all: Vec<_> =
             self.lock().get(name).into_iter().flatten().map(|(_, one)| Arc::clone(one)).collect();
@@ -67,18 +67,23 @@ impl AllLimited {
 }
 
 impl Exports {
-    /// Has no request to a device, or to a template, wait for room or for its turn.
+    /// Lets requests to a device, or to all forks of a template, no longer wait for memory or limits, until the
+    /// returned guards are dropped.
     pub fn no_waiting(&self, entry: &Entry) -> Vec<NoWaiting> {
-        self.of_each(entry, Entry::no_waiting)
+        self.for_each_device(entry, Entry::no_waiting)
     }
 
-    /// The same where the content of the device goes: who waits for its turn is answered that it is
-    /// gone.
+    /// Like [`no_waiting`](Self::no_waiting), for a device whose content is about to be removed: requests that
+    /// wait for a limit fail with "gone".
     pub fn end_waiting(&self, entry: &Entry) -> Vec<NoWaiting> {
-        self.of_each(entry, Entry::end_waiting)
+        self.for_each_device(entry, Entry::end_waiting)
     }
 
-    fn of_each(&self, entry: &Entry, end: fn(&Entry, &[Arc<Counting>]) -> NoWaiting) -> Vec<NoWaiting> {
+    fn for_each_device(
+        &self,
+        entry: &Entry,
+        end: fn(&Entry, &[Arc<Counting>]) -> NoWaiting,
+    ) -> Vec<NoWaiting> {
         let ways = self.limited.ways(entry.name());
         if entry.device().is_some() {
             return vec![end(entry, &ways)];
@@ -95,7 +100,7 @@ impl Exports {
             .collect()
     }
 
-    /// An export lets through that from now on. What it let through until now.
+    /// Sets the limits of an export. Returns the previous limits.
     pub fn limit_at(
         &self,
         _: &Claim<'_>,
@@ -121,12 +126,12 @@ impl Exports {
         Ok(before)
     }
 
-    /// How an export at a place is named.
+    /// Returns the address of a device's export at a place, as text.
     pub fn address_of(&self, name: &str, place: &Place) -> Option<String> {
         if let Place::Nbd(at) = place {
             return Some(at.absolute().to_string());
         }
-        let all = self.alone_of(name);
-        all.iter().find(|export| export.wanted().place.is(place)).map(|export| export.address())
+        let local = self.local_of(name);
+        local.iter().find(|export| export.wanted().place.is(place)).map(|export| export.address())
     }
 }

@@ -1,4 +1,4 @@
-//! Where HTTP is listened for, as a command line and a file say it.
+//! HTTP listening addresses, from the command line and the configuration file.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs as _};
@@ -8,46 +8,46 @@ use anyhow::Result;
 
 use crate::error::Usage;
 
-/// What is said of one address.
+/// The settings of one HTTP address.
 #[derive(Debug)]
-pub struct Words<'a> {
-    /// The option, without its dashes: the key of a file is the same.
+pub struct AddressWords<'a> {
+    /// Name of the option without dashes; also the key in the configuration file.
     pub key: &'static str,
-    /// On the command line.
+    /// Address from the command line.
     pub line: Option<&'a str>,
-    /// In the file.
+    /// Address from the configuration file.
     pub file: Option<&'a str>,
-    /// Others than this machine's users may ask: `KEY-open`.
+    /// Other machines may connect (`--KEY-open`).
     pub open: bool,
-    /// Why that alone makes no sense: half a sentence.
+    /// Error text if `open` is set without an address: half a sentence.
     pub useless: &'static str,
 }
 
-impl Words<'_> {
-    /// Where it is listened; `None`: nowhere.
+impl AddressWords<'_> {
+    /// Returns the address to listen at, or None if there is none.
     ///
     /// # Errors
-    /// The address cannot be meant, or others reach it and nobody said that they may.
+    /// The address is invalid, or other machines can reach it and `open` is not set.
     pub fn resolve(&self) -> Result<Option<SocketAddr>> {
         let Self { key, line, file, open, useless } = self;
-        let (said, text) = match (line, file) {
+        let (source, text) = match (line, file) {
             (Some(text), _) => (format!("--{key}"), text),
             (None, Some(text)) => ((*key).to_owned(), text),
             (None, None) if *open => return Err(Usage(format!("--{key}-open: {useless}")).into()),
             (None, None) => return Ok(None),
         };
-        let refused = |why| Usage(format!("{said}: {text}: {why}"));
+        let refused = |why| Usage(format!("{source}: {text}: {why}"));
         let address: HttpAddress = text.parse().map_err(refused)?;
         Ok(Some(address.resolve(key, *open).map_err(refused)?))
     }
 }
 
-/// An address of HTTP, as it is asked for: `PORT` of this machine alone, or `HOST:PORT`.
+/// An HTTP address as written: `PORT` (this machine only) or `HOST:PORT`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpAddress {
-    /// `None`: of this machine alone.
+    /// `None`: 127.0.0.1.
     host: Option<String>,
-    /// 0: one that is free.
+    /// 0: a free port.
     port: u16,
 }
 
@@ -56,10 +56,10 @@ const FORM: &str = "must be PORT or HOST:PORT, for example 9100 or 127.0.0.1:910
 impl FromStr for HttpAddress {
     type Err = String;
 
-    /// The error is a half sentence that follows the text.
+    /// The error is half a sentence that follows the text.
     fn from_str(text: &str) -> Result<Self, String> {
         if text.starts_with("unix:") || text.contains('/') {
-            return Err(format!("{FORM}: HTTP goes over TCP"));
+            return Err(format!("{FORM}; HTTP needs TCP"));
         }
         let text = text.strip_prefix("tcp:").unwrap_or(text);
         let Some((host, port)) = text.rsplit_once(':') else {
@@ -70,16 +70,16 @@ impl FromStr for HttpAddress {
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
         match bare {
             Some(host) if host.parse::<std::net::Ipv6Addr>().is_err() => {
-                Err("an address in brackets must be one of IPv6".into())
+                Err("an address in brackets must be an IPv6 address".into())
             }
-            None if host.contains(':') => Err(format!("an address of IPv6 is in brackets: [{host}]:{port}")),
+            None if host.contains(':') => Err(format!("write an IPv6 address in brackets: [{host}]:{port}")),
             None if host.is_empty() => Err(FORM.into()),
             _ => Ok(Self { host: Some(bare.unwrap_or(host).to_owned()), port }),
         }
     }
 }
 
-/// Digits alone.
+/// Parses a port of digits only, without a sign.
 fn parse_port(text: &str) -> Option<u16> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
 }
@@ -95,28 +95,28 @@ impl fmt::Display for HttpAddress {
 }
 
 impl HttpAddress {
-    /// Where that is: of a name with several addresses the first one.
+    /// Returns the socket address. Takes the first address of a host name.
     ///
     /// # Errors
-    /// A half sentence: nobody knows the name; or others than this machine's users reach it, and
-    /// that is not `allowed`, with the option `key`-open.
+    /// Half a sentence: the host is unknown; or other machines can reach the address, and `allowed` (the
+    /// option `--KEY-open`) is not set.
     pub fn resolve(&self, key: &str, allowed: bool) -> Result<SocketAddr, String> {
         let Some(host) = &self.host else { return Ok((Ipv4Addr::LOCALHOST, self.port).into()) };
         let found = (host.as_str(), self.port).to_socket_addrs().map_err(|e| format!("no such host: {e}"))?;
         let found: Vec<_> = found.collect();
         let at = *found.first().ok_or("no such host")?;
-        // Whichever of them is taken next time.
+        // The next lookup may return the addresses in another order.
         if !allowed && !found.iter().all(|at| is_of_this_machine(at.ip())) {
             return Err(format!(
-                "others than this machine's users reach it, who would see the names of all devices and what is \
-                 done with them; --{key}-open says that they may"
+                "other machines can reach this address and would see the names and activity of all devices; \
+                 --{key}-open allows it"
             ));
         }
         Ok(at)
     }
 }
 
-/// Whether nobody else reaches it.
+/// Returns true if only this machine can reach the address.
 pub fn is_of_this_machine(ip: IpAddr) -> bool {
     ip.to_canonical().is_loopback()
 }
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_of_this_machine_unless_it_is_said() {
+    fn non_loopback_address_needs_open() {
         for (text, at) in [
             ("9100", "127.0.0.1:9100"),
             ("0", "127.0.0.1:0"),
@@ -144,13 +144,13 @@ mod tests {
         }
         for text in ["0.0.0.0:9100", "[::]:9100", "192.0.2.7:9100", "[fd00::1]:9100"] {
             let why = resolved(text, false).unwrap_err();
-            assert!(why.contains("--metrics-open says that they may"), "{text}: {why}");
+            assert!(why.contains("--metrics-open allows it"), "{text}: {why}");
             assert_eq!(resolved(text, true).as_deref(), Ok(text));
         }
     }
 
     #[test]
-    fn what_is_no_address_is_refused_with_what_is_one() {
+    fn invalid_address_error_shows_valid_form() {
         for (text, why) in [
             ("", FORM),
             ("x", FORM),
@@ -160,20 +160,20 @@ mod tests {
             (":9100", FORM),
             ("host:", FORM),
             ("host:port", FORM),
-            ("unix:/run/m.sock", "HTTP goes over TCP"),
-            ("http://host:9100", "HTTP goes over TCP"),
+            ("unix:/run/m.sock", "HTTP needs TCP"),
+            ("http://host:9100", "HTTP needs TCP"),
             ("::1:9100", "in brackets: [::1]:9100"),
-            ("[127.0.0.1]:9100", "must be one of IPv6"),
+            ("[127.0.0.1]:9100", "must be an IPv6 address"),
             ("[::1:9100", "in brackets"),
         ] {
-            let said = text.parse::<HttpAddress>().unwrap_err();
-            assert!(said.contains(why), "{text}: {said}");
+            let error = text.parse::<HttpAddress>().unwrap_err();
+            assert!(error.contains(why), "{text}: {error}");
         }
         assert!(resolved("no-such-host.invalid:9100", true).unwrap_err().starts_with("no such host"));
     }
 
     #[test]
-    fn it_is_shown_as_it_can_be_asked_for() {
+    fn displayed_address_parses_again() {
         for text in ["9100", "host:9100", "[::1]:9100", "127.0.0.1:0"] {
             assert_eq!(text.parse::<HttpAddress>().unwrap().to_string(), text);
         }

@@ -1,4 +1,4 @@
-//! One connection of HTTP: a request, its answer, the end. Bytes and time are bounded.
+//! One HTTP connection: reads a request, sends the response, and closes. Bytes and time are limited.
 
 use std::borrow::Cow;
 use std::io::{self, Read as _, Write as _};
@@ -11,45 +11,46 @@ use rustix::net::RecvFlags;
 
 use super::request::{HEAD_BYTES_MAX, Refusal, Request, head_end};
 
-/// How long a client may take to say what it wants.
-const ASK_MAX: Duration = Duration::from_secs(5);
-/// How long it may take to read the answer.
-const TAKE_MAX: Duration = Duration::from_secs(15);
-/// What is sent at once: a client that takes it bit by bit does not get beyond its time.
+/// Deadline for receiving the head of a request, and for sending an error response.
+const REQUEST_MAX: Duration = Duration::from_secs(5);
+/// Deadline for sending a response.
+const RESPONSE_MAX: Duration = Duration::from_secs(15);
+/// Bytes of one write. The deadline is checked between writes, so a slow reader cannot exceed it by much.
 const PIECE_BYTES: usize = 64 << 10;
-/// How long, and how much, a client that sends on after its request is listened to, so that its
-/// answer is not lost with what nobody reads.
+/// Longest time that received bytes are discarded after the response. Closing a socket with unread bytes
+/// resets the connection, and the client could lose the response.
 const DRAIN_MAX: Duration = Duration::from_millis(500);
+/// Largest number of bytes discarded after the response.
 const DRAIN_BYTES_MAX: usize = 64 << 10;
 
-/// What is answered.
-pub struct Answer {
-    /// As in `200 OK`.
+/// An HTTP response.
+pub struct Response {
+    /// Status code and text, for example `200 OK`.
     pub status: &'static str,
-    /// What the body is to the client.
+    /// Value of `Content-Type`.
     pub content_type: &'static str,
     /// The body.
     pub body: Cow<'static, [u8]>,
 }
 
-impl Answer {
-    /// What was asked for.
+impl Response {
+    /// Returns a response with status 200.
     pub fn ok(content_type: &'static str, body: impl Into<Cow<'static, [u8]>>) -> Self {
         Self { status: "200 OK", content_type, body: body.into() }
     }
 }
 
-/// Who has asked, while an answer is made.
+/// The client of a request, while its response is prepared.
 pub struct Client<'a> {
     stream: &'a TcpStream,
     ending: &'a AtomicBool,
 }
 
 impl Client<'_> {
-    /// Whether nobody waits for the answer any more: the client has left, or the server ends.
+    /// Returns true if the client has disconnected or the server is ending.
     pub fn is_gone(&self) -> bool {
-        let look = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-        match rustix::net::recv(self.stream, &mut [0; 1][..], look) {
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        match rustix::net::recv(self.stream, &mut [0; 1][..], flags) {
             Ok((_, 0)) => true,
             Ok(_) | Err(Errno::AGAIN | Errno::INTR) => self.ending.load(Ordering::SeqCst),
             Err(_) => true,
@@ -57,38 +58,38 @@ impl Client<'_> {
     }
 }
 
-/// Reads a request and answers it with what `answer` says. `headers` are lines that all answers have,
-/// each with its end.
+/// Reads a request and sends the response that `respond` returns. `headers` are the header lines of all
+/// responses, each with its line end.
 ///
 /// # Errors
-/// The client has left, or was too slow to take the answer.
+/// The client disconnected, or did not read the response in time.
 pub fn serve(
     stream: &TcpStream,
     ending: &AtomicBool,
     check_host: bool,
     headers: &str,
-    answer: impl FnOnce(&Request, &Client<'_>) -> Result<Answer, Refusal>,
+    respond: impl FnOnce(&Request, &Client<'_>) -> Result<Response, Refusal>,
 ) -> io::Result<()> {
-    let asked = read(stream)?;
-    let asked = asked.and_then(|asked| {
+    let request = read(stream)?;
+    let request = request.and_then(|request| {
         if check_host {
-            asked.check_host()?;
+            request.check_host()?;
         }
-        Ok(asked)
+        Ok(request)
     });
-    match asked {
+    match request {
         Err(refusal) => refuse(stream, headers, refusal),
-        Ok(request) => match answer(&request, &Client { stream, ending }) {
+        Ok(request) => match respond(&request, &Client { stream, ending }) {
             Err(refusal) => refuse(stream, headers, refusal),
-            Ok(Answer { status, content_type, body }) => {
+            Ok(Response { status, content_type, body }) => {
                 let head = head(status, content_type, headers, body.len());
-                write(stream, &head, if request.head_only { b"" } else { &body }, TAKE_MAX)
+                write(stream, &head, if request.head_only { b"" } else { &body }, RESPONSE_MAX)
             }
         },
     }
 }
 
-/// Answers with a status.
+/// Sends an error response.
 fn refuse(stream: &TcpStream, headers: &str, refusal: Refusal) -> io::Result<()> {
     let status = refusal.status();
     let body = format!("{status}\n");
@@ -97,7 +98,7 @@ fn refuse(stream: &TcpStream, headers: &str, refusal: Refusal) -> io::Result<()>
         let end = head.len() - 2;
         head.insert_str(end, "Allow: GET, HEAD\r\n");
     }
-    write(stream, &head, body.as_bytes(), ASK_MAX)
+    write(stream, &head, body.as_bytes(), REQUEST_MAX)
 }
 
 fn head(status: &str, content_type: &str, headers: &str, len: usize) -> String {
@@ -107,9 +108,9 @@ fn head(status: &str, content_type: &str, headers: &str, len: usize) -> String {
     )
 }
 
-/// The head of a request.
+/// Reads the head of a request. The inner error is the reason for an error response.
 fn read(mut stream: &TcpStream) -> io::Result<Result<Request, Refusal>> {
-    let end = Instant::now() + ASK_MAX;
+    let end = Instant::now() + REQUEST_MAX;
     let mut head = Vec::new();
     let mut piece = [0; 1024];
     loop {
@@ -135,7 +136,7 @@ fn read(mut stream: &TcpStream) -> io::Result<Result<Request, Refusal>> {
     }
 }
 
-/// Sends it, and ends the connection.
+/// Sends a response within `most`, and ends the connection.
 fn write(mut stream: &TcpStream, head: &str, body: &[u8], most: Duration) -> io::Result<()> {
     let end = Instant::now() + most;
     for part in [head.as_bytes(), body] {

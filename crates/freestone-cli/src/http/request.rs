@@ -1,34 +1,34 @@
-//! A request of HTTP, read strictly: what is not understood is refused, and nothing of it is used
-//! but method, path, query and host.
+//! Strict parser of HTTP requests. Refuses everything that it does not understand, and uses only method,
+//! path, query and host.
 
 use std::net::IpAddr;
 
-/// The longest head of a request, with all its lines.
+/// Largest head of a request with all its lines, in bytes.
 pub const HEAD_BYTES_MAX: usize = 8 << 10;
-/// Lines of it, without the first.
+/// Largest number of header lines, without the request line.
 const HEADERS_MAX: usize = 64;
 
-/// What is asked.
+/// The used parts of an HTTP request.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Request {
-    /// Without the body.
+    /// The method is HEAD: the response has no body.
     pub head_only: bool,
-    /// Without the query, as it came.
+    /// The path without the query, not decoded.
     pub path: String,
-    /// What follows the question mark, as it came.
+    /// The text after the question mark, not decoded.
     pub query: String,
-    /// Whom the client means, without the port; HTTP/1.0 does not need to say.
+    /// The `Host` header without the port. Optional in HTTP/1.0.
     pub host: Option<String>,
 }
 
-/// Why there is no answer but a status.
+/// Reason for an error response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
-    /// It is no request of HTTP/1.
+    /// Not a valid HTTP/1 request.
     Bad,
-    /// Another name than this server has.
+    /// The `Host` header has a name that is not this server's.
     Misdirected,
-    /// Nothing is there.
+    /// The path does not exist.
     NotFound,
     /// Neither GET nor HEAD.
     Method,
@@ -36,16 +36,16 @@ pub enum Refusal {
     Timeout,
     /// More than [`HEAD_BYTES_MAX`] or [`HEADERS_MAX`].
     TooLarge,
-    /// The answer could not be made.
+    /// A panic while the response was prepared.
     Broken,
-    /// Too many at once.
+    /// Too many connections, or the server is ending.
     Busy,
-    /// Another HTTP.
+    /// Not HTTP/1.0 or HTTP/1.1.
     Version,
 }
 
 impl Refusal {
-    /// The status and its text.
+    /// Returns the status code and text.
     pub const fn status(self) -> &'static str {
         match self {
             Self::Bad => "400 Bad Request",
@@ -61,13 +61,13 @@ impl Refusal {
     }
 }
 
-/// Where the head ends, if all of it is there.
+/// Returns the length of the head, or None if it is incomplete.
 pub fn head_end(bytes: &[u8]) -> Option<usize> {
     bytes.windows(4).position(|four| four == b"\r\n\r\n").map(|at| at + 4)
 }
 
 impl Request {
-    /// Reads a head, to the empty line.
+    /// Parses a head, including the empty line at its end.
     pub fn parse(head: &[u8]) -> Result<Self, Refusal> {
         let text = std::str::from_utf8(head).map_err(|_| Refusal::Bad)?;
         let text = text.strip_suffix("\r\n\r\n").ok_or(Refusal::Bad)?;
@@ -117,8 +117,8 @@ impl Request {
         Ok(Self { head_only, path: path.to_owned(), query: query.to_owned(), host })
     }
 
-    /// Refuses what a page of a foreign host can have a browser ask: its name may lead to any
-    /// address, but an address is no name that it could give away, and `localhost` is nobody's.
+    /// Refuses a `Host` that is neither an IP address nor `localhost`. Prevents DNS rebinding: a web page can
+    /// make its own host name resolve to this address, and then read responses through the browser.
     pub fn check_host(&self) -> Result<(), Refusal> {
         let Some(host) = &self.host else { return Ok(()) };
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
@@ -129,12 +129,12 @@ impl Request {
     }
 }
 
-/// What names of methods and headers are made of.
+/// Returns true for a character that method and header names may contain.
 fn is_token(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte)
 }
 
-/// The host of `HOST[:PORT]`.
+/// Returns the host of `HOST[:PORT]`.
 fn host_of(value: &str) -> Result<String, Refusal> {
     let (host, port) = match value.rsplit_once(':') {
         Some((host, port)) if !port.contains(']') => (host, Some(port)),
@@ -157,20 +157,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_meant_is_found() {
+    fn valid_requests_are_parsed() {
         let scrape = "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:9100\r\nAccept: */*\r\n\r\n";
         let (path, host) = ("/metrics".into(), Some("127.0.0.1".into()));
         let expected = Request { head_only: false, path, query: String::new(), host };
         assert_eq!(parse(scrape).as_ref(), Ok(&expected));
         assert_eq!(head_end(scrape.as_bytes()), Some(scrape.len()));
         assert_eq!(head_end(&scrape.as_bytes()[..scrape.len() - 1]), None);
-        let asked = parse("HEAD /metrics?a=b HTTP/1.0\r\n\r\n").unwrap();
-        let Request { head_only, path, query, host } = asked;
+        let request = parse("HEAD /metrics?a=b HTTP/1.0\r\n\r\n").unwrap();
+        let Request { head_only, path, query, host } = request;
         assert_eq!((head_only, path.as_str(), query.as_str(), host), (true, "/metrics", "a=b", None));
     }
 
     #[test]
-    fn hosts_that_others_can_lead_here_are_refused() {
+    fn foreign_host_names_are_refused() {
         for (host, ok) in [
             ("localhost", true),
             ("LOCALHOST:9100", true),
@@ -184,13 +184,13 @@ mod tests {
             ("127.0.0.1.example.org", false),
             ("localhost.", false),
         ] {
-            let asked = parse(&format!("GET / HTTP/1.1\r\nhOst:{host}\r\n\r\n")).unwrap();
-            assert_eq!(asked.check_host().is_ok(), ok, "{host}");
+            let request = parse(&format!("GET / HTTP/1.1\r\nhOst:{host}\r\n\r\n")).unwrap();
+            assert_eq!(request.check_host().is_ok(), ok, "{host}");
         }
     }
 
     #[test]
-    fn what_is_no_request_is_refused() {
+    fn malformed_requests_are_refused() {
         for (text, why) in [
             ("", Refusal::Bad),
             ("\r\n\r\n", Refusal::Bad),

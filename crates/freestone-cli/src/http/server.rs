@@ -1,4 +1,4 @@
-//! The listener: a thread for each of a few connections.
+//! HTTP listener with one thread per connection and a limit of connections.
 
 use freestone_core::client_log;
 use freestone_core::descriptor_reserve::Reserve;
@@ -14,31 +14,31 @@ use anyhow::{Context as _, Result};
 use tracing::{debug, warn};
 
 use super::address::is_of_this_machine;
-use super::connection::{self, Answer, Client};
+use super::connection::{self, Client, Response};
 use super::request::{Refusal, Request};
 
-/// Connections at one time; one more is told to come later.
+/// Maximum number of connections. Further clients get status 503.
 const CONNECTIONS_MAX: usize = 16;
-/// Pause after a connection could not be accepted, so that it does not spin.
+/// Pause after a failed accept, so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// What is at an address.
+/// The content served at one address.
 pub trait Site: Send + Sync + 'static {
-    /// The option that asks for it, without its dashes; its threads are named after it.
+    /// Name of the option that enables the site, without dashes. Its threads have the same name.
     const NAME: &'static str;
-    /// Where it begins.
+    /// Path of the first page.
     const PATH: &'static str;
-    /// Header lines that all answers have, each with its end.
+    /// Header lines of all responses, each with its line end.
     const HEADERS: &'static str;
 
-    /// The answer to a request.
+    /// Returns the response to a request.
     ///
     /// # Errors
-    /// There is none but a status.
-    fn answer(&self, request: &Request, client: &Client<'_>) -> Result<Answer, Refusal>;
+    /// The reason for an error response.
+    fn respond(&self, request: &Request, client: &Client<'_>) -> Result<Response, Refusal>;
 }
 
-/// It listens until this is dropped.
+/// A running HTTP listener. Dropping it stops listening.
 pub struct HttpServer {
     listener: Arc<TcpListener>,
     url: String,
@@ -53,28 +53,30 @@ struct Shared<S> {
     open: AtomicUsize,
 }
 
-/// A connection's place.
-struct Place<S>(Arc<Shared<S>>);
+/// A connection that counts towards [`CONNECTIONS_MAX`] until this is dropped.
+struct ConnectionSlot<S>(Arc<Shared<S>>);
 
-impl<S> Drop for Place<S> {
+impl<S> Drop for ConnectionSlot<S> {
     fn drop(&mut self) {
         self.0.open.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 impl HttpServer {
-    /// Listens.
+    /// Listens at an address and serves a site.
     ///
     /// # Errors
-    /// The address is not to be had, or there is no thread.
+    /// The address is not available, or the thread cannot be started.
     pub fn start<S: Site>(at: SocketAddr, site: S) -> Result<Self> {
         let listener = TcpListener::bind(at).with_context(|| format!("--{}: {at}", S::NAME))?;
         let listener = Arc::new(listener);
-        let at = listener.local_addr().with_context(|| format!("--{}: the address is not known", S::NAME))?;
+        let at = listener
+            .local_addr()
+            .with_context(|| format!("--{}: cannot get the address of the socket", S::NAME))?;
         let url = format!("http://{at}{}", S::PATH);
         let check_host = is_of_this_machine(at.ip());
         if !check_host {
-            warn!("{url}: is told to whoever reaches the port");
+            warn!("{url}: every client that reaches the port can read it");
         }
         let ending = Arc::<AtomicBool>::default();
         let shared = Shared { site, check_host, ending: Arc::clone(&ending), open: AtomicUsize::new(0) };
@@ -86,7 +88,7 @@ impl HttpServer {
         Ok(Self { listener, url, ending, acceptor: Some(acceptor) })
     }
 
-    /// Where it is.
+    /// Returns the URL of the site.
     pub fn url(&self) -> &str {
         &self.url
     }
@@ -110,9 +112,9 @@ fn accept_all<S: Site>(listener: &TcpListener, shared: &Arc<Shared<S>>) {
             return;
         }
         match accepted {
-            Ok((stream, _)) if Reserve::OF_CLIENTS.includes(&stream) => turn_away::<S>(&stream),
+            Ok((stream, _)) if Reserve::OF_CLIENTS.includes(&stream) => reject::<S>(&stream),
             Ok((stream, _)) => start(stream, shared),
-            // The client left before it was its turn.
+            // The client disconnected before it was accepted.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
             Err(error) => {
                 client_log!(warn, "{}: cannot accept a connection: {error}", S::NAME);
@@ -124,20 +126,20 @@ fn accept_all<S: Site>(listener: &TcpListener, shared: &Arc<Shared<S>>) {
 
 fn start<S: Site>(stream: TcpStream, shared: &Arc<Shared<S>>) {
     let open = shared.open.fetch_add(1, Ordering::SeqCst);
-    let place = Place(Arc::clone(shared));
+    let slot = ConnectionSlot(Arc::clone(shared));
     if open >= CONNECTIONS_MAX {
-        turn_away::<S>(&stream);
+        reject::<S>(&stream);
         return;
     }
     let started = thread::Builder::new().name(format!("{}-client", S::NAME)).spawn(move || {
-        let shared = &place.0;
-        let told =
+        let shared = &slot.0;
+        let served =
             connection::serve(&stream, &shared.ending, shared.check_host, S::HEADERS, |request, client| {
-                // A defect here must not take the disks of everybody with it.
-                let answer = catch_unwind(AssertUnwindSafe(|| shared.site.answer(request, client)));
-                answer.map_err(|_| Refusal::Broken)?
+                // A panic here must not end the server and its disks.
+                let response = catch_unwind(AssertUnwindSafe(|| shared.site.respond(request, client)));
+                response.map_err(|_| Refusal::Broken)?
             });
-        if let Err(error) = told {
+        if let Err(error) = served {
             debug!("{}: a connection ended: {error}", S::NAME);
         }
     });
@@ -146,16 +148,16 @@ fn start<S: Site>(stream: TcpStream, shared: &Arc<Shared<S>>) {
     }
 }
 
-/// Says so as far as that does not wait.
-fn turn_away<S: Site>(mut stream: &TcpStream) {
+/// Sends status 503 without blocking.
+fn reject<S: Site>(mut stream: &TcpStream) {
     let status = Refusal::Busy.status();
-    let said = format!(
+    let response = format!(
         "HTTP/1.1 {status}\r\nContent-Length: 0\r\nRetry-After: 1\r\n{}Connection: close\r\n\r\n",
         S::HEADERS
     );
     if stream.set_nonblocking(true).is_ok() {
-        // What it has asked is read, or the end of the connection would overtake the answer.
+        // Closing a socket with unread bytes resets the connection, and the client could lose the response.
         let _ = stream.read(&mut [0; 4096]);
-        let _ = stream.write_all(said.as_bytes());
+        let _ = stream.write_all(response.as_bytes());
     }
 }

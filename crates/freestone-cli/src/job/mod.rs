@@ -1,15 +1,17 @@
-//! Verbs that take long: how far they are, who ends them, and what came of those in the background.
+//! Jobs: runs of long verbs, with their progress, their cancellation and the history of background
+//! jobs.
 //!
-//! A verb in the foreground ends early when its client goes away, one in the background does not.
-//! Both end when somebody [cancels](Jobs::cancel) them, and when the server ends. Whoever does the
-//! work asks [`Job::at`] between its pieces. In the background so many run at one time, on threads
-//! of their own; more wait until one of these has ended, and are not looked at before.
+//! A foreground job is cancelled when its client disconnects; a background job is not. Both are
+//! cancelled by [`Jobs::cancel`] and by the shutdown of the server. A verb calls [`Job::advance`]
+//! between pieces of work, and stops if that returns false. A limited number of background jobs run
+//! at once, each on a thread; further jobs wait in a queue, and their parameters are not parsed
+//! before they start.
 
-mod past;
+mod history;
+mod queue;
 mod task;
 #[cfg(test)]
 mod tests;
-mod turns;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -25,100 +27,102 @@ use serde_json::{Value, json};
 
 use crate::control::caller::Caller;
 use crate::control::protocol::Fault;
-use past::{Ended, Past};
+use history::{EndedJob, JobHistory};
+use queue::{JobQueue, QueuedJob, THREADS_MAX, WAITING_MAX};
+pub use queue::{JobRequest, Outcome};
 use task::Task;
-pub use task::{Kind, RUNNING, Shown, WAITING, Which};
-pub use turns::{Asked, Outcome};
-use turns::{THREADS_MAX, Turns, WAITING_MAX, Waiting};
+pub use task::{JobFilter, JobInfo, JobKind, RUNNING, WAITING};
 
 thread_local! {
     static BACKGROUND: RefCell<Option<Background>> = const { RefCell::new(None) };
 }
 
-/// How a verb is left that was cancelled while it waited for its turn.
-const NOT_BEGUN: &str = "it had not begun";
-/// Why.
-const ASKED: &str = "that was asked for";
-const SERVER_ENDS: &str = "the server is ending";
+/// State after the cancellation of a job that waited in the queue, as the error reports it.
+const NOT_STARTED: &str = "it had not started";
+/// Reasons of a cancellation, as the error reports them.
+const CANCEL_REQUESTED: &str = "requested by a client";
+const SERVER_ENDING: &str = "the server is shutting down";
 
-/// What is running, and what has ended in the background.
+/// The running and waiting jobs of a server, and the background jobs that have ended.
 #[derive(Default)]
 pub struct Jobs(Arc<Shared>);
 
-/// One lock, held for a look or a change.
+/// State of [`Jobs`], shared with the jobs. The lock is held only for short accesses.
 #[derive(Default)]
 struct Shared {
     table: Mutex<Table>,
-    /// A verb has ended.
-    ended: Condvar,
-    /// The server ends.
+    /// Notified when a background thread ends.
+    thread_ended: Condvar,
+    /// True once the server shuts down.
     ending: AtomicBool,
 }
 
 #[derive(Default)]
 struct Table {
-    last: u64,
+    /// Number of the newest job.
+    last_number: u64,
     running: BTreeMap<u64, Arc<Task>>,
-    turns: Turns,
-    past: Ended,
+    queue: JobQueue,
+    history: JobHistory,
 }
 
-/// A running verb, until this is dropped; one in the background until its thread is done with it.
+/// A running job. Dropping it ends a foreground job; a background job ends when its thread has its
+/// outcome.
 pub struct Job {
     shared: Arc<Shared>,
     task: Arc<Task>,
     caller: Caller,
 }
 
-/// Who is told how far some work is, and says when to end.
+/// Receives the progress of some work, and can cancel it.
 pub trait Watched: Sync {
-    /// Whether to end. Once true, it stays true.
+    /// Returns true if the work must stop. Once true, it stays true.
     fn is_over(&self) -> bool;
-    /// How far it is, in bytes; `total` is 0 where it is not known yet.
+    /// Records the progress in bytes. `total` is 0 while unknown.
     fn note(&self, done: u64, total: u64);
 }
 
-/// What this thread runs in the background.
+/// The background job that a thread runs.
 struct Background {
-    /// Who waits for its beginning, until that is told.
-    tell: Option<mpsc::Sender<Outcome>>,
-    /// Known from the beginning where it waited for its turn.
+    /// Receives the response of the client that started the job; `None` once it is sent.
+    response: Option<mpsc::Sender<Outcome>>,
+    /// Number of the job; `None` until the verb begins, if the job did not wait in the queue.
     number: Option<u64>,
 }
 
-/// How far a verb is: `{"verb": "delta save", "done_bytes": 4096, "total_bytes": 8192, "job": 1}`.
+/// Progress of a job: `{"verb": "delta save", "done_bytes": 4096, "total_bytes": 8192, "job": 1}`.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
     pub verb: String,
     pub done_bytes: u64,
-    /// 0 where it is not known yet.
+    /// 0 while unknown.
     pub total_bytes: u64,
     pub job: u64,
 }
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Table> {
-        // Nothing in here can be half done.
+        // A panic cannot leave the table inconsistent, so poisoning is ignored.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs a verb in the background, on this thread.
+    /// Runs a background job on this thread, and records its outcome.
     fn run(&self, background: Background, tag: Option<String>, run: Box<dyn FnOnce() -> Outcome + Send>) {
-        Caller::tag_next(tag);
+        Caller::set_tag(tag);
         BACKGROUND.set(Some(background));
-        // As on the thread of a connection.
-        let outcome = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(broken()));
-        let Some(Background { tell, number }) = BACKGROUND.take() else { return };
+        // A panic ends only this job, as on the thread of a connection.
+        let outcome = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(panic_fault()));
+        let Some(Background { response, number }) = BACKGROUND.take() else { return };
         let task = number.and_then(|number| self.lock().running.get(&number).cloned());
-        // Remembered is what its client was told to have begun, or to wait.
-        let (refused, past) = match (&tell, &task) {
+        // The history has only jobs whose client got the response that they started or wait.
+        let (refused, ended) = match (&response, &task) {
             (None, Some(task)) => {
                 if let Err(fault) = &outcome
                     && !fault.is(Errno::ECANCELED)
                 {
                     tracing::warn!("{}", fault.message);
                 }
-                (None, Some(Past::new(Arc::clone(task), outcome)))
+                (None, Some(EndedJob::new(Arc::clone(task), outcome)))
             }
             _ => (Some(outcome), None),
         };
@@ -126,81 +130,83 @@ impl Shared {
         if let Some(task) = task {
             table.running.remove(&task.number);
         }
-        if let Some(past) = past {
-            table.past.add(past);
+        if let Some(ended) = ended {
+            table.history.add(ended);
         }
         drop(table);
-        if let (Some(tell), Some(outcome)) = (tell, refused) {
-            // Who has gone away meanwhile does not hear it.
-            let _ = tell.send(outcome);
+        if let (Some(response), Some(outcome)) = (response, refused) {
+            // The receiver may be gone.
+            let _ = response.send(outcome);
         }
     }
 
-    /// The next one that waits for its turn; from now on it runs. There is none: this thread ends.
-    fn next(&self) -> Option<Waiting> {
+    /// Takes the next queued job and marks it as running. If it returns `None`, the calling thread
+    /// must end.
+    fn next(&self) -> Option<QueuedJob> {
         let mut table = self.lock();
-        let next = table.turns.next();
+        let next = table.queue.next();
         match &next {
             Some(next) => drop(table.running.insert(next.task.number, Arc::clone(&next.task))),
-            None => self.ended.notify_all(),
+            None => self.thread_ended.notify_all(),
         }
         next
     }
 }
 
 impl Table {
-    fn number(&mut self) -> u64 {
-        self.last += 1;
-        self.last
+    fn next_number(&mut self) -> u64 {
+        self.last_number += 1;
+        self.last_number
     }
 
-    /// These do not wait for their turn any more: they are cancelled.
-    fn cancel_waiting(&mut self, which: &Which, why: &str) -> Vec<Shown> {
-        let cancelled = |task: Arc<Task>| {
-            let fault = task.cancelled(why, NOT_BEGUN);
-            let past = Past::new(task, Err(fault));
-            let shown = past.show();
-            self.past.add(past);
-            shown
+    /// Removes the matching jobs from the queue and adds them to the history as cancelled.
+    fn cancel_waiting(&mut self, filter: &JobFilter, why: &str) -> Vec<JobInfo> {
+        let cancel = |task: Arc<Task>| {
+            let fault = task.cancelled(why, NOT_STARTED);
+            let ended = EndedJob::new(task, Err(fault));
+            let info = ended.info();
+            self.history.add(ended);
+            info
         };
-        self.turns.remove(which).into_iter().map(cancelled).collect()
+        self.queue.remove(filter).into_iter().map(cancel).collect()
     }
 }
 
-fn broken() -> Fault {
-    Fault::internal("a verb in the background failed inside the server; see its log")
+fn panic_fault() -> Fault {
+    Fault::internal("a background job failed inside the server; see its log")
 }
 
 impl Jobs {
-    /// Begins a verb on a device; in the background the client is told.
-    pub fn begin(&self, name: &str, verb: &'static str, kind: Kind) -> Result<Job, Fault> {
+    /// Begins a job on a device. For a background job, also sends the response that it started.
+    pub fn begin(&self, name: &str, verb: &'static str, kind: JobKind) -> Result<Job, Fault> {
         let job = self.begin_on(&[name], verb, kind)?;
-        job.tell(json!({}));
+        job.respond_started(json!({}));
         Ok(job)
     }
 
-    /// Begins a verb on a device, while others are needed, too. The client of one in the background
-    /// waits until it is [told](Job::tell), or until the verb has ended.
-    pub fn begin_on(&self, names: &[&str], verb: &'static str, kind: Kind) -> Result<Job, Fault> {
+    /// Begins a job on the first device; the other devices are in use by it too. The client of a
+    /// background job waits until [`Job::respond_started`] or the end of the job.
+    pub fn begin_on(&self, names: &[&str], verb: &'static str, kind: JobKind) -> Result<Job, Fault> {
         let caller = Caller::current();
-        let number = BACKGROUND.with_borrow(|background| background.as_ref().map(|it| it.number));
+        let background = BACKGROUND.with_borrow(|background| background.as_ref().map(|it| it.number));
+        let queued_number = background.flatten();
         let mut table = self.0.lock();
-        let busy = |name: &&str| {
-            let other = table.running.values().find(|task| task.kind.alone && task.is_on(name))?;
+        let conflict = |name: &&str| {
+            let other = table.running.values().find(|task| task.kind.exclusive && task.is_on(name))?;
             Some(Fault::failed(Errno::EBUSY, format!("{name}: {} is running there", other.verb)))
         };
-        if let Some(fault) = names.iter().filter(|_| kind.alone).find_map(busy) {
+        if let Some(fault) = names.iter().filter(|_| kind.exclusive).find_map(conflict) {
             return Err(fault);
         }
-        // Since its turn came.
-        let early = number.flatten().and_then(|number| table.running.get(&number));
-        if let Some(task) = early.filter(|task| task.cancelled.load(SeqCst)) {
-            return Err(task.cancelled(ASKED, NOT_BEGUN));
+        // The job may have been cancelled since it left the queue.
+        let queued = queued_number.and_then(|number| table.running.get(&number));
+        if let Some(task) = queued.filter(|task| task.cancelled.load(SeqCst)) {
+            return Err(task.cancelled(CANCEL_REQUESTED, NOT_STARTED));
         }
-        let known = number.flatten().unwrap_or_else(|| table.number());
+        let number = queued_number.unwrap_or_else(|| table.next_number());
         let names = names.iter().map(|name| (*name).to_owned()).collect();
-        let task = Task::new(known, names, verb.to_owned(), caller.tag().map(str::to_owned));
-        let task = Arc::new(Task { kind, background: number.is_some(), ..task });
+        let task = Task::new(number, names, verb.to_owned(), caller.tag().map(str::to_owned));
+        let task = Arc::new(Task { kind, background: background.is_some(), ..task });
         table.running.insert(task.number, Arc::clone(&task));
         drop(table);
         BACKGROUND.with_borrow_mut(|background| {
@@ -211,157 +217,163 @@ impl Jobs {
         Ok(Job { shared: Arc::clone(&self.0), task, caller })
     }
 
-    /// Runs a verb in the background, as soon as it is its turn. Returns when it has begun, was
-    /// refused, or waits.
-    pub fn run(&self, asked: Asked) -> Outcome {
+    /// Runs a background job, now or once a thread is free. Returns when the job has started, has
+    /// failed to start, or waits in the queue.
+    pub fn run(&self, request: JobRequest) -> Outcome {
         let mut table = self.0.lock();
-        if !table.turns.begin() {
-            return self.wait(table, asked);
+        if !table.queue.reserve_thread() {
+            return self.enqueue(table, request);
         }
         drop(table);
-        let Asked { verb, tag, run, .. } = asked;
+        let JobRequest { verb, tag, run, .. } = request;
         let shared = Arc::clone(&self.0);
-        let (tell, told) = mpsc::channel();
-        let started = thread::Builder::new().name("job".into()).spawn(move || {
-            shared.run(Background { tell: Some(tell), number: None }, tag, run);
-            while let Some(Waiting { task, run, .. }) = shared.next() {
-                shared.run(Background { tell: None, number: Some(task.number) }, task.tag.clone(), run);
+        let (response, started) = mpsc::channel();
+        let spawned = thread::Builder::new().name("job".into()).spawn(move || {
+            shared.run(Background { response: Some(response), number: None }, tag, run);
+            while let Some(QueuedJob { task, run, .. }) = shared.next() {
+                let background = Background { response: None, number: Some(task.number) };
+                shared.run(background, task.tag.clone(), run);
             }
         });
-        if let Err(e) = started {
-            // Who began to wait meanwhile waits for the other threads.
-            self.0.lock().turns.give_up();
-            self.0.ended.notify_all();
-            return Err(Fault::failed(Errno::ENOMEM, format!("{verb}: no thread for it: {e}")));
+        if let Err(e) = spawned {
+            // Jobs queued meanwhile are run by the other threads.
+            self.0.lock().queue.release_thread();
+            self.0.thread_ended.notify_all();
+            return Err(Fault::failed(Errno::ENOMEM, format!("{verb}: cannot start a thread: {e}")));
         }
-        told.recv().unwrap_or_else(|_| Err(broken()))
+        started.recv().unwrap_or_else(|_| Err(panic_fault()))
     }
 
-    /// Has it wait for its turn.
-    fn wait(&self, mut table: MutexGuard<'_, Table>, asked: Asked) -> Outcome {
-        let Asked { name, verb, tag, bytes, run } = asked;
-        if !table.turns.has_room_for(bytes) {
+    /// Adds a job to the queue. Fails if the queue is full or the server shuts down.
+    fn enqueue(&self, mut table: MutexGuard<'_, Table>, request: JobRequest) -> Outcome {
+        let JobRequest { name, verb, tag, bytes, run } = request;
+        if !table.queue.has_room_for(bytes) {
             let why = format!(
-                "{name}: {verb}: {THREADS_MAX} verbs run in the background, and as many as may \
-                 ({WAITING_MAX}, and 16M of requests) wait for their turn"
+                "{name}: {verb}: {THREADS_MAX} background jobs are running and the queue is full (limits: \
+                 {WAITING_MAX} jobs, 16M of requests)"
             );
             return Err(Fault::failed(Errno::EBUSY, why));
         }
-        let task = Arc::new(Task::new(table.number(), vec![name], verb, tag));
-        // Looked at under the lock: what waits when it is set is cancelled, and nothing comes later.
+        let task = Arc::new(Task::new(table.next_number(), vec![name], verb, tag));
+        // Checked under the lock: end_all() sets the flag, and then cancels the queued jobs under
+        // the lock.
         if self.0.ending.load(SeqCst) {
-            return Err(task.cancelled(SERVER_ENDS, NOT_BEGUN));
+            return Err(task.cancelled(SERVER_ENDING, NOT_STARTED));
         }
-        table.turns.wait(Waiting { task: Arc::clone(&task), bytes, run });
+        table.queue.push(QueuedJob { task: Arc::clone(&task), bytes, run });
         drop(table);
-        task.told(json!({ "state": WAITING }))
+        task.started_response(json!({ "state": WAITING }))
     }
 
-    /// What runs on a device.
-    pub fn show(&self, name: &str) -> Option<Progress> {
+    /// Returns the progress of a job that runs on a device.
+    pub fn progress_of(&self, name: &str) -> Option<Progress> {
         let table = self.0.lock();
         let task = table.running.values().find(|task| task.is_on(name))?;
-        let Shown { job, verb, done_bytes, total_bytes, .. } = task.show(RUNNING);
+        let JobInfo { job, verb, done_bytes, total_bytes, .. } = task.info(RUNNING);
         Some(Progress { verb, done_bytes, total_bytes, job })
     }
 
-    /// All of these, in the order of their numbers.
-    pub fn all(&self, which: &Which) -> Vec<Shown> {
+    /// Returns the matching jobs in the order of their numbers.
+    pub fn list(&self, filter: &JobFilter) -> Vec<JobInfo> {
         let table = self.0.lock();
-        let running = table.running.values().filter(|task| which.is(task)).map(|task| task.show(RUNNING));
-        let waiting = table.turns.waiting().filter(|task| which.is(task)).map(|task| task.show(WAITING));
-        let mut all: Vec<_> = table.past.show(which).chain(running).chain(waiting).collect();
-        all.sort_unstable_by_key(|shown| shown.job);
+        let running =
+            table.running.values().filter(|task| filter.matches(task)).map(|task| task.info(RUNNING));
+        let waiting = table.queue.iter().filter(|task| filter.matches(task)).map(|task| task.info(WAITING));
+        let mut all: Vec<_> = table.history.list(filter).chain(running).chain(waiting).collect();
+        all.sort_unstable_by_key(|info| info.job);
         all
     }
 
-    /// Has these end early; those of them that can. Those that wait for their turn have ended then.
-    pub fn cancel(&self, which: &Which) -> Result<Vec<Shown>, Fault> {
+    /// Cancels the matching jobs that can be cancelled, and returns them. Waiting jobs end at once,
+    /// running ones at their next check.
+    pub fn cancel(&self, filter: &JobFilter) -> Result<Vec<JobInfo>, Fault> {
         let mut table = self.0.lock();
-        let mut whole = None;
-        let mut told = Vec::new();
-        for task in table.running.values().filter(|task| which.is(task)) {
-            if task.kind.cancels {
+        let mut uncancellable = None;
+        let mut cancelled = Vec::new();
+        for task in table.running.values().filter(|task| filter.matches(task)) {
+            if task.kind.cancellable {
                 task.cancelled.store(true, SeqCst);
-                told.push(task.show(RUNNING));
+                cancelled.push(task.info(RUNNING));
             } else {
-                whole = Some(Arc::clone(task));
+                uncancellable = Some(Arc::clone(task));
             }
         }
-        told.extend(table.cancel_waiting(which, ASKED));
-        told.sort_unstable_by_key(|shown| shown.job);
-        match whole {
-            Some(task) if told.is_empty() => {
-                let why = format!("{}: {} cannot be taken back; it goes on", task.names[0], task.verb);
+        cancelled.extend(table.cancel_waiting(filter, CANCEL_REQUESTED));
+        cancelled.sort_unstable_by_key(|info| info.job);
+        match uncancellable {
+            Some(task) if cancelled.is_empty() => {
+                let why = format!("{}: {} cannot be cancelled; it continues", task.names[0], task.verb);
                 Err(Fault::failed(Errno::EOPNOTSUPP, why))
             }
-            _ => Ok(told),
+            _ => Ok(cancelled),
         }
     }
 
-    /// From now on all end early.
+    /// Cancels all jobs that can be cancelled, and refuses new background jobs that would have to
+    /// wait.
     pub fn end_all(&self) {
         self.0.ending.store(true, SeqCst);
-        let waited = self.0.lock().cancel_waiting(&Which::default(), SERVER_ENDS).len();
+        let waited = self.0.lock().cancel_waiting(&JobFilter::default(), SERVER_ENDING).len();
         if waited > 0 {
-            tracing::info!("{waited} verbs that waited for their turn were cancelled, because {SERVER_ENDS}");
+            tracing::info!("{waited} waiting jobs were cancelled: {SERVER_ENDING}");
         }
     }
 
-    /// Waits until none runs in the background any more, or so long.
+    /// Waits until no background job runs, for at most `grace`.
     pub fn wait_ended(&self, grace: Duration) {
-        let runs = |table: &mut Table| !table.turns.is_idle();
-        drop(self.0.ended.wait_timeout_while(self.0.lock(), grace, runs));
+        let is_busy = |table: &mut Table| !table.queue.is_idle();
+        drop(self.0.thread_ended.wait_timeout_while(self.0.lock(), grace, is_busy));
     }
 }
 
 impl Job {
-    /// In the background the client is answered that it has begun: with its number, and with what
-    /// else it `says`.
-    pub fn tell(&self, says: Value) {
-        let tell = BACKGROUND.with_borrow_mut(|background| background.as_mut()?.tell.take());
-        if let Some(tell) = tell {
-            // Who has gone away meanwhile does not hear it.
-            let _ = tell.send(self.task.told(says));
+    /// Sends the response that the job has started: its number and the `extra` members. Does
+    /// nothing in the foreground.
+    pub fn respond_started(&self, extra: Value) {
+        let response = BACKGROUND.with_borrow_mut(|background| background.as_mut()?.response.take());
+        if let Some(response) = response {
+            // The receiver may be gone.
+            let _ = response.send(self.task.started_response(extra));
         }
     }
 
-    /// How far it is. False: it is to end. Costs a system call.
-    pub fn at(&self, done: u64, total: u64) -> bool {
+    /// Records the progress in bytes. Returns false if the job must stop. Costs a system call.
+    pub fn advance(&self, done: u64, total: u64) -> bool {
         self.note(done, total);
         !self.is_over()
     }
 
-    /// How far it is.
+    /// Records the progress in bytes. `total` is 0 while unknown.
     pub fn note(&self, done: u64, total: u64) {
         self.task.done_bytes.store(done, SeqCst);
         self.task.total_bytes.store(total, SeqCst);
     }
 
-    /// Whether to end. Once true, it stays true.
+    /// Returns true if the job must stop. Once true, it stays true.
     pub fn is_over(&self) -> bool {
-        self.task.kind.cancels && self.why_over().is_some()
+        self.task.kind.cancellable && self.cancel_reason().is_some()
     }
 
-    /// Whether somebody cancelled it, as opposed to its client's or the server's end.
+    /// Returns true if a client cancelled the job; false if its client disconnected or the server
+    /// shuts down.
     pub fn is_cancelled(&self) -> bool {
         self.task.cancelled.load(SeqCst)
     }
 
-    fn why_over(&self) -> Option<&'static str> {
+    fn cancel_reason(&self) -> Option<&'static str> {
         if self.shared.ending.load(SeqCst) {
-            return Some(SERVER_ENDS);
+            return Some(SERVER_ENDING);
         }
         if self.task.cancelled.load(SeqCst) {
-            return Some(ASKED);
+            return Some(CANCEL_REQUESTED);
         }
-        (!self.task.background && self.caller.is_gone()).then_some("the client went away")
+        (!self.task.background && self.caller.has_disconnected()).then_some("the client disconnected")
     }
 
-    /// What is answered then, to a client that is gone as well; `after` says how things are left.
+    /// Returns the error of a cancelled job, and logs it. `after` describes the resulting state.
     pub fn cancelled(&self, after: &str) -> Fault {
-        let why = self.why_over().unwrap_or(ASKED);
-        tracing::info!("{}: {}: cancelled, {why}", self.task.names[0], self.task.verb);
+        let why = self.cancel_reason().unwrap_or(CANCEL_REQUESTED);
+        tracing::info!("{}: {}: cancelled: {why}", self.task.names[0], self.task.verb);
         self.task.cancelled(why, after)
     }
 }

@@ -1,4 +1,4 @@
-//! One run of a verb that takes long, and how it is shown.
+//! A run of a long verb, and the information about it that `jobs` reports.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -10,33 +10,34 @@ use serde_json::{Value, json};
 
 use crate::control::protocol::Fault;
 
-/// How a verb runs.
+/// How a job may run.
 #[derive(Debug, Clone, Copy)]
-pub struct Kind {
-    /// No other such verb runs on the device.
-    pub alone: bool,
-    /// It can end early.
-    pub cancels: bool,
+pub struct JobKind {
+    /// No other exclusive job may run on the device.
+    pub exclusive: bool,
+    /// The job stops early if cancelled.
+    pub cancellable: bool,
 }
 
-impl Kind {
-    /// Alone, and it can be cancelled.
-    pub const ALONE: Self = Self { alone: true, cancels: true };
-    /// Beside others.
-    pub const BESIDE: Self = Self { alone: false, cancels: true };
-    /// Alone, to its end.
-    pub const WHOLE: Self = Self { alone: true, cancels: false };
-    /// Beside others, to its end.
-    pub const WHOLE_BESIDE: Self = Self { alone: false, cancels: false };
+impl JobKind {
+    /// An exclusive job that can be cancelled.
+    pub const EXCLUSIVE: Self = Self { exclusive: true, cancellable: true };
+    /// A job that runs beside others and can be cancelled.
+    pub const CONCURRENT: Self = Self { exclusive: false, cancellable: true };
+    /// An exclusive job that always runs to its end.
+    pub const EXCLUSIVE_UNCANCELLABLE: Self = Self { exclusive: true, cancellable: false };
+    /// A job that runs beside others, and always to its end.
+    pub const CONCURRENT_UNCANCELLABLE: Self = Self { exclusive: false, cancellable: false };
 }
 
+/// A job that runs or waits: what the table, the thread and the history share.
 #[derive(Debug)]
 pub(super) struct Task {
     pub number: u64,
-    /// The device, and those that it also needs.
+    /// The device, or a restore's file, and then the other devices in use by the job.
     pub names: Vec<String>,
     pub verb: String,
-    pub kind: Kind,
+    pub kind: JobKind,
     pub background: bool,
     pub tag: Option<String>,
     pub begun: Instant,
@@ -51,7 +52,7 @@ impl Task {
             number,
             names,
             verb,
-            kind: Kind::BESIDE,
+            kind: JobKind::CONCURRENT,
             background: true,
             tag,
             begun: Instant::now(),
@@ -65,23 +66,24 @@ impl Task {
         self.names.iter().any(|own| own == name)
     }
 
-    /// What the client of one in the background is answered: its number, and what else it `says`.
-    pub fn told(&self, says: Value) -> Result<Box<RawValue>, Fault> {
-        let mut told = json!({ "job": self.number, "name": self.names[0], "verb": self.verb });
-        if let (Value::Object(told), Value::Object(says)) = (&mut told, says) {
-            told.extend(says);
+    /// Returns the response for a background job that started or waits: its number and the `extra`
+    /// members.
+    pub fn started_response(&self, extra: Value) -> Result<Box<RawValue>, Fault> {
+        let mut response = json!({ "job": self.number, "name": self.names[0], "verb": self.verb });
+        if let (Value::Object(response), Value::Object(extra)) = (&mut response, extra) {
+            response.extend(extra);
         }
-        to_raw_value(&told).map_err(|e| Fault::internal(format!("{}: {e}", self.verb)))
+        to_raw_value(&response).map_err(|e| Fault::internal(format!("{}: {e}", self.verb)))
     }
 
-    /// How it failed that was cancelled; `after` says how things are left.
+    /// Returns the error of a cancelled job. `after` describes the resulting state.
     pub fn cancelled(&self, why: &str, after: &str) -> Fault {
         let what = format!("{}: {}", self.names[0], self.verb);
-        Fault::failed(Errno::ECANCELED, format!("{what}: cancelled, because {why}; {after}"))
+        Fault::failed(Errno::ECANCELED, format!("{what}: cancelled: {why}; {after}"))
     }
 
-    pub fn show(&self, state: &str) -> Shown {
-        Shown {
+    pub fn info(&self, state: &str) -> JobInfo {
+        JobInfo {
             job: self.number,
             name: self.names[0].clone(),
             verb: self.verb.clone(),
@@ -90,61 +92,61 @@ impl Task {
             tag: self.tag.clone(),
             done_bytes: self.done_bytes.load(SeqCst),
             total_bytes: self.total_bytes.load(SeqCst),
-            seconds: rounded(self.begun.elapsed()),
+            seconds: seconds(self.begun.elapsed()),
             result: None,
             error: None,
         }
     }
 }
 
-/// To the millisecond.
-pub(super) fn rounded(time: Duration) -> f64 {
+/// Returns a duration in seconds, rounded down to the millisecond.
+pub(super) fn seconds(time: Duration) -> f64 {
     time.as_millis() as f64 / 1000.0
 }
 
-/// In `state`, as [`WAITING`].
+/// State of a running job.
 pub const RUNNING: &str = "running";
-/// For its turn.
+/// State of a job that waits in the queue.
 pub const WAITING: &str = "waiting";
 
-/// A verb as it is shown.
+/// A job as `jobs` reports it.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Shown {
-    /// Its number.
+pub struct JobInfo {
+    /// Number of the job.
     pub job: u64,
-    /// The device, of `restore` the file.
+    /// The device, or the file of a restore.
     pub name: String,
     pub verb: String,
     /// `waiting`, `running`, `finished`, `failed` or `cancelled`.
     pub state: String,
     pub background: bool,
-    /// How the client calls it.
+    /// Tag that the client gave the verb.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tag: Option<String>,
     pub done_bytes: u64,
-    /// 0 where it is not known yet.
+    /// 0 while unknown.
     pub total_bytes: u64,
-    /// How long it has run, or has waited for its turn.
+    /// Time since the job started or was queued, up to its end.
     pub seconds: f64,
-    /// What it answered.
+    /// Result of a job that has finished.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub result: Option<Box<RawValue>>,
-    /// How it failed.
+    /// Error of a job that has failed or was cancelled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<Fault>,
 }
 
-impl Shown {
-    /// Whether it neither runs nor waits.
+impl JobInfo {
+    /// Returns true if the job neither runs nor waits.
     pub fn has_ended(&self) -> bool {
         !matches!(self.state.as_str(), RUNNING | WAITING)
     }
 }
 
-/// Which verbs are meant; all that is said is true of them.
+/// Selects jobs. A job matches if it has all given properties.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Which {
+pub struct JobFilter {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -155,8 +157,8 @@ pub struct Which {
     pub tag: Option<String>,
 }
 
-impl Which {
-    pub(super) fn is(&self, task: &Task) -> bool {
+impl JobFilter {
+    pub(super) fn matches(&self, task: &Task) -> bool {
         self.name.as_ref().is_none_or(|name| task.names.contains(name))
             && self.verb.as_ref().is_none_or(|verb| verb.replace('.', " ") == task.verb)
             && self.job.is_none_or(|job| job == task.number)

@@ -1,4 +1,4 @@
-//! What the command line and a file say of metrics.
+//! Options of metrics, from the command line and the configuration file.
 
 use std::net::SocketAddr;
 
@@ -8,59 +8,61 @@ use freestone_spec::config::FileConfig;
 use freestone_spec::metrics::{FORKS_RANGE, MetricsWords};
 
 use crate::error::Usage;
-use crate::http::Words;
+use crate::http::AddressWords;
 
-/// How many are, where nothing was said.
+/// Default number of forks with metrics of their own.
 const FORKS: u32 = 20;
 
 const METRICS_HELP: &str =
-    "Answer Prometheus at http://ADDR/metrics; ADDR is PORT of this machine, or HOST:PORT";
+    "Serve Prometheus metrics at http://ADDR/metrics; ADDR is HOST:PORT, or PORT for this machine only";
 
-const OPEN_HELP: &str = "Let --metrics be an address that others than this machine's users reach: it is plain \
-                         HTTP, and who connects sees the names of all devices";
+const OPEN_HELP: &str = "Allow an address of --metrics that other machines reach; it is plain HTTP and shows the names of all \
+    devices";
 
-const FORKS_HELP: &str = "Of the forks, tell Prometheus of the N busiest by themselves, 0 to 1000, and of all in \
-                          sums for each base [default: 20]";
+const FORKS_HELP: &str = "Number of forks with metrics of their own, the busiest first, 0 to 1000; all forks are in sums for \
+    each base [default: 20]";
 
-const USELESS: &str = "without --metrics nobody is told anything";
+/// Error text for options without `--metrics`.
+const USELESS: &str = "has no effect without --metrics";
 
-/// The options of `serve`.
+/// Options of `serve`.
 #[derive(Debug, Args)]
+#[command(next_help_heading = "Observation")]
 pub struct MetricsArgs {
-    /// Where.
+    /// Address to listen at.
     #[arg(long, value_name = "ADDR", help = METRICS_HELP)]
     metrics: Option<String>,
-    /// The word for others.
+    /// Other machines may connect.
     #[arg(long, help = OPEN_HELP)]
     metrics_open: bool,
-    /// How many forks.
+    /// Number of forks with metrics of their own.
     #[arg(long, value_name = "N", help = FORKS_HELP, value_parser = clap::value_parser!(u32).range(FORKS_RANGE))]
     metrics_forks: Option<u32>,
 }
 
-/// What is to be done.
+/// Settings of enabled metrics.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MetricsOf {
-    /// Where it is listened.
+    /// Address to listen at.
     pub at: SocketAddr,
-    /// The forks that are told one by one.
+    /// Number of forks with metrics of their own.
     pub forks: usize,
 }
 
 impl MetricsArgs {
-    /// What the words say; `None` where metrics are off.
+    /// Returns the settings, or None if metrics are off. The command line overrides the file.
     ///
     /// # Errors
-    /// An address that cannot be meant, or what makes no sense without one.
+    /// The address is invalid, or an option needs `--metrics`.
     pub fn asked(&self, file: Option<&FileConfig>) -> Result<Option<MetricsOf>> {
         let none = MetricsWords::default();
-        let said = file.map_or(&none, |file| &file.metrics);
-        let forks = self.metrics_forks.or(said.forks);
-        let words = Words {
+        let in_file = file.map_or(&none, |file| &file.metrics);
+        let forks = self.metrics_forks.or(in_file.forks);
+        let words = AddressWords {
             key: "metrics",
             line: self.metrics.as_deref(),
-            file: said.http.address.as_deref(),
-            open: self.metrics_open || said.http.open,
+            file: in_file.http.address.as_deref(),
+            open: self.metrics_open || in_file.http.open,
             useless: USELESS,
         };
         match words.resolve()? {
@@ -76,20 +78,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_help_tells_range_and_default() {
+    fn help_of_forks_has_range_and_default() {
         let (least, most) = FORKS_RANGE.into_inner();
         assert!(FORKS_HELP.contains(&format!("{least} to {most}")));
         assert!(FORKS_HELP.contains(&format!("[default: {FORKS}]")));
     }
 
     #[test]
-    fn the_command_line_replaces_what_the_file_says() {
+    fn command_line_overrides_file() {
         let none = MetricsArgs { metrics: None, metrics_open: false, metrics_forks: None };
         assert_eq!(none.asked(None).unwrap(), None);
         let of = |text: &str| freestone_spec::config::parse(text).unwrap();
         let file = of("metrics = '0.0.0.0:1'\nmetrics_forks = 3");
         let why = none.asked(Some(&file)).unwrap_err().to_string();
-        assert!(why.starts_with("metrics: 0.0.0.0:1: others than"), "{why}");
+        assert!(why.starts_with("metrics: 0.0.0.0:1: other machines"), "{why}");
         let open = of("metrics = '0.0.0.0:1'\nmetrics_forks = 3\nmetrics_open = true");
         assert_eq!(none.asked(Some(&of("metrics = 9100"))).unwrap().unwrap().at.port(), 9100);
         let asked = none.asked(Some(&open)).unwrap().unwrap();
@@ -97,7 +99,8 @@ mod tests {
         let line = MetricsArgs { metrics: Some("2".into()), metrics_open: false, metrics_forks: Some(4) };
         let asked = line.asked(Some(&open)).unwrap().unwrap();
         assert_eq!((asked.at.to_string().as_str(), asked.forks), ("127.0.0.1:2", 4));
-        let alone = MetricsArgs { metrics: None, metrics_open: false, metrics_forks: Some(4) };
-        assert!(alone.asked(None).unwrap_err().to_string().starts_with("--metrics-forks: without --metrics"));
+        let only_forks = MetricsArgs { metrics: None, metrics_open: false, metrics_forks: Some(4) };
+        let why = only_forks.asked(None).unwrap_err().to_string();
+        assert_eq!(why, "--metrics-forks: has no effect without --metrics");
     }
 }

@@ -1,8 +1,7 @@
-//! Numbers for who watches the server: Prometheus asks for them over HTTP, `freestone top` over the
-//! control socket.
+//! Monitoring: Prometheus metrics over HTTP, and rates for `freestone top` and the web page.
 
 mod args;
-mod names;
+pub mod names;
 pub mod rates;
 mod scrape;
 mod site;

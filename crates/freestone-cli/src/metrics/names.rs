@@ -1,149 +1,163 @@
-//! What there is to be asked for: a promise, as dashboards and alerts are written against it.
+//! Names, types and help texts of all metrics. Names are stable, because dashboards and alerts depend on
+//! them. The table in `docs/metrics.md` is generated from them.
 
-/// A number that is counted, set or measured.
+/// Type of a metric in `OpenMetrics`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Type {
-    /// It only grows; its samples end in `_total`.
+    /// A value that only grows. Its samples have the suffix `_total`.
     Counter,
-    /// It goes up and down.
+    /// A value that goes up and down.
     Gauge,
-    /// Counts by how long something took.
+    /// Counts by duration.
     Histogram,
-    /// Words, as labels.
+    /// Texts in labels.
     Info,
 }
 
-/// One of them, as it is told.
+impl Type {
+    /// Returns the name of the type.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+            Self::Histogram => "histogram",
+            Self::Info => "info",
+        }
+    }
+}
+
+/// Description of a metric.
 #[derive(Debug, Clone, Copy)]
 pub struct Metric {
-    /// Without the suffix of its type.
+    /// Name without the suffix of its type.
     pub name: &'static str,
-    /// What it is.
+    /// Type of the metric.
     pub of: Type,
-    /// In a sentence.
+    /// Names of the labels.
+    pub labels: &'static [&'static str],
+    /// Help text.
     pub help: &'static str,
 }
 
-/// What is told of whoever is asked: the server's devices, forks and exports.
+/// Metrics about requests. Devices, forks and exports have the same set under different prefixes.
 #[derive(Debug, Clone, Copy)]
-pub struct Asked {
-    /// Requests that succeeded.
+pub struct RequestMetrics {
+    /// Successful requests.
     pub requests: Metric,
-    /// Their bytes.
+    /// Bytes of successful requests.
     pub bytes: Metric,
-    /// Requests that failed.
+    /// Failed requests.
     pub errors: Metric,
-    /// Requests that are not answered.
+    /// Requests in flight.
     pub in_flight: Metric,
-    /// Requests that waited for their turn.
+    /// Requests delayed by limits.
     pub limited: Metric,
-    /// How long they took.
+    /// Latencies of successful requests.
     pub duration: Metric,
 }
 
-macro_rules! asked {
-    ($prefix:literal, $of:literal) => {
-        Asked {
+macro_rules! request_metrics {
+    ($prefix:literal, [$($label:literal),*], $of:literal) => {
+        RequestMetrics {
             requests: Metric {
                 name: concat!($prefix, "_requests"),
                 of: Type::Counter,
-                help: concat!("Requests that succeeded, of ", $of),
+                labels: &[$($label,)* "op"],
+                help: concat!("Successful requests of ", $of),
             },
             bytes: Metric {
                 name: concat!($prefix, "_bytes"),
                 of: Type::Counter,
-                help: concat!("Bytes of the requests that succeeded, of ", $of),
+                labels: &[$($label,)* "op"],
+                help: concat!("Bytes of successful requests of ", $of),
             },
             errors: Metric {
                 name: concat!($prefix, "_errors"),
                 of: Type::Counter,
-                help: concat!("Requests that failed, of ", $of),
+                labels: &[$($label,)* "op"],
+                help: concat!("Failed requests of ", $of),
             },
             in_flight: Metric {
                 name: concat!($prefix, "_in_flight"),
                 of: Type::Gauge,
-                help: concat!("Requests that had to wait and are not answered, of ", $of),
+                labels: &[$($label),*],
+                help: concat!("Requests in flight that wait for a device, a limit or memory, of ", $of),
             },
             limited: Metric {
                 name: concat!($prefix, "_limited"),
                 of: Type::Counter,
-                help: concat!("Requests that waited as operations or bytes a second are limited, of ", $of),
+                labels: &[$($label),*],
+                help: concat!("Requests delayed by limits of operations or bytes per second, of ", $of),
             },
             duration: Metric {
                 name: concat!($prefix, "_duration_seconds"),
                 of: Type::Histogram,
-                help: concat!("How long requests took that succeeded, estimated from a sample, of ", $of),
+                labels: &[$($label,)* "op"],
+                help: concat!("Latency of successful requests, estimated from a sample, of ", $of),
             },
         }
     };
 }
 
 macro_rules! metrics {
-    ($($name:ident = $text:literal, $of:ident, $help:literal;)*) => {
-        $(pub const $name: Metric = Metric { name: $text, of: Type::$of, help: $help };)*
-        #[cfg(test)]
-        const ALONE: &[Metric] = &[$($name),*];
+    ($($name:ident = $text:literal, $of:ident, [$($label:literal),*], $help:literal;)*) => {
+        $(pub const $name: Metric =
+            Metric { name: $text, of: Type::$of, labels: &[$($label),*], help: $help };)*
+        const SINGLE: &[Metric] = &[$($name),*];
     };
 }
 
 metrics! {
-    BUILD = "freestone_build", Info, "The program";
-    RESIDENT = "freestone_process_resident_memory_bytes", Gauge, "Memory of the process";
-    DEVICES = "freestone_devices", Gauge, "Devices of a kind";
-    LEFT_OUT = "freestone_devices_left_out", Gauge, "Devices that are no forks and are not told one by one, as there are too many";
-    CONNECTIONS = "freestone_nbd_connections", Gauge, "Connections of NBD clients";
-    ACCEPTED = "freestone_nbd_connections_accepted", Counter, "Connections of NBD clients that were accepted";
-    REFUSED = "freestone_nbd_connections_refused", Counter, "Connections of NBD clients that were closed at once, as there were too many";
-    DENIED = "freestone_connections_denied", Counter, "Connections of NBD clients and virtual machines that were closed at once, as their address does not allow them";
-    SIZE = "freestone_device_size_bytes", Gauge, "Size of a device";
-    MEMORY = "freestone_device_memory_bytes", Gauge, "Memory that is charged to a device, no fork, that stores in memory";
-    STORED = "freestone_device_stored_bytes", Gauge, "What such a device holds itself, before compression";
-    FORKS = "freestone_forks", Gauge, "Forks of a base";
-    FAMILY_MEMORY = "freestone_family_memory_bytes", Gauge, "Memory of a family: of a base's forks, or of a disk with its snapshots and their forks";
-    FAMILY_LIMIT = "freestone_family_memory_limit_bytes", Gauge, "The most that may be, 0 for no limit";
-    EXPORT_CONNECTIONS = "freestone_export_connections", Gauge, "Connections to an export";
+    BUILD = "freestone_build", Info, ["version"], "Version of the program";
+    RESIDENT = "freestone_process_resident_memory_bytes", Gauge, [], "Resident memory of the process";
+    DEVICES = "freestone_devices", Gauge, ["kind"], "Number of devices of a kind";
+    LEFT_OUT = "freestone_devices_left_out", Gauge, [], "Devices omitted from per-device metrics because the limit was reached (forks excluded)";
+    CONNECTIONS = "freestone_nbd_connections", Gauge, [], "Open connections of NBD clients";
+    ACCEPTED = "freestone_nbd_connections_accepted", Counter, [], "Accepted connections of NBD clients";
+    REFUSED = "freestone_nbd_connections_refused", Counter, [], "Connections of NBD clients closed at once because of a limit or missing resources";
+    DENIED = "freestone_connections_denied", Counter, [], "Connections of NBD clients and virtual machines closed at once because the allow list of the address excludes them";
+    SIZE = "freestone_device_size_bytes", Gauge, ["device", "kind"], "Size of a device";
+    MEMORY = "freestone_device_memory_bytes", Gauge, ["device", "kind"], "Memory charged to a RAM disk or snapshot in memory";
+    STORED = "freestone_device_stored_bytes", Gauge, ["device", "kind"], "Data in the own pages of a RAM disk or snapshot in memory, before compression";
+    FORKS = "freestone_forks", Gauge, ["base"], "Number of forks of a base";
+    FAMILY_MEMORY = "freestone_family_memory_bytes", Gauge, ["family"], "Memory of a family: the forks of a base, or a RAM disk with its snapshots and their forks";
+    FAMILY_LIMIT = "freestone_family_memory_limit_bytes", Gauge, ["family"], "Memory limit of a family; 0: no limit";
+    BACKING_SIZE = "freestone_family_backing_size_bytes", Gauge, ["family"], "Size of the backing device of a family";
+    BACKING_USED = "freestone_family_backing_used_bytes", Gauge, ["family"], "Bytes in use on the backing device of a family";
+    FORK_MEMORY = "freestone_fork_memory_bytes", Gauge, ["fork", "base"], "Memory charged to a fork (busiest forks only)";
+    FORK_LIMIT = "freestone_fork_memory_limit_bytes", Gauge, ["fork", "base"], "Own memory limit of a fork (busiest forks only); 0: no limit";
+    EXPORT_CONNECTIONS = "freestone_export_connections", Gauge, ["device", "address"], "Open connections to an export";
 }
 
-/// Of devices that are no forks.
-pub const DEVICE: Asked = asked!("freestone_device", "a device that is no fork");
-/// Of all forks of a base together.
-pub const FORKS_ASKED: Asked = asked!("freestone_forks", "all forks of a base, those that have gone as well");
-/// Of the busiest forks.
-pub const FORK: Asked = asked!("freestone_fork", "a fork, of the busiest ones");
-/// Of exports.
-pub const EXPORT: Asked = asked!("freestone_export", "an export");
+/// Requests of a device that is not a fork.
+pub const DEVICE: RequestMetrics =
+    request_metrics!("freestone_device", ["device", "kind"], "a device that is not a fork");
+/// Requests of all forks of a base together.
+pub const FORKS_SUM: RequestMetrics =
+    request_metrics!("freestone_forks", ["base"], "all forks of a base, including removed ones");
+/// Requests of each of the busiest forks.
+pub const FORK: RequestMetrics =
+    request_metrics!("freestone_fork", ["fork", "base"], "a fork (busiest forks only)");
+/// Requests of an export.
+pub const EXPORT: RequestMetrics = request_metrics!("freestone_export", ["device", "address"], "an export");
+
+/// Returns all metrics.
+pub fn all() -> Vec<Metric> {
+    let requests = [DEVICE, FORKS_SUM, FORK, EXPORT]
+        .into_iter()
+        .flat_map(|all| [all.requests, all.bytes, all.errors, all.in_flight, all.limited, all.duration]);
+    SINGLE.iter().copied().chain(requests).collect()
+}
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
+    use std::collections::BTreeSet;
 
-    use super::*;
-
-    /// The page that promises them.
-    const PAGE: &str = include_str!("../../../../docs/metrics.md");
+    use super::all;
 
     #[test]
-    fn the_documentation_has_all_and_no_others() {
-        let asked = [DEVICE, FORKS_ASKED, FORK, EXPORT];
-        let asked = asked
-            .iter()
-            .flat_map(|all| [all.requests, all.bytes, all.errors, all.in_flight, all.limited, all.duration]);
-        let ours: Vec<_> = ALONE.iter().copied().chain(asked).collect();
-        let of = |metric: &Metric| match metric.of {
-            Type::Counter => "counter",
-            Type::Gauge => "gauge",
-            Type::Histogram => "histogram",
-            Type::Info => "info",
-        };
-        let named: BTreeMap<_, _> = ours.iter().map(|metric| (metric.name, of(metric))).collect();
-        assert_eq!(named.len(), ours.len(), "a name twice");
-        let rows = PAGE.lines().filter(|line| line.starts_with("| `freestone_"));
-        let documented: BTreeMap<_, _> = rows
-            .map(|row| {
-                let cells: Vec<_> = row.split('|').map(str::trim).collect();
-                (cells[1].trim_matches('`'), cells[2])
-            })
-            .collect();
-        assert_eq!(named, documented);
+    fn names_are_unique() {
+        let names: BTreeSet<_> = all().iter().map(|metric| metric.name).collect();
+        assert_eq!(names.len(), all().len());
     }
 }

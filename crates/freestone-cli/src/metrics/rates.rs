@@ -1,8 +1,8 @@
-//! How busy devices are: what they were asked between two looks.
+//! Request rates of devices, from the difference of two samples of their counters.
 //!
-//! Nobody looks unless somebody asks, so a server that nobody watches pays nothing. A look adds up
-//! the counters of all devices; who asks again within
-//! [`LOOK_EVERY`] is told what the last one found.
+//! `freestone top`, the web page and the metrics share the samples. A sample ([`Look`]) reads the counters
+//! of all devices, and is taken only on request, so an unwatched server pays nothing. Requests within
+//! [`LOOK_EVERY`] of the last sample get that sample.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,58 +13,58 @@ use freestone_spec::kinds::Entry;
 use freestone_spec::kinds::registry::Registry;
 use uuid::Uuid;
 
-/// Looks are no closer together.
+/// Shortest interval between two samples.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
-/// What the looks found.
+/// The last sample. The mutex is held while a sample is taken.
 #[derive(Default)]
 pub struct Rates(Mutex<Option<Arc<Look>>>);
 
-/// All devices at one time.
+/// Sample of all devices at one time.
 pub struct Look {
     at: Instant,
-    /// Since the look before; zero for the first.
+    /// Time since the previous sample; zero for the first.
     pub since: Duration,
-    /// In the order in which they were made; without templates.
+    /// Devices without templates, in creation order.
     pub devices: Vec<Device>,
-    /// By identity: a new device has none of what an old one of its name did.
+    /// Index of each device by UUID. A new device with an old name starts from zero.
     known: HashMap<Uuid, usize>,
 }
 
-/// One of them. It is not held: what is removed meanwhile goes.
+/// Counters of one device. Holds no reference to the device, so it can be removed meanwhile.
 pub struct Device {
-    /// Its name.
+    /// Name of the device.
     pub name: String,
-    /// Its kind.
+    /// Kind of the device.
     pub kind: &'static str,
-    /// What it is a fork of.
+    /// Base of a fork.
     pub fork_of: Option<String>,
     uuid: Uuid,
-    /// All that was asked of it.
+    /// Counters since the device was created.
     pub counted: Counted,
-    /// How long all of that took.
+    /// Latencies since the device was created.
     latency: Latency,
-    /// What was asked since the look before.
+    /// Difference to the previous sample.
     pub lately: Lately,
 }
 
-/// What was asked of a device in a time.
+/// Requests of a device between two samples.
 #[derive(Debug, Clone, Default)]
 pub struct Lately {
     /// Requests and bytes.
     pub counted: Counted,
-    /// How long they took.
+    /// Latencies of the requests.
     pub latency: Latency,
 }
 
-/// What the busiest ones are chosen by.
+/// Sort key of the busiest devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum By {
-    /// Requests a second.
+    /// Requests per second.
     Requests,
-    /// Bytes read and written a second.
+    /// Bytes read and written per second.
     Bytes,
-    /// The time in which 99 % of the requests were done.
+    /// 99th percentile of the latency.
     Latency,
 }
 
@@ -87,8 +87,8 @@ impl Device {
         })
     }
 
-    /// How busy it is: the larger, the busier. What did as much lately is told by all its requests.
-    fn busy(&self, by: By) -> (u64, u64) {
+    /// Returns the sort value; larger means busier. All requests of the device break ties.
+    fn activity(&self, by: By) -> (u64, u64) {
         let counted = &self.lately.counted;
         let lately = match by {
             By::Requests => counted.answered(),
@@ -100,9 +100,11 @@ impl Device {
 }
 
 impl Rates {
-    /// All devices as they are now, or were a moment ago. Nobody waits for it but who looks as well.
+    /// Returns a sample of all devices that is at most [`LOOK_EVERY`] old. Blocks only other callers of this
+    /// function.
     pub fn look(&self, registry: &Registry) -> Arc<Look> {
-        // Who else looks waits for what this one finds. Nothing in here can be half done.
+        // Concurrent callers wait, and get this sample. A panic cannot leave the sample inconsistent, so
+        // poisoning is ignored.
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(look) = last.as_ref().filter(|look| look.at.elapsed() < LOOK_EVERY) {
             return Arc::clone(look);
@@ -123,27 +125,27 @@ impl Rates {
     }
 }
 
-/// The base, of a fork.
+/// Returns the base of a fork, or None for other devices.
 pub fn fork_of(entry: &Entry) -> Option<&str> {
     entry.spec.kind.below().filter(|_| entry.kind.fork().is_some())
 }
 
 impl Look {
-    /// What it found of a device.
+    /// Returns the counters of a device.
     pub fn of(&self, entry: &Entry) -> Option<&Device> {
         self.known.get(&entry.identity.uuid).map(|index| &self.devices[*index])
     }
 
-    /// The busiest of those that `are`, at most so many, the busiest first.
-    pub fn busiest(&self, most: usize, by: By, are: impl Fn(&Device) -> bool) -> Vec<&Device> {
+    /// Returns at most `most` of the devices that `filter` accepts, the busiest first.
+    pub fn busiest(&self, most: usize, by: By, filter: impl Fn(&Device) -> bool) -> Vec<&Device> {
         let mut found: Vec<_> = self
             .devices
             .iter()
-            .filter(|device| are(device))
-            .map(|device| (device.busy(by), device))
+            .filter(|device| filter(device))
+            .map(|device| (device.activity(by), device))
             .collect();
-        // What is as busy stays in the order of making.
-        found.sort_by_key(|(busy, _)| std::cmp::Reverse(*busy));
+        // The sort is stable: equally busy devices stay in creation order.
+        found.sort_by_key(|(activity, _)| std::cmp::Reverse(*activity));
         found.truncate(most);
         found.into_iter().map(|(_, device)| device).collect()
     }

@@ -1,9 +1,11 @@
-//! The numbers of one moment, as many as are told: what is many is told in sums.
+//! Values of all metrics at one moment. The number of series is limited: forks are summed for each base, and
+//! only the busiest have series of their own.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 use freestone::device::{Account, Told as _};
+use freestone::ram::BackingStat;
 use freestone_nbd::Stats;
 use freestone_spec::kinds::Entry;
 
@@ -11,74 +13,79 @@ use super::rates::{By, fork_of};
 use crate::process;
 use crate::service::Service;
 
-/// Devices that are no forks and are told one by one: the first ones that were made.
+/// Maximum number of devices with metrics of their own, forks excluded; the oldest come first.
 const DEVICES_MAX: usize = 512;
-/// Bases whose forks are told in sums.
+/// Maximum number of bases with sums of their forks.
 const BASES_MAX: usize = 512;
-/// Exports that are told: of the devices and forks that are.
+/// Maximum number of exports with metrics. Only devices and forks with metrics of their own count.
 const EXPORTS_MAX: usize = 1024;
 
-/// What is told.
+/// Values of all metrics.
 #[derive(Debug)]
 pub struct Scrape {
     pub resident_bytes: u64,
-    /// How many devices there are of each kind.
+    /// Number of devices of each kind.
     pub kinds: BTreeMap<&'static str, u64>,
-    /// Devices that are no forks, beyond [`DEVICES_MAX`].
+    /// Devices beyond [`DEVICES_MAX`], forks excluded.
     pub left_out: u64,
     pub nbd: Stats,
-    pub devices: Vec<OfDevice>,
-    pub bases: Vec<OfBase>,
-    pub forks: Vec<OfFork>,
-    pub families: Vec<OfFamily>,
-    pub exports: Vec<OfExport>,
+    pub devices: Vec<DeviceValues>,
+    pub bases: Vec<BaseValues>,
+    pub forks: Vec<ForkValues>,
+    pub families: Vec<FamilyValues>,
+    pub exports: Vec<ExportValues>,
 }
 
-/// A device that is no fork.
+/// Values of a device that is not a fork.
 #[derive(Debug)]
-pub struct OfDevice {
+pub struct DeviceValues {
     pub name: String,
     pub kind: &'static str,
     pub account: Account,
     pub size: u64,
-    /// What it stores, and the memory of that.
+    /// Uncompressed bytes of the device's own pages, and memory charged for them.
     pub stored: Option<(u64, u64)>,
 }
 
-/// All forks of a base.
+/// Sums of all forks of a base.
 #[derive(Debug)]
-pub struct OfBase {
+pub struct BaseValues {
     pub base: String,
     pub forks: u64,
     pub account: Account,
 }
 
-/// A fork.
+/// Values of a fork.
 #[derive(Debug)]
-pub struct OfFork {
+pub struct ForkValues {
     pub name: String,
     pub base: String,
     pub account: Account,
-}
-
-/// Memory that devices have together.
-#[derive(Debug)]
-pub struct OfFamily {
-    pub name: String,
-    pub used: u64,
+    /// Memory charged to the fork, in bytes.
+    pub memory: u64,
+    /// Limit of the fork's own memory, in bytes; 0: none.
     pub limit: u64,
 }
 
-/// An export of a device or fork that is told.
+/// Values of a family of RAM disks and forks that share one pool.
 #[derive(Debug)]
-pub struct OfExport {
+pub struct FamilyValues {
+    pub name: String,
+    pub used: u64,
+    pub limit: u64,
+    pub backing: Option<BackingStat>,
+}
+
+/// Values of an export.
+#[derive(Debug)]
+pub struct ExportValues {
     pub device: String,
     pub address: String,
     pub account: Account,
     pub connections: usize,
 }
 
-/// Looks at everything.
+/// Collects the values of all metrics, with at most `forks_max` single forks.
 pub fn scrape(service: &Service, forks_max: usize) -> Scrape {
     let all = service.registry.all();
     let mut kinds = BTreeMap::new();
@@ -89,30 +96,30 @@ pub fn scrape(service: &Service, forks_max: usize) -> Scrape {
             *forks_of.entry(base).or_default() += 1;
         }
     }
-    let is_told = |entry: &&Arc<Entry>| fork_of(entry).is_none() && entry.device().is_some();
-    let devices: Vec<_> = all.iter().filter(is_told).collect();
-    let told = &devices[..devices.len().min(DEVICES_MAX)];
+    let is_listed = |entry: &&Arc<Entry>| fork_of(entry).is_none() && entry.device().is_some();
+    let devices: Vec<_> = all.iter().filter(is_listed).collect();
+    let listed = &devices[..devices.len().min(DEVICES_MAX)];
     let bases = devices.iter().filter_map(|entry| {
         let account = entry.forks_account();
         let forks = forks_of.get(entry.name()).copied().unwrap_or_default();
-        let has_had = forks > 0 || account != Account::default();
-        has_had.then(|| OfBase { base: entry.name().to_owned(), forks, account })
+        let had_forks = forks > 0 || account != Account::default();
+        had_forks.then(|| BaseValues { base: entry.name().to_owned(), forks, account })
     });
     let busiest = busiest(service, forks_max);
     Scrape {
         resident_bytes: process::process_memory().map_or(0, |memory| memory.rss_bytes),
         kinds,
-        left_out: (devices.len() - told.len()) as u64,
+        left_out: (devices.len() - listed.len()) as u64,
         nbd: service.exports.nbd.stats(),
         bases: bases.take(BASES_MAX).collect(),
-        families: told.iter().filter_map(|entry| family(entry)).collect(),
-        exports: exports(service, told.iter().copied().chain(&busiest)),
-        devices: told.iter().map(|entry| device(entry)).collect(),
+        families: listed.iter().filter_map(|entry| family(entry)).collect(),
+        exports: exports(service, listed.iter().copied().chain(&busiest)),
+        devices: listed.iter().map(|entry| device(entry)).collect(),
         forks: busiest.iter().filter_map(fork).collect(),
     }
 }
 
-/// The forks that did most lately.
+/// Returns the forks with most requests between the last two samples.
 fn busiest(service: &Service, most: usize) -> Vec<Arc<Entry>> {
     if most == 0 {
         return Vec::new();
@@ -122,12 +129,12 @@ fn busiest(service: &Service, most: usize) -> Vec<Arc<Entry>> {
     names.iter().filter_map(|device| service.registry.find(&device.name)).collect()
 }
 
-fn device(entry: &Entry) -> OfDevice {
+fn device(entry: &Entry) -> DeviceValues {
     let stored = entry.kind.ram().map(|ram| {
         let stat = ram.over_stat();
         (stat.own_bytes, stat.charged)
     });
-    OfDevice {
+    DeviceValues {
         name: entry.name().to_owned(),
         kind: entry.kind.name(),
         account: entry.account().unwrap_or_default(),
@@ -136,20 +143,28 @@ fn device(entry: &Entry) -> OfDevice {
     }
 }
 
-fn fork(entry: &Arc<Entry>) -> Option<OfFork> {
+fn fork(entry: &Arc<Entry>) -> Option<ForkValues> {
     let base = fork_of(entry)?.to_owned();
-    Some(OfFork { name: entry.name().to_owned(), base, account: entry.account()? })
+    let stat = entry.kind.ram().map(|ram| ram.over_stat()).unwrap_or_default();
+    let (memory, limit) = (stat.charged, stat.mem_limit);
+    Some(ForkValues { name: entry.name().to_owned(), base, account: entry.account()?, memory, limit })
 }
 
-fn family(entry: &Entry) -> Option<OfFamily> {
+fn family(entry: &Entry) -> Option<FamilyValues> {
     let has_own = entry.kind.own_family().is_some() || entry.is_outer_base();
-    let stat = entry.family_made().filter(|_| has_own)?.stat();
-    Some(OfFamily { name: entry.name().to_owned(), used: stat.mem_used_total, limit: stat.mem_limit })
+    let family = entry.family_made().filter(|_| has_own)?;
+    let (stat, backing) = (family.stat(), family.backing());
+    Some(FamilyValues {
+        name: entry.name().to_owned(),
+        used: stat.mem_used_total,
+        limit: stat.mem_limit,
+        backing,
+    })
 }
 
-fn exports<'a>(service: &Service, of: impl Iterator<Item = &'a Arc<Entry>>) -> Vec<OfExport> {
+fn exports<'a>(service: &Service, of: impl Iterator<Item = &'a Arc<Entry>>) -> Vec<ExportValues> {
     let mut known = HashSet::new();
-    let told = of.flat_map(|entry| {
+    let exports = of.flat_map(|entry| {
         let ways = entry.ways();
         let all = service.exports.of(entry.name());
         all.into_iter().filter(|export| !export.template).map(move |export| {
@@ -158,11 +173,12 @@ fn exports<'a>(service: &Service, of: impl Iterator<Item = &'a Arc<Entry>>) -> V
                 account.add(&way.told());
             }
             let (device, connections) = (entry.name().to_owned(), export.connections);
-            OfExport { device, address: export.address, account, connections }
+            ExportValues { device, address: export.address, account, connections }
         })
     });
-    // One device may be shown twice at a place that is being changed.
-    told.filter(|export| known.insert((export.device.clone(), export.address.clone())))
+    // A device may be listed twice at an address that is being changed.
+    exports
+        .filter(|export| known.insert((export.device.clone(), export.address.clone())))
         .take(EXPORTS_MAX)
         .collect()
 }

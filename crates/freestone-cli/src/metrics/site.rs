@@ -1,24 +1,24 @@
-//! What is at the address of metrics.
+//! The HTTP site of the metrics.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::{scrape, text};
-use crate::http::{Answer, Client, Refusal, Request, Site};
+use crate::http::{Client, Refusal, Request, Response, Site};
 use crate::service::Service;
 
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// The numbers, as text that Prometheus reads.
+/// Serves the metrics as text for Prometheus.
 pub struct MetricsSite {
-    /// Not held: no client keeps devices alive.
+    /// Weak, so that an HTTP client does not keep devices alive.
     service: Weak<Service>,
     forks: usize,
-    /// One text at a time.
+    /// Held while a response is prepared, so that only one is prepared at a time.
     writing: Mutex<()>,
 }
 
 impl MetricsSite {
-    /// Of the busiest `forks` is told one by one.
+    /// Creates the site, with metrics of their own for at most `forks` of the busiest forks.
     pub fn new(service: &Arc<Service>, forks: usize) -> Self {
         Self { service: Arc::downgrade(service), forks, writing: Mutex::default() }
     }
@@ -29,19 +29,19 @@ impl Site for MetricsSite {
     const PATH: &'static str = "/metrics";
     const HEADERS: &'static str = "";
 
-    fn answer(&self, request: &Request, _: &Client<'_>) -> Result<Answer, Refusal> {
+    fn respond(&self, request: &Request, _: &Client<'_>) -> Result<Response, Refusal> {
         match request.path.as_str() {
             "/metrics" => {}
             "/" => {
                 let body = b"freestone: metrics are at /metrics\n";
-                return Ok(Answer::ok("text/plain; charset=utf-8", body.as_slice()));
+                return Ok(Response::ok("text/plain; charset=utf-8", body.as_slice()));
             }
             _ => return Err(Refusal::NotFound),
         }
         let service = self.service.upgrade().ok_or(Refusal::Busy)?;
-        // Nothing in there can be half done.
-        let _alone = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        // The mutex protects no data, so poisoning is ignored.
+        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
         let body = text::text(scrape::scrape(&service, self.forks));
-        Ok(Answer::ok(CONTENT_TYPE, body.into_bytes()))
+        Ok(Response::ok(CONTENT_TYPE, body.into_bytes()))
     }
 }

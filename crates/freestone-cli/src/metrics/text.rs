@@ -1,4 +1,4 @@
-//! Numbers as `OpenMetrics` text.
+//! Encoding of metrics as `OpenMetrics` text.
 
 use std::fmt;
 
@@ -10,24 +10,25 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
 use super::names::{
-    ACCEPTED, Asked, BUILD, CONNECTIONS, DENIED, DEVICE, DEVICES, EXPORT, EXPORT_CONNECTIONS, FAMILY_LIMIT,
-    FAMILY_MEMORY, FORK, FORKS, FORKS_ASKED, LEFT_OUT, MEMORY, Metric, REFUSED, RESIDENT, SIZE, STORED, Type,
+    ACCEPTED, BACKING_SIZE, BACKING_USED, BUILD, CONNECTIONS, DENIED, DEVICE, DEVICES, EXPORT,
+    EXPORT_CONNECTIONS, FAMILY_LIMIT, FAMILY_MEMORY, FORK, FORK_LIMIT, FORK_MEMORY, FORKS, FORKS_SUM,
+    LEFT_OUT, MEMORY, Metric, REFUSED, RESIDENT, RequestMetrics, SIZE, STORED, Type,
 };
 use super::scrape::Scrape;
 
-/// The whole text.
+/// Returns the text of all metrics.
 pub fn text(scrape: Scrape) -> String {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(scrape));
     let mut text = String::new();
-    encode(&mut text, &registry).expect("a string takes everything");
+    encode(&mut text, &registry).expect("writing to a string cannot fail");
     text
 }
 
 type Labels<'a> = &'a [(&'static str, &'a str)];
 
-/// Whose numbers these are.
-type Whose<'a> = (Vec<(&'static str, &'a str)>, &'a Account);
+/// Labels of a device, fork, base or export, and its request statistics.
+type Row<'a> = (Vec<(&'static str, &'a str)>, &'a Account);
 
 impl Collector for Scrape {
     fn encode(&self, mut to: DescriptorEncoder<'_>) -> fmt::Result {
@@ -41,7 +42,7 @@ impl Collector for Scrape {
         counter(&mut to, REFUSED, self.nbd.refused)?;
         counter(&mut to, DENIED, self.nbd.denied)?;
 
-        let devices: Vec<Whose<'_>> = self
+        let devices: Vec<Row<'_>> = self
             .devices
             .iter()
             .map(|device| (vec![("device", device.name.as_str()), ("kind", device.kind)], &device.account))
@@ -51,26 +52,32 @@ impl Collector for Scrape {
         let stored = || of_each().filter_map(|(labels, device)| Some((labels, device.stored?)));
         gauges(&mut to, STORED, stored().map(|(labels, (stored, _))| (labels, stored)))?;
         gauges(&mut to, MEMORY, stored().map(|(labels, (_, memory))| (labels, memory)))?;
-        asked(&mut to, &DEVICE, &devices)?;
+        encode_requests(&mut to, &DEVICE, &devices)?;
 
-        let bases: Vec<Whose<'_>> =
+        let bases: Vec<Row<'_>> =
             self.bases.iter().map(|of| (vec![("base", of.base.as_str())], &of.account)).collect();
         let forks = bases.iter().zip(&self.bases).map(|((labels, _), of)| (&labels[..], of.forks));
         gauges(&mut to, FORKS, forks)?;
-        asked(&mut to, &FORKS_ASKED, &bases)?;
+        encode_requests(&mut to, &FORKS_SUM, &bases)?;
 
         let families: Vec<_> = self.families.iter().map(|of| ([("family", of.name.as_str())], of)).collect();
         gauges(&mut to, FAMILY_MEMORY, families.iter().map(|(labels, of)| (&labels[..], of.used)))?;
         gauges(&mut to, FAMILY_LIMIT, families.iter().map(|(labels, of)| (&labels[..], of.limit)))?;
+        let backing = || families.iter().filter_map(|(labels, of)| Some((&labels[..], of.backing?)));
+        gauges(&mut to, BACKING_SIZE, backing().map(|(labels, backing)| (labels, backing.size)))?;
+        gauges(&mut to, BACKING_USED, backing().map(|(labels, backing)| (labels, backing.used_bytes)))?;
 
-        let forks: Vec<Whose<'_>> = self
+        let forks: Vec<Row<'_>> = self
             .forks
             .iter()
             .map(|fork| (vec![("fork", fork.name.as_str()), ("base", fork.base.as_str())], &fork.account))
             .collect();
-        asked(&mut to, &FORK, &forks)?;
+        let each = || forks.iter().map(|(labels, _)| &labels[..]).zip(&self.forks);
+        gauges(&mut to, FORK_MEMORY, each().map(|(labels, fork)| (labels, fork.memory)))?;
+        gauges(&mut to, FORK_LIMIT, each().map(|(labels, fork)| (labels, fork.limit)))?;
+        encode_requests(&mut to, &FORK, &forks)?;
 
-        let exports: Vec<Whose<'_>> = self
+        let exports: Vec<Row<'_>> = self
             .exports
             .iter()
             .map(|of| (vec![("device", of.device.as_str()), ("address", of.address.as_str())], &of.account))
@@ -81,7 +88,7 @@ impl Collector for Scrape {
             EXPORT_CONNECTIONS,
             connections.map(|((labels, _), of)| (&labels[..], of.connections as u64)),
         )?;
-        asked(&mut to, &EXPORT, &exports)
+        encode_requests(&mut to, &EXPORT, &exports)
     }
 }
 
@@ -115,8 +122,8 @@ fn counter(to: &mut DescriptorEncoder<'_>, metric: Metric, value: u64) -> fmt::R
     begin(to, metric)?.encode_counter::<NoLabelSet, _, u64>(&value, None)
 }
 
-/// What was asked of these, by operation.
-fn asked(to: &mut DescriptorEncoder<'_>, names: &Asked, of: &[Whose<'_>]) -> fmt::Result {
+/// Encodes the request statistics of some rows, by operation.
+fn encode_requests(to: &mut DescriptorEncoder<'_>, names: &RequestMetrics, of: &[Row<'_>]) -> fmt::Result {
     let of_each = |value: fn(&Account, Counter) -> Option<u64>| {
         of.iter().flat_map(move |(labels, account)| {
             Counter::ALL.into_iter().filter_map(move |counter| {
@@ -134,7 +141,7 @@ fn asked(to: &mut DescriptorEncoder<'_>, names: &Asked, of: &[Whose<'_>]) -> fmt
     };
     counters(to, names.requests, |account, counter| Some(account.counted.requests(counter)))?;
     counters(to, names.bytes, |account, counter| {
-        // A flush has none, and those of appends are with the writes.
+        // A flush has no bytes; bytes of appends are counted as writes.
         let has = !matches!(counter, Counter::Flush | Counter::Append);
         has.then(|| account.counted.bytes(counter))
     })?;
@@ -156,7 +163,7 @@ fn asked(to: &mut DescriptorEncoder<'_>, names: &Asked, of: &[Whose<'_>]) -> fmt
     Ok(())
 }
 
-/// One that nothing is known of is left out.
+/// Encodes a histogram. Omits an empty one.
 fn histogram(mut to: MetricEncoder<'_>, latency: &Latency) -> fmt::Result {
     let count = latency.requests();
     if count == 0 {

@@ -1,4 +1,4 @@
-//! What the page asks for: parameters, and answers as JSON.
+//! JSON API of the page: query parameters, responses and errors.
 
 use std::borrow::Cow;
 use std::str::FromStr;
@@ -8,61 +8,61 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::control::protocol::Fault;
-use crate::http::Answer;
+use crate::http::Response;
 
 const JSON: &str = "application/json; charset=utf-8";
 
-/// Why there is no answer: a sentence for people.
+/// Error of an API request, with a sentence for the user.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Why {
-    /// The parameters cannot be meant.
+pub enum ApiError {
+    /// Invalid parameters.
     Invalid(String),
-    /// There is no such device.
+    /// The device does not exist.
     NoDevice(String),
-    /// Too much at once, or the server ends.
+    /// Too many requests, or the server is shutting down.
     Busy(String),
-    /// The server could not.
+    /// The request failed in the server.
     Failed(String),
 }
 
-impl From<Fault> for Why {
+impl From<Fault> for ApiError {
     fn from(fault: Fault) -> Self {
         Self::Failed(fault.message)
     }
 }
 
-/// The answer to a question.
-pub fn answer<T: Serialize>(told: Result<T, Why>) -> Answer {
+/// Returns the response with a result or an error as JSON.
+pub fn response<T: Serialize>(result: Result<T, ApiError>) -> Response {
     let refused = |status, sentence: String| (status, json!({ "error": sentence }).to_string());
-    let (status, text) = match told.map(|told| serde_json::to_string(&told)) {
+    let (status, text) = match result.map(|value| serde_json::to_string(&value)) {
         Ok(Ok(text)) => ("200 OK", text),
         Ok(Err(error)) => {
-            refused("500 Internal Server Error", format!("the answer cannot be written: {error}"))
+            refused("500 Internal Server Error", format!("cannot encode the response: {error}"))
         }
-        Err(Why::Invalid(sentence)) => refused("400 Bad Request", sentence),
-        Err(Why::NoDevice(sentence)) => refused("404 Not Found", sentence),
-        Err(Why::Busy(sentence)) => refused("503 Service Unavailable", sentence),
-        Err(Why::Failed(sentence)) => refused("500 Internal Server Error", sentence),
+        Err(ApiError::Invalid(sentence)) => refused("400 Bad Request", sentence),
+        Err(ApiError::NoDevice(sentence)) => refused("404 Not Found", sentence),
+        Err(ApiError::Busy(sentence)) => refused("503 Service Unavailable", sentence),
+        Err(ApiError::Failed(sentence)) => refused("500 Internal Server Error", sentence),
     };
-    Answer { status, content_type: JSON, body: text.into_bytes().into() }
+    Response { status, content_type: JSON, body: text.into_bytes().into() }
 }
 
-/// The name in a path.
-pub fn name(path: &str) -> Result<Cow<'_, str>, Why> {
+/// Decodes the device name in a path.
+pub fn name(path: &str) -> Result<Cow<'_, str>, ApiError> {
     let decoded = percent_decode_str(path).decode_utf8();
-    decoded.map_err(|_| Why::Invalid(format!("{path}: is not the name of a device")))
+    decoded.map_err(|_| ApiError::Invalid(format!("{path}: is not a device name")))
 }
 
-/// The parameters of a question, each of them taken once.
+/// Query parameters. Each can be taken once.
 pub struct Parameters<'a>(Vec<(Cow<'a, str>, Cow<'a, str>)>);
 
 impl<'a> Parameters<'a> {
-    /// Those of a query.
+    /// Parses a query.
     pub fn of(query: &'a str) -> Self {
         Self(form_urlencoded::parse(query.as_bytes()).collect())
     }
 
-    /// The text of one; the last one where it is there more than once.
+    /// Removes a parameter and returns its text. Of several with the same key, the last one counts.
     pub fn take(&mut self, key: &str) -> Option<Cow<'a, str>> {
         let found = self.0.iter().rposition(|(known, _)| known == key)?;
         let value = self.0.swap_remove(found).1;
@@ -70,20 +70,22 @@ impl<'a> Parameters<'a> {
         Some(value)
     }
 
-    /// A number of `least` to `most`; `default` where nothing is said.
-    pub fn number<N>(&mut self, key: &str, (least, most): (N, N), default: N) -> Result<N, Why>
+    /// Removes a numeric parameter and returns its value, `least` to `most`, or `default` if it is absent.
+    pub fn number<N>(&mut self, key: &str, (least, most): (N, N), default: N) -> Result<N, ApiError>
     where
         N: FromStr + PartialOrd + std::fmt::Display,
     {
         let Some(text) = self.take(key) else { return Ok(default) };
         let number = text.parse().ok().filter(|number| (&least..=&most).contains(&number));
-        number.ok_or_else(|| Why::Invalid(format!("{key}={text}: must be a number from {least} to {most}")))
+        number.ok_or_else(|| {
+            ApiError::Invalid(format!("{key}={text}: must be a number from {least} to {most}"))
+        })
     }
 
-    /// Refuses what nobody has taken.
-    pub fn end(self) -> Result<(), Why> {
+    /// Fails if parameters are left, which are unknown.
+    pub fn end(self) -> Result<(), ApiError> {
         match self.0.first() {
-            Some((key, _)) => Err(Why::Invalid(format!("{key}: there is no such parameter"))),
+            Some((key, _)) => Err(ApiError::Invalid(format!("{key}: unknown parameter"))),
             None => Ok(()),
         }
     }
@@ -99,16 +101,16 @@ mod tests {
         assert_eq!(parameters.number("a", (0, 20), 5), Ok(20));
         assert_eq!(parameters.number("b", (0, 20), 5), Ok(5));
         assert_eq!(parameters.take("name").as_deref(), Some("<b>/x y"));
-        assert_eq!(parameters.end(), Err(Why::Invalid("c: there is no such parameter".into())));
+        assert_eq!(parameters.end(), Err(ApiError::Invalid("c: unknown parameter".into())));
         for text in ["", "x", "-1", "21", "1.5", "99999999999999999999999"] {
             let query = format!("a={text}");
             let why = Parameters::of(&query).number("a", (0, 20), 5);
-            assert_eq!(why, Err(Why::Invalid(format!("a={text}: must be a number from 0 to 20"))));
+            assert_eq!(why, Err(ApiError::Invalid(format!("a={text}: must be a number from 0 to 20"))));
         }
     }
 
     #[test]
-    fn names_come_out_of_paths() {
+    fn device_names_in_paths_are_decoded() {
         assert_eq!(name("job-1").as_deref(), Ok("job-1"));
         assert_eq!(name("a%2F%C3%A4%25").as_deref(), Ok("a/ä%"));
         assert!(name("%FF").is_err());

@@ -1,4 +1,4 @@
-//! What the command line and a file say of the page.
+//! Options of the page, from the command line and the configuration file.
 
 use std::net::SocketAddr;
 
@@ -6,37 +6,39 @@ use anyhow::Result;
 use clap::Args;
 use freestone_spec::config::FileConfig;
 
-use crate::http::Words;
+use crate::http::AddressWords;
 
-const HTTP_HELP: &str = "Show people a page with devices, maps and latencies at http://ADDR/; ADDR is PORT of this machine, or HOST:PORT";
+const HTTP_HELP: &str = "Serve a web page with devices, maps and latencies at http://ADDR/; ADDR is HOST:PORT, or PORT for \
+    this machine only";
 
-const OPEN_HELP: &str = "Let --http be an address that others than this machine's users reach: it is plain HTTP, \
-                         and who connects sees the names of all devices";
+const OPEN_HELP: &str = "Allow an address of --http that other machines reach; it is plain HTTP and shows the names of all \
+    devices";
 
-/// The options of `serve`.
+/// Options of `serve`.
 #[derive(Debug, Args)]
+#[command(next_help_heading = "Observation")]
 pub struct PageArgs {
-    /// Where.
+    /// Address to listen at.
     #[arg(long, value_name = "ADDR", help = HTTP_HELP)]
     http: Option<String>,
-    /// The word for others.
+    /// Other machines may connect.
     #[arg(long, help = OPEN_HELP)]
     http_open: bool,
 }
 
 impl PageArgs {
-    /// Where it is listened; `None` where there is no page.
+    /// Returns the address to listen at, or None if the page is off. The command line overrides the file.
     ///
     /// # Errors
-    /// An address that cannot be meant, or what makes no sense without one.
+    /// The address is invalid, or `--http-open` is given without an address.
     pub fn asked(&self, file: Option<&FileConfig>) -> Result<Option<SocketAddr>> {
-        let said = file.map(|file| &file.http);
-        let words = Words {
+        let in_file = file.map(|file| &file.http);
+        let words = AddressWords {
             key: "http",
             line: self.http.as_deref(),
-            file: said.and_then(|said| said.address.as_deref()),
-            open: self.http_open || said.is_some_and(|said| said.open),
-            useless: "without --http there is no page",
+            file: in_file.and_then(|http| http.address.as_deref()),
+            open: self.http_open || in_file.is_some_and(|http| http.open),
+            useless: "has no effect without --http",
         };
         words.resolve()
     }
@@ -47,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_replaces_what_the_file_says() {
+    fn command_line_overrides_file() {
         let asked = |line: Option<&str>, open, file: &str| {
             let args = PageArgs { http: line.map(str::to_owned), http_open: open };
             let file = freestone_spec::config::parse(file).unwrap();
@@ -58,14 +60,15 @@ mod tests {
         assert_eq!(asked(None, false, "http = 9200"), Ok(Some("127.0.0.1:9200".into())));
         assert_eq!(asked(Some("1"), false, "http = 9200"), Ok(Some("127.0.0.1:1".into())));
         let why = asked(None, false, "http = '0.0.0.0:9200'").unwrap_err();
-        assert!(why.starts_with("http: 0.0.0.0:9200: others than") && why.contains("--http-open"), "{why}");
+        assert!(why.starts_with("http: 0.0.0.0:9200: other machines"), "{why}");
+        assert!(why.contains("--http-open"), "{why}");
         for (line, file) in
             [(true, "http = '0.0.0.0:9200'"), (false, "http = '0.0.0.0:9200'\nhttp_open = true")]
         {
             assert_eq!(asked(None, line, file), Ok(Some("0.0.0.0:9200".into())));
         }
         for (line, file) in [(true, ""), (false, "http_open = true")] {
-            assert_eq!(asked(None, line, file).unwrap_err(), "--http-open: without --http there is no page");
+            assert_eq!(asked(None, line, file).unwrap_err(), "--http-open: has no effect without --http");
         }
     }
 }

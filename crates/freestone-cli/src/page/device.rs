@@ -1,4 +1,4 @@
-//! One device: what `stat` and `get` tell of it, and how long its requests took.
+//! Details of one device for the page: `stat`, `get`, rates and latencies.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,30 +10,30 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
-use super::api::Why;
+use super::api::ApiError;
 use crate::service::Service;
 use crate::verbs::Verb as _;
 use crate::verbs::get::{self, Get};
 use crate::verbs::stat::{self, Stat};
 use crate::verbs::top::Row;
 
-/// What is told.
+/// Details of a device.
 #[derive(Serialize)]
-pub struct Told {
-    /// As `stat`.
+pub struct Details {
+    /// Reply of the verb `stat`.
     stat: Box<RawValue>,
-    /// As `get`.
+    /// Reply of the verb `get`.
     attributes: Map<String, Value>,
-    /// The seconds of the rates.
+    /// Period of the rates, in seconds.
     seconds: f64,
-    /// As `top`, of a device that can be asked.
+    /// Rates as in `top`; none for a template.
     #[serde(skip_serializing_if = "Option::is_none")]
     rates: Option<Row>,
-    /// By operation, since the device is there: how long requests took.
+    /// Latency histogram by operation, since the device was created.
     latency: BTreeMap<&'static str, Vec<Bucket>>,
 }
 
-/// Less than so many nanoseconds (no end: null), and how many requests took as long.
+/// Upper bound of the latency in nanoseconds (null: unbounded), and number of requests.
 type Bucket = (Option<u64>, u64);
 
 fn buckets(latency: &Latency) -> Vec<Bucket> {
@@ -41,22 +41,22 @@ fn buckets(latency: &Latency) -> Vec<Bucket> {
     latency.buckets().map(|(end, count)| (end.map(nanoseconds), count)).collect()
 }
 
-/// The device of that name.
-pub fn find(service: &Service, name: &str) -> Result<Arc<Entry>, Why> {
-    service.registry.find(name).ok_or_else(|| Why::NoDevice(format!("{name}: no such device")))
+/// Returns the device of this name.
+pub fn find(service: &Service, name: &str) -> Result<Arc<Entry>, ApiError> {
+    service.registry.find(name).ok_or_else(|| ApiError::NoDevice(format!("{name}: no such device")))
 }
 
-/// All of one device.
+/// Returns the details of a device.
 ///
 /// # Errors
-/// There is none of that name, or not any more.
-pub fn device(service: &Service, name: &str) -> Result<Told, Why> {
+/// The device does not exist, or was removed meanwhile.
+pub fn device(service: &Service, name: &str) -> Result<Details, ApiError> {
     let entry = find(service, name)?;
     let look = service.rates.look(&service.registry);
     let seconds = look.since.as_secs_f64();
     let account = entry.account().unwrap_or_default();
     let of = |counter: Counter| (counter.word(), buckets(&account.latency[counter]));
-    Ok(Told {
+    Ok(Details {
         stat: Stat::run(service, stat::Params::of(name))?,
         attributes: Get::run(service, get::Params::all(name))?,
         seconds,

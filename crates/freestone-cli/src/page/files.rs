@@ -1,10 +1,10 @@
-//! The files of the page, as they are in the program.
+//! Static files of the page, included in the program.
 
-use crate::http::Answer;
+use crate::http::Response;
 
 const SCRIPT: &str = "text/javascript; charset=utf-8";
 
-/// Path, type and content.
+/// Path, content type and content of each file.
 const FILES: [(&str, &str, &str); 7] = [
     ("/", "text/html; charset=utf-8", include_str!("files/index.html")),
     ("/app.js", SCRIPT, include_str!("files/app.js")),
@@ -15,8 +15,8 @@ const FILES: [(&str, &str, &str); 7] = [
     ("/icon.svg", "image/svg+xml", include_str!("files/icon.svg")),
 ];
 
-/// The file at a path.
-pub fn file(path: &str) -> Option<Answer> {
+/// Returns the file at a path.
+pub fn file(path: &str) -> Option<Response> {
     let found = FILES.iter().find(|(at, ..)| *at == path);
-    found.map(|(_, content_type, content)| Answer::ok(content_type, content.as_bytes()))
+    found.map(|(_, content_type, content)| Response::ok(content_type, content.as_bytes()))
 }

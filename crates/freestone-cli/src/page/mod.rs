@@ -1,4 +1,4 @@
-//! A page for people who watch the server with a browser: read-only, and all of it within the
+//! Read-only web page that shows devices, families, maps and latencies. All its files are part of the
 //! program.
 
 mod api;

@@ -1,4 +1,4 @@
-//! What there is at a glance: the server, families in sums, and the devices that are asked for.
+//! Overview for the page: the server, sums of each family, and the selected devices.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -12,37 +12,37 @@ use freestone_spec::kinds::Entry;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::api::{Parameters, Why};
+use super::api::{ApiError, Parameters};
 use crate::metrics::rates::{By, Device, Look, fork_of};
 use crate::process;
 use crate::service::Service;
 use crate::verbs::{list, top};
 
-/// Devices of one answer.
+/// Maximum number of devices in a response.
 const DEVICES_MAX: usize = 200;
-/// And where nothing was said.
+/// Default number of devices in a response.
 const DEVICES: usize = 50;
-/// The largest place to go on from: more devices than there can be.
+/// Largest offset in the list of devices; a server cannot have more devices.
 const FROM_MAX: usize = 1 << 20;
-/// Families of one answer, the busiest of them.
+/// Maximum number of families in a response; the busiest come first.
 const FAMILIES_MAX: usize = 64;
-/// Devices of the state that are not there, of one answer.
+/// Maximum number of missing devices in a response. Missing devices are in the state but could not be created.
 const MISSING_MAX: usize = 100;
 
-/// What is told.
+/// The overview.
 #[derive(Serialize)]
 pub struct Overview {
-    /// The time that rates are of; 0 where nobody had looked before.
+    /// Period of the rates, in seconds; 0 in the first sample.
     seconds: f64,
     server: Server,
-    /// All devices together, as `top` has it.
+    /// Sum of all devices, as in `top`.
     total: top::Row,
     families: Vec<Family>,
-    /// Beyond [`FAMILIES_MAX`].
+    /// Families beyond [`FAMILIES_MAX`].
     families_left_out: usize,
-    /// Devices with a name that begins so.
+    /// Number of devices whose name begins with the prefix.
     found: usize,
-    /// How many of them come before the first one here.
+    /// Number of these before the first one in `devices`.
     from: usize,
     devices: Vec<Row>,
     missing: Vec<list::Missing>,
@@ -56,28 +56,29 @@ struct Server {
     uptime_seconds: u64,
     process_rss_bytes: u64,
     devices: usize,
-    /// Of these.
+    /// Number of forks, included in `devices`.
     forks: usize,
     connections: u64,
 }
 
-/// What was made from one another.
+/// A family of devices that depend on one another: forks, snapshots and their base or origin.
 #[derive(Default, Serialize)]
 struct Family {
     name: String,
     kind: &'static str,
-    /// Devices of it.
+    /// Number of devices, without templates.
     devices: usize,
     forks: usize,
     templates: usize,
-    /// What their users asked for. Of a base, its forks' alone: what they read of it is theirs.
+    /// Sum of the devices' rates. Excludes the base, because its reads are those of its forks.
     #[serde(skip_serializing_if = "Option::is_none")]
     rates: Option<top::Row>,
-    /// What is held in memory or spilled, before compression and after.
+    /// Data in memory and on the backing device, before compression.
     orig_data_size: u64,
+    /// The same data after compression.
     compr_data_size: u64,
     same_pages: u64,
-    /// As in `stat`.
+    /// Memory of the family, as in `stat`.
     #[serde(skip_serializing_if = "Option::is_none")]
     memory: Option<Value>,
     #[serde(skip)]
@@ -86,14 +87,14 @@ struct Family {
     used: u64,
 }
 
-/// A device: as `top` has it, and as `list` has it.
+/// A device, as in `top` and as in `list`.
 #[derive(Serialize)]
 struct Row {
     rates: top::Row,
     state: list::Row,
 }
 
-/// What devices are sorted by.
+/// Order of the devices.
 #[derive(Clone, Copy)]
 enum Order {
     Busy(By),
@@ -101,22 +102,26 @@ enum Order {
 }
 
 impl Order {
-    fn parse(text: &str) -> Result<Self, Why> {
+    fn parse(text: &str) -> Result<Self, ApiError> {
         Ok(match text {
             "requests" => Self::Busy(By::Requests),
             "bytes" => Self::Busy(By::Bytes),
             "latency" => Self::Busy(By::Latency),
             "name" => Self::Name,
-            _ => return Err(Why::Invalid(format!("by={text}: must be requests, bytes, latency or name"))),
+            _ => {
+                return Err(ApiError::Invalid(format!(
+                    "by={text}: must be requests, bytes, latency or name"
+                )));
+            }
         })
     }
 }
 
-/// The overview, with the devices that the parameters choose.
+/// Returns the overview, with the devices that the parameters select.
 ///
 /// # Errors
-/// The parameters cannot be meant.
-pub fn overview(service: &Service, mut parameters: Parameters<'_>) -> Result<Overview, Why> {
+/// A parameter is invalid.
+pub fn overview(service: &Service, mut parameters: Parameters<'_>) -> Result<Overview, ApiError> {
     let count = parameters.number("count", (0, DEVICES_MAX), DEVICES)?;
     let from = parameters.number("from", (0, FROM_MAX), 0)?;
     let prefix = parameters.take("prefix").unwrap_or_default();
@@ -162,7 +167,7 @@ pub fn overview(service: &Service, mut parameters: Parameters<'_>) -> Result<Ove
     })
 }
 
-/// The devices whose name begins so, in this order.
+/// Returns the devices whose name begins with the prefix, in this order.
 fn chosen<'a>(look: &'a Look, order: Order, prefix: &str) -> Vec<&'a Device> {
     let begins = |device: &Device| device.name.starts_with(prefix);
     match order {
@@ -175,11 +180,11 @@ fn chosen<'a>(look: &'a Look, order: Order, prefix: &str) -> Vec<&'a Device> {
     }
 }
 
-/// The family that each device is of: the index of the one that all of it stands on.
+/// Returns the family of each device, as the index of the device that all others depend on.
 fn roots(entries: &[Arc<Entry>]) -> Vec<usize> {
     let places: HashMap<_, _> =
         entries.iter().enumerate().map(|(index, entry)| (entry.name(), index)).collect();
-    // What one stands on was there before.
+    // A device comes after the devices that it depends on.
     let mut roots = Vec::with_capacity(entries.len());
     for (index, entry) in entries.iter().enumerate() {
         let below =
@@ -189,7 +194,8 @@ fn roots(entries: &[Arc<Entry>]) -> Vec<usize> {
     roots
 }
 
-/// The busiest of those with more than one device, or with memory; and how many are left out.
+/// Returns the busiest families that have more than one device or memory of their own, and the number of omitted
+/// families.
 fn families(entries: &[Arc<Entry>], look: &Look) -> (Vec<Family>, usize) {
     let mut of_root = HashMap::<usize, Family>::new();
     for (entry, root) in entries.iter().zip(roots(entries)) {

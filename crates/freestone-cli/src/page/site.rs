@@ -1,36 +1,37 @@
-//! What is at which path.
+//! The HTTP site of the page: static files and the JSON API.
 
 use std::sync::{Arc, Weak};
 
-use super::api::{self, Parameters, Why};
+use super::api::{self, ApiError, Parameters};
 use super::map::Maps;
 use super::{device, files, overview};
-use crate::http::{Answer, Client, Refusal, Request, Site};
+use crate::http::{Client, Refusal, Request, Response, Site};
 use crate::service::Service;
 
-/// The page, and what it asks.
+/// Serves the page and its JSON API.
 pub struct PageSite {
-    /// Not held: no client keeps devices alive.
+    /// Weak, so that an HTTP client does not keep devices alive.
     service: Weak<Service>,
     maps: Maps,
 }
 
 impl PageSite {
-    /// The page of a server.
+    /// Creates the site of a server.
     pub fn new(service: &Arc<Service>) -> Self {
         Self { service: Arc::downgrade(service), maps: Maps::new(service) }
     }
 
-    fn ask<T>(&self, question: impl FnOnce(&Service) -> Result<T, Why>) -> Result<T, Why> {
-        let service = self.service.upgrade().ok_or_else(|| Why::Busy("the server ends".into()))?;
-        question(&service)
+    fn with_service<T>(&self, query: impl FnOnce(&Service) -> Result<T, ApiError>) -> Result<T, ApiError> {
+        let service =
+            self.service.upgrade().ok_or_else(|| ApiError::Busy("the server is shutting down".into()))?;
+        query(&service)
     }
 }
 
 impl Site for PageSite {
     const NAME: &'static str = "http";
     const PATH: &'static str = "/";
-    /// Nothing is loaded from elsewhere, run from within the text, or shown in a frame of others.
+    /// Browsers must not load anything from other hosts, run inline scripts, or show the page in a frame.
     const HEADERS: &'static str = "Content-Security-Policy: default-src 'none'; script-src 'self'; style-src 'self'; \
                                    img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; \
                                    frame-ancestors 'none'\r\n\
@@ -38,25 +39,25 @@ impl Site for PageSite {
                                    Referrer-Policy: no-referrer\r\n\
                                    X-Frame-Options: DENY\r\n";
 
-    fn answer(&self, request: &Request, client: &Client<'_>) -> Result<Answer, Refusal> {
+    fn respond(&self, request: &Request, client: &Client<'_>) -> Result<Response, Refusal> {
         let Request { path, query, .. } = request;
         if let Some(file) = files::file(path) {
             return Ok(file);
         }
         let parameters = Parameters::of(query);
         if path == "/api/overview" {
-            return Ok(api::answer(self.ask(|service| overview::overview(service, parameters))));
+            return Ok(api::response(self.with_service(|service| overview::overview(service, parameters))));
         }
         if let Some(name) = path.strip_prefix("/api/device/") {
-            let told = api::name(name).and_then(|name| {
+            let details = api::name(name).and_then(|name| {
                 parameters.end()?;
-                self.ask(|service| device::device(service, &name))
+                self.with_service(|service| device::device(service, &name))
             });
-            return Ok(api::answer(told));
+            return Ok(api::response(details));
         }
         if let Some(name) = path.strip_prefix("/api/map/") {
-            let told = api::name(name).and_then(|name| self.maps.map(&name, parameters, client));
-            return Ok(api::answer(told));
+            let map = api::name(name).and_then(|name| self.maps.map(&name, parameters, client));
+            return Ok(api::response(map));
         }
         Err(Refusal::NotFound)
     }

@@ -1,10 +1,10 @@
-//! Content that is there after the next start (`keep=yes`): saved in the directory of the state, and
-//! restored from there.
+//! Content that survives a restart of the server (`keep=yes`): saved in the state directory, and restored
+//! from there.
 //!
-//! Devices that share memory are saved together, in a directory of their own; a device is known there
-//! by its UUID. One thread saves what changed, when that is due, and merges the files; others load what
-//! was restored, each of one directory, while it is used already. The end of the server stops them all,
-//! and saves once more.
+//! Each family of RAM disks sharing one pool has a directory of its own, in which the UUID identifies a
+//! device. One thread saves changes when a save is due, and merges the files. For each restored directory
+//! another thread loads the content into memory while the devices are already in use. Server shutdown stops
+//! all these threads, and saves once more.
 
 pub mod saver;
 pub mod start;
@@ -21,29 +21,26 @@ use std::time::{Duration, Instant, SystemTime};
 use freestone::keep::{Keep, KeepError};
 use freestone::ram::{Family, Ram};
 use freestone_spec::config::FileConfig;
-use freestone_spec::kinds::registry::Registry;
-use freestone_spec::kinds::{Entry, KindSpec};
-use freestone_spec::refusal::Errno;
+use freestone_spec::kinds::Entry;
 use freestone_spec::{size, times};
 use serde_json::{Value, json};
 use tracing::{error, warn};
 use uuid::Uuid;
 
-use crate::control::protocol::Fault;
 use crate::records::Records;
 use crate::standby::Standby;
 
-/// The directory of all content, in that of the state.
+/// Name of the directory of all content, in the state directory.
 const DIR: &str = "content";
 
-/// When content is saved, beside the end of the server.
+/// When content is saved, in addition to server shutdown.
 #[derive(Debug, Clone, Copy)]
 pub struct Plan {
-    /// So often, if something changed.
+    /// Interval of saves, if something changed.
     pub every: Option<Duration>,
-    /// When so many bytes changed, before they are compressed.
+    /// Changed bytes, before compression, after which a save is due.
     pub after: Option<u64>,
-    /// How long the end of the server waits for it.
+    /// Longest time that server shutdown waits for the last save.
     pub timeout: Duration,
 }
 
@@ -54,7 +51,7 @@ impl Default for Plan {
 }
 
 impl Plan {
-    /// What a file says of that, as it is written.
+    /// Returns the keys of a plan in a configuration file, with their values as text.
     pub fn keys_of(file: &FileConfig) -> Vec<(&'static str, String)> {
         let every = file.save_every.map(|every| ("save_every", times::exact(every)));
         let after = file.save_after.map(|bytes| ("save_after", size::exact(bytes)));
@@ -63,66 +60,70 @@ impl Plan {
     }
 }
 
-/// The saves of a server; nothing where it has no state.
+/// The saves of a server. Does nothing without a state directory.
 ///
-/// Lock order: `groups`, then `told` of one. Both are locked for a look or a change; the `keep` of a
-/// group for as long as it is saved, with nothing else locked.
+/// Lock order: `groups`, then `status` of a group. Both are held only while they are read or changed. `keep`
+/// of a group is held during a save, and is locked first: while no other lock is held.
 #[derive(Default)]
 pub struct Saves {
     at: OnceLock<(PathBuf, Plan)>,
     groups: Mutex<Vec<Arc<Group>>>,
-    /// What runs until the server ends.
+    /// Threads that run until server shutdown.
     threads: Mutex<Vec<JoinHandle<()>>>,
-    /// The thread of the last save.
+    /// Thread for the last save, started in advance.
     last_save: Mutex<Option<Standby>>,
+    /// Set at server shutdown.
     stops: AtomicBool,
-    /// That is also said here, to who sleeps.
+    /// Wakes the saving thread when `stops` is set.
     bell: (Mutex<()>, Condvar),
-    /// Devices that had an older content when the server started than when the one before ended, and of
-    /// when that was.
+    /// Devices that were restored with content older than they had when the previous server ended, and the
+    /// time of that content.
     behind: Mutex<HashMap<String, SystemTime>>,
-    /// Devices whose base changed while no server ran, and the file that did.
+    /// Devices whose base changed while no server ran, and the changed file.
     changed_bases: Mutex<HashMap<String, PathBuf>>,
-    /// What the log was last told that comes again and again.
-    complaint: Mutex<String>,
+    /// Last error logged by `log_once`.
+    last_error: Mutex<String>,
 }
 
-/// Devices that share memory.
+/// The saved devices of one family.
 struct Group {
     family: Family,
-    /// Its directory.
+    /// Directory of the group.
     dir: PathBuf,
     keep: Mutex<Keep>,
-    told: Mutex<Told>,
+    status: Mutex<GroupStatus>,
 }
 
-/// A device of a group, with its UUID.
+/// UUID and entry of a device of a group.
 type Member = (String, Arc<Entry>);
 
-/// What is known of a group without waiting for a save.
+/// Status of a group, which can be read without waiting for a running save.
 #[derive(Debug, Clone, Default)]
-struct Told {
-    /// The last save.
+struct GroupStatus {
+    /// Time of the last save.
     saved: Option<SystemTime>,
-    /// The devices in it, by their UUIDs.
+    /// UUIDs of the devices in the last save.
     members: HashSet<String>,
+    /// Bytes of the files.
     file_bytes: u64,
+    /// Number of increments.
     increments: usize,
-    /// By UUID: bytes that a save which runs is about to make durable.
+    /// Bytes that a running save will make durable, by UUID.
     under_way: HashMap<String, u64>,
-    /// Why the last try came to nothing.
+    /// Why the last attempt failed.
     failed: Option<String>,
-    /// When it was tried last, or the group was seen first.
+    /// Time of the last attempt, or of the group's creation.
     tried: Option<Instant>,
-    /// Pages that cannot be read: of what was restored, or of the last save that found more or wrote all.
+    /// Unreadable pages. Set by restoring; a save raises the number to its own count, and a save that writes
+    /// the whole content replaces it.
     lost_pages: u64,
-    /// What the next save needs, and what is free.
+    /// Bytes that the next save needs, and free bytes.
     needs: Option<(u64, u64)>,
-    /// Of what was restored, how much is in memory.
+    /// Progress of loading restored content: done and total.
     loading: Option<(u64, u64)>,
 }
 
-impl Told {
+impl GroupStatus {
     fn under_way_of(&self, entry: &Entry) -> u64 {
         let uuid = entry.identity.uuid.simple().to_string();
         self.under_way.get(&uuid).copied().unwrap_or_default()
@@ -131,51 +132,50 @@ impl Told {
 
 impl Group {
     fn new(family: Family, dir: PathBuf, keep: Keep) -> Self {
-        let told = Mutex::new(Told { tried: Some(Instant::now()), ..Told::default() });
-        let group = Self { family, dir, keep: Mutex::new(keep), told };
-        group.tell(&group.keep());
+        let status = Mutex::new(GroupStatus { tried: Some(Instant::now()), ..GroupStatus::default() });
+        let group = Self { family, dir, keep: Mutex::new(keep), status };
+        group.record_contents(&group.keep());
         group
     }
 
-    fn told(&self) -> MutexGuard<'_, Told> {
-        // Nothing in here can be half done.
-        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    fn status(&self) -> MutexGuard<'_, GroupStatus> {
+        // A panic cannot leave the status inconsistent, so poisoning is ignored.
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn keep(&self) -> MutexGuard<'_, Keep> {
-        // A save that panicked has put nothing in its place.
+        // A save that panicked has not replaced any file, so poisoning is ignored.
         self.keep.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A device that could not be made again, whose content is with that of the others: a save would go
-    /// over it.
+    /// Returns a device whose content is in the last save, but which could not be created at the start. A save
+    /// of the group would overwrite its content.
     fn missing(&self, records: &Records) -> Option<String> {
         let state = records.state()?;
-        let told = self.told();
+        let status = self.status();
         let is_in =
-            |name: &String| state.find(name).is_some_and(|device| told.members.contains(&device.uuid));
+            |name: &String| state.find(name).is_some_and(|device| status.members.contains(&device.uuid));
         records.all_missing().into_iter().map(|(name, _)| name).find(is_in)
     }
 
-    /// What the directory holds is told from now on.
-    fn tell(&self, keep: &Keep) {
-        let mut told = self.told();
+    /// Copies the contents of the directory into the status.
+    fn record_contents(&self, keep: &Keep) {
+        let mut status = self.status();
         if let Some(kept) = keep.contents() {
-            (told.saved, told.file_bytes, told.increments) =
+            (status.saved, status.file_bytes, status.increments) =
                 (Some(kept.when), kept.file_bytes, kept.increments);
-            told.members = kept.contents.devices.iter().map(|device| device.name.clone()).collect();
+            status.members = kept.contents.devices.iter().map(|device| device.name.clone()).collect();
         }
     }
 }
 
 impl Saves {
-    /// Content goes to the directory of the state from now on.
+    /// Sets the state directory and the plan. Called once, before devices exist.
     pub fn begin(&self, state: &Path, plan: Plan) {
-        // Once, before there are devices.
         let _ = self.at.set((state.join(DIR), plan));
     }
 
-    /// The plan, as a file says it.
+    /// Returns the plan as keys of a configuration file; none without a state directory.
     pub fn keys(&self) -> Vec<(&'static str, String)> {
         let Some((_, plan)) = self.at.get() else { return Vec::new() };
         let file = FileConfig {
@@ -187,19 +187,19 @@ impl Saves {
         Plan::keys_of(&file)
     }
 
-    /// How long the last save may take, where there is one.
+    /// Returns the longest time of the last save, or None without a state directory.
     pub fn timeout(&self) -> Option<Duration> {
         self.at.get().map(|(_, plan)| plan.timeout)
     }
 
     fn groups(&self) -> MutexGuard<'_, Vec<Arc<Group>>> {
-        // Nothing in here can be half done.
+        // A panic cannot leave the list inconsistent, so poisoning is ignored.
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Logs what goes wrong, and comes again and again.
-    fn tell_once(&self, why: &str) {
-        let mut last = self.complaint.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Logs an error that repeats, unless it is the same as the last one.
+    fn log_once(&self, why: &str) {
+        let mut last = self.last_error.lock().unwrap_or_else(PoisonError::into_inner);
         if *last != why {
             error!("{why}");
             why.clone_into(&mut last);
@@ -207,7 +207,7 @@ impl Saves {
     }
 
     fn behind(&self) -> MutexGuard<'_, HashMap<String, SystemTime>> {
-        // Nothing in here can be half done.
+        // A panic cannot leave the map inconsistent, so poisoning is ignored.
         self.behind.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -215,19 +215,19 @@ impl Saves {
         self.stops.load(Ordering::SeqCst)
     }
 
-    /// A directory for devices that share memory.
+    /// Adds a group with an existing directory.
     fn add(&self, family: Family, dir: PathBuf, keep: Keep) -> Arc<Group> {
         let group = Arc::new(Group::new(family, dir, keep));
         self.groups().push(Arc::clone(&group));
         group
     }
 
-    /// A new one, where there is none yet.
+    /// Creates the group of a family with a new directory, unless the family has a group.
     fn make(&self, family: Family) -> Result<(), KeepError> {
-        let Some((content, _)) = self.at.get() else { unreachable!("only where there is a state") };
+        let Some((content, _)) = self.at.get() else { unreachable!("called only with a state directory") };
         let dir = content.join(Uuid::new_v4().simple().to_string());
         let mut keep = Keep::open(&dir)?;
-        // A save in a directory whose name is not durable is none.
+        // A crash could undo the directory's name, and with it all saves in the directory.
         let parents = [Some(content.as_path()), content.parent()];
         for path in parents.into_iter().flatten() {
             let synced = File::open(path).and_then(|parent| parent.sync_all());
@@ -244,7 +244,7 @@ impl Saves {
                 return Ok(());
             }
         }
-        // Somebody else has seen its device meanwhile. Of two directories the next start could take the
+        // Another thread has created the group meanwhile. With two directories, the next start could use the
         // older one.
         forget(&mut group.keep(), &group.dir);
         Ok(())
@@ -255,23 +255,23 @@ impl Saves {
         self.groups().iter().find(|group| group.family.is(&family)).cloned()
     }
 
-    /// Of a device that is kept: its last save, in a way that people read and programs, too.
+    /// Returns the time of a kept device's last save, readable for people and programs.
     pub fn saved(&self, entry: &Entry) -> Option<String> {
-        let ram = entry.kind.ram().filter(|_| entry.spec.keep)?;
-        Some(times::shown(self.group_of(ram)?.told().saved?))
+        let ram = entry.kind.ram().filter(|_| entry.is_kept())?;
+        Some(times::shown(self.group_of(ram)?.status().saved?))
     }
 
-    /// Of when the content is, where it is older than what the server before had.
+    /// Returns the time of a device's restored content, if the device had newer content before.
     pub fn behind_of(&self, name: &str) -> Option<String> {
         self.behind().get(name).copied().map(times::shown)
     }
 
-    /// A device has the content of that moment, which is older than what it had.
+    /// Notes that a device was restored with content of `when`, older than it had before.
     pub fn put_behind(&self, name: &str, when: SystemTime) {
         self.behind().insert(name.to_owned(), when);
     }
 
-    /// The device has another content, or is gone.
+    /// Removes the notes about a device whose content was replaced, or that was removed.
     pub fn forget_behind(&self, name: &str) {
         self.behind().remove(name);
         self.changed_bases().remove(name);
@@ -292,75 +292,58 @@ impl Saves {
         self.changed_bases().insert(name.to_owned(), file);
     }
 
-    /// All that is known of the saves of a device, for `stat`.
+    /// Returns the statistics of a device's saves, for `stat`.
     pub fn stat(&self, entry: &Entry) -> Option<Value> {
-        let ram = entry.kind.ram().filter(|_| entry.spec.keep)?;
-        let told = self.group_of(ram).map(|group| group.told().clone()).unwrap_or_default();
+        let ram = entry.kind.ram().filter(|_| entry.is_kept())?;
+        let status = self.group_of(ram).map(|group| group.status().clone()).unwrap_or_default();
         let mut stat = json!({
-            "saved": told.saved.map(times::shown),
-            "file_bytes": told.file_bytes,
-            "increments": told.increments,
-            "unsaved_bytes": unsaved_bytes(ram) + told.under_way_of(entry),
+            "saved": status.saved.map(times::shown),
+            "file_bytes": status.file_bytes,
+            "increments": status.increments,
+            "unsaved_bytes": unsaved_bytes(ram) + status.under_way_of(entry),
         });
-        if told.lost_pages > 0 {
-            stat["lost_pages"] = told.lost_pages.into();
+        if status.lost_pages > 0 {
+            stat["lost_pages"] = status.lost_pages.into();
         }
-        if let Some((bytes, free)) = told.needs {
+        if let Some((bytes, free)) = status.needs {
             stat["next_save_bytes"] = bytes.into();
             stat["free_bytes"] = free.into();
         }
-        if let Some((done, all)) = told.loading {
+        if let Some((done, all)) = status.loading {
             stat["loaded_percent"] = (done * 100).checked_div(all).unwrap_or(100).into();
         }
-        if let Some(why) = told.failed {
+        if let Some(why) = status.failed {
             stat["failed"] = why.into();
         }
         Some(stat)
     }
 }
 
-/// Refuses a device whose content cannot be kept.
-pub fn check(registry: &Registry, entry: &Entry) -> Result<(), Fault> {
-    if !entry.spec.keep {
-        return Ok(());
-    }
-    let name = entry.name();
-    let refuse = |why: &str| Err(Fault::failed(Errno::EINVAL, format!("{name}: keep=yes: {why}")));
-    if entry.kind.ram().is_none() {
-        return refuse("copies of a file's snapshot in memory are not kept; cow=PATH keeps them");
-    }
-    let KindSpec::Fork(fork) = &entry.spec.kind else { return Ok(()) };
-    match registry.find(&fork.base) {
-        Some(base) if base.kind.ram().is_some() && !base.spec.keep => {
-            refuse(&format!("its base {} is not kept; make that with keep=yes", base.name()))
-        }
-        _ => Ok(()),
-    }
-}
-
-/// Bytes of a device that no save has, before they are compressed; of one that was never saved, all.
+/// Returns the bytes of a device that are in no save, before compression. For a device that was never saved,
+/// these are all its bytes.
 fn unsaved_bytes(ram: &Ram) -> u64 {
     ram.unsaved_bytes().unwrap_or_else(|| ram.mm_stat().orig_data_size)
 }
 
-/// What a device holds, if that is kept.
+/// Returns the RAM disk, fork or snapshot of a device if its content is kept. Forks of template connections
+/// are not kept.
 fn kept(entry: &Entry) -> Option<&Arc<Ram>> {
-    entry.kind.ram().filter(|_| entry.spec.keep && entry.template.is_none())
+    entry.kind.ram().filter(|_| entry.is_kept() && entry.template.is_none())
 }
 
-/// A save by its moment, as a number that the state keeps: nanoseconds since 1970.
+/// Returns the time of a save as stored in the state: nanoseconds since 1970.
 fn stamp(when: SystemTime) -> u64 {
     when.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
 }
 
-/// Removes a directory that no device needs any more, with the files of saves in it. Other files stay, and
-/// the directory with them.
+/// Removes a directory that no device needs any more, with its save files. A directory with other files
+/// stays.
 fn forget(keep: &mut Keep, path: &Path) {
     if let Err(why) = keep.forget() {
-        return warn!("{}: is not needed any more, and stays: {why}", path.display());
+        return warn!("{}: cannot remove files of an unused directory: {why}", path.display());
     }
     if let Err(why) = fs::remove_dir(path) {
-        warn!("{}: is not needed any more, and stays: {why}", path.display());
+        warn!("{}: cannot remove an unused directory: {why}", path.display());
     }
 }
 
@@ -371,7 +354,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_who_see_a_new_device_at_once_make_one_directory() {
+    fn concurrent_makers_create_one_directory_per_family() {
         let dir = tempfile::tempdir().unwrap();
         let saves = Saves::default();
         saves.begin(dir.path(), Plan::default());

@@ -1,4 +1,4 @@
-//! Saving: when it is due, and at the end.
+//! Saves of kept content: the saving thread, and the last save at server shutdown.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
@@ -18,22 +18,22 @@ use crate::control::protocol::Fault;
 use crate::service::Service;
 use crate::standby::Standby;
 
-/// How often it is looked whether a save is due.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// How often it is looked whether the next one would fit.
+/// Interval of checks whether a save is due.
+const CHECK_EVERY: Duration = Duration::from_secs(1);
+/// Interval of checks whether the next save would fit.
 const ESTIMATE_EVERY: Duration = Duration::from_secs(60);
-/// After a save that failed another one is not tried before.
+/// Pause after a failed save.
 const RETRY_AFTER: Duration = Duration::from_secs(60);
-/// How long beyond its time the last save may hang on a disk.
+/// Additional wait for the last save, after its timeout, before the disk counts as hung.
 const END_GRACE: Duration = Duration::from_secs(5);
 
 impl Saves {
-    /// A thread that ends when `stops` is said.
+    /// Adds a thread that ends soon after `stops` is set. Shutdown joins the thread.
     pub(super) fn adopt(&self, thread: JoinHandle<()>) {
         self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
     }
 
-    /// Begins to save, where there is a state.
+    /// Starts the saving thread, if the server has a state directory.
     pub fn run(service: &Arc<Service>) -> std::io::Result<()> {
         let Some((_, plan)) = service.saves.at.get().cloned() else { return Ok(()) };
         *service.saves.last_save() = Some(Standby::start("save")?);
@@ -47,7 +47,7 @@ impl Saves {
         self.last_save.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sleeps; true: the server ends.
+    /// Sleeps for `time`, or until shutdown. Returns true at shutdown.
     fn sleep(&self, time: Duration) -> bool {
         let (lock, bell) = &self.bell;
         let guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
@@ -58,24 +58,24 @@ impl Saves {
         self.stops()
     }
 
-    /// Ends what runs, saves all once more, and has the state say so, or gives up on a disk that does not
-    /// answer. Returns how many devices were not saved in time.
+    /// Ends the threads, saves all groups, and records the saves in the state. Gives up on a disk that does not
+    /// respond. Returns the number of devices that were not saved in time.
     pub fn end(service: &Arc<Service>) -> usize {
         let Some(timeout) = service.saves.timeout() else { return 0 };
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let own = Arc::clone(service);
         let work = move || {
-            // Nobody may wait any more.
-            let _ = tell.send(Self::end_now(&own, timeout));
+            // The receiver may be gone after the timeout.
+            let _ = sender.send(Self::end_now(&own, timeout));
         };
         let thread = service.saves.last_save().take();
         match thread {
             Some(thread) => thread.run(work),
-            // The start of the server failed before it had one.
+            // The server's start failed before the thread was started.
             None => work(),
         }
-        told.recv_timeout(timeout + END_GRACE).unwrap_or_else(|_| {
-            error!("a disk does not answer: what devices with keep=yes hold is not saved");
+        receiver.recv_timeout(timeout + END_GRACE).unwrap_or_else(|_| {
+            error!("the content of devices with keep=yes is not saved: a disk does not respond");
             1
         })
     }
@@ -89,7 +89,7 @@ impl Saves {
         saves.bell.1.notify_all();
         let threads = std::mem::take(&mut *saves.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for thread in threads {
-            // It has logged what went wrong.
+            // A thread that panicked has logged the panic.
             let _ = thread.join();
         }
         let end = Instant::now() + timeout;
@@ -97,11 +97,11 @@ impl Saves {
         for (group, devices) in saves.all(service) {
             if let Some(missing) = group.missing(&service.records) {
                 failed += devices.len();
-                error!("{}", not_over(&devices, &missing));
+                error!("{}", overwrite_error(&devices, &missing));
                 continue;
             }
             if devices.is_empty() {
-                // They were removed just before.
+                // All devices of the group were removed just before.
                 forget(&mut group.keep(), &group.dir);
                 continue;
             }
@@ -119,25 +119,25 @@ impl Saves {
         if let Err(Fault { message, .. }) = service.records.put_saved(&exact) {
             let names: Vec<_> = exact.iter().map(|(name, _)| name.as_str()).collect();
             let names = names.join(", ");
-            error!("{names}: saved, but the next start withholds the content as an older one: {message}");
+            error!("{names}: saved, but the next start will withhold the content as outdated: {message}");
             failed += exact.len();
         }
-        // Of these no directory could be made, as the log says.
+        // Devices for which no directory could be created; the error is logged.
         let unsaved = |entry: &Arc<Entry>| kept(entry).is_some_and(|ram| saves.group_of(ram).is_none());
         failed + service.registry.all().iter().filter(|entry| unsaved(entry)).count()
     }
 
-    /// All groups with their devices; new ones are made.
+    /// Returns all groups with their devices. Creates groups for new families.
     fn all(&self, service: &Service) -> Vec<(Arc<Group>, Vec<Member>)> {
         let mut known: HashSet<usize> = self.groups().iter().map(|group| group.family.key()).collect();
         for entry in service.registry.all() {
             let Some(ram) = kept(&entry).filter(|ram| known.insert(ram.family().key())) else { continue };
             if let Err(why) = self.make(ram.family()) {
-                self.tell_once(&format!("{}: its content is not kept: {why}", entry.name()));
+                self.log_once(&format!("{}: content cannot be saved: {why}", entry.name()));
             }
         }
         let groups = self.groups().clone();
-        // After the groups were looked at: one that was just made has its device here, too.
+        // Read after the groups, so that the devices of a new group are found.
         let mut devices: HashMap<usize, Vec<Member>> = HashMap::new();
         for entry in service.registry.all() {
             if let Some(ram) = kept(&entry) {
@@ -145,21 +145,21 @@ impl Saves {
                 devices.entry(ram.family().key()).or_default().push(member);
             }
         }
-        let with = |group: Arc<Group>| {
+        let with_members = |group: Arc<Group>| {
             let members = devices.get(&group.family.key()).cloned().unwrap_or_default();
             (group, members)
         };
-        groups.into_iter().map(with).collect()
+        groups.into_iter().map(with_members).collect()
     }
 
-    /// What would not fit, in sentences: for who is about to end the server.
+    /// Returns a sentence for each group whose next save would not fit, for the user who ends the server.
     pub fn unfit(service: &Service) -> Vec<String> {
         let all = service.saves.all(service);
         all.iter().filter_map(|(group, devices)| group.unfit(devices)).collect()
     }
 }
 
-/// Saves when that is due, until the server ends.
+/// Saves groups when a save is due, until server shutdown.
 fn watch(service: &Weak<Service>, plan: Plan) {
     let mut estimate_at = Instant::now();
     loop {
@@ -173,42 +173,43 @@ fn watch(service: &Weak<Service>, plan: Plan) {
                 if service.saves.stops() {
                     return;
                 }
-                look(&service, &group, &devices, plan, estimates);
+                save_if_due(&service, &group, &devices, plan, estimates);
             }
         }
         let Some(service) = service.upgrade() else { return };
-        if service.saves.sleep(LOOK_EVERY) {
+        if service.saves.sleep(CHECK_EVERY) {
             return;
         }
     }
 }
 
-/// Their names, for a sentence.
+/// Returns the names of devices for a message.
 fn names(devices: &[Member]) -> String {
     devices.iter().map(|(_, entry)| entry.name()).collect::<Vec<_>>().join(", ")
 }
 
-/// Their disks, by their UUIDs.
+/// Returns the RAM disks, forks and snapshots of devices, with their UUIDs.
 fn rams(devices: &[Member]) -> Vec<(&str, &Ram)> {
     devices.iter().filter_map(|(uuid, entry)| Some((uuid.as_str(), &**entry.kind.ram()?))).collect()
 }
 
-/// Why nothing is saved: it would go over the content of a device that is missing.
-fn not_over(devices: &[Member], missing: &str) -> String {
-    let why = format!("with what they hold is that of {missing}, which is not there again");
-    format!("{}: not saved: {why}; `freestone remove {missing}` gives it up", names(devices))
+/// Returns the error for devices that are not saved, because the save would overwrite the content of a missing
+/// device.
+fn overwrite_error(devices: &[Member], missing: &str) -> String {
+    let why = format!("a save would overwrite the content of {missing}, which could not be created");
+    format!("{}: not saved: {why}; `freestone remove {missing}` removes that content", names(devices))
 }
 
-fn look(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, estimates: bool) {
+fn save_if_due(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, estimates: bool) {
     if let Some(missing) = group.missing(&service.records) {
-        let why = not_over(devices, &missing);
-        if group.told().failed.replace(why.clone()).as_ref() != Some(&why) {
+        let why = overwrite_error(devices, &missing);
+        if group.status().failed.replace(why.clone()).as_ref() != Some(&why) {
             error!("{why}");
         }
         return;
     }
     if devices.is_empty() {
-        // All were removed: one that comes later begins anew.
+        // All devices were removed. A new device of the family gets a new group.
         service.saves.groups().retain(|other| !Arc::ptr_eq(other, group));
         return forget(&mut group.keep(), &group.dir);
     }
@@ -216,12 +217,12 @@ fn look(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, e
         warn!("{why}");
     }
     let rams = rams(devices);
-    let never = rams.iter().any(|(_, ram)| ram.unsaved_bytes().is_none());
+    let never_saved = rams.iter().any(|(_, ram)| ram.unsaved_bytes().is_none());
     let bytes: u64 = rams.iter().map(|(_, ram)| unsaved_bytes(ram)).sum();
-    let since = group.told().tried.map_or(Duration::MAX, |tried| tried.elapsed());
-    let by_time = plan.every.is_some_and(|every| since >= every) && (bytes > 0 || never);
+    let since = group.status().tried.map_or(Duration::MAX, |tried| tried.elapsed());
+    let by_time = plan.every.is_some_and(|every| since >= every) && (bytes > 0 || never_saved);
     let by_size = plan.after.is_some_and(|after| bytes >= after);
-    let pause = if group.told().failed.is_some() { RETRY_AFTER } else { LOOK_EVERY };
+    let pause = if group.status().failed.is_some() { RETRY_AFTER } else { CHECK_EVERY };
     if (!by_time && !by_size) || since < pause {
         return;
     }
@@ -236,32 +237,32 @@ fn look(service: &Service, group: &Arc<Group>, devices: &[Member], plan: Plan, e
 }
 
 impl Group {
-    /// Saves these devices. Of when the content is that is there now.
+    /// Saves the devices. Returns the time of the saved content.
     fn save(&self, devices: &[Member], cancelled: &dyn Fn() -> bool) -> Result<SystemTime, KeepError> {
         let mut keep = self.keep();
         {
-            let mut told = self.told();
-            told.tried = Some(Instant::now());
+            let mut status = self.status();
+            status.tried = Some(Instant::now());
             let bytes = |(uuid, entry): &Member| Some((uuid.clone(), unsaved_bytes(entry.kind.ram()?)));
-            // Until the file is durable it is not saved.
-            told.under_way = devices.iter().filter_map(bytes).collect();
+            // These bytes count as unsaved until the file is durable.
+            status.under_way = devices.iter().filter_map(bytes).collect();
         }
         let now = keep.save(&rams(devices), cancelled, &mut |_, _| {});
-        self.tell(&keep);
-        self.told().under_way.clear();
+        self.record_contents(&keep);
+        self.status().under_way.clear();
         let now = now.inspect_err(|why| {
             if !cancelled() {
-                self.told().failed = Some(why.to_string());
+                self.status().failed = Some(why.to_string());
             }
         })?;
         {
-            let mut told = self.told();
-            told.failed = None;
-            let known = if now.wrote == Wrote::Whole { 0 } else { told.lost_pages };
-            told.lost_pages = known.max(now.lost);
+            let mut status = self.status();
+            status.failed = None;
+            let known = if now.wrote == Wrote::Whole { 0 } else { status.lost_pages };
+            status.lost_pages = known.max(now.lost);
         }
         if now.lost > 0 {
-            error!("{}: {} pages could not be read, and were saved as lost", names(devices), now.lost);
+            error!("{}: {} pages could not be read and were saved as lost", names(devices), now.lost);
         }
         let when = keep.contents().map_or(now.when, |kept| kept.when);
         match now.wrote {
@@ -271,25 +272,26 @@ impl Group {
         Ok(when)
     }
 
-    /// Merges the files where that is due.
+    /// Merges the files if a merge is due.
     fn merge(&self, cancelled: &dyn Fn() -> bool) {
         let mut keep = self.keep();
         match keep.merge_if_due(cancelled, &mut |_, _| {}) {
             Ok(None) | Err(KeepError::Save(SaveError::Cancelled)) => {}
-            Ok(Some(bytes)) => debug!("saves were merged into one of {}", human(bytes)),
-            Err(why) => warn!("saves cannot be merged: {why}"),
+            Ok(Some(bytes)) => debug!("merged saves into one file of {}", human(bytes)),
+            Err(why) => warn!("cannot merge saves: {why}"),
         }
-        self.tell(&keep);
+        self.record_contents(&keep);
     }
 
-    /// Estimates the next save. That it would not fit, in a sentence.
+    /// Estimates the next save. Returns a sentence if it would not fit.
     fn unfit(&self, devices: &[Member]) -> Option<String> {
-        // One that is saved just now is as good as saved.
+        // A group that is being saved needs no estimate.
         let keep = self.keep.try_lock().ok()?;
         let Estimate { bytes, free_bytes, .. } = keep.estimate(&rams(devices)).ok()?;
-        self.told().needs = Some((bytes, free_bytes));
+        self.status().needs = Some((bytes, free_bytes));
         let (needed, free) = (human(bytes), human(free_bytes));
-        let why = || format!("{}: the next save needs about {needed}, and {free} are free", names(devices));
+        let why =
+            || format!("{}: the next save needs about {needed}, but only {free} are free", names(devices));
         (bytes > free_bytes).then(why)
     }
 }

@@ -1,4 +1,4 @@
-//! What a server finds that another one has saved.
+//! Restoring of kept content at the start of a server.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -20,33 +20,38 @@ use crate::control::protocol::Fault;
 use crate::restoring::{CREATE_BASE, as_base, find_base};
 use crate::service::Service;
 
-/// Directories with content, until all devices are there.
+/// Directories with saved content, until all devices of the state exist.
 pub struct Restores {
     dirs: Vec<Dir>,
-    /// By UUID, the directory.
+    /// Index of a device's directory, by UUID.
     by_uuid: HashMap<String, usize>,
-    /// A directory cannot be used: who is missing may be in there.
+    /// Error of a directory that cannot be opened. A device in no other directory may be in this one.
     damaged: Option<String>,
 }
 
+/// A directory with saved content.
 struct Dir {
     path: PathBuf,
     state: Content,
+    /// Time of the save.
     when: SystemTime,
-    /// All devices of the state that are in it.
+    /// UUIDs of the devices in it that are also in the state.
     members: HashSet<String>,
 }
 
+/// The content of a directory.
 enum Content {
-    /// Nobody has asked for it yet.
+    /// Not restored yet.
     Closed(Box<Keep>),
-    /// By UUID, what nobody has taken yet.
+    /// Restored devices that were not taken yet, by UUID.
     Open(HashMap<String, Ram>),
+    /// Restoring failed.
     Failed(Fault),
 }
 
 impl Saves {
-    /// Looks at what was saved of the devices of a state. What has belonged to none of them for long goes.
+    /// Finds the saved content of the devices of a state. Removes directories without a save, and expired
+    /// directories of other devices.
     pub fn find(&self, topology: &Topology) -> Result<Restores, Fault> {
         let mut restores = Restores { dirs: Vec::new(), by_uuid: HashMap::new(), damaged: None };
         let Some((content, _)) = self.at.get() else { return Ok(restores) };
@@ -62,7 +67,7 @@ impl Saves {
                 }
             };
             let Some(kept) = keep.contents() else {
-                info!("{}: has no save, and is removed", path.display());
+                info!("{}: removed, because it has no save", path.display());
                 unused::unmark(&path);
                 forget(&mut keep, &path);
                 continue;
@@ -74,13 +79,13 @@ impl Saves {
                 unused::unmark(&path);
                 restores.add(Dir { path, state: Content::Closed(Box::new(keep)), when, members });
             } else if unused::has_expired(&path, when) {
-                warn!("{}: has belonged to no device for long, and is removed", path.display());
+                warn!("{}: removed, because it has belonged to no device for a week", path.display());
                 unused::unmark(&path);
                 forget(&mut keep, &path);
             } else {
                 let saved = times::shown(when);
                 warn!(
-                    "{}: holds content of {saved} that belongs to no device; stays for a week",
+                    "{}: content saved at {saved} belongs to no device; it is kept for a week",
                     path.display()
                 );
             }
@@ -89,18 +94,19 @@ impl Saves {
     }
 }
 
-/// Content of a device as of a save.
+/// Restored content of a device.
 pub struct Restored {
     /// The content.
     pub ram: Ram,
-    /// Of when it is.
+    /// Time of the save.
     pub when: SystemTime,
-    /// It is what the device had when the server before ended.
+    /// The content is what the device had when the previous server ended.
     pub is_exact: bool,
 }
 
 impl Restores {
-    /// Of two directories with the same device the newer one has it; the other one is left as it is.
+    /// Adds a directory. If two directories contain the same device, the newer one is used, and the other is
+    /// left unchanged.
     fn add(&mut self, dir: Dir) {
         for uuid in &dir.members {
             let Some(other) = self.by_uuid.get(uuid).map(|number| &self.dirs[*number]) else {
@@ -108,9 +114,9 @@ impl Restores {
                 continue;
             };
             let is_newer = dir.when > other.when;
-            let (used, left) = if is_newer { (&dir, other) } else { (other, &dir) };
-            let (used, left) = (used.path.display(), left.path.display());
-            warn!("{left}: holds an older content of the device {uuid} than {used}, and is left alone");
+            let (used, unused) = if is_newer { (&dir, other) } else { (other, &dir) };
+            let (used, unused) = (used.path.display(), unused.path.display());
+            warn!("{unused}: ignored, because {used} has newer content of the device {uuid}");
             if is_newer {
                 self.by_uuid.insert(uuid.clone(), self.dirs.len());
             }
@@ -118,7 +124,8 @@ impl Restores {
         self.dirs.push(dir);
     }
 
-    /// The content of a device; nothing where none was saved.
+    /// Returns the content of a device, or None if it was not saved. Restores all devices of its directory if
+    /// it is the first of them.
     pub fn take(
         &mut self,
         service: &Service,
@@ -128,7 +135,7 @@ impl Restores {
     ) -> Result<Option<Restored>, Fault> {
         let Some(number) = self.by_uuid.get(&device.uuid).copied() else {
             return match &self.damaged {
-                // It may be there, and a save would go over it.
+                // The content may be in the damaged directory. An empty device must not replace it.
                 Some(why) => {
                     Err(Fault::failed(Errno::EIO, format!("{}: content is damaged: {why}", device.name)))
                 }
@@ -137,8 +144,8 @@ impl Restores {
         };
         let dir = &mut self.dirs[number];
         if let Content::Closed(_) = dir.state {
-            let open = std::mem::replace(&mut dir.state, Content::Open(HashMap::new()));
-            let Content::Closed(keep) = open else { unreachable!("looked at above") };
+            let closed = std::mem::replace(&mut dir.state, Content::Open(HashMap::new()));
+            let Content::Closed(keep) = closed else { unreachable!("matched above") };
             dir.state = match restore(service, topology, dir, *keep, spec) {
                 Ok(devices) => Content::Open(devices),
                 Err(fault) => Content::Failed(fault),
@@ -156,7 +163,7 @@ impl Restores {
     }
 }
 
-/// Makes the devices of a directory, and begins to load them.
+/// Creates the devices of a directory, and begins to load their content.
 fn restore(
     service: &Service,
     topology: &Topology,
@@ -165,13 +172,14 @@ fn restore(
     first: &Spec,
 ) -> Result<HashMap<String, Ram>, Fault> {
     let name = &first.name;
-    let failed = |why: &KeepError| Fault::failed(Errno::EIO, format!("{name}: its content: {why}"));
+    let failed =
+        |why: &KeepError| Fault::failed(Errno::EIO, format!("{name}: cannot restore its content: {why}"));
     let Some(contents) = keep.contents().map(|kept| kept.contents.clone()) else {
         return Err(Fault::internal(format!("{name}: its content is gone")));
     };
     let find = || find_base(&service.registry, &contents, CREATE_BASE, &|| false);
     let base = match (contents.bases.is_empty(), base_name(topology, &dir.members)) {
-        // Of several that are the same it is this one; whether it is still the same is looked at below.
+        // Several bases may have the same content; this one has the right name. restore() verifies it.
         (false, Some(base)) => Some(service.find(&base)?),
         _ => find().map_err(|refusal| Fault::from(refusal.of(name)))?,
     };
@@ -186,7 +194,7 @@ fn restore(
     Ok(devices.into_iter().collect())
 }
 
-/// The base of forks that are members, where it is none itself.
+/// Returns the base of the member forks, unless the base is a member itself.
 fn base_name(topology: &Topology, members: &HashSet<String>) -> Option<String> {
     let own = topology.devices().filter(|device| members.contains(&device.uuid));
     let bases = own.filter_map(|device| match device.words.parse::<Spec>().ok()?.kind {
@@ -197,7 +205,7 @@ fn base_name(topology: &Topology, members: &HashSet<String>) -> Option<String> {
     bases.into_iter().find(is_other)
 }
 
-/// The family of a RAM disk and of what came of it.
+/// Returns a new family for a RAM disk and its snapshots and forks.
 fn own_family(
     service: &Service,
     topology: &Topology,
@@ -209,7 +217,7 @@ fn own_family(
     let disk = specs.into_iter().find(|spec| matches!(spec.kind, KindSpec::Ram(_)));
     let spec = disk.as_ref().unwrap_or(first);
     let Some(family) = spec.kind.family() else {
-        return Err(Fault::failed(Errno::EINVAL, format!("{}: its base is not there", first.name)));
+        return Err(Fault::failed(Errno::EINVAL, format!("{}: its base does not exist", first.name)));
     };
     let of = |refusal: Refusal| refusal.of(&spec.name);
     let backing = service.registry.backing(family).map_err(of)?;
@@ -217,30 +225,32 @@ fn own_family(
     Ok(service.registry.new_family(&spec.name, family, size, backing.as_ref()).map_err(of)?)
 }
 
-/// Loads what was restored, in the background. What was not loaded is read from the files.
+/// Loads restored content into memory in the background. Pages that are not loaded yet are read from the files.
 fn load(service: &Service, group: &Arc<Group>, mut loading: Loading, name: &str) {
     let (group, name) = (Arc::clone(group), name.to_owned());
-    group.told().loading = Some(loading.progress());
+    group.status().loading = Some(loading.progress());
     let weak = service.weak();
     let work = move || {
         let stops = || weak.upgrade().is_none_or(|service| service.saves.stops());
-        let loaded = loading.run(&stops, &mut |done, all| group.told().loading = Some((done, all)));
+        let loaded = loading.run(&stops, &mut |done, all| group.status().loading = Some((done, all)));
         match loaded {
             Loaded::All => {
-                group.told().loading = None;
-                info!("{name}: all that was saved is in memory");
+                group.status().loading = None;
+                info!("{name}: all saved content is in memory");
             }
             Loaded::AllBut(pages) => {
                 error!(
-                    "{name}: {pages} pages of what was saved cannot be read; reads fail until they are written"
+                    "{name}: {pages} saved pages are unreadable; reads of them fail until they are overwritten"
                 );
-                group.told().lost_pages = pages;
+                group.status().lost_pages = pages;
             }
             Loaded::Cancelled => {}
         }
     };
     match thread::Builder::new().name("load".into()).spawn(work) {
         Ok(thread) => service.saves.adopt(thread),
-        Err(why) => warn!("what was saved stays in its files, which is slow: no thread to load it: {why}"),
+        Err(why) => {
+            warn!("cannot start a thread that loads saved content: {why}; reads from its files are slow");
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Directories in `content` that belong to no device.
 //!
-//! Their content may be wanted after all: an older state was put back, or another one. So such a directory
-//! is marked by a file when a start first meets it, and removed by a start [`GRACE`] later.
+//! Their content may be needed again if another state is put in place, for example an older copy. So the first
+//! start that finds such a directory marks it with a file, and a start at least [`GRACE`] later removes it.
 
 use std::fs::{self, File};
 use std::io;
@@ -11,12 +11,12 @@ use std::time::{Duration, SystemTime};
 use tracing::warn;
 use uuid::Uuid;
 
-/// How long content stays that belongs to no device.
+/// Time after which content that belongs to no device is removed.
 const GRACE: Duration = Duration::from_secs(7 * 24 * 60 * 60);
-/// Name of the mark. The modification time is that of the first start that found the directory unused.
+/// Name of the mark file. Its modification time is that of the first start that found the directory unused.
 const MARK: &str = "unused";
 
-/// Lists the directories of content. Anything else that lies there is named in the log and left alone.
+/// Returns the directories with content. Logs a warning about anything else.
 pub fn directories(content: &Path) -> io::Result<Vec<PathBuf>> {
     let rows = match fs::read_dir(content) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -26,10 +26,10 @@ pub fn directories(content: &Path) -> io::Result<Vec<PathBuf>> {
     for row in rows {
         let row = row?;
         let name = row.file_name();
-        // Only as it would be written.
+        // Only the spelling that the server writes.
         let is_ours = |text: &str| Uuid::parse_str(text).is_ok_and(|uuid| uuid.simple().to_string() == text);
-        // Also a link to a directory on another disk. What cannot be examined is not taken for foreign: its
-        // devices are refused when it is opened.
+        // Follows symbolic links, for example to a directory on another disk. An entry that cannot be examined
+        // counts as a directory, so that opening it fails and its devices are refused.
         let is_dir = match fs::metadata(row.path()) {
             Ok(meta) => meta.is_dir(),
             Err(error) => error.kind() != io::ErrorKind::NotFound,
@@ -37,7 +37,7 @@ pub fn directories(content: &Path) -> io::Result<Vec<PathBuf>> {
         if is_dir && name.to_str().is_some_and(is_ours) {
             all.push(row.path());
         } else {
-            warn!("{}: is not a directory of kept content, and is left alone", row.path().display());
+            warn!("{}: ignored, because it is not a directory of kept content", row.path().display());
         }
     }
     all.sort();
@@ -45,8 +45,8 @@ pub fn directories(content: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// Returns true if a directory has belonged to no device for [`GRACE`]. Marks a directory without a mark.
-/// If the mark cannot be read or made, the directory stays. A mark from before `saved`, the moment of the
-/// newest save in the directory, was made while the clock was wrong, and is made again.
+/// Returns false if the mark cannot be read or created. Replaces a mark older than `saved`, the time of the
+/// newest save in the directory: the clock was wrong when it was created.
 pub fn has_expired(dir: &Path, saved: SystemTime) -> bool {
     let mark = dir.join(MARK);
     let since = match fs::metadata(&mark).and_then(|meta| meta.modified()) {
@@ -57,7 +57,7 @@ pub fn has_expired(dir: &Path, saved: SystemTime) -> bool {
     match since {
         Ok(since) => since.elapsed().is_ok_and(|age| age >= GRACE),
         Err(why) => {
-            warn!("{}: cannot be marked as unused, and stays: {why}", dir.display());
+            warn!("{}: cannot be marked as unused: {why}", dir.display());
             false
         }
     }
@@ -94,7 +94,7 @@ mod tests {
         assert!(!has_expired() && !has_expired());
         age(GRACE);
         assert!(has_expired());
-        // Of a clock that was wrong.
+        // A mark older than the save: the clock was wrong.
         age(3 * GRACE);
         assert!(!has_expired() && !has_expired());
         age(GRACE);

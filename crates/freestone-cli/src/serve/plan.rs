@@ -1,4 +1,4 @@
-//! What `serve` is to do: its command line and its file, put together and checked.
+//! The settings of `serve`: combines and checks the command line and the configuration file.
 
 use std::collections::HashSet;
 use std::env;
@@ -14,7 +14,7 @@ use freestone_spec::kinds::Spec;
 use tempfile::TempDir;
 
 use super::{DEFAULT_DEVICE, ServeArgs};
-use crate::access::AccessOf;
+use crate::access::ServerAccess;
 use crate::allow;
 use crate::declared::{self, Declared};
 use crate::error::Usage;
@@ -22,56 +22,56 @@ use crate::metrics::MetricsOf;
 use crate::paths;
 use crate::places::Place;
 use crate::started_by;
-use crate::state_args::Asked;
+use crate::state_args::StateSettings;
 use crate::tls::Tls;
 
-/// What is to be done, checked as far as that goes without doing it.
+/// Settings of a server, checked as far as possible without opening devices and addresses.
 pub(super) struct Plan {
     pub(super) devices: Vec<Declared>,
     pub(super) addresses: Vec<Address>,
-    /// Those that a service manager listens at.
+    /// Listening sockets of the service manager.
     pub(super) sockets: Vec<OwnedFd>,
-    /// None: nobody is to control it.
+    /// Control socket, or `None` for none.
     pub(super) control: Option<PathBuf>,
-    /// One that changes nothing.
+    /// Read-only control socket.
     pub(super) control_read_only: Option<PathBuf>,
-    pub(super) access: AccessOf,
-    /// Who may connect to the addresses, and whether the command line says so.
+    pub(super) access: ServerAccess,
+    /// Allow list of the addresses. The boolean is true if it comes from the command line.
     pub(super) allow: Option<(AllowList, bool)>,
     pub(super) tls: Tls,
     pub(super) limits: Limits,
-    /// All that is published is shown as block devices, too.
+    /// Set by `--ublk`: every published device also gets a ublk export.
     pub(super) ublk: bool,
-    /// What is there after the next start is kept.
-    pub(super) state: Option<Asked>,
-    /// Who watches asks there.
+    /// The state directory and its use.
+    pub(super) state: Option<StateSettings>,
+    /// Metrics and their address.
     pub(super) metrics: Option<MetricsOf>,
-    /// Where people see a page.
+    /// Address of the web page.
     pub(super) page: Option<SocketAddr>,
-    /// The directory of the sockets, where it goes with us.
+    /// Temporary directory of the sockets, removed at the end.
     pub(super) private: Option<TempDir>,
 }
 
 impl Plan {
-    /// What the command line and its file ask for.
+    /// Combines the command line and its file.
     ///
     /// # Errors
-    /// They cannot be meant, or a directory for sockets cannot be made.
+    /// A setting is invalid, or the directory of the sockets cannot be created.
     pub(super) fn new(args: &ServeArgs) -> Result<Self> {
         let file = args.config.as_deref().map(declared::read).transpose()?;
         let mut devices = devices(args, file.as_ref())?;
         if args.ublk || file.as_ref().is_some_and(|file| file.ublk) {
             declared::as_block_devices(&mut devices);
         }
-        let state = args.state.asked(file.as_ref(), &devices)?;
+        let state = args.state.settings(file.as_ref(), &devices)?;
         let metrics = args.metrics.asked(file.as_ref())?;
         let page = args.page.asked(file.as_ref())?;
-        let said = file.as_ref().zip(args.config.as_deref());
-        let access = AccessOf::new(&args.access, said)?;
-        let tls = Tls::new(&args.tls, said.map(|(file, path)| (&file.tls, path, &*file.base)))?;
+        let source = file.as_ref().zip(args.config.as_deref());
+        let access = ServerAccess::new(&args.access, source)?;
+        let tls = Tls::new(&args.tls, source.map(|(file, path)| (&file.tls, path, &*file.base)))?;
         let mut limits = Limits::default();
         args.handshake.put(file.as_ref(), tls.mode().is_some(), &mut limits)?;
-        let allow = allow::of_server(&args.allow, said)?;
+        let allow = allow::of_server(&args.allow, source)?;
         let FileConfig {
             nbd,
             control,
@@ -90,7 +90,7 @@ impl Plan {
         let mut addresses = Vec::new();
         for text in texts {
             let address = paths::parse_address(text, base).map_err(|e| Usage(format!("{key}: {e}")))?;
-            // Port 0 is another port each time.
+            // Port 0 can be given several times: each one gets a new port.
             if addresses.contains(&address) && !matches!(address, Address::Tcp { port: 0, .. }) {
                 return Err(Usage(format!("{key}: {address}: given twice")).into());
             }
@@ -106,18 +106,18 @@ impl Plan {
         }
         if args.single {
             if !addresses.is_empty() {
-                return Err(Usage(format!("{key}: with --single nobody else is served")).into());
+                return Err(Usage(format!("{key}: cannot be used with --single")).into());
             }
             addresses.push(Address::Stdin);
         }
         let mut control = match (&args.control, control) {
             (Some(path), _) => Some(path.clone()),
-            // A server for one command is nobody else's.
+            // A server for one command or client must not take the socket of the environment variable.
             (None, path) if args.run.is_some() || args.single => path.map(|path| file_dir.join(path)),
             (None, path) => paths::control_of_environment().or_else(|| path.map(|path| file_dir.join(path))),
         };
         let mut private = None;
-        // The one of --single was taken already.
+        // With --single the socket of the service manager is the client.
         let sockets = if args.single { Vec::new() } else { started_by::sockets()? };
         if !args.check && !args.single && ((addresses.is_empty() && sockets.is_empty()) || control.is_none())
         {
@@ -126,8 +126,8 @@ impl Plan {
             } else {
                 let dir = paths::runtime_dir()?;
                 paths::create_private(&dir)?;
-                let nbd_is_there = addresses.is_empty() && sockets.is_empty();
-                access.warn_of_private(&dir, nbd_is_there, control.is_none());
+                let has_nbd = addresses.is_empty() && sockets.is_empty();
+                access.warn_of_private(&dir, has_nbd, control.is_none());
                 dir
             };
             if addresses.is_empty() && sockets.is_empty() {
@@ -142,7 +142,7 @@ impl Plan {
         };
         access.check_read_only(control_read_only.is_some())?;
         if let Some(path) = control_read_only.as_ref().filter(|path| control.as_ref() == Some(path)) {
-            let why = "is the control socket already, which changes what it is asked to";
+            let why = "is already the path of the control socket";
             return Err(Usage(format!("--control-read-only: {}: {why}", path.display())).into());
         }
         if let Some(most) = args.max_connections.or(max_connections) {
@@ -152,7 +152,7 @@ impl Plan {
             limits.max_memory_in_flight = bytes;
         }
         if args.single && allow.is_some() {
-            let why = "with --single whoever starts the server says who is served";
+            let why = "cannot be used with --single";
             return Err(Usage(format!("--allow: {why}")).into());
         }
         if let Some((list, is_of_line)) = &allow {
@@ -160,9 +160,9 @@ impl Plan {
                 Some(path) if !is_of_line => format!("{}: allow", path.display()),
                 _ => "--allow".to_owned(),
             };
-            let usual = Address::Unix(PathBuf::from(paths::NBD_SOCKET));
-            let is_usual = addresses.is_empty() && sockets.is_empty();
-            let mut all = addresses.iter().chain(is_usual.then_some(&usual));
+            let default = Address::Unix(PathBuf::from(paths::NBD_SOCKET));
+            let is_default = addresses.is_empty() && sockets.is_empty();
+            let mut all = addresses.iter().chain(is_default.then_some(&default));
             all.try_for_each(|address| allow::check(list, address))
                 .map_err(|why| Usage(format!("{key}: {why}")))?;
         }
@@ -202,7 +202,8 @@ fn devices(args: &ServeArgs, file: Option<&FileConfig>) -> Result<Vec<Declared>>
         }
         devices.push(Declared::word(spec));
     }
-    // A file without devices means none: they come later. A state has its own.
+    // The default device is added only if there is neither a file nor a state directory: a file without devices
+    // is valid, and a state has its own devices.
     if devices.is_empty() && file.is_none() && args.state.state.is_none() {
         devices.push(Declared::word(DEFAULT_DEVICE.parse()?));
     }

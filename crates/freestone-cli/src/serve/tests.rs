@@ -6,13 +6,13 @@ use freestone_nbd::{Address, CONNECTION_MEMORY_BYTES, Limits};
 
 use super::plan::Plan;
 use super::{MAX_CONNECTIONS_HELP, Running};
-use crate::access::AccessOf;
+use crate::access::ServerAccess;
 use crate::declared::Declared;
 use crate::tls::Tls;
 use crate::until::Events;
 
 #[test]
-fn a_panic_leaves_no_socket() {
+fn panic_of_running_server_removes_sockets() {
     let dir = tempfile::tempdir().unwrap();
     let (nbd, control) = (dir.path().join("n"), dir.path().join("c"));
     let plan = Plan {
@@ -21,7 +21,7 @@ fn a_panic_leaves_no_socket() {
         sockets: Vec::new(),
         control: Some(control.clone()),
         control_read_only: None,
-        access: AccessOf::default(),
+        access: ServerAccess::default(),
         allow: None,
         tls: Tls::default(),
         limits: Limits::default(),
@@ -41,7 +41,7 @@ fn a_panic_leaves_no_socket() {
 }
 
 #[test]
-fn the_help_tells_the_default_and_the_memory() {
+fn help_states_default_and_memory_of_connections() {
     let (most, memory) = (Limits::default().max_connections, CONNECTION_MEMORY_BYTES.div_ceil(1 << 20));
-    assert!(MAX_CONNECTIONS_HELP.contains(&format!("{memory} MiB [default: {most}]")));
+    assert!(MAX_CONNECTIONS_HELP.contains(&format!("{memory} MiB of buffers [default: {most}]")));
 }

@@ -1,4 +1,4 @@
-//! `apply FILE`: makes a server that runs what a file says.
+//! `apply FILE`: changes a running server to match a configuration file.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -13,39 +13,38 @@ use crate::control::protocol::Fault;
 use crate::error::Usage;
 use crate::service::Service;
 
-/// The verb.
 pub struct Apply;
 
-/// Its parameters, and the command line.
+/// Parameters of the request, also the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// As for serve --config; the server reads it
+    /// Configuration file, as for serve --config; the server reads it
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Only say what would change
+    /// Only print what would change
     #[arg(long)]
     #[serde(default)]
     check: bool,
-    /// Also remove devices and exports that no file has declared
+    /// Also remove devices and exports that were not declared in a file
     #[arg(long)]
     #[serde(default)]
     prune: bool,
-    /// Also where clients are connected; they are cut off
+    /// Continue even if clients are connected; their connections are closed
     #[arg(long)]
     #[serde(default)]
     force: bool,
 }
 
 impl Params {
-    /// Makes the path independent of our directory.
+    /// Makes the path absolute.
     pub fn checked(self) -> Result<Self, Usage> {
         let file = absolute("apply", &self.file)?;
         Ok(Self { file, ..self })
     }
 }
 
-/// What changed, in order; of a check, what would.
+/// Result: the changes in order; with `check`, the changes that would be made.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     changes: Vec<String>,

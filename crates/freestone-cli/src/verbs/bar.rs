@@ -1,48 +1,48 @@
-//! How far a verb is, on a terminal: `ram0: save [######--------] 1.2G of 4.0G, 30 %, 98.3M/s, 29s left`.
+//! Progress bar of a verb on a terminal: `ram0: save [######--------] 1.2G of 4.0G, 30 %, 98.3M/s, 29s left`.
 
 use std::fmt;
 
 use freestone_spec::size::human;
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
-use crate::job::Shown;
+use crate::job::JobInfo;
 
-/// What is shown while it is known how much there is to do.
-const PARTS: &str = "{prefix} [{wide_bar}] {done} of {total}, {percent} %{left}";
-/// While it is not.
-const TIME: &str = "{prefix}, {elapsed}";
-/// Once it is told to end.
-const ENDS: &str = "{prefix}, is told to end; Ctrl-C again does not wait for that";
+/// Template while the total is known.
+const WITH_TOTAL: &str = "{prefix} [{wide_bar}] {done} of {total}, {percent} %{left}";
+/// Template while the total is unknown.
+const WITHOUT_TOTAL: &str = "{prefix}, {elapsed}";
+/// Template once the verb was cancelled.
+const CANCELLING: &str = "{prefix}, is being cancelled; press Ctrl-C again to exit at once";
 
-/// A line of the terminal that stderr is. Nothing is left of it when this is dropped.
+/// A progress bar on stderr. Dropping it removes it from the terminal.
 pub struct Bar {
     line: ProgressBar,
     template: &'static str,
 }
 
 impl Bar {
-    /// Of a verb that has come so far.
-    pub fn new(job: &Shown) -> Self {
+    /// Creates the bar of a job.
+    pub fn new(job: &JobInfo) -> Self {
         Self::of(&job.name, &job.verb)
     }
 
-    /// Of a verb.
+    /// Creates the bar of a verb on the device `name`.
     pub fn of(name: &str, verb: &str) -> Self {
         let line = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
         Self { line: line.with_prefix(format!("{name}: {verb}")), template: "" }
     }
 
-    /// It has come so far.
-    pub fn show(&mut self, job: &Shown, is_told: bool) {
-        self.at(job.done_bytes, job.total_bytes, is_told);
+    /// Draws the progress of the job.
+    pub fn show(&mut self, job: &JobInfo, is_cancelling: bool) {
+        self.update(job.done_bytes, job.total_bytes, is_cancelling);
     }
 
-    /// The same.
-    pub fn at(&mut self, done: u64, total: u64, is_told: bool) {
+    /// Draws the progress in bytes. `total` is 0 while unknown.
+    pub fn update(&mut self, done: u64, total: u64, is_cancelling: bool) {
         let template = match total {
-            _ if is_told => ENDS,
-            0 => TIME,
-            _ => PARTS,
+            _ if is_cancelling => CANCELLING,
+            0 => WITHOUT_TOTAL,
+            _ => WITH_TOTAL,
         };
         if self.template != template {
             self.template = template;
@@ -57,9 +57,8 @@ impl Bar {
 
 fn style(template: &str) -> ProgressStyle {
     type Out<'a> = &'a mut dyn fmt::Write;
-    // What cannot be written is not shown.
     ProgressStyle::with_template(template)
-        .expect("it is a constant")
+        .expect("the template is a constant")
         .progress_chars("#-")
         .with_key("done", |state: &ProgressState, out: Out<'_>| {
             let _ = out.write_str(&human(state.pos()));
@@ -69,7 +68,7 @@ fn style(template: &str) -> ProgressStyle {
         })
         .with_key("left", |state: &ProgressState, out: Out<'_>| {
             let (rate, left) = (state.per_sec(), HumanDuration(state.eta()));
-            // Before that it is anybody's guess.
+            // Below that the estimate is meaningless.
             if rate >= 1.0 {
                 let _ = write!(out, ", {}/s, {left:#} left", human(rate as u64));
             }

@@ -1,5 +1,7 @@
-//! `block-state NAME`: the state of each page of a ram device, in the lines of the kernel's
-//! `block_state`. A long one comes in several answers, so neither side ever holds much of it.
+//! `block-state NAME`: reports the state of each page of a ram device, in the format of zram's
+//! `block_state`.
+//!
+//! A long report is split into several responses, so that neither side holds all of it in memory.
 
 use std::io::{self, Write};
 
@@ -12,53 +14,52 @@ use super::Verb;
 use crate::control::protocol::Fault;
 use crate::service::Service;
 
-/// Pages of one answer.
+/// Maximum number of pages in a response.
 const ROWS_MAX: usize = 8192;
 
-/// The verb.
 pub struct BlockState;
 
-/// Its parameters, and the command line.
+/// Parameters of the request, also the command line.
 #[derive(Debug, Clone, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
     /// A ram device, a fork, or a snapshot of one
     name: String,
-    /// Begin with the page that lies there: bytes, with a unit
+    /// Offset of the first page, with a unit
     #[arg(long, value_name = "OFFSET", default_value = "0", value_parser = parse_offset)]
     #[serde(default)]
     offset: u64,
-    /// So many bytes of the device, with a unit [default: all from there on]
+    /// Length of the range, with a unit [default: to the end]
     #[arg(long, value_name = "LENGTH", value_parser = parse_offset)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     length: Option<u64>,
 }
 
-/// What the pages hold.
+/// Result: the states of pages.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
     pages: Vec<Row>,
-    /// Where it goes on, in bytes, where more may come.
+    /// Offset of the next page in bytes, if the report is not complete.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     next: Option<u64>,
 }
 
-/// A page that the device holds.
+/// A page with content.
 #[derive(Debug, Serialize, Deserialize)]
 struct Row {
     index: u64,
-    /// Milliseconds since the machine was booted, where it is known.
+    /// Time of the last access in milliseconds since the boot of the machine, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     accessed_ms: Option<u64>,
-    /// `swhirn`, each or a dot.
+    /// The flags `swhirn`, with a dot for each that is not set.
     flags: String,
 }
 
 impl Params {
-    /// What comes after an answer.
-    pub fn next(&self, answer: &Reply) -> Option<Self> {
-        let next = answer.next?;
+    /// Returns the parameters for the part after a result, or `None` after the last part.
+    pub fn next(&self, reply: &Reply) -> Option<Self> {
+        let next = reply.next?;
         let length = self.length.map(|length| (self.offset.saturating_add(length)).saturating_sub(next));
         Some(Self { name: self.name.clone(), offset: next, length })
     }
@@ -70,7 +71,7 @@ impl Verb for BlockState {
     type Params = Params;
     type Reply = Reply;
 
-    // Nothing is claimed, and nothing held while the answer is written.
+    // Claims nothing, and holds nothing while the response is written.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { name, offset, length } = params;
         let ram = service.find_ram(&name, "has a block-state")?;

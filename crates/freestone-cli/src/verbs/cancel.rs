@@ -1,4 +1,4 @@
-//! `cancel NAME [VERB]`: has verbs that take long end early.
+//! `cancel NAME [VERB]`: cancels jobs.
 
 use std::io::{self, Write};
 
@@ -6,29 +6,28 @@ use clap::Args;
 use freestone_spec::refusal::Errno;
 
 use super::Verb;
-use super::jobs::{Reply, none};
+use super::jobs::{Reply, unknown_job};
 use crate::control::protocol::Fault;
-use crate::job::Which;
+use crate::job::JobFilter;
 use crate::service::Service;
 
-/// The verb.
 pub struct Cancel;
 
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// The device; of a restore, the path of its file
+    /// The device; for a restore, the path of its file
     #[arg(required_unless_present = "job", conflicts_with = "job")]
     name: Option<String>,
-    /// Only this verb [default: all that run there]
+    /// Only this command [default: all jobs of the device]
     #[arg(conflicts_with = "job")]
     verb: Option<String>,
-    /// The one of this number
+    /// Cancel the job with this number
     #[arg(long, value_name = "NUMBER")]
     job: Option<u64>,
 }
 
-impl From<Line> for Which {
+impl From<Line> for JobFilter {
     fn from(Line { name, verb, job }: Line) -> Self {
         Self { name, verb, job, tag: None }
     }
@@ -37,29 +36,29 @@ impl From<Line> for Which {
 impl Verb for Cancel {
     const METHOD: &'static str = "cancel";
     const READ_ONLY: bool = false;
-    type Params = Which;
+    type Params = JobFilter;
     type Reply = Reply;
 
-    // Nothing is claimed, and nothing waited for.
-    fn run(service: &Service, which: Which) -> Result<Reply, Fault> {
-        if which == Which::default() {
+    // Claims nothing, and does not wait for the end of the jobs.
+    fn run(service: &Service, filter: JobFilter) -> Result<Reply, Fault> {
+        if filter == JobFilter::default() {
             return Err(Fault::invalid("cancel: name, job or tag: one must be given"));
         }
-        let jobs = service.jobs.cancel(&which)?;
-        match (jobs.as_slice(), which.job, &which.name) {
-            ([], Some(job), _) => Err(none(job)),
+        let jobs = service.jobs.cancel(&filter)?;
+        match (jobs.as_slice(), filter.job, &filter.name) {
+            ([], Some(job), _) => Err(unknown_job(job)),
             ([], None, Some(name)) => {
-                let verb = which.verb.as_ref().map_or_else(String::new, |verb| format!("{verb}: "));
-                Err(Fault::failed(Errno::ENODEV, format!("{name}: {verb}no verb that takes long runs there")))
+                let verb = filter.verb.as_ref().map_or_else(String::new, |verb| format!("{verb}: "));
+                Err(Fault::failed(Errno::ENODEV, format!("{name}: {verb}no job is running")))
             }
             _ => Ok(Reply { jobs }),
         }
     }
 
-    fn show(_: &Which, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+    fn show(_: &JobFilter, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
         reply.jobs.iter().try_for_each(|job| {
-            // It waited for its turn.
-            let done = if job.has_ended() { "does not begin" } else { "is told to end" };
+            // A job that has ended already waited in the queue.
+            let done = if job.has_ended() { "cancelled before it started" } else { "is being cancelled" };
             writeln!(out, "job {}: {}: {}: {done}", job.job, job.name, job.verb)
         })
     }

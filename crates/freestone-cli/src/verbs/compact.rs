@@ -1,4 +1,4 @@
-//! `compact NAME`: moves the objects of a RAM disk together and gives back what that frees.
+//! `compact NAME`: moves the objects of a RAM disk together, and frees the pages that become empty.
 
 use std::io::{self, Write};
 
@@ -7,13 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use super::Verb;
 use crate::control::protocol::Fault;
-use crate::job::Kind;
+use crate::job::JobKind;
 use crate::service::Service;
 
-/// The verb.
 pub struct Compact;
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -21,11 +20,11 @@ pub struct Params {
     name: String,
 }
 
-/// What was done.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Pages given back.
+    /// Number of freed pages.
     pages_freed: u64,
 }
 
@@ -36,12 +35,12 @@ impl Verb for Compact {
     type Params = Params;
     type Reply = Reply;
 
-    // Runs under traffic and takes a while: nothing is claimed.
+    // Claims nothing: the verb runs under load and takes a while.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let name = params.name;
         let ram = service.find_ram(&name, "can be compacted")?;
-        let job = service.jobs.begin(&name, Self::METHOD, Kind::BESIDE)?;
-        let pages_freed = ram.compact_watched(&mut |done, total| job.at(done, total));
+        let job = service.jobs.begin(&name, Self::METHOD, JobKind::CONCURRENT)?;
+        let pages_freed = ram.compact_watched(&mut |done, total| job.advance(done, total));
         if job.is_over() {
             let after = format!("{pages_freed} pages were freed before");
             return Err(job.cancelled(&after).with("pages_freed", pages_freed));

@@ -1,4 +1,4 @@
-//! `create DEVICE`: a device at run time. It is published only where that is asked.
+//! `create DEVICE`: creates a device, and publishes it only with `publish=yes`.
 
 use std::env;
 use std::io::{self, Write};
@@ -16,25 +16,23 @@ use crate::exports::Export;
 use crate::recording::Recording;
 use crate::service::Service;
 
-/// The verb.
 pub struct Create;
 
-/// Its parameters, and the command line.
+/// Parameters of the request, also the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// NAME=KIND[,key=value]... as for serve; publish=yes publishes it on serve's addresses
+    /// NAME=KIND[,key=value]... as for serve; publish=yes exports it at the server's addresses
     #[arg(value_parser = super::keys::words_parser())]
     device: String,
-    /// If it is there, made with the same words, that is success as well
+    /// Succeed if the device exists and was created with the same keys
     #[arg(long)]
     #[serde(default)]
     if_absent: bool,
 }
 
 impl Params {
-    /// Checks the device before the server is asked, and makes its paths independent of our
-    /// directory.
+    /// Checks the parameters before the server is called, and makes paths absolute.
     pub fn checked(self) -> Result<Self, Usage> {
         let if_absent = self.if_absent;
         let entries = Entries::parse(&self.device).map_err(|e| Usage(e.to_string()))?;
@@ -47,18 +45,21 @@ impl Params {
     }
 }
 
-/// What was made.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
     kind: String,
-    /// Bytes.
+    /// In bytes.
     disksize: u64,
-    /// False where it was there.
+    /// False if the device existed already.
     created: bool,
-    /// What faults are decided by, where nobody chose it.
+    /// Random seed of the faults, if the request had none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
+    /// Warnings about settings that are valid but may be unintended.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    warnings: Vec<String>,
     exports: Vec<Export>,
 }
 
@@ -89,12 +90,14 @@ impl Verb for Create {
             disksize: entry.size(),
             created,
             seed: entry.layers.seed_is_random.then_some(entry.layers.seed),
+            warnings: entry.record_warning().into_iter().collect(),
             exports: service.exports.of(entry.name()),
         })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        let Reply { name, kind, disksize, exports, seed, created: _ } = reply;
+        let Reply { name, kind, disksize, exports, seed, warnings, created: _ } = reply;
+        warnings.iter().try_for_each(|warning| writeln!(out, "warning: {warning}"))?;
         if let Some(seed) = seed {
             writeln!(out, "{name}: faults with seed={seed}")?;
         }

@@ -1,5 +1,4 @@
-//! `delta show|save|apply NAME [FILE]`: what a fork or snapshot holds itself, as a qcow2 overlay on
-//! its base.
+//! `delta show|save|apply NAME [FILE]`: the changes of a fork or snapshot over its base, as a qcow2 overlay.
 
 use std::env;
 use std::io::{self, Write};
@@ -22,21 +21,22 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::long::LongCall;
-use super::{Call, Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
+use super::{Call, Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left_behind};
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::job::{Job, Kind};
+use crate::exports::FORCE;
+use crate::job::{Job, JobKind};
 use crate::service::Service;
 
-/// Runs that `show` lists.
+/// Maximum number of extents that `show` lists.
 const ROWS_MAX: usize = 4096;
 
 /// The subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Line {
-    /// List what a fork or snapshot holds itself
+    /// List the changes of a fork or snapshot
     Show(Call<Name>),
-    /// Write that to a qcow2 overlay on the base
+    /// Write the changes to a qcow2 overlay on the base
     Save(LongCall<NameAndFile>),
     /// Write the changes of an overlay to a fork of the same base
     Apply(LongCall<ApplyParams>),
@@ -54,12 +54,12 @@ pub struct Name {
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NameAndFile {
-    /// A fork of a file or image, or a snapshot of one
+    /// A fork of a file or image, or a snapshot of such a fork
     pub name: String,
-    /// The overlay; one that is there is replaced when the new one is complete
+    /// The overlay file; an existing overlay is replaced once the new one is complete
     #[serde(with = "path_text")]
     file: PathBuf,
-    /// Also replace a file that is no overlay; never one that is in use
+    /// Replace the file even if it is not an overlay; a file in use is never replaced
     #[arg(long)]
     #[serde(default)]
     force: bool,
@@ -69,19 +69,19 @@ pub struct NameAndFile {
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ApplyParams {
-    /// A fork of the file or image that the overlay stands on
+    /// A fork of the overlay's backing file or image
     pub name: String,
-    /// The overlay
+    /// The overlay file
     #[serde(with = "path_text")]
     file: PathBuf,
-    /// Also where clients are connected, and over changes that the fork has already
+    /// Apply even if clients are connected or the fork has changes already
     #[arg(long)]
     #[serde(default)]
     force: bool,
 }
 
 impl NameAndFile {
-    /// Makes the path independent of our directory.
+    /// Makes the path absolute.
     pub fn checked(mut self) -> Result<Self, Usage> {
         self.file = absolute(&self.name, &self.file)?;
         Ok(self)
@@ -89,14 +89,14 @@ impl NameAndFile {
 }
 
 impl ApplyParams {
-    /// Makes the path independent of our directory.
+    /// Makes the path absolute.
     pub fn checked(mut self) -> Result<Self, Usage> {
         self.file = absolute(&self.name, &self.file)?;
         Ok(self)
     }
 }
 
-/// A path that the server understands as we do.
+/// Returns a path made absolute against the client's working directory, for the server.
 pub fn absolute(name: &str, path: &Path) -> Result<PathBuf, Usage> {
     if path.as_os_str().is_empty() {
         return Err(Usage(format!("{name}: a path is missing")));
@@ -111,23 +111,24 @@ pub fn absolute(name: &str, path: &Path) -> Result<PathBuf, Usage> {
 /// `delta.show`.
 pub struct Show;
 
-/// What a device holds itself.
+/// Result of `delta.show`: the changes of a device.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Shown {
+pub struct ShowReply {
     name: String,
-    /// What it lies over.
+    /// The base of the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     base: Option<String>,
-    /// Bytes that it holds itself.
+    /// Changed bytes.
     bytes: u64,
-    /// Those of them that are known to read as zeroes.
+    /// Changed bytes that are known to read as zeroes.
     zero_bytes: u64,
-    /// Runs of such bytes.
+    /// Number of changed extents.
     extents: u64,
-    /// The first of them.
+    /// The first extents.
     rows: Vec<Row>,
 }
 
+/// A changed extent, in bytes.
 #[derive(Debug, Serialize, Deserialize)]
 struct Row {
     offset: u64,
@@ -139,24 +140,24 @@ impl Verb for Show {
     const METHOD: &'static str = "delta.show";
     const READ_ONLY: bool = false;
     type Params = Name;
-    type Reply = Shown;
+    type Reply = ShowReply;
 
-    fn run(service: &Service, params: Name) -> Result<Shown, Fault> {
+    fn run(service: &Service, params: Name) -> Result<ShowReply, Fault> {
         let name = params.name;
         let entry = service.find(&name)?;
-        let looked = look(service, &entry, "delta show")?;
+        let view = open_changes(service, &entry, "delta show")?;
         let mut rows = Vec::new();
-        let summary = delta::show(&*looked.device, &mut |Changed { offset, len, zero }| {
+        let summary = delta::show(&*view.device, &mut |Changed { offset, len, zero }| {
             if rows.len() < ROWS_MAX {
                 rows.push(Row { offset, length: len, zero });
             }
-            !looked.job.is_over()
+            !view.job.is_over()
         });
         let summary = summary.map_err(|error| failed(&name, "show", &error))?;
-        if looked.job.is_over() {
-            return Err(looked.job.cancelled("nothing is changed by it"));
+        if view.job.is_over() {
+            return Err(view.job.cancelled("nothing was changed"));
         }
-        Ok(Shown {
+        Ok(ShowReply {
             base: entry.spec.kind.below().map(str::to_owned),
             bytes: summary.bytes,
             zero_bytes: summary.zero_bytes,
@@ -166,14 +167,14 @@ impl Verb for Show {
         })
     }
 
-    fn show(_: &Name, reply: &Shown, out: &mut dyn Write) -> io::Result<()> {
+    fn show(_: &Name, reply: &ShowReply, out: &mut dyn Write) -> io::Result<()> {
         for Row { offset, length, zero } in &reply.rows {
             writeln!(out, "{offset:>15} {length:>12}  {}", if *zero { "zero" } else { "data" })?;
         }
         if reply.rows.len() == ROWS_MAX {
-            writeln!(out, "(the first {ROWS_MAX} runs)")?;
+            writeln!(out, "(the first {ROWS_MAX} extents)")?;
         }
-        let Shown { name, bytes, zero_bytes, extents, .. } = reply;
+        let ShowReply { name, bytes, zero_bytes, extents, .. } = reply;
         let (bytes, zero) = (human(*bytes), human(*zero_bytes));
         writeln!(out, "{name}: {bytes} of its own in {extents} places, {zero} of them zeroes")
     }
@@ -184,21 +185,21 @@ impl Verb for Show {
 /// `delta.save`.
 pub struct Save;
 
-/// What was saved.
+/// Result of `delta.save`.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Saved {
+pub struct SaveReply {
     name: String,
     #[serde(with = "path_text")]
     file: PathBuf,
-    /// Bytes that the device holds itself.
+    /// Changed bytes.
     bytes: u64,
     zero_bytes: u64,
-    /// Clusters of 64 KiB.
+    /// Number of clusters of 64 KiB with data.
     data_clusters: u64,
     zero_clusters: u64,
-    /// Length of the file.
+    /// Length of the file in bytes.
     file_bytes: u64,
-    /// Unfinished files beside it that a crash left.
+    /// Unfinished files beside it, left by a crash.
     #[serde(with = "path_text::several", default, skip_serializing_if = "Vec::is_empty")]
     left_behind: Vec<PathBuf>,
 }
@@ -208,29 +209,29 @@ impl Verb for Save {
     const READ_ONLY: bool = false;
     const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = NameAndFile;
-    type Reply = Saved;
+    type Reply = SaveReply;
 
-    // Takes as long as the disk does: nothing is claimed.
-    fn run(service: &Service, params: NameAndFile) -> Result<Saved, Fault> {
+    // Claims nothing: the verb takes as long as the disk does.
+    fn run(service: &Service, params: NameAndFile) -> Result<SaveReply, Fault> {
         let NameAndFile { name, file, force } = params;
         let entry = service.find(&name)?;
         let (base, format) = base_file(&entry, "save")?;
-        let looked = look(service, &entry, "delta save")?;
-        let job = &looked.job;
+        let view = open_changes(service, &entry, "delta save")?;
+        let job = &view.job;
         let mut progress = |done, total| job.note(done, total);
         let replace = if force { Replace::Any } else { Replace::SameKind };
         let options = delta::Options { replace, cancelled: &|| job.is_over() };
         let left_behind = left_behind(&file);
-        let saved = delta::save_with(&*looked.device, &base, format, &file, &options, &mut progress);
+        let saved = delta::save_with(&*view.device, &base, format, &file, &options, &mut progress);
         let saved = saved.map_err(|error| {
-            // Also another error: at the end of the server, what hangs fails. A failed write says itself
-            // what is in the file's place.
+            // Any error counts as cancelled, as a shutdown fails hanging requests. The error of a failed write
+            // already describes the state of the file.
             if job.is_over() && !matches!(error, DeltaError::Write { .. }) {
-                return job.cancelled(&format!("{} is as it was", file.display()));
+                return job.cancelled(&format!("{} is unchanged", file.display()));
             }
             failed(&name, "save", &error)
         })?;
-        Ok(Saved {
+        Ok(SaveReply {
             name,
             file,
             bytes: saved.changes.bytes,
@@ -242,9 +243,9 @@ impl Verb for Save {
         })
     }
 
-    fn show(_: &NameAndFile, reply: &Saved, out: &mut dyn Write) -> io::Result<()> {
-        let Saved { name, file, bytes, file_bytes, left_behind, .. } = reply;
-        show_left(left_behind, out)?;
+    fn show(_: &NameAndFile, reply: &SaveReply, out: &mut dyn Write) -> io::Result<()> {
+        let SaveReply { name, file, bytes, file_bytes, left_behind, .. } = reply;
+        show_left_behind(left_behind, out)?;
         let (bytes, size) = (human(*bytes), human(*file_bytes));
         writeln!(out, "{name}: {bytes} of its own saved to {}, {size}", file.display())
     }
@@ -255,9 +256,9 @@ impl Verb for Save {
 /// `delta.apply`.
 pub struct Apply;
 
-/// What was written.
+/// Result of `delta.apply`.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Applied {
+pub struct ApplyReply {
     name: String,
     #[serde(with = "path_text")]
     file: PathBuf,
@@ -270,10 +271,10 @@ impl Verb for Apply {
     const READ_ONLY: bool = false;
     const LONG: Option<fn(&Self::Params) -> String> = Some(|params| params.name.clone());
     type Params = ApplyParams;
-    type Reply = Applied;
+    type Reply = ApplyReply;
 
-    // Takes as long as the disk does: nothing is claimed.
-    fn run(service: &Service, params: ApplyParams) -> Result<Applied, Fault> {
+    // Claims nothing: the verb takes as long as the disk does.
+    fn run(service: &Service, params: ApplyParams) -> Result<ApplyReply, Fault> {
         let ApplyParams { name, file, force } = params;
         let entry = service.find(&name)?;
         let Some(fork) = entry.kind.fork() else {
@@ -292,21 +293,24 @@ impl Verb for Apply {
                 return Err(Fault::failed(Errno::EBUSY, format!("{why}, or --force writes over them")));
             }
         }
-        let job = service.jobs.begin(&name, "delta apply", Kind::ALONE)?;
+        let blocks = service.exports.claim_blocks(&entry, force, FORCE)?;
+        let job = service.jobs.begin(&name, "delta apply", JobKind::EXCLUSIVE)?;
         let (cancelled, progress) = (&|| job.is_over(), &mut |done, total| job.note(done, total));
         let applied = delta::apply_unless(&file, &**fork, Some(&base), cancelled, progress);
+        // Also after an error, as part of the changes may be applied.
+        blocks.drop_caches();
         let applied = applied.map_err(|error| match error {
             DeltaError::Cancelled => {
-                job.cancelled(&format!("what was applied stays; `freestone rewind {name}` takes it away"))
+                job.cancelled(&format!("the applied part stays; `freestone rewind {name}` removes it"))
             }
             error => failed(&name, "apply", &error),
         })?;
         let delta::Applied { data_bytes, zero_bytes } = applied;
-        Ok(Applied { name, file, data_bytes, zero_bytes })
+        Ok(ApplyReply { name, file, data_bytes, zero_bytes })
     }
 
-    fn show(_: &ApplyParams, reply: &Applied, out: &mut dyn Write) -> io::Result<()> {
-        let Applied { name, file, data_bytes, zero_bytes } = reply;
+    fn show(_: &ApplyParams, reply: &ApplyReply, out: &mut dyn Write) -> io::Result<()> {
+        let ApplyReply { name, file, data_bytes, zero_bytes } = reply;
         let (data, zero) = (human(*data_bytes), human(*zero_bytes));
         writeln!(out, "{name}: {data} written and {zero} zeroed, from {}", file.display())
     }
@@ -314,21 +318,23 @@ impl Verb for Apply {
 
 // ---- common -------------------------------------------------------------------------------------
 
-/// What is looked at, and the right to do so.
-struct Looked {
+/// A view of a device's changes, and the job that protects it.
+struct ChangesView {
     device: Arc<dyn Device>,
-    /// Also of the origin: that it is not rewound.
+    /// For a snapshot of a fork, the job also covers the origin, so that the origin is not rewound.
     job: Job,
 }
 
-/// Of a fork, which may be in use, a snapshot for the time being. Of a snapshot of a fork what its
-/// origin had over the base; of other snapshots what they preserved.
-fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, Fault> {
+/// Opens the changes of a device and begins a job on it.
+///
+/// For a fork, which may be in use, these are the changes in a temporary snapshot. For a snapshot of a fork, they are
+/// the changes that its origin had over the base; for other snapshots, the exceptions.
+fn open_changes(service: &Service, entry: &Entry, verb: &'static str) -> Result<ChangesView, Fault> {
     let name = entry.name();
     check_bare(entry, "looked into")?;
     let begin = |names: &[&str]| {
-        let job = service.jobs.begin_on(names, verb, Kind::ALONE)?;
-        job.tell(json!({}));
+        let job = service.jobs.begin_on(names, verb, JobKind::EXCLUSIVE)?;
+        job.respond_started(json!({}));
         Ok::<_, Fault>(job)
     };
     let refuse = |errno, why: &str| Err(Fault::failed(errno, format!("{name}: {verb}: {why}")));
@@ -338,7 +344,7 @@ fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, 
             let job = begin(&[name])?;
             let device = fork.snapshot().and_then(|snapshot| snapshot.over_base());
             let device = device.map_err(|e| Fault::failed(Errno::ENOMEM, format!("{name}: {e}")))?;
-            Ok(Looked { device: Arc::new(device), job })
+            Ok(ChangesView { device: Arc::new(device), job })
         }
         (None, Some(snapshot), _) if !entry.needs().is_empty() => {
             let origin = entry.origin.as_ref();
@@ -352,26 +358,25 @@ fn look(service: &Service, entry: &Entry, verb: &'static str) -> Result<Looked, 
             }
             let device = snapshot.over_base();
             let device = device.map_err(|e| Fault::failed(Errno::EIO, format!("{name}: {e}")))?;
-            Ok(Looked { device: Arc::new(device), job })
+            Ok(ChangesView { device: Arc::new(device), job })
         }
         (None, in_memory, Some(device)) if in_memory.is_some() || entry.kind.cow().is_some() => {
-            Ok(Looked { device: Arc::clone(device), job: begin(&[name])? })
+            Ok(ChangesView { device: Arc::clone(device), job: begin(&[name])? })
         }
         _ => {
             let kind = a_kind(entry.kind.name());
-            let why = format!("{kind} device holds nothing over a base; forks and snapshots do");
+            let why = format!("{kind} device has no changes over a base; forks and snapshots have");
             refuse(Errno::EOPNOTSUPP, &why)
         }
     }
 }
 
-/// The file that a fork of it, or a snapshot of such a fork, stands on.
+/// Returns the file that is the base of a fork, or of the fork that a snapshot was taken of.
 fn base_file(entry: &Entry, verb: &str) -> Result<(PathBuf, Format), Fault> {
-    // The one thing that both stand on. What was restored may stand on a snapshot that was in the
-    // file.
-    let is_over = entry.kind.fork().or(entry.kind.memory_snapshot()).is_some();
+    // A restored device is refused: its base may be a snapshot of the saved file.
+    let is_over_base = entry.kind.fork().or(entry.kind.memory_snapshot()).is_some();
     let base = match entry.needs() {
-        [base] if is_over && !matches!(entry.spec.kind, KindSpec::Restored(_)) => Some(base),
+        [base] if is_over_base && !matches!(entry.spec.kind, KindSpec::Restored(_)) => Some(base),
         _ => None,
     };
     let image = base.and_then(|base| base.spec.kind.image());

@@ -1,4 +1,5 @@
-//! `dump`: the file that would make what runs, for `serve --config` and `apply`.
+//! `dump`: writes the running devices and settings as a configuration file for `serve --config` and
+//! `apply`.
 
 use std::io::{self, Write};
 
@@ -19,15 +20,14 @@ use crate::places::{Place, Wanted};
 use crate::recording;
 use crate::service::Service;
 
-/// The verb.
 pub struct Dump;
 
-/// Its parameters: none.
+/// The request has no parameters.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {}
 
-/// The file.
+/// Result: the configuration file.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     toml: String,
@@ -40,21 +40,21 @@ impl Verb for Dump {
     type Reply = Reply;
 
     fn run(service: &Service, _: Params) -> Result<Reply, Fault> {
-        let mut file = server(service);
-        let (mut devices, mut left_out) = (Vec::new(), Vec::new());
-        // Those of connections go with them.
+        let mut file = server_table(service);
+        let (mut devices, mut omitted) = (Vec::new(), Vec::new());
+        // Forks of templates are omitted: they are removed with their connections.
         for entry in service.registry.all().iter().filter(|entry| entry.template.is_none()) {
             let words = entry.words.now(&entry.spec);
             match Spec::from_entries(words.clone()) {
-                Ok(_) => devices.push(Value::Table(device(service, entry, words))),
-                Err(_) => left_out.push(entry.name().to_owned()),
+                Ok(_) => devices.push(Value::Table(device_table(service, entry, words))),
+                Err(_) => omitted.push(entry.name().to_owned()),
             }
         }
         if !devices.is_empty() {
             file.insert("device".into(), Value::Array(devices));
         }
-        let comment = |name| format!("\n# {name}: was restored from a file, and is not made by words\n");
-        let toml = file.to_string() + &left_out.into_iter().map(comment).collect::<String>();
+        let comment = |name| format!("\n# {name}: was restored from a file, and cannot be declared\n");
+        let toml = file.to_string() + &omitted.into_iter().map(comment).collect::<String>();
         Ok(Reply { toml })
     }
 
@@ -63,7 +63,8 @@ impl Verb for Dump {
     }
 }
 
-fn server(service: &Service) -> Table {
+/// Returns the settings of the server, without limits that have their default.
+fn server_table(service: &Service) -> Table {
     let mut file = Table::new();
     let mut home = service.exports.home();
     home.retain(|address| *address != Address::Stdin);
@@ -96,23 +97,23 @@ fn server(service: &Service) -> Table {
             None => {}
         }
     }
-    let (limits, usual) = (&service.limits, Limits::default());
-    if limits.max_connections != usual.max_connections {
+    let (limits, defaults) = (&service.limits, Limits::default());
+    if limits.max_connections != defaults.max_connections {
         file.insert("max_connections".into(), (limits.max_connections as i64).into());
     }
-    if limits.max_memory_in_flight != usual.max_memory_in_flight {
+    if limits.max_memory_in_flight != defaults.max_memory_in_flight {
         file.insert("max_memory_in_flight".into(), size::exact(limits.max_memory_in_flight).into());
     }
-    for ((key, value), (_, usual)) in handshake::keys(limits).into_iter().zip(handshake::keys(&usual)) {
-        if value != usual {
-            // One of them is a number.
+    for ((key, value), (_, default)) in handshake::keys(limits).into_iter().zip(handshake::keys(&defaults)) {
+        if value != default {
+            // Numbers are not quoted.
             file.insert(key.into(), value.parse::<i64>().map_or(Value::String(value), Value::Integer));
         }
     }
     file
 }
 
-fn device(service: &Service, entry: &Entry, words: Entries) -> Table {
+fn device_table(service: &Service, entry: &Entry, words: Entries) -> Table {
     let mut device = Table::new();
     device.insert("name".into(), words.name.into());
     device.insert("kind".into(), words.kind.into());
@@ -123,14 +124,14 @@ fn device(service: &Service, entry: &Entry, words: Entries) -> Table {
     if !seen.home {
         device.insert("publish".into(), false.into());
     }
-    let exports: Vec<_> = seen.exports.iter().map(|(wanted, _)| export(wanted)).collect();
+    let exports: Vec<_> = seen.exports.iter().map(|(wanted, _)| export_table(wanted)).collect();
     if !exports.is_empty() {
         device.insert("export".into(), Value::Array(exports));
     }
     device
 }
 
-fn export(wanted: &Wanted) -> Value {
+fn export_table(wanted: &Wanted) -> Value {
     let mut export = Table::new();
     match &wanted.place {
         Place::Nbd(address) => {

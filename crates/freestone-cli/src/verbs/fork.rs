@@ -1,4 +1,4 @@
-//! `fork BASE NAME`: disks over a base; one, many, or one for every connection.
+//! `fork BASE NAME`: creates forks of a base: one, several, or a template that creates one per connection.
 
 use std::io::{self, Write};
 
@@ -23,7 +23,6 @@ use crate::paths::{address_text, parse_address};
 use crate::recording::Recording;
 use crate::service::Service;
 
-/// The verb.
 pub struct Fork;
 
 /// The command line.
@@ -31,37 +30,36 @@ pub struct Fork;
 pub struct Line {
     /// A file with readonly=yes, a qcow2 image, or a snapshot
     base: String,
-    /// The fork; with --count, %n in it is the number (else -N is appended)
+    /// Name of the fork; with --count, %n stands for the number (without %n, -N is appended)
     name: String,
-    /// Of the fork.
     #[arg(value_name = "KEY=VALUE")]
     #[arg(value_parser = keys::words_parser())]
-    #[arg(help = "size=SIZE (default the base's; beyond it are zeroes), mem_limit=SIZE (its own cap), \
-                  mem_min=SIZE (guaranteed of the family's mem_limit), full=error|wait (where there is no room), and faults, seed, power_cut, power_cut_unit, record as for \
-                  serve; with --count, %n in a value is the number, with --template that of a connection")]
+    #[arg(
+        help = "Keys of the fork: size, mem_limit, mem_min, full (see below), and faults, seed, power_cut, \
+                power_cut_unit, record as for serve; with --count, %n in a value stands for the number, with \
+                --template for that of the connection"
+    )]
     words: Vec<String>,
-    /// Publish it there; the server starts to listen there if it does not yet; with --count, %n is
-    /// the number
+    /// Export it at this address, and listen there if necessary; with --count, %n stands for the number
     #[arg(long, value_name = "ADDR", value_parser = keys::words_parser())]
     nbd: Option<String>,
-    /// Who may connect there.
     #[arg(long, value_name = "WHO", help = allow::HELP, value_delimiter = ',', requires = "nbd")]
     allow: Vec<String>,
-    /// A fork for every connection, gone when that ends
+    /// Give each connection a fork of its own, removed when the connection ends
     #[arg(long, conflicts_with = "count")]
     template: bool,
-    /// End a connection to the template after so long
+    /// Longest time of a connection to the template
     #[arg(long, value_name = "SECONDS", requires = "template")]
     ttl: Option<u64>,
-    /// So many forks, 0 to N-1, all or none
+    /// Create N forks, numbered 0 to N-1; all or none
     #[arg(long, value_name = "N")]
     count: Option<usize>,
-    /// What is there, made with the same settings, is success as well
+    /// Succeed if the forks exist and were created with the same settings
     #[arg(long)]
     if_absent: bool,
 }
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Params {
     base: String,
@@ -72,14 +70,14 @@ pub struct Params {
     allow: Vec<String>,
     #[serde(default)]
     template: bool,
-    /// Seconds.
+    /// In seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     ttl: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     count: Option<usize>,
     #[serde(default)]
     if_absent: bool,
-    /// All else is keys of the device, which refuse what is unknown.
+    /// All other members are keys of the device, which refuses unknown ones.
     #[serde(flatten)]
     keys: Map<String, Value>,
 }
@@ -89,9 +87,9 @@ impl TryFrom<Line> for Params {
 
     fn try_from(line: Line) -> Result<Self, Usage> {
         let Line { base, name, words, nbd, allow, template, ttl, count, if_absent } = line;
-        let keys = keys::of_words(&name, if template { "template" } else { "fork" }, &words)?;
+        let keys = keys::parse_words(&name, if template { "template" } else { "fork" }, &words)?;
         if let Some(key) = ["base", "ttl", "publish"].into_iter().find(|key| keys.contains_key(*key)) {
-            return Err(Usage(format!("{name}: fork: {key}: not as a key here; see --help")));
+            return Err(Usage(format!("{name}: fork: {key}: cannot be given as a key; see --help")));
         }
         let mut params = Self { base, name, nbd, allow, template, ttl, count, if_absent, keys };
         if let Some(nbd) = &params.nbd {
@@ -99,94 +97,99 @@ impl TryFrom<Line> for Params {
             let absolute = absolute.map_err(|e| Usage(format!("{}: --nbd: {e}", params.name)))?;
             params.nbd = Some(address_text(&absolute));
         }
-        // Everything that the words alone can tell.
+        // Fails on errors that do not depend on the server's state.
         params.plan().map_err(|fault| Usage(fault.message))?;
         Ok(params)
     }
 }
 
-/// A fork and where it is published.
-struct One {
+/// A fork to create, and the address to publish it at.
+struct PlannedFork {
     spec: Spec,
     address: Option<Address>,
     allow: Option<AllowList>,
 }
 
 impl Params {
-    fn plan(&self) -> Result<Vec<One>, Fault> {
+    /// Returns the forks to create.
+    fn plan(&self) -> Result<Vec<PlannedFork>, Fault> {
         let name = &self.name;
         let invalid = |why: String| Fault::invalid(format!("{name}: fork: {why}"));
         if self.template && self.count.is_some() {
             return Err(invalid(
-                "a template makes as many forks as there are connections, without count".into(),
+                "a template creates one fork per connection, so count is not allowed".into(),
             ));
         }
         if self.ttl.is_some() && !self.template {
-            return Err(invalid("ttl is for a template".into()));
+            return Err(invalid("ttl is only for a template".into()));
         }
         if self.nbd.is_none() && !self.allow.is_empty() {
-            return Err(invalid("allow: of which address? nbd is missing".into()));
+            return Err(invalid("allow: needs nbd".into()));
         }
         let list = (!self.allow.is_empty()).then(|| allow::parse(&self.allow)).transpose();
         let list = list.map_err(|why| invalid(format!("allow: {why}")))?;
-        let Some(count) = self.count else { return Ok(vec![self.one(None, list)?]) };
+        let Some(count) = self.count else { return Ok(vec![self.plan_fork(None, list)?]) };
         if !(1..=MAX_DEVICES).contains(&count) {
             return Err(invalid(format!("count={count}: must be a number from 1 to {MAX_DEVICES}")));
         }
-        (0..count).map(|number| self.one(Some(number), list.clone())).collect()
+        (0..count).map(|number| self.plan_fork(Some(number), list.clone())).collect()
     }
 
-    fn one(&self, number: Option<usize>, allow: Option<AllowList>) -> Result<One, Fault> {
-        let at = |text: &str| match number {
+    /// Returns one fork to create, with %n replaced by the number.
+    fn plan_fork(&self, number: Option<usize>, allow: Option<AllowList>) -> Result<PlannedFork, Fault> {
+        let numbered = |text: &str| match number {
             Some(number) => text.replace(NUMBER, &number.to_string()),
             None => text.to_owned(),
         };
         let name = match number {
             Some(number) if !self.name.contains(NUMBER) => format!("{}-{number}", self.name),
             None if self.name.contains(NUMBER) => {
-                return Err(Fault::invalid(format!("{}: fork: {NUMBER} is for --count", self.name)));
+                return Err(Fault::invalid(format!("{}: fork: {NUMBER} is only for --count", self.name)));
             }
-            _ => at(&self.name),
+            _ => numbered(&self.name),
         };
         let kind = if self.template { "template" } else { "fork" };
-        let mut entries = keys::over(&self.base, &name, kind, self.ttl, &self.keys)?;
+        let mut entries = keys::entries_over(&self.base, &name, kind, self.ttl, &self.keys)?;
         if number.is_some() {
             for (_, value) in &mut entries.pairs {
-                *value = at(value);
+                *value = numbered(value);
             }
         }
         let spec = Spec::from_entries(entries).map_err(|e| Fault::invalid(e.to_string()))?;
         let address = self.nbd.as_deref().map(|nbd| {
-            parse_address(&at(nbd), None).map_err(|e| Fault::invalid(format!("{name}: nbd: {e}")))
+            parse_address(&numbered(nbd), None).map_err(|e| Fault::invalid(format!("{name}: nbd: {e}")))
         });
         let address = address.transpose()?;
         if let (Some(address), Some(list)) = (&address, &allow) {
             allow::check(list, address)
                 .map_err(|why| Fault::invalid(format!("{name}: fork: allow: {why}")))?;
         }
-        Ok(One { spec, address, allow })
+        Ok(PlannedFork { spec, address, allow })
     }
 }
 
-/// What was made, in order.
+/// Result: the forks, in order.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
-    forks: Vec<Made>,
+    forks: Vec<CreatedFork>,
 }
 
 /// A fork or template.
 #[derive(Debug, Serialize, Deserialize)]
-struct Made {
+struct CreatedFork {
     name: String,
     kind: String,
     base: String,
-    /// Bytes.
+    /// In bytes.
     disksize: u64,
-    /// False where it was there.
+    /// False if the device existed already.
     created: bool,
-    /// What faults are decided by, where nobody chose it.
+    /// Random seed of the faults, if the request had none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
+    /// Warnings about settings that are valid but may be unintended.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    warnings: Vec<String>,
     exports: Vec<Export>,
 }
 
@@ -198,41 +201,43 @@ impl Verb for Fork {
 
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let plan = params.plan()?;
-        let claim = service.claim_new(Self::METHOD, plan.iter().map(|one| &one.spec))?;
-        let names: Vec<_> = plan.iter().map(|one| one.spec.name.as_str()).collect();
+        let claim = service.claim_new(Self::METHOD, plan.iter().map(|fork| &fork.spec))?;
+        let names: Vec<_> = plan.iter().map(|fork| fork.spec.name.as_str()).collect();
         let recording = Recording::begin(service, &claim, Self::METHOD, &names)?;
         let mut made = Vec::with_capacity(plan.len());
-        let mut each = plan.into_iter();
-        let done = each.try_for_each(|One { spec, address, allow }| {
+        let mut forks = plan.into_iter();
+        let done = forks.try_for_each(|PlannedFork { spec, address, allow }| {
             let at = address.as_ref().map(|address| (address, allow.as_ref()));
-            made.push(make(service, &claim, spec, at, params.if_absent)?);
+            made.push(create_and_publish(service, &claim, spec, at, params.if_absent)?);
             Ok(())
         });
         done.and_then(|()| recording.commit()).inspect_err(|_| {
-            // All or nothing.
+            // All or none.
             for (entry, _) in made.iter().rev().filter(|(_, created)| *created) {
                 service.undo(&claim, entry);
             }
         })?;
-        let told = |(entry, created): &(std::sync::Arc<Entry>, bool)| Made {
+        let created_fork = |(entry, created): &(std::sync::Arc<Entry>, bool)| CreatedFork {
             name: entry.name().to_owned(),
             kind: entry.kind.name().to_owned(),
             base: params.base.clone(),
             disksize: entry.size(),
             created: *created,
             seed: entry.layers.seed_is_random.then_some(entry.layers.seed),
+            warnings: entry.record_warning().into_iter().collect(),
             exports: service.exports.of(entry.name()),
         };
-        Ok(Reply { forks: made.iter().map(told).collect() })
+        Ok(Reply { forks: made.iter().map(created_fork).collect() })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        for Made { name, kind, base, disksize, created, seed, exports } in &reply.forks {
+        for CreatedFork { name, kind, base, disksize, created, seed, warnings, exports } in &reply.forks {
+            warnings.iter().try_for_each(|warning| writeln!(out, "warning: {warning}"))?;
             if let Some(seed) = seed {
                 writeln!(out, "{name}: faults with seed={seed}")?;
             }
-            let there = if *created { "" } else { " (was there)" };
-            let what = format!("{name}: {kind} of {base}, {}{there}", human(*disksize));
+            let existing = if *created { "" } else { " (existed already)" };
+            let what = format!("{name}: {kind} of {base}, {}{existing}", human(*disksize));
             match exports.as_slice() {
                 [] => {
                     writeln!(out, "{what}, not published; `freestone publish {name} --nbd ADDR` does that")?;
@@ -244,8 +249,8 @@ impl Verb for Fork {
     }
 }
 
-/// One fork, or nothing.
-fn make(
+/// Creates and publishes one fork. On failure, no fork is left. Returns true with the entry if it was created.
+fn create_and_publish(
     service: &Service,
     claim: &Claim<'_>,
     spec: Spec,
@@ -258,8 +263,8 @@ fn make(
         (service.create(claim, spec, false)?, true)
     };
     if let Some((address, allow)) = at {
-        let there = !created && service.exports.is_at(entry.name(), address);
-        let published = if there {
+        let is_published = !created && service.exports.is_at(entry.name(), address);
+        let published = if is_published {
             service.exports.check_same(entry.name(), address, allow)
         } else {
             let limits = LimitSpec::default();

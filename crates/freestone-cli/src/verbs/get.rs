@@ -1,4 +1,4 @@
-//! `get NAME [ATTR]`: attributes as one would read them from sysfs.
+//! `get NAME [ATTR]`: attributes of a device, as sysfs shows them.
 
 use std::io::{self, Write};
 
@@ -11,10 +11,9 @@ use super::Verb;
 use crate::control::protocol::Fault;
 use crate::service::Service;
 
-/// The verb.
 pub struct Get;
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -26,7 +25,7 @@ pub struct Params {
 }
 
 impl Params {
-    /// All attributes of a device.
+    /// Returns the parameters for all attributes of a device.
     pub fn all(name: &str) -> Self {
         Self { name: name.to_owned(), attr: None }
     }
@@ -41,10 +40,10 @@ impl Verb for Get {
 
     fn run(service: &Service, params: Params) -> Result<Self::Reply, Fault> {
         let entry = service.find(&params.name)?;
-        let one = |attr: &str| Ok((attr.to_owned(), attrs::get(&entry, attr)?));
+        let read = |attr: &str| Ok((attr.to_owned(), attrs::get(&entry, attr)?));
         match &params.attr {
-            Some(attr) => one(attr).map(|pair| Map::from_iter([pair])),
-            None => attrs::names(&entry).iter().map(|attr| one(attr)).collect(),
+            Some(attr) => read(attr).map(|pair| Map::from_iter([pair])),
+            None => attrs::names(&entry).iter().map(|attr| read(attr)).collect(),
         }
     }
 
@@ -52,7 +51,7 @@ impl Verb for Get {
         let width = reply.keys().map(String::len).max().unwrap_or_default();
         for (attr, value) in reply {
             let text = attrs::plain(attr, value);
-            // One attribute alone is for scripts: the value and nothing else.
+            // A single attribute is for scripts: only the value.
             if params.attr.is_some() {
                 writeln!(out, "{text}")
             } else {

@@ -1,5 +1,4 @@
-//! `idle NAME all|SECONDS`: marks the pages of a RAM disk that nobody uses, for `writeback` and
-//! `recompress`.
+//! `idle NAME all|SECONDS`: marks idle pages of a RAM disk for `writeback` and `recompress`.
 
 use std::io::{self, Write};
 use std::time::Duration;
@@ -12,29 +11,28 @@ use super::Verb;
 use crate::control::protocol::Fault;
 use crate::service::Service;
 
-/// A thousand years: no page is older.
+/// Longest age in seconds: a thousand years, which no page reaches.
 const AGE_SECONDS_MAX: u64 = 1000 * 366 * 86_400;
 
-/// The verb.
 pub struct Idle;
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
     /// The ram device
     name: String,
-    /// all, or SECONDS: what was not read or written for so long is marked, and the rest unmarked
+    /// all: mark every page; SECONDS: mark pages that were not accessed for this time, unmark the rest
     #[arg(value_name = "all|SECONDS")]
     #[serde(deserialize_with = "text_or_number")]
     which: String,
 }
 
-/// What was done.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Pages that are marked now.
+    /// Number of pages marked now.
     pages_marked: u64,
 }
 
@@ -44,7 +42,7 @@ impl Verb for Idle {
     type Params = Params;
     type Reply = Reply;
 
-    // Runs under traffic and takes a while: nothing is claimed.
+    // Claims nothing: the verb runs under load and takes a while.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { name, which } = params;
         let which = match which.as_str() {
@@ -65,16 +63,16 @@ impl Verb for Idle {
     }
 }
 
-/// Seconds may come as a number.
+/// Deserializes a text, or a number of seconds.
 fn text_or_number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged, expecting = "which: must be \"all\" or a number of seconds")]
-    enum Which {
+    enum TextOrSeconds {
         Text(String),
         Seconds(u64),
     }
-    Ok(match Which::deserialize(deserializer)? {
-        Which::Text(text) => text,
-        Which::Seconds(seconds) => seconds.to_string(),
+    Ok(match TextOrSeconds::deserialize(deserializer)? {
+        TextOrSeconds::Text(text) => text,
+        TextOrSeconds::Seconds(seconds) => seconds.to_string(),
     })
 }

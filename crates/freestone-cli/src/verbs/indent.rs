@@ -1,9 +1,9 @@
-//! JSON for people's eyes.
+//! Indentation of JSON for the terminal.
 
 use std::iter;
 
-/// JSON that a server wrote, a value a line, as `serde_json` would indent it. Not by way of a tree:
-/// an answer may be tens of megabytes.
+/// Returns JSON indented as by `serde_json`, with one value per line. Works without a tree of
+/// values: a response may be tens of megabytes.
 pub fn indented(json: &str) -> Vec<u8> {
     let mut out = Vec::with_capacity(json.len() * 2);
     let (mut depth, mut in_text, mut escaped) = (0, false, false);
@@ -49,7 +49,7 @@ mod tests {
     use super::indented;
 
     #[test]
-    fn it_is_what_serde_json_makes_of_it() {
+    fn indented_equals_serde_json_pretty() {
         for value in [
             json!(null),
             json!([]),

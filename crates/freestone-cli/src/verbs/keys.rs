@@ -1,5 +1,7 @@
-//! Keys of a fork or template in the verbs that make them: those that `serve` takes for the kind,
-//! where they are all checked.
+//! `KEY=VALUE` words and JSON members that a verb passes on to the specification of a device or
+//! store.
+//!
+//! The verbs do not check these keys: the specification does, as for `serve`.
 
 use std::env;
 use std::io;
@@ -11,10 +13,10 @@ use serde_json::{Map, Value};
 use crate::control::protocol::Fault;
 use crate::error::Usage;
 
-/// Takes `KEY=VALUE` words. Relative paths start at our directory.
-pub fn of_words(name: &str, kind: &str, words: &[String]) -> Result<Map<String, Value>, Usage> {
+/// Parses `KEY=VALUE` words. Relative paths are resolved against the client's working directory.
+pub fn parse_words(name: &str, kind: &str, words: &[String]) -> Result<Map<String, Value>, Usage> {
     let usage = |e: SpecError| Usage(e.to_string());
-    // What a name stands for may not be one yet: it is checked with the numbers in it.
+    // The name may still contain %n, so it is checked later, with the number in it.
     let mut entries = Entries::new("device", kind).map_err(usage)?;
     for word in words {
         let Some((key, value)) = word.split_once('=') else {
@@ -29,15 +31,15 @@ pub fn of_words(name: &str, kind: &str, words: &[String]) -> Result<Map<String, 
     Ok(entries.with_base(&here).pairs.into_iter().map(|(key, value)| (key, value.into())).collect())
 }
 
-/// The keys of a verb on `name`.
-pub fn of(name: &str, verb: &str, keys: &Map<String, Value>) -> Result<Entries, Fault> {
+/// Returns the entries of a verb on `name`.
+pub fn entries_of(name: &str, verb: &str, keys: &Map<String, Value>) -> Result<Entries, Fault> {
     let mut entries = Entries::new(name, verb).map_err(|e| Fault::invalid(e.to_string()))?;
     add(&mut entries, keys)?;
     Ok(entries)
 }
 
-/// The words of a fork or template of `base`.
-pub fn over(
+/// Returns the entries of a fork or template of `base`.
+pub fn entries_over(
     base: &str,
     name: &str,
     kind: &str,
@@ -54,7 +56,7 @@ pub fn over(
     Ok(entries)
 }
 
-/// Adds keys as they came, in words or in JSON, to those of a device.
+/// Adds keys from words or JSON to the entries of a device.
 fn add(entries: &mut Entries, keys: &Map<String, Value>) -> Result<(), Fault> {
     for (key, value) in keys {
         let text = match value {
@@ -71,7 +73,8 @@ fn add(entries: &mut Entries, keys: &Map<String, Value>) -> Result<(), Fault> {
     Ok(())
 }
 
-/// A command line has any bytes, the words of a device are text.
+/// Returns a parser for words of the command line, which may be any bytes. The words of a device
+/// are text.
 pub fn words_parser() -> impl clap::builder::TypedValueParser<Value = String> {
     use clap::builder::TypedValueParser as _;
     clap::builder::OsStringValueParser::new().map(|word| path_text::text(word.as_ref()))

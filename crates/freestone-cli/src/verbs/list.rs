@@ -1,4 +1,4 @@
-//! `list [PATTERN]`: a table whose columns follow zramctl.
+//! `list [PATTERN]`: a table of the devices, with columns as in zramctl.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -23,80 +23,80 @@ use crate::exports::Export;
 use crate::job::Progress;
 use crate::service::Service;
 
-/// How long a look at the files of bases is waited for; after that, what the last one saw is shown.
+/// Longest wait for a check of the bases' files. After it, the result of the last check is shown.
 pub const LOOK_MAX: Duration = Duration::from_millis(200);
 
-/// The verb.
 pub struct List;
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// Only devices whose name matches; * stands for any characters, ? for one
+    /// Only devices whose name matches; * matches any characters, ? one
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pattern: Option<String>,
 }
 
-/// The devices in the order in which they were made.
+/// The devices, in the order of their creation.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     devices: Vec<Row>,
-    /// Those of the state that could not be made again.
+    /// Devices of the state that could not be created at the start of the server.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     missing: Vec<Missing>,
 }
 
-/// A device that is not there.
+/// A device of the state that does not exist now.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Missing {
     name: String,
     why: String,
 }
 
-/// One device; all sizes in bytes. What only memory has is absent elsewhere.
+/// One device. Sizes are in bytes; members about memory are omitted for other devices.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Row {
     name: String,
     kind: String,
     disksize: u64,
-    /// Of forks and templates; the origin of a snapshot.
+    /// Base of a fork or template, or origin of a snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     base: Option<String>,
-    /// Of a fork that was made for a connection.
+    /// Template of a fork that was created for a connection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     template: Option<String>,
-    /// Of a file's snapshot, in dm's words.
+    /// Status of a snapshot with a COW device, as in dm-snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     status: Option<String>,
-    /// A file of a base is not what it was when it was opened.
+    /// The base's file if it was changed after it was opened.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     changed: Option<Changed>,
-    /// How far its merge is.
+    /// State of the merge of a snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     merge: Option<String>,
-    /// Of one that runs, how much is done.
+    /// Progress of a running merge, in percent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     merged_percent: Option<u64>,
-    /// A verb that takes long runs there.
+    /// Progress of a job on the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     progress: Option<Progress>,
-    /// Its content was lost with a server, and its exports are withheld.
+    /// True if the exports of the device are withheld, for example because its content was lost
+    /// with a server.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     withheld: bool,
-    /// Why it is withheld, where nothing was lost.
+    /// Reason why the exports are withheld if no content was lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     withheld_because: Option<String>,
-    /// Its last save, where its content is kept.
+    /// Time of the last save, if the content is kept across restarts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     saved: Option<String>,
-    /// Of when its content is, where a server that ended had a newer one.
+    /// Time of the content, if a server that ended had newer content.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     content_of: Option<String>,
-    /// It has zones.
+    /// True if the device is zoned.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     zoned: bool,
-    // Not a structure that is flattened: serde takes twice as long to read that.
+    // Not a flattened struct, which takes serde twice as long to parse.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     orig_data_size: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -107,12 +107,18 @@ pub struct Row {
     mem_used_total: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     mem_limit: Option<u64>,
+    /// Limit of a fork's own memory; `mem_limit` is the limit of its family.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    own_mem_limit: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     mem_used_max: Option<u64>,
+    /// Backing device of the family of RAM disks that share one pool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    backing: Option<Backing>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     same_pages: Option<u64>,
     exports: Vec<Export>,
-    /// Exports of the state that cannot be published now.
+    /// Exports of the state that could not be published.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     absent_exports: Vec<AbsentExport>,
 }
@@ -120,7 +126,7 @@ pub struct Row {
 /// An export of the state that is not published.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct AbsentExport {
-    /// Where it is to be.
+    /// Address of the export.
     address: String,
     why: String,
     /// The record cannot be understood, so the export is not retried.
@@ -128,7 +134,21 @@ pub struct AbsentExport {
     unread: bool,
 }
 
-/// What became of a file that is only read.
+/// Fill level of a backing device, in bytes.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Backing {
+    used_bytes: u64,
+    size: u64,
+}
+
+impl Backing {
+    /// Returns the used part in percent, rounded up, so that only an empty device shows 0.
+    fn percent(&self) -> u64 {
+        (self.used_bytes * 100).div_ceil(self.size.max(1))
+    }
+}
+
+/// A change of a base's file, which must not change.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Changed {
     #[serde(with = "path_text")]
@@ -138,10 +158,11 @@ pub struct Changed {
 }
 
 impl Changed {
-    /// Of a base, as of the last look; of a device whose base changed before the server started.
+    /// Returns the change of a base's file at the last check, or of a device's base before the
+    /// server started.
     pub fn of(service: &Service, entry: &Entry) -> Option<Self> {
-        let now = entry.kind.changed().map(|(file, how)| Self { file, how: how.to_string() });
-        now.or_else(|| {
+        let changed = entry.kind.changed().map(|(file, how)| Self { file, how: how.to_string() });
+        changed.or_else(|| {
             let file = service.saves.changed_base_of(entry.name())?;
             Some(Self { file, how: "modified while no server ran".to_owned() })
         })
@@ -169,7 +190,7 @@ impl Verb for List {
         write_table(HEADER, &TEXT_COLUMNS, &rows, out)?;
         for Row { name, content_of, absent_exports, .. } in &reply.devices {
             if let Some(when) = content_of {
-                writeln!(out, "{name}: has the content of {when}; what came later ended with the server")?;
+                writeln!(out, "{name}: has the content of {when}; later changes were lost with the server")?;
             }
             for AbsentExport { address, why, unread } in absent_exports {
                 let then = if *unread {
@@ -186,30 +207,31 @@ impl Verb for List {
     }
 }
 
-const HEADER: [&str; 13] = [
+const HEADER: [&str; 14] = [
     "NAME",
     "KIND",
     "DISKSIZE",
     "DATA",
     "COMPR",
     "ALGORITHM",
-    "TOTAL",
-    "MEM-LIMIT",
     "MEM-USED",
+    "MEM-MAX",
+    "MEM-LIMIT",
+    "BACKING",
     "ZERO-PAGES",
     "BASE",
     "CLIENTS",
     "EXPORTS",
 ];
-/// Aligned to the left; the others are numbers.
+/// Columns aligned to the left; the others are numbers.
 const TEXT_COLUMNS: [&str; 5] = ["NAME", "KIND", "ALGORITHM", "BASE", "EXPORTS"];
 
-/// The devices of the state that are not there.
+/// Returns the devices of the state that do not exist now.
 pub fn missing(service: &Service) -> impl Iterator<Item = Missing> {
     service.records.all_missing().into_iter().map(|(name, why)| Missing { name, why })
 }
 
-/// What is told of a device.
+/// Returns the information about a device.
 pub fn row(entry: &Entry, service: &Service) -> Row {
     let ram = entry.in_memory();
     let stat = ram.map(Ram::mm_stat);
@@ -225,7 +247,7 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
         changed: Changed::of(service, entry),
         merge: merge.as_ref().and_then(serde_json::Value::as_str).map(str::to_owned),
         merged_percent: entry.kind.cow().and_then(Snapshot::merged_percent),
-        progress: service.jobs.show(entry.name()),
+        progress: service.jobs.progress_of(entry.name()),
         withheld: service.withheld.has(entry.name()),
         withheld_because: service.withheld.why_whole(entry.name()).map(str::to_owned),
         saved: service.saves.saved(entry),
@@ -236,7 +258,11 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
         comp_algorithm: ram.map(|ram| ram.config().comp_algorithm.to_string()),
         mem_used_total: stat.map(|stat| stat.mem_used_total),
         mem_limit: stat.map(|stat| stat.mem_limit),
+        own_mem_limit: ram.map(|ram| ram.over_stat().mem_limit).filter(|limit| *limit > 0),
         mem_used_max: stat.map(|stat| stat.mem_used_max),
+        backing: ram
+            .and_then(Ram::backing)
+            .map(|backing| Backing { used_bytes: backing.used_bytes, size: backing.size }),
         same_pages: stat.map(|stat| stat.same_pages),
         exports: service.exports.of(entry.name()),
         absent_exports: absent_exports(entry, service),
@@ -245,9 +271,10 @@ pub fn row(entry: &Entry, service: &Service) -> Row {
 
 fn absent_exports(entry: &Entry, service: &Service) -> Vec<AbsentExport> {
     let absent = service.exports.absent.of(entry.name()).into_iter();
-    let absent = absent.map(|one| AbsentExport { address: one.place(), why: one.why, unread: false });
+    let absent =
+        absent.map(|export| AbsentExport { address: export.place(), why: export.why, unread: false });
     let unread = service.exports.absent.unread(entry.name()).into_iter();
-    let unread = unread.map(|one| AbsentExport { address: one.place(), why: one.why, unread: true });
+    let unread = unread.map(|export| AbsentExport { address: export.place(), why: export.why, unread: true });
     absent.chain(unread).collect()
 }
 
@@ -270,26 +297,30 @@ fn cells(row: &Row) -> [String; HEADER.len()] {
         size(row.compr_data_size),
         row.comp_algorithm.clone().unwrap_or_else(|| "-".to_owned()),
         size(row.mem_used_total),
-        if row.mem_limit == Some(0) { "none".into() } else { size(row.mem_limit) },
         size(row.mem_used_max),
+        match (row.own_mem_limit, row.mem_limit) {
+            (None, Some(0)) => "none".into(),
+            (own, of_family) => size(own.or(of_family)),
+        },
+        row.backing.as_ref().map_or_else(|| "-".to_owned(), |backing| format!("{}%", backing.percent())),
         row.same_pages.map_or_else(|| "-".to_owned(), |pages| pages.to_string()),
         row.base.clone().unwrap_or_else(|| "-".to_owned()),
-        // A fork of a template has the one that it was made for.
+        // A fork of a template has the one connection that it was created for.
         (row.exports.iter().map(|e| e.connections).sum::<usize>() + usize::from(row.template.is_some()))
             .to_string(),
         if exports.is_empty() { "-".into() } else { exports.join(" ") },
     ]
 }
 
-/// With what is to be known of it at once.
+/// Returns the kind of a device, followed by its unusual states.
 fn kind(row: &Row) -> String {
     let mut text = row.kind.clone();
     if row.zoned {
         text.push_str(" zoned");
     }
     if row.withheld {
-        let is_there = row.content_of.is_some() || row.changed.is_some() || row.withheld_because.is_some();
-        text.push_str(if is_there { " withheld" } else { " lost, withheld" });
+        let has_content = row.content_of.is_some() || row.changed.is_some() || row.withheld_because.is_some();
+        text.push_str(if has_content { " withheld" } else { " lost, withheld" });
     }
     if row.changed.is_some() {
         text.push_str(" changed");
@@ -305,9 +336,9 @@ fn kind(row: &Row) -> String {
     if let Some(percent) = row.merged_percent {
         text.extend([" ", &percent.to_string(), "%"]);
     } else if let Some(Progress { verb, done_bytes, total_bytes, .. }) = &row.progress {
-        let part = done_bytes.saturating_mul(100).checked_div(*total_bytes);
-        let part = part.map_or_else(String::new, |part| format!(" {part}%"));
-        text.extend([" (", verb, &part, ")"]);
+        let percent = done_bytes.saturating_mul(100).checked_div(*total_bytes);
+        let percent = percent.map_or_else(String::new, |percent| format!(" {percent}%"));
+        text.extend([" (", verb, &percent, ")"]);
     }
     text
 }

@@ -1,5 +1,7 @@
-//! The client's part of verbs that take long: how far they are is shown, and they end with the
-//! program, or go on in the background.
+//! The client of long verbs: shows progress, cancels the verb on SIGINT, or starts it in the background.
+//!
+//! A verb in the server is watched over a second connection ([`Watcher`]); a verb that the program runs itself
+//! reports to [`LocalProgress`].
 
 use std::io::{self, IsTerminal as _, Write as _};
 use std::process::{self, ExitCode};
@@ -23,23 +25,21 @@ use super::{Common, Verb, cancel, print_json, show};
 use crate::control::client::Client;
 use crate::control::protocol::Fault;
 use crate::error::{self, Stdout};
-use crate::job::{Shown, WAITING, Watched};
+use crate::job::{JobInfo, WAITING, Watched};
 use crate::until::{self, STATUS_OF_SIGNAL_0};
 
-/// So long nothing takes: what ends a verb is the work, a cancel, or a bound of its own.
+/// Timeout that is never reached: a verb ends with its work, a cancellation, or its own limit.
 pub const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
-/// How often it is looked how far a verb is.
-const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// Interval at which the progress of a verb is polled.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// What verbs that take long have besides their parameters.
+/// Options of long verbs.
 #[derive(Debug, Args)]
 pub struct Long {
-    /// Answer when it has begun, or, where 64 others run, waits for its turn; `freestone jobs` shows how
-    /// far it is, `freestone wait --job` waits for its end, `freestone cancel` ends it
+    /// Run as a background job (64 at once, others queue); see `freestone jobs`, `wait --job` and `cancel`
     #[arg(long, conflicts_with = "progress")]
     background: bool,
-    /// Show on stderr how far it is: a bar, where that is a terminal, or a line of JSON whenever that
-    /// has changed [default: bar]
+    /// Progress on stderr: a bar if stderr is a terminal, or JSON lines [default: bar]
     #[arg(long, value_enum, value_name = "bar|json|none", hide_possible_values = true)]
     progress: Option<Progress>,
 }
@@ -51,10 +51,9 @@ enum Progress {
     None,
 }
 
-/// A verb with what it and all others take.
+/// Command line of a long verb.
 #[derive(Debug, Args)]
 pub struct LongCall<A: Args> {
-    /// Its parameters.
     #[command(flatten)]
     pub args: A,
     /// `--background`, `--progress`.
@@ -65,41 +64,41 @@ pub struct LongCall<A: Args> {
     pub common: Common,
 }
 
-/// How far a verb is that this program does itself.
-pub struct Here {
+/// Progress and cancellation of a verb that this program runs itself.
+pub struct LocalProgress {
     name: String,
-    shown: Mutex<HereShown>,
+    output: Mutex<ProgressOutput>,
     interrupted: Arc<AtomicBool>,
 }
 
-enum HereShown {
+enum ProgressOutput {
     Bar(Bar),
     Json { verb: &'static str, at: (u64, u64) },
     Nothing,
 }
 
-impl Here {
-    /// From now on the first SIGINT cancels it.
+impl LocalProgress {
+    /// Starts showing progress. From now on the first SIGINT cancels the verb.
     pub fn new(long: &Long, name: &str, verb: &'static str) -> Result<Self> {
-        let shown = match long.how() {
-            Progress::Bar => HereShown::Bar(Bar::of(name, verb)),
-            Progress::Json => HereShown::Json { verb, at: (0, 0) },
-            Progress::None => HereShown::Nothing,
+        let output = match long.progress() {
+            Progress::Bar => ProgressOutput::Bar(Bar::of(name, verb)),
+            Progress::Json => ProgressOutput::Json { verb, at: (0, 0) },
+            Progress::None => ProgressOutput::Nothing,
         };
-        Ok(Self { name: name.to_owned(), shown: Mutex::new(shown), interrupted: catch_interrupt()? })
+        Ok(Self { name: name.to_owned(), output: Mutex::new(output), interrupted: catch_interrupt()? })
     }
 
-    /// What it came to, or the exit status where it was cancelled.
+    /// Ends the progress. Returns the result, or the exit status if SIGINT cancelled the verb.
     ///
     /// # Errors
-    /// It failed by itself.
+    /// Returns the verb's own error.
     pub fn end<T>(self, outcome: Result<T>) -> Result<Result<T, ExitCode>> {
         let interrupted = self.is_over();
-        // The bar goes first.
+        // Removes the bar before the error is printed.
         drop(self);
         match outcome {
             Ok(done) => Ok(Ok(done)),
-            Err(error) if interrupted && is(&error, Errno::ECANCELED) => {
+            Err(error) if interrupted && has_errno(&error, Errno::ECANCELED) => {
                 error::tell(&error);
                 Ok(Err(ExitCode::from(STATUS_INTERRUPTED)))
             }
@@ -107,25 +106,25 @@ impl Here {
         }
     }
 
-    /// What is shown from now on is another verb, which is a part of it.
-    pub fn go_on(&self, next: &'static str) {
-        match &mut *self.shown.lock().unwrap_or_else(PoisonError::into_inner) {
-            HereShown::Bar(bar) => *bar = Bar::of(&self.name, next),
-            HereShown::Json { verb, at } => (*verb, *at) = (next, (0, 0)),
-            HereShown::Nothing => {}
+    /// Continues with another verb, the next part of the work.
+    pub fn begin_next(&self, next: &'static str) {
+        match &mut *self.output.lock().unwrap_or_else(PoisonError::into_inner) {
+            ProgressOutput::Bar(bar) => *bar = Bar::of(&self.name, next),
+            ProgressOutput::Json { verb, at } => (*verb, *at) = (next, (0, 0)),
+            ProgressOutput::Nothing => {}
         }
     }
 }
 
-impl Watched for Here {
+impl Watched for LocalProgress {
     fn is_over(&self) -> bool {
         self.interrupted.load(Ordering::SeqCst)
     }
 
     fn note(&self, done: u64, total: u64) {
-        match &mut *self.shown.lock().unwrap_or_else(PoisonError::into_inner) {
-            HereShown::Bar(bar) => bar.at(done, total, self.is_over()),
-            HereShown::Json { verb, at } if *at != (done, total) => {
+        match &mut *self.output.lock().unwrap_or_else(PoisonError::into_inner) {
+            ProgressOutput::Bar(bar) => bar.update(done, total, self.is_over()),
+            ProgressOutput::Json { verb, at } if *at != (done, total) => {
                 *at = (done, total);
                 let progress =
                     json!({ "name": self.name, "verb": verb, "done_bytes": done, "total_bytes": total });
@@ -137,19 +136,20 @@ impl Watched for Here {
 }
 
 impl Long {
-    /// Whether it is to go on without the program.
+    /// Returns true if the verb continues without the program.
     pub fn is_background(&self) -> bool {
         self.background
     }
 
-    fn how(&self) -> Progress {
+    /// Returns the form of the progress; no bar if stderr is not a terminal.
+    fn progress(&self) -> Progress {
         match self.progress.unwrap_or(Progress::Bar) {
             Progress::Bar if !io::stderr().is_terminal() => Progress::None,
-            how => how,
+            progress => progress,
         }
     }
 
-    /// Shows an answer.
+    /// Shows the result, or that the job has started.
     pub fn show<V: Verb>(&self, params: &V::Params, answer: &RawValue, common: &Common) -> Result<()> {
         if !self.background {
             return show::<V>(params, answer, common);
@@ -169,20 +169,20 @@ impl Long {
     }
 }
 
-/// One in the background whose turn has not come.
-fn show_waiting(told: &Map<String, Value>, out: &mut dyn io::Write) -> io::Result<()> {
-    let text = |key: &str| told.get(key).and_then(Value::as_str).unwrap_or_default();
-    let job = told.get("job").unwrap_or_default();
-    writeln!(out, "{}: {} waits for its turn in the background, as job {job}", text("name"), text("verb"))
+/// Writes that a background job waits in the queue.
+fn show_waiting(response: &Map<String, Value>, out: &mut dyn io::Write) -> io::Result<()> {
+    let text = |key: &str| response.get(key).and_then(Value::as_str).unwrap_or_default();
+    let job = response.get("job").unwrap_or_default();
+    writeln!(out, "{}: {} is queued as background job {job}", text("name"), text("verb"))
 }
 
-/// Asks for a verb that takes long, and shows the answer.
+/// Calls a long verb and shows the result.
 pub fn ask_long<V: Verb>(params: &V::Params, long: &Long, common: &Common) -> Result<ExitCode> {
     let mut client = Client::connect(common.control.as_deref())?;
-    let asker = Asker::new(long, common)?;
-    match asker.ask::<V>(&mut client, params) {
+    let runner = LongRunner::new(long, common)?;
+    match runner.call::<V>(&mut client, params) {
         Ok(answer) => long.show::<V>(params, &answer, common).map(|()| ExitCode::SUCCESS),
-        Err(error) if asker.is_interrupted() && is(&error, Errno::ECANCELED) => {
+        Err(error) if runner.is_interrupted() && has_errno(&error, Errno::ECANCELED) => {
             error::tell(&error);
             Ok(ExitCode::from(STATUS_INTERRUPTED))
         }
@@ -190,15 +190,15 @@ pub fn ask_long<V: Verb>(params: &V::Params, long: &Long, common: &Common) -> Re
     }
 }
 
-/// Asks for verbs that take long, one after the other.
-pub struct Asker<'a> {
+/// Calls long verbs, one after the other.
+pub struct LongRunner<'a> {
     long: &'a Long,
     common: &'a Common,
     interrupted: Arc<AtomicBool>,
 }
 
-impl<'a> Asker<'a> {
-    /// From now on the first SIGINT cancels what runs in the foreground.
+impl<'a> LongRunner<'a> {
+    /// Creates a runner. From now on the first SIGINT cancels the verb that runs in the foreground.
     pub fn new(long: &'a Long, common: &'a Common) -> Result<Self> {
         let interrupted = if long.background { Arc::default() } else { catch_interrupt()? };
         Ok(Self { long, common, interrupted })
@@ -208,10 +208,10 @@ impl<'a> Asker<'a> {
         self.interrupted.load(Ordering::SeqCst)
     }
 
-    /// Asks, and shows how far the verb is until that is answered.
-    pub fn ask<V: Verb>(&self, client: &mut Client, params: &V::Params) -> Result<Box<RawValue>> {
+    /// Calls a verb, and shows its progress until the response.
+    pub fn call<V: Verb>(&self, client: &mut Client, params: &V::Params) -> Result<Box<RawValue>> {
         let now = UNIX_EPOCH.elapsed().unwrap_or_default();
-        // Nobody else has it: how this verb is found among those that run.
+        // A unique tag, by which the watcher finds the job.
         let tag = format!("freestone-{}-{}", process::id(), now.as_nanos());
         let mut request = serde_json::to_value(params).context("cannot write the request")?;
         if let Value::Object(request) = &mut request {
@@ -221,8 +221,8 @@ impl<'a> Asker<'a> {
         if self.long.background {
             return client.call(V::METHOD, &request);
         }
-        let how = self.long.how();
-        let watcher = Watcher { common: self.common, tag: &tag, how, interrupted: &self.interrupted };
+        let progress = self.long.progress();
+        let watcher = Watcher { common: self.common, tag: &tag, progress, interrupted: &self.interrupted };
         let (ended, end) = mpsc::channel::<()>();
         thread::scope(|scope| {
             scope.spawn(move || watcher.watch(&end));
@@ -235,16 +235,15 @@ impl<'a> Asker<'a> {
 
 const STATUS_INTERRUPTED: u8 = (STATUS_OF_SIGNAL_0 + SIGINT) as u8;
 
-fn is(error: &anyhow::Error, errno: Errno) -> bool {
+fn has_errno(error: &anyhow::Error, errno: Errno) -> bool {
     error.downcast_ref::<Fault>().is_some_and(|fault| fault.is(errno))
 }
 
-/// The first SIGINT is noted, a second one ends the program. Where a shell has it ignored it stays
-/// so.
+/// Records the first SIGINT; a second one ends the program. If SIGINT is ignored, it stays ignored.
 fn catch_interrupt() -> Result<Arc<AtomicBool>> {
     let interrupted = Arc::new(AtomicBool::new(false));
     if !until::is_ignored(SIGINT) {
-        // In this order: the first finds that there was none before.
+        // The order matters: handlers run in order, so the first one acts only on the second SIGINT.
         flag::register_conditional_default(SIGINT, Arc::clone(&interrupted))
             .and_then(|_| flag::register(SIGINT, Arc::clone(&interrupted)))
             .context("cannot take over SIGINT")?;
@@ -252,32 +251,32 @@ fn catch_interrupt() -> Result<Arc<AtomicBool>> {
     Ok(interrupted)
 }
 
-/// Looks after a verb that runs, on a connection of its own. Whatever fails here, the verb goes on.
+/// Watches a running verb over a connection of its own. A failure here does not affect the verb.
 struct Watcher<'a> {
     common: &'a Common,
     tag: &'a str,
-    how: Progress,
+    progress: Progress,
     interrupted: &'a AtomicBool,
 }
 
 impl Watcher<'_> {
-    /// Until the verb has ended.
+    /// Polls the job until the verb has ended.
     fn watch(&self, end: &mpsc::Receiver<()>) {
-        let (mut client, mut shown, mut is_told, mut bar) = (None, None, false, None);
-        while matches!(end.recv_timeout(LOOK_EVERY), Err(RecvTimeoutError::Timeout)) {
-            if !is_told && self.interrupted.load(Ordering::SeqCst) {
-                is_told = self.cancel(&mut client);
+        let (mut client, mut shown, mut is_cancelling, mut bar) = (None, None, false, None);
+        while matches!(end.recv_timeout(POLL_INTERVAL), Err(RecvTimeoutError::Timeout)) {
+            if !is_cancelling && self.interrupted.load(Ordering::SeqCst) {
+                is_cancelling = self.cancel(&mut client);
             }
-            if self.how == Progress::None {
+            if self.progress == Progress::None {
                 continue;
             }
             let Some(now) =
-                self.ask(&mut client, AllJobs::METHOD).ok().and_then(|jobs| jobs.into_iter().next())
+                self.call(&mut client, AllJobs::METHOD).ok().and_then(|jobs| jobs.into_iter().next())
             else {
                 continue;
             };
-            match self.how {
-                Progress::Bar => bar.get_or_insert_with(|| Bar::new(&now)).show(&now, is_told),
+            match self.progress {
+                Progress::Bar => bar.get_or_insert_with(|| Bar::new(&now)).show(&now, is_cancelling),
                 _ if shown.as_ref().is_some_and(|before| is_same(before, &now)) => {}
                 _ => drop(writeln!(io::stderr(), "{}", json!({ "progress": now }))),
             }
@@ -285,13 +284,13 @@ impl Watcher<'_> {
         }
     }
 
-    /// Has the verb end; whether it was there to be told. One that cannot end early goes on without
-    /// the program.
+    /// Cancels the verb. Returns false if the job was not found. If the verb cannot be cancelled, ends the program,
+    /// and the verb continues without it.
     fn cancel(&self, client: &mut Option<Client>) -> bool {
-        match self.ask(client, cancel::Cancel::METHOD) {
-            Ok(told) => !told.is_empty(),
+        match self.call(client, cancel::Cancel::METHOD) {
+            Ok(cancelled) => !cancelled.is_empty(),
             Err(error) => {
-                if is(&error, Errno::EOPNOTSUPP) {
+                if has_errno(&error, Errno::EOPNOTSUPP) {
                     error::tell(&error);
                     process::exit(STATUS_INTERRUPTED.into());
                 }
@@ -300,18 +299,19 @@ impl Watcher<'_> {
         }
     }
 
-    fn ask(&self, client: &mut Option<Client>, method: &str) -> Result<Vec<Shown>> {
-        let mut asked = match client.take() {
+    /// Calls a method for this job, and keeps the connection if the call succeeds.
+    fn call(&self, client: &mut Option<Client>, method: &str) -> Result<Vec<JobInfo>> {
+        let mut connected = match client.take() {
             Some(client) => client,
             None => Client::connect(self.common.control.as_deref())?,
         };
-        let answer = asked.call(method, &json!({ "tag": self.tag }))?;
-        *client = Some(asked);
+        let answer = connected.call(method, &json!({ "tag": self.tag }))?;
+        *client = Some(connected);
         let Reply { jobs } = serde_json::from_str(answer.get()).context("the answer is not understood")?;
         Ok(jobs)
     }
 }
 
-fn is_same(before: &Shown, now: &Shown) -> bool {
+fn is_same(before: &JobInfo, now: &JobInfo) -> bool {
     (before.done_bytes, before.total_bytes) == (now.done_bytes, now.total_bytes)
 }

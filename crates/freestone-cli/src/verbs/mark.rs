@@ -1,4 +1,4 @@
-//! `mark NAME TEXT`: a mark in the log of a device, to which `power-cut --at` goes back.
+//! `mark NAME TEXT`: adds a mark to the log of a device, to which `power-cut --at` can return.
 
 use std::io::{self, Write};
 
@@ -11,25 +11,24 @@ use super::Verb;
 use crate::control::protocol::Fault;
 use crate::service::Service;
 
-/// The verb.
 pub struct Mark;
 
-/// Its parameters, and the command line.
+/// Parameters of the request, also the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
     /// A device with record=FILE
     name: String,
-    /// For example what the program under test has acknowledged
+    /// Text of the mark, for example what the program under test has acknowledged
     text: String,
 }
 
-/// What was done.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
     text: String,
-    /// The number of its entry in the log.
+    /// Number of the mark's entry, from 1. `power-cut --at` takes this number or the text.
     entry: u64,
 }
 

@@ -1,4 +1,4 @@
-//! `merge SNAPSHOT --into-origin`: what a file's snapshot holds goes back into the file.
+//! `merge SNAPSHOT --into-origin`: merges a snapshot with a COW device into its origin.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -18,37 +18,36 @@ use super::Verb;
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::job::{Job, Kind};
+use crate::job::{Job, JobKind};
 use crate::service::Service;
 
-/// Bytes of a sector, dm's unit.
+/// Size of a sector in bytes, the unit of dm-snapshot.
 const SECTOR_BYTES: u64 = 512;
-/// How often progress is looked at.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// How long who has a merge stop waits for the run that is under way.
+/// Longest interval between polls of the progress.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Longest wait for a merge to stop, as it first finishes the chunks in flight.
 const STOP_MAX: Duration = Duration::from_secs(10);
 
-/// The verb.
 pub struct Merge;
 
-/// Its parameters, and the command line.
+/// Parameters of the request, also the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
     /// A snapshot of a file with a persistent store (P or PO)
     pub name: String,
-    /// Says that the origin's present content may go
+    /// Confirm that the origin's current content is replaced
     #[arg(long)]
     #[serde(default)]
     into_origin: bool,
-    /// Also where clients of the origin are connected; they see the snapshot's content from then on
+    /// Merge even if clients of the origin are connected; they see the snapshot's content at once
     #[arg(long)]
     #[serde(default)]
     force: bool,
 }
 
 impl Params {
-    /// Checks what the words alone can tell.
+    /// Checks the parameters before the server is called.
     pub fn checked(self) -> Result<Self, Usage> {
         self.check().map_err(|fault| Usage(fault.message))?;
         Ok(self)
@@ -59,23 +58,23 @@ impl Params {
             return Ok(());
         }
         let name = &self.name;
-        let why = "overwrites the origin with what the snapshot holds; say so with --into-origin";
+        let why = "overwrites the origin with the content of the snapshot; confirm with --into-origin";
         Err(Fault::invalid(format!("{name}: merge: {why}")))
     }
 }
 
-/// How far it is.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
     origin: String,
-    /// `finished`; `running` where it has only begun.
+    /// `finished`, or `running` if it has only begun.
     merge: String,
-    /// In dm's words: `allocated/total metadata`.
+    /// Status as in dm-snapshot: `allocated/total metadata`, in sectors.
     status: String,
 }
 
-/// The right to begin a merge of a snapshot into its origin.
+/// Claims a snapshot and its origin.
 fn claim<'a>(service: &'a Service, name: &str) -> Result<(Claim<'a>, Arc<Entry>), Fault> {
     let found = service.find(name)?;
     let mut names = vec![name];
@@ -85,7 +84,7 @@ fn claim<'a>(service: &'a Service, name: &str) -> Result<(Claim<'a>, Arc<Entry>)
     let claim = service.claim_all(Merge::METHOD, &names)?;
     let entry = service.find(name)?;
     if !Arc::ptr_eq(&entry, &found) {
-        let why = "merge: was removed and made again at the same time";
+        let why = "merge: was replaced by another device meanwhile";
         return Err(Fault::failed(Errno::EBUSY, format!("{name}: {why}")));
     }
     Ok((claim, entry))
@@ -98,7 +97,7 @@ impl Verb for Merge {
     type Params = Params;
     type Reply = Reply;
 
-    // Takes as long as the disks do: waits with nothing claimed.
+    // Holds no claim while it waits, as the merge takes as long as the disks do.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         params.check()?;
         let name = params.name.clone();
@@ -108,19 +107,21 @@ impl Verb for Merge {
             let Some(snapshot) = entry.kind.cow() else {
                 let why = match entry.kind.memory_snapshot() {
                     Some(_) => "a snapshot in memory is not merged; fork it".to_owned(),
-                    None => format!("{} device is no snapshot of a file", a_kind(entry.kind.name())),
+                    None => {
+                        format!("{} device is not a snapshot with a COW device", a_kind(entry.kind.name()))
+                    }
                 };
                 return Err(failed(Errno::EOPNOTSUPP, why));
             };
             let origin = entry.spec.kind.below().unwrap_or_default().to_owned();
-            // What they show would change with the origin.
+            // The content of dependents would change with the origin.
             service.registry.check_unused(&entry, "merged")?;
             if !params.force && snapshot.merge_status() == MergeStatus::None {
                 service.exports.check_idle(&*service.find(&origin)?)?;
             }
-            // Who finds it running waits beside who began it.
+            // If the merge runs already, this job only waits for it.
             let began = snapshot.merge_status() != MergeStatus::Running;
-            let kind = if began { Kind::ALONE } else { Kind::BESIDE };
+            let kind = if began { JobKind::EXCLUSIVE } else { JobKind::CONCURRENT };
             let job = service.jobs.begin_on(&[&name], Self::METHOD, kind)?;
             snapshot.merge().map_err(|error| {
                 let errno = match error {
@@ -133,28 +134,28 @@ impl Verb for Merge {
             })?;
             (entry, origin, job, began)
         };
-        let Some(snapshot) = entry.kind.cow() else { unreachable!("looked at above") };
-        job.tell(json!({
+        let Some(snapshot) = entry.kind.cow() else { unreachable!("checked above") };
+        job.respond_started(json!({
             "origin": origin,
             "merge": kinds::merge(&snapshot.merge_status()),
             "status": snapshot.status().to_string(),
         }));
-        let stops = watch(snapshot, &job, began);
+        let is_stopping = wait_merge(snapshot, &job, began);
         let status = snapshot.merge_status();
         match &status {
             MergeStatus::Finished => {}
-            MergeStatus::Running if stops => {
+            MergeStatus::Running if is_stopping => {
                 return Err(job.cancelled("the merge stops when its disks have answered"));
             }
             MergeStatus::Running => return Err(job.cancelled("the merge goes on")),
             _ if job.is_over() => {
-                return Err(job.cancelled("what is merged stays; the same command goes on with it"));
+                return Err(job.cancelled("what is merged stays; repeat the command to continue"));
             }
             MergeStatus::Failed(why) => {
-                return Err(failed(Errno::EIO, format!("{why}; the same command goes on with it")));
+                return Err(failed(Errno::EIO, format!("{why}; repeat the command to continue")));
             }
             MergeStatus::None | MergeStatus::Stopped => {
-                return Err(failed(Errno::EBUSY, "was stopped; the same command goes on with it".into()));
+                return Err(failed(Errno::EBUSY, "was stopped; repeat the command to continue".into()));
             }
         }
         let merge = kinds::merge(&status).and_then(|text| text.as_str().map(str::to_owned));
@@ -175,9 +176,9 @@ impl Verb for Merge {
     }
 }
 
-/// Waits for the end of a merge, and has it stop where the verb is to end. A merge that another one
-/// began goes on then, unless this was cancelled by name. Whether it is to stop.
-fn watch(snapshot: &Snapshot, job: &Job, began: bool) -> bool {
+/// Waits for the end of a merge. If the job must end, asks the merge to stop and returns true. A
+/// merge that another job began is asked to stop only if a client cancelled this job.
+fn wait_merge(snapshot: &Snapshot, job: &Job, began: bool) -> bool {
     let left = || match snapshot.status() {
         Status::Usage(usage) => usage.allocated.saturating_sub(usage.metadata) * SECTOR_BYTES,
         _ => 0,
@@ -185,17 +186,17 @@ fn watch(snapshot: &Snapshot, job: &Job, began: bool) -> bool {
     let total = left();
     let mut give_up = None;
     while snapshot.merge_status() == MergeStatus::Running {
-        if !job.at(total.saturating_sub(left()), total) {
+        if !job.advance(total.saturating_sub(left()), total) {
             if !began && !job.is_cancelled() {
                 return false;
             }
             snapshot.ask_merge_to_stop();
-            // A disk that hangs is not waited for.
+            // The disk may hang.
             if *give_up.get_or_insert_with(|| Instant::now() + STOP_MAX) <= Instant::now() {
                 return true;
             }
         }
-        thread::sleep(LOOK_EVERY.min(Duration::from_millis(5 + total / (64 << 20))));
+        thread::sleep(POLL_INTERVAL.min(Duration::from_millis(5 + total / (64 << 20))));
     }
     give_up.is_some()
 }

@@ -1,5 +1,7 @@
-//! The verbs. Each file holds one verb whole: its parameters (command line and JSON alike), what
-//! the server does, and how the answer is shown to people.
+//! The verbs: commands that the server runs for clients of the control socket.
+//!
+//! Each file has one verb: its parameters for the command line and for JSON, the server's part, and the text output
+//! of the client. This module dispatches methods by name, and has what all clients share.
 
 pub mod apply;
 mod bar;
@@ -21,8 +23,9 @@ pub mod long;
 pub mod mark;
 pub mod merge;
 pub mod names;
-mod pattern;
+pub mod pattern;
 pub mod power_cut;
+pub mod prune;
 pub mod publish;
 pub mod pull;
 pub mod push;
@@ -39,7 +42,7 @@ pub mod shutdown;
 pub mod snapshot;
 mod stack_cut;
 pub mod stat;
-mod table;
+pub mod table;
 pub mod top;
 pub mod trace;
 pub mod unpublish;
@@ -68,40 +71,41 @@ use crate::control::client::Client;
 use crate::control::protocol::Fault;
 use crate::control::server::Handler;
 use crate::error::Stdout;
-use crate::job::Asked;
+use crate::job::JobRequest;
 use crate::service::Service;
 use indent::indented;
 
 /// A verb of the control socket.
 pub trait Verb {
-    /// The JSON-RPC method, which is also the subcommand.
+    /// Name of the JSON-RPC method and of the subcommand.
     const METHOD: &'static str;
-    /// It may take long: it takes `background` and `tag` besides its parameters. What it is done to: a
-    /// device, or of a restore a file.
+    /// For a verb that may take long, returns the device, or a restore's file. Such a verb also takes `background`
+    /// and `tag`.
     const LONG: Option<fn(&Self::Params) -> String> = None;
-    /// It changes nothing whatever its parameters, takes nothing that others wait for, and ends soon: it
-    /// is answered at the control socket that is read-only, too.
+    /// True if the verb never changes anything, claims nothing and is quick: the read-only control socket offers
+    /// it, too.
     const READ_ONLY: bool;
-    /// Named parameters; unknown ones are refused.
+    /// Named parameters. Unknown ones are refused.
     type Params: Serialize + DeserializeOwned;
-    /// The result.
+    /// Result of the verb.
     type Reply: Serialize + DeserializeOwned;
 
-    /// The server's part.
+    /// Runs the verb in the server.
     fn run(service: &Service, params: Self::Params) -> Result<Self::Reply, Fault>;
 
-    /// Shows the answer to a person.
+    /// Writes the result as text.
     fn show(params: &Self::Params, reply: &Self::Reply, out: &mut dyn Write) -> io::Result<()>;
 
-    /// The same for one that has begun in the background.
+    /// Writes the response of a background job that has started as text.
     fn show_begun(begun: &Map<String, Value>, out: &mut dyn Write) -> io::Result<()> {
         let text = |key: &str| begun.get(key).and_then(Value::as_str).unwrap_or_default();
         let job = begun.get("job").unwrap_or_default();
-        writeln!(out, "{}: {} runs in the background, as job {job}", text("name"), text("verb"))
+        writeln!(out, "{}: {} runs as background job {job}", text("name"), text("verb"))
     }
 }
 
-/// Refuses what would bypass zones, unflushed writes or a merge into a device.
+/// Fails if direct access to the data would bypass zones, unflushed writes or a merge. `done` is the action, as a
+/// participle.
 fn check_bare(entry: &Entry, done: &str) -> Result<(), Fault> {
     match entry.hides() {
         None => Ok(()),
@@ -112,7 +116,7 @@ fn check_bare(entry: &Entry, done: &str) -> Result<(), Fault> {
     }
 }
 
-/// Why a file was not written, for programs.
+/// Returns the errno for a failure to write a file.
 fn errno_of_write(error: &io::Error) -> Errno {
     match error.kind() {
         io::ErrorKind::ResourceBusy => Errno::EBUSY,
@@ -121,7 +125,7 @@ fn errno_of_write(error: &io::Error) -> Errno {
     }
 }
 
-/// What a person can do about that.
+/// Returns a hint for the user after a failure to write a file.
 fn hint_of_write(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::ResourceBusy => "; name another file",
@@ -130,23 +134,23 @@ fn hint_of_write(error: &io::Error) -> &'static str {
     }
 }
 
-/// Unfinished files that a crash left beside `file`. The log names them as well.
+/// Returns unfinished files that a crash left beside `file`, and logs them.
 pub fn left_behind(file: &Path) -> Vec<PathBuf> {
-    let left = replace::left_behind(file);
-    for path in &left {
-        tracing::warn!("{}: was left behind by a save that did not end; it can be removed", path.display());
+    let files = replace::left_behind(file);
+    for path in &files {
+        tracing::warn!("{}: was left by an interrupted save; it can be removed", path.display());
     }
-    left
+    files
 }
 
-/// Shows them.
-fn show_left(left: &[PathBuf], out: &mut dyn Write) -> io::Result<()> {
-    left.iter().try_for_each(|path| {
-        writeln!(out, "{}: was left behind by a save that did not end; it can be removed", path.display())
+/// Writes the unfinished files as text.
+fn show_left_behind(files: &[PathBuf], out: &mut dyn Write) -> io::Result<()> {
+    files.iter().try_for_each(|path| {
+        writeln!(out, "{}: was left by an interrupted save; it can be removed", path.display())
     })
 }
 
-/// The answer of a device, as the control socket tells it.
+/// Returns the errno for an error of a device.
 fn errno_of(error: device::Error) -> Errno {
     match error {
         device::Error::OutOfRange | device::Error::Misaligned => Errno::EINVAL,
@@ -164,16 +168,17 @@ fn errno_of(error: device::Error) -> Errno {
     }
 }
 
+/// The function that parses the parameters of a verb and runs it.
 type Run = fn(&Service, Option<Value>) -> Result<Box<RawValue>, Fault>;
 
-/// A verb as the server knows it.
-struct Known {
+/// A verb in the table of methods.
+struct VerbEntry {
     method: &'static str,
     is_read_only: bool,
     run: Run,
 }
 
-const VERBS: [Known; 36] = [
+const VERBS: [VerbEntry; 36] = [
     entry::<list::List>(),
     entry::<stat::Stat>(),
     entry::<top::Top>(),
@@ -212,9 +217,9 @@ const VERBS: [Known; 36] = [
     entry::<shutdown::Shutdown>(),
 ];
 
-const fn entry<V: Verb>() -> Known {
-    const { assert!(!V::READ_ONLY || V::LONG.is_none(), "what takes long is no look") };
-    Known { method: V::METHOD, is_read_only: V::READ_ONLY, run: run::<V> }
+const fn entry<V: Verb>() -> VerbEntry {
+    const { assert!(!V::READ_ONLY || V::LONG.is_none(), "a long verb is not read-only") };
+    VerbEntry { method: V::METHOD, is_read_only: V::READ_ONLY, run: run::<V> }
 }
 
 fn run<V: Verb>(service: &Service, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
@@ -223,45 +228,48 @@ fn run<V: Verb>(service: &Service, params: Option<Value>) -> Result<Box<RawValue
         return Err(Fault::invalid(format!("{}: parameters go by name, in an object", V::METHOD)));
     };
     let invalid = |e| Fault::invalid(format!("{}: {e}", V::METHOD));
-    let how = if V::LONG.is_some() { How::of(&mut params).map_err(invalid)? } else { How::default() };
+    let options = if V::LONG.is_some() {
+        RunOptions::take(&mut params).map_err(invalid)?
+    } else {
+        RunOptions::default()
+    };
     let params = serde_json::from_value(Value::Object(params)).map_err(invalid)?;
-    if let (Some(name), true) = (V::LONG, how.background) {
-        return run_in_background::<V>(service, name(&params), &params, how.tag);
+    if let (Some(name), true) = (V::LONG, options.background) {
+        return run_in_background::<V>(service, name(&params), &params, options.tag);
     }
-    Caller::tag_next(how.tag);
-    answer::<V>(service, params)
+    Caller::set_tag(options.tag);
+    run_to_json::<V>(service, params)
 }
 
-fn answer<V: Verb>(service: &Service, params: V::Params) -> Result<Box<RawValue>, Fault> {
+fn run_to_json<V: Verb>(service: &Service, params: V::Params) -> Result<Box<RawValue>, Fault> {
     let reply = V::run(service, params)?;
     to_raw_value(&reply).map_err(|e| Fault::internal(format!("{}: {e}", V::METHOD)))
 }
 
-/// How a verb is run that may take long.
+/// Parameters that every long verb takes.
 #[derive(Default, Deserialize)]
-struct How {
-    /// It is answered when it has begun, and goes on without the client.
+struct RunOptions {
+    /// Respond once the verb has started; it continues without the client.
     #[serde(default)]
     background: bool,
-    /// How the client calls it.
+    /// Tag by which the client finds the job.
     #[serde(default)]
     tag: Option<String>,
 }
 
-impl How {
-    /// Takes it out of the parameters.
-    fn of(params: &mut Map<String, Value>) -> Result<Self, serde_json::Error> {
+impl RunOptions {
+    /// Removes the options from the parameters.
+    fn take(params: &mut Map<String, Value>) -> Result<Self, serde_json::Error> {
         let taken = ["background", "tag"].iter().filter_map(|key| params.remove_entry(*key)).collect();
-        let how: Self = serde_json::from_value(Value::Object(taken))?;
-        if how.tag.as_ref().is_some_and(|tag| tag.len() > TAG_BYTES_MAX) {
+        let options: Self = serde_json::from_value(Value::Object(taken))?;
+        if options.tag.as_ref().is_some_and(|tag| tag.len() > TAG_BYTES_MAX) {
             return Err(de::Error::custom(format!("tag: at most {TAG_BYTES_MAX} bytes")));
         }
-        Ok(how)
+        Ok(options)
     }
 }
 
-/// Runs a verb in the background, as soon as it is its turn. Until then only the text of its
-/// parameters is there.
+/// Starts or queues a background job. A queued job holds its parameters only as JSON text.
 fn run_in_background<V: Verb>(
     service: &Service,
     name: String,
@@ -274,65 +282,62 @@ fn run_in_background<V: Verb>(
     let run = Box::new(move || {
         let service = weak.upgrade().ok_or_else(|| broken(&"the server has ended"))?;
         let params = serde_json::from_str(params.get()).map_err(|e| broken(&e))?;
-        answer::<V>(&service, params)
+        run_to_json::<V>(&service, params)
     });
-    service.jobs.run(Asked { name, verb: V::METHOD.replace('.', " "), tag, bytes, run })
+    service.jobs.run(JobRequest { name, verb: V::METHOD.replace('.', " "), tag, bytes, run })
 }
 
 impl Handler for Service {
-    /// Runs the verb of that name.
     fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
-        (known(method)?.run)(self, params)
+        (find_verb(method)?.run)(self, params)
     }
 }
 
-fn known(method: &str) -> Result<&'static Known, Fault> {
-    let found = VERBS.iter().find(|known| known.method == method);
-    found.ok_or_else(|| Fault::no_method(method, &VERBS.each_ref().map(|known| known.method)))
+fn find_verb(method: &str) -> Result<&'static VerbEntry, Fault> {
+    let found = VERBS.iter().find(|verb| verb.method == method);
+    found.ok_or_else(|| Fault::no_method(method, &VERBS.each_ref().map(|verb| verb.method)))
 }
 
-/// Answers what changes nothing.
+/// Handler of the read-only control socket: runs only verbs that change nothing.
 pub struct ReadOnly(pub Arc<Service>);
 
 impl Handler for ReadOnly {
     fn call(&self, method: &str, params: Option<Value>) -> Result<Box<RawValue>, Fault> {
-        let known = known(method)?;
-        if !known.is_read_only {
+        let verb = find_verb(method)?;
+        if !verb.is_read_only {
             let at = self
                 .0
                 .control_read_only
                 .get()
                 .map_or_else(|| "this socket".into(), |at| at.display().to_string());
-            let may: Vec<_> =
-                VERBS.iter().filter(|known| known.is_read_only).map(|known| known.method).collect();
-            let why = format!("{method}: not at {at}, which is read-only: it answers {}", may.join(", "));
+            let allowed: Vec<_> =
+                VERBS.iter().filter(|verb| verb.is_read_only).map(|verb| verb.method).collect();
+            let why = format!("{method}: not at {at}, which is read-only: it answers {}", allowed.join(", "));
             return Err(Fault::failed(Errno::EPERM, why));
         }
-        (known.run)(&self.0, params)
+        (verb.run)(&self.0, params)
     }
 }
 
-const CONTROL_HELP: &str = "The control socket of the server [default: $FREESTONE_CONTROL, \
-                            else $XDG_RUNTIME_DIR/freestone/control.sock, else /tmp/freestone-UID/control.sock]";
+const CONTROL_HELP: &str = "Control socket of the server [default: $FREESTONE_CONTROL, else \
+    $XDG_RUNTIME_DIR/freestone/control.sock, else /tmp/freestone-UID/control.sock]";
 
-/// What every verb takes besides its parameters.
+/// Options of all verbs.
 #[derive(Debug, Args)]
 pub struct Common {
-    /// Print the answer as JSON
+    /// Print JSON
     #[arg(long)]
-    json: bool,
-    /// The control socket of the server.
+    pub json: bool,
     #[arg(long, value_name = "PATH", help = CONTROL_HELP)]
-    control: Option<PathBuf>,
+    pub control: Option<PathBuf>,
 }
 
-/// Longest tag of a verb.
+/// Longest tag of a job, in bytes.
 const TAG_BYTES_MAX: usize = 64;
 
-/// A verb with what all verbs take.
+/// Command line of a verb.
 #[derive(Debug, Args)]
 pub struct Call<A: Args> {
-    /// Its parameters.
     #[command(flatten)]
     pub args: A,
     /// `--json`, `--control`.
@@ -340,14 +345,14 @@ pub struct Call<A: Args> {
     pub common: Common,
 }
 
-/// The client's part of any verb: ask, and show the answer.
+/// Calls a verb and shows the result.
 pub fn ask<V: Verb>(params: &V::Params, common: &Common) -> Result<()> {
     let answer = call::<V>(params, common)?;
     show::<V>(params, &answer, common)
 }
 
-/// The same for a verb whose answer comes in parts, each shown before the next is asked for: `next`
-/// is what asks for what is behind an answer.
+/// Calls a verb with a long result part by part, and shows each part. `next` returns the parameters for the part
+/// after a result, or `None` after the last one.
 pub fn ask_in_parts<V: Verb>(
     mut params: V::Params,
     next: impl Fn(&V::Params, &V::Reply) -> Option<V::Params>,
@@ -359,7 +364,7 @@ pub fn ask_in_parts<V: Verb>(
         let reply = serde_json::from_str(answer.get())
             .with_context(|| format!("{}: the server's answer is not understood", V::METHOD))?;
         match next(&params, &reply) {
-            Some(then) => params = then,
+            Some(next) => params = next,
             None => return Ok(()),
         }
     }
@@ -375,14 +380,14 @@ fn show<V: Verb>(params: &V::Params, answer: &RawValue, common: &Common) -> Resu
     if common.json { print_json(answer.get()) } else { print::<V>(params, answer, &mut io::stdout().lock()) }
 }
 
-/// Shows JSON that a server wrote.
+/// Prints JSON of a server, indented.
 fn print_json(json: &str) -> Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(&indented(json)).and_then(|()| out.flush()).map_err(Stdout::from)?;
     Ok(())
 }
 
-/// Shows an answer to a person.
+/// Prints a result as text.
 fn print<V: Verb>(params: &V::Params, answer: &RawValue, out: &mut dyn Write) -> Result<()> {
     let reply = serde_json::from_str(answer.get())
         .with_context(|| format!("{}: the server's answer is not understood", V::METHOD))?;

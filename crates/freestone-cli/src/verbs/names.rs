@@ -1,5 +1,7 @@
-//! Verbs on several devices, by names and patterns: one call of the method for each, in turn. So
-//! what was not begun yet ends with the program.
+//! Verbs on several devices, by names and patterns.
+//!
+//! The client calls the method for one device after the other. If the program ends, the remaining
+//! devices are not touched.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -11,25 +13,26 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use serde_json::value::RawValue;
 
-use super::long::{Asker, Long, ask_long};
+use super::long::{Long, LongRunner, ask_long};
 use super::pattern::Pattern;
-use super::{Common, Verb, ask, list, print, print_json};
+use super::{Common, Verb, call, list, print, print_json, show};
 use crate::control::client::Client;
 use crate::control::protocol::Fault;
 use crate::error;
 
-/// In which order devices are taken.
+/// Order in which the devices are handled.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// As they were named; those of a pattern in the order in which they were made.
+    /// In the order of the words; the matches of a pattern in the order of their creation.
     Named,
-    /// The last made first, so that none goes before those that stand on it. A pattern does not
-    /// mean what goes with its connection.
+    /// Newest first, so that a device comes after the devices that depend on it. Patterns skip the
+    /// forks of templates, which are removed with their connections.
     LastFirst,
 }
 
+/// The part of a `list` result that is needed here.
 #[derive(Deserialize)]
-struct Listed {
+struct DeviceList {
     devices: Vec<Row>,
 }
 
@@ -40,69 +43,96 @@ struct Row {
     template: Option<String>,
 }
 
-/// What was done to several.
+/// JSON output for several devices.
 #[derive(Serialize)]
-struct Done {
+struct Results {
     devices: Vec<Box<RawValue>>,
 }
 
-/// Asks for a verb on each of the devices. What fails is told, and the others are done all the
-/// same. One name is asked for as it is.
+/// How the client calls a verb for one device.
+#[derive(Clone, Copy)]
+pub enum Manner<'a> {
+    /// As a long verb.
+    Long(&'a Long),
+    /// With steps of the client before and after the call.
+    Around(Around),
+}
+
+/// Runs a call for a device, with the steps before and after it.
+pub type Around = fn(&str, &Common, &mut dyn FnMut() -> Result<Box<RawValue>>) -> Result<Box<RawValue>>;
+
+/// Calls a verb for each device. Prints an error and continues with the next device. A single name
+/// without a pattern is passed to the server unchecked.
 pub fn ask_each<V: Verb>(
     words: &[String],
     order: Order,
     params: impl Fn(&str) -> V::Params,
-    long: Option<&Long>,
+    manner: Manner<'_>,
     common: &Common,
 ) -> Result<ExitCode> {
     if let [name] = words
-        && !Pattern::is_meant(name)
+        && !Pattern::is_pattern(name)
     {
-        return match long {
-            Some(long) => ask_long::<V>(&params(name), long, common),
-            None => ask::<V>(&params(name), common).map(|()| ExitCode::SUCCESS),
+        let params = params(name);
+        return match manner {
+            Manner::Long(long) => ask_long::<V>(&params, long, common),
+            Manner::Around(around) => {
+                let answer = around(name, common, &mut || call::<V>(&params, common))?;
+                show::<V>(&params, &answer, common).map(|()| ExitCode::SUCCESS)
+            }
         };
     }
     let mut client = Client::connect(common.control.as_deref())?;
     let answer = client.call(list::List::METHOD, &json!({}))?;
-    let Listed { devices } =
+    let DeviceList { devices } =
         serde_json::from_str(answer.get()).context("list: the answer is not understood")?;
     let (targets, unmatched) = resolve(words, &devices, order);
     let mut failed = !unmatched.is_empty();
     for word in unmatched {
         error::tell(&Fault::failed(Errno::ENODEV, format!("{word}: no device matches")).into());
     }
-    let mut done = Done { devices: Vec::new() };
-    let asker = long.map(|long| Asker::new(long, common)).transpose()?;
+    let mut results = Results { devices: Vec::new() };
+    let mut broken = Ok(());
+    let runner = match manner {
+        Manner::Long(long) => Some(LongRunner::new(long, common)?),
+        Manner::Around(_) => None,
+    };
     for Target { name, by_pattern } in targets {
         let params = params(&name);
-        let answer = if let Some(asker) = &asker {
-            asker.ask::<V>(&mut client, &params)
-        } else {
-            let request = serde_json::to_value(&params).context("cannot write the request")?;
-            client.call(V::METHOD, &request)
+        let answer = match (&runner, manner) {
+            (Some(runner), _) => runner.call::<V>(&mut client, &params),
+            (None, Manner::Around(around)) => {
+                let request = serde_json::to_value(&params).context("cannot write the request")?;
+                around(&name, common, &mut || client.call(V::METHOD, &request))
+            }
+            (None, Manner::Long(_)) => unreachable!("a long verb has a runner"),
         };
         match answer {
-            Ok(answer) if common.json => done.devices.push(answer),
-            Ok(answer) => match long {
-                Some(long) => long.show::<V>(&params, &answer, common)?,
-                None => print::<V>(&params, &answer, &mut io::stdout().lock())?,
+            Ok(answer) if common.json => results.devices.push(answer),
+            Ok(answer) => match manner {
+                Manner::Long(long) => long.show::<V>(&params, &answer, common)?,
+                Manner::Around(_) => print::<V>(&params, &answer, &mut io::stdout().lock())?,
             },
             Err(error) => match error.downcast_ref::<Fault>() {
-                // It went by itself since it was listed.
+                // The device was removed after it was listed.
                 Some(fault) if by_pattern && fault.is(Errno::ENODEV) => {}
                 Some(_) => {
                     failed = true;
                     error::tell(&error);
                 }
-                None => return Err(error),
+                // The results so far are printed although no device follows.
+                None => {
+                    broken = Err(error);
+                    break;
+                }
             },
         }
     }
     if common.json {
-        let json = serde_json::to_string(&done).context("cannot write the answer")?;
+        let json = serde_json::to_string(&results).context("cannot write the answer")?;
         print_json(&json)?;
     }
+    broken?;
     Ok(if failed { ExitCode::from(error::STATUS_FAILURE) } else { ExitCode::SUCCESS })
 }
 
@@ -112,35 +142,35 @@ struct Target {
     by_pattern: bool,
 }
 
-/// The devices that are meant, each once, and patterns that match none. A device whose very name a
-/// word is comes before what the word could match.
+/// Returns the devices that the words select, each once, and the patterns without a match. A word
+/// that is the name of a device selects only that device, even if it looks like a pattern.
 fn resolve<'a>(words: &'a [String], devices: &[Row], order: Order) -> (Vec<Target>, Vec<&'a str>) {
-    let places: HashMap<&str, usize> =
-        devices.iter().enumerate().map(|(place, row)| (row.name.as_str(), place)).collect();
-    let (mut targets, mut unmatched, mut known) = (Vec::new(), Vec::new(), HashSet::new());
+    let positions: HashMap<&str, usize> =
+        devices.iter().enumerate().map(|(position, row)| (row.name.as_str(), position)).collect();
+    let (mut targets, mut unmatched, mut added) = (Vec::new(), Vec::new(), HashSet::new());
     let mut add = |name: &str, by_pattern| {
-        if known.insert(name.to_owned()) {
+        if added.insert(name.to_owned()) {
             targets.push(Target { name: name.to_owned(), by_pattern });
         }
     };
     for word in words {
-        if !Pattern::is_meant(word) || places.contains_key(word.as_str()) {
+        if !Pattern::is_pattern(word) || positions.contains_key(word.as_str()) {
             add(word, false);
             continue;
         }
         let pattern = Pattern::new(word);
-        let own = |row: &&Row| order == Order::Named || row.template.is_none();
-        let mut any = false;
-        for row in devices.iter().filter(own).filter(|row| pattern.matches(&row.name)) {
-            any = true;
+        let is_eligible = |row: &&Row| order == Order::Named || row.template.is_none();
+        let mut has_match = false;
+        for row in devices.iter().filter(is_eligible).filter(|row| pattern.matches(&row.name)) {
+            has_match = true;
             add(&row.name, true);
         }
-        if !any {
+        if !has_match {
             unmatched.push(word.as_str());
         }
     }
     if order == Order::LastFirst {
-        targets.sort_by_key(|target| std::cmp::Reverse(places.get(target.name.as_str()).copied()));
+        targets.sort_by_key(|target| std::cmp::Reverse(positions.get(target.name.as_str()).copied()));
     }
     (targets, unmatched)
 }
@@ -169,10 +199,10 @@ mod tests {
     }
 
     #[test]
-    fn words_are_devices_each_once_and_in_order() {
+    fn resolve_returns_each_device_once_in_order() {
         let named = |words: &[&str]| names(words, Order::Named).0.join(" ");
         assert_eq!(named(&["b", "a*", "a1"]), "b a1 a2 a?");
-        // A name that looks like a pattern is a name.
+        // The name of a device wins over a pattern.
         assert_eq!(named(&["a?"]), "a?");
         assert_eq!(named(&["c*"]), "ci ci@1");
         let removed = |words: &[&str]| names(words, Order::LastFirst).0.join(" ");

@@ -1,20 +1,21 @@
-//! Patterns of names.
+//! Patterns of device names.
 
-/// `*` stands for any characters, `?` for one.
+/// A pattern in which `*` matches any characters and `?` matches one.
 pub struct Pattern(Vec<char>);
 
 impl Pattern {
-    /// Takes any text; one without `*` and `?` matches itself.
+    /// Creates a pattern of any text. A text without `*` and `?` matches itself.
     pub fn new(text: &str) -> Self {
         Self(text.chars().collect())
     }
 
-    /// Whether a word is more than a name. What has a slash is the path of a file.
-    pub fn is_meant(word: &str) -> bool {
+    /// Returns true if a word is a pattern and not a name. A word with a slash is the path of a
+    /// file.
+    pub fn is_pattern(word: &str) -> bool {
         word.contains(['*', '?']) && !word.contains('/')
     }
 
-    /// Whether `*` and `?` can be filled to give the name. Goes back only to the last `*`, so the
+    /// Returns true if the pattern matches the whole name. Backtracks only to the last `*`, so the
     /// work is bounded by the product of the lengths.
     pub fn matches(&self, name: &str) -> bool {
         let pattern = &self.0;
@@ -32,7 +33,7 @@ impl Pattern {
                     n += 1;
                 }
                 _ => {
-                    // Let the last star take one character more.
+                    // Backtrack: the last star matches one more character.
                     let Some((star, taken)) = last_star else { return false };
                     last_star = Some((star, taken + 1));
                     (p, n) = (star + 1, taken + 1);
@@ -48,8 +49,8 @@ mod tests {
     use super::Pattern;
 
     #[test]
-    fn patterns() {
-        for (pattern, name, yes) in [
+    fn pattern_matches_whole_names() {
+        for (pattern, name, expected) in [
             ("*", "ram0", true),
             ("ram?", "ram0", true),
             ("ram?", "ram10", false),
@@ -62,9 +63,11 @@ mod tests {
             ("?", "ß", true),
             ("*ab", "aab", true),
         ] {
-            assert_eq!(Pattern::new(pattern).matches(name), yes, "{pattern} {name}");
+            assert_eq!(Pattern::new(pattern).matches(name), expected, "{pattern} {name}");
         }
         assert!(!Pattern::new(&"*a".repeat(2000)).matches(&"a".repeat(255).replace("aaa", "aab")));
-        assert!(Pattern::is_meant("job-?") && !Pattern::is_meant("job-1") && !Pattern::is_meant("./a*"));
+        assert!(
+            Pattern::is_pattern("job-?") && !Pattern::is_pattern("job-1") && !Pattern::is_pattern("./a*")
+        );
     }
 }

@@ -1,5 +1,7 @@
-//! `power-cut NAME`: what a device is like after its power was lost, by a seed or at a point of its
-//! log.
+//! `power-cut NAME`: simulates a power loss of a device, now or after a number of writes, or replays its log to a
+//! point.
+//!
+//! A cut of a snapshot with a COW device affects the whole stack: [`stack_cut`].
 
 use std::io::{self, Write};
 use std::sync::atomic::Ordering;
@@ -16,68 +18,70 @@ use serde::{Deserialize, Serialize};
 use super::stack_cut::{self, Drive, Snapshot, StackCut};
 use super::{Verb, errno_of};
 use crate::control::protocol::Fault;
-use crate::job::Kind;
+use crate::job::JobKind;
 use crate::service::Service;
 
-/// The verb.
+/// Hint after a cut without unflushed writes.
+const NOTHING_UNFLUSHED: &str = "no write was unflushed; if the device is mounted, the page cache may still hold the \
+                                 writes: run `sync -f` on the mount before the cut, while the program still writes";
+
 pub struct PowerCut;
 
-/// Its parameters, and the command line.
+/// Parameters of the request, also the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// The device.
     #[arg(
-        help = "A device with power_cut=yes, or a null device with cache_size; its connections end. Or a \
-                  snapshot with copies: origin and COW devices, all at one moment"
+        help = "A device with power_cut=yes, a null device with cache_size, or a snapshot with a COW device \
+                (cuts origin and COW device at one moment); its connections end"
     )]
     name: String,
-    /// Decides what is lost [default: another one each time, which is told]
+    /// Seed that selects the lost writes [default: random, printed]
     #[arg(long, value_name = "SEED")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
-    /// Go to a point of the log of record=FILE: after so many entries, or at a mark; with --seed,
-    /// cut there
+    /// Replay the log of record=FILE to this point: after N entries, marks included, or at a mark; with
+    /// --seed, cut the power there
     #[arg(long, value_name = "N|MARK")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     at: Option<String>,
-    /// Not now, but by itself after so many more writes (with zeroes and discards) or flushes, as in
-    /// 1000writes or 3flushes; none: not any more
+    /// Cut the power later, after this many writes (including write zeroes and discards) or flushes, as in
+    /// 1000writes or 3flushes; none: cancel
     #[arg(long, value_name = "COUNT", conflicts_with = "at")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     after: Option<String>,
 }
 
-/// What was done.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// What decided; absent where nothing was left to decide.
+    /// Seed that selects the lost writes; omitted without a cut.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
-    /// Unflushed blocks that arrived.
+    /// Number of unflushed blocks that were kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     kept_blocks: Option<u64>,
-    /// Unflushed blocks that did not.
+    /// Number of unflushed blocks that were lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lost_blocks: Option<u64>,
-    /// Entries of the log that the device now shows.
+    /// Number of log entries that the content of the device includes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     entries: Option<u64>,
-    /// When it will go off by itself; nothing is done yet.
+    /// Event that will trigger the cut, or `none`. No cut has happened yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     after: Option<String>,
-    /// How many connections that ended.
+    /// Number of connections that were closed.
     connections_ended: usize,
-    /// Of a snapshot: what was cut with it.
+    /// For a snapshot: the devices that were cut with it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     drives: Vec<Drive>,
-    /// Of a snapshot: what became of it and of the others of its origin.
+    /// For a snapshot: the state of all snapshots of its origin.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     snapshots: Vec<Snapshot>,
 }
 
-/// The power switch of a device that has one.
+/// Returns the power layer of a device, or fails if its power cannot be cut.
 fn power_of(entry: &Entry) -> Result<&Arc<Power>, Fault> {
     let name = entry.name();
     let power = entry.layers.power.as_ref().filter(|_| entry.layers.can_cut);
@@ -93,8 +97,8 @@ fn power_of(entry: &Entry) -> Result<&Arc<Power>, Fault> {
     })
 }
 
-/// A number counts entries, other words are a mark.
-fn point(at: &str) -> Point {
+/// Parses a point of the log: a number of entries, or the text of a mark.
+fn parse_point(at: &str) -> Point {
     at.parse().map_or_else(|_| Point::Mark(at.to_owned()), Point::Entry)
 }
 
@@ -111,7 +115,7 @@ impl Verb for PowerCut {
                 let why = "at and after are for a drive: its log, or what it is asked for";
                 return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: power-cut: {why}")));
             }
-            return of_stack(service, name, seed);
+            return cut_stack(service, name, seed);
         }
         let _claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
@@ -119,9 +123,9 @@ impl Verb for PowerCut {
             if at.is_some() {
                 return Err(Fault::invalid(format!("{name}: power-cut: either at or after")));
             }
-            return later(service, &entry, &after, seed);
+            return arm_cut(service, &entry, &after, seed);
         }
-        now(service, &entry, at.as_deref(), seed)
+        cut_now(service, &entry, at.as_deref(), seed)
     }
 
     fn show(params: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
@@ -155,11 +159,17 @@ impl Verb for PowerCut {
         let Some(seed) = seed else { return Ok(()) };
         let own = kept_blocks.zip(*lost_blocks).map(|(kept, lost)| (name, kept, lost));
         let others = drives.iter().map(|drive| (&drive.name, drive.kept_blocks, drive.lost_blocks));
+        let mut unflushed = 0;
         for (name, kept, lost) in own.into_iter().chain(others) {
+            unflushed += kept + lost;
             writeln!(
                 out,
                 "{name}: power cut, seed {seed}: of the unflushed blocks {kept} were kept and {lost} lost"
             )?;
+        }
+        // The hint is not for a point of the log: there, the page cache of a client is not involved.
+        if unflushed == 0 && entries.is_none() {
+            writeln!(out, "{name}: {NOTHING_UNFLUSHED}")?;
         }
         snapshots.iter().try_for_each(|Snapshot { name, status, lost }| match lost {
             None => writeln!(out, "{name}: was opened again; status {status}"),
@@ -168,9 +178,9 @@ impl Verb for PowerCut {
     }
 }
 
-/// Cuts the power of all that a snapshot is part of.
-fn of_stack(service: &Service, name: String, seed: Option<u64>) -> Result<Reply, Fault> {
-    let failed = |drive: &str, error| refused(drive, None, &error);
+/// Cuts the power of the stack of a snapshot.
+fn cut_stack(service: &Service, name: String, seed: Option<u64>) -> Result<Reply, Fault> {
+    let failed = |drive: &str, error| cut_fault(drive, None, &error);
     let done = stack_cut::cut(service, &name, seed, &failed)?;
     let StackCut { seed, drives, snapshots, connections_ended } = done;
     Ok(Reply {
@@ -186,12 +196,17 @@ fn of_stack(service: &Service, name: String, seed: Option<u64>) -> Result<Reply,
     })
 }
 
-/// Cuts the power, or goes to a point of the log. The device is claimed.
-fn now(service: &Service, entry: &Arc<Entry>, at: Option<&str>, seed: Option<u64>) -> Result<Reply, Fault> {
+/// Cuts the power now, or replays the log to a point. The caller has claimed the device.
+fn cut_now(
+    service: &Service,
+    entry: &Arc<Entry>,
+    at: Option<&str>,
+    seed: Option<u64>,
+) -> Result<Reply, Fault> {
     let name = entry.name().to_owned();
     let power = power_of(entry)?;
-    if let Some(snapshot) = stack_cut::standing_on(service, entry) {
-        return Err(stack_cut::alone(entry, &snapshot));
+    if let Some(snapshot) = stack_cut::find_snapshot_on(service, entry) {
+        return Err(stack_cut::single_cut_fault(entry, &snapshot));
     }
     service.registry.check_unused(entry, "cut off")?;
     if at.is_some() {
@@ -200,23 +215,24 @@ fn now(service: &Service, entry: &Arc<Entry>, at: Option<&str>, seed: Option<u64
         let why = "it is off, as a return to a point of its log failed half way; go to a point again (--at), or reset it";
         return Err(Fault::failed(Errno::EIO, format!("{name}: power-cut: {why}")));
     }
-    let _job = service.jobs.begin(&name, "power-cut", Kind::WHOLE)?;
+    let _job = service.jobs.begin(&name, "power-cut", JobKind::EXCLUSIVE_UNCANCELLABLE)?;
     let layers = &entry.layers;
-    let seed_of_cut = seed.unwrap_or_else(|| layers.next_seed());
-    // What waits for room would be waited for, and what waits for its turn is lost.
+    let cut_seed = seed.unwrap_or_else(|| layers.next_seed());
+    // Requests that wait for space would delay the restart, and requests that wait for a rate limit belong to the
+    // old content: both fail.
     let _now = service.exports.end_waiting(entry);
     let (connections_ended, outcome) = service.exports.restart(&name, || match at {
-        None => layers.cut(power, seed_of_cut).map(Outcome::Cut),
+        None => layers.cut(power, cut_seed).map(Outcome::Cut),
         Some(at) => {
             entry.rewinds.fetch_add(1, Ordering::SeqCst);
             if let Some(origin) = &entry.cow_origin {
                 origin.was_changed();
             }
             let below = || entry.kind.wipe(false);
-            layers.visit(power, &point(at), seed, &below).map(Outcome::Visited)
+            layers.visit(power, &parse_point(at), seed, &below).map(Outcome::Visited)
         }
     });
-    let outcome = outcome.map_err(|error| refused(&name, at, &error))?;
+    let outcome = outcome.map_err(|error| cut_fault(&name, at, &error))?;
     let reply = Reply {
         name,
         seed: None,
@@ -245,16 +261,16 @@ fn now(service: &Service, entry: &Arc<Entry>, at: Option<&str>, seed: Option<u64
     })
 }
 
-/// Has the power go off by itself, or not any more. The device is claimed.
-fn later(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>) -> Result<Reply, Fault> {
+/// Arms a cut after a number of writes or flushes, or cancels it. The caller has claimed the device.
+fn arm_cut(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>) -> Result<Reply, Fault> {
     let name = entry.name();
     let power = power_of(entry)?;
-    // A snapshot with copies loses its power with it.
-    if stack_cut::standing_on(service, entry).is_none() {
+    // Dependent snapshots with a COW device are cut with this device.
+    if stack_cut::find_snapshot_on(service, entry).is_none() {
         service.registry.check_unused(entry, "cut off")?;
     }
-    let refused = |why| Fault::invalid(format!("{name}: power-cut: after={after}: {why}"));
-    let asked = parse_after(after).map_err(refused)?;
+    let invalid = |why| Fault::invalid(format!("{name}: power-cut: after={after}: {why}"));
+    let trigger = parse_after(after).map_err(invalid)?;
     let mut reply = Reply {
         name: name.to_owned(),
         seed: None,
@@ -266,54 +282,56 @@ fn later(service: &Service, entry: &Arc<Entry>, after: &str, seed: Option<u64>) 
         drives: Vec::new(),
         snapshots: Vec::new(),
     };
-    let Some(after) = asked else {
+    let Some(after) = trigger else {
         power.keep_on();
         return Ok(reply);
     };
     let seed = seed.unwrap_or_else(|| entry.layers.next_seed());
     let (off, went_off) = mpsc::channel();
     let (weak, device) = (service.weak(), Arc::downgrade(entry));
-    // It ends as well where the count ends, or the device.
+    // The thread also ends if the cut is cancelled or the device is removed: both drop the sender.
     let wait = move || {
         if went_off.recv().is_ok()
             && let (Some(service), Some(entry)) = (weak.upgrade(), device.upgrade())
         {
-            by_itself(&service, &entry, seed);
+            run_armed_cut(&service, &entry, seed);
         }
     };
     let thread = thread::Builder::new().name("power-cut".into()).spawn(wait);
     thread.map_err(|e| Fault::failed(Errno::ENOMEM, format!("{name}: power-cut: no thread: {e}")))?;
     let armed = entry.layers.cut_after(power, after, seed, move || {
-        // Nobody waits where the server ends.
+        // The receiver may be gone when the server ends.
         let _ = off.send(());
     });
-    armed.map_err(|_| Fault::failed(Errno::EBUSY, format!("{name}: power-cut: it is just going off")))?;
+    armed
+        .map_err(|_| Fault::failed(Errno::EBUSY, format!("{name}: power-cut: the power is going off now")))?;
     (reply.seed, reply.after) = (Some(seed), Some(after.to_string()));
     Ok(reply)
 }
 
-/// The power has gone off: what is left is what [`now`] does.
-fn by_itself(service: &Service, entry: &Arc<Entry>, seed: u64) {
-    if let Some(snapshot) = stack_cut::standing_on(service, entry) {
-        if let Err(fault) = of_stack(service, snapshot.name().to_owned(), Some(seed)) {
-            not_gone_off(entry, &fault);
+/// Finishes an armed cut after the power layer has gone off.
+fn run_armed_cut(service: &Service, entry: &Arc<Entry>, seed: u64) {
+    if let Some(snapshot) = stack_cut::find_snapshot_on(service, entry) {
+        if let Err(fault) = cut_stack(service, snapshot.name().to_owned(), Some(seed)) {
+            abandon_armed_cut(entry, &fault);
         }
         return;
     }
     let cut = service.claim(PowerCut::METHOD, entry.name()).and_then(|_claim| {
-        let there = service.registry.find(entry.name());
-        // One that was removed meanwhile ends as every other.
-        if there.is_none_or(|there| !Arc::ptr_eq(&there, entry)) {
+        let current = service.registry.find(entry.name());
+        // Nothing to do if the device was removed meanwhile.
+        if current.is_none_or(|current| !Arc::ptr_eq(&current, entry)) {
             return Ok(());
         }
-        now(service, entry, None, Some(seed)).map(drop)
+        cut_now(service, entry, None, Some(seed)).map(drop)
     });
     if let Err(fault) = cut {
-        not_gone_off(entry, &fault);
+        abandon_armed_cut(entry, &fault);
     }
 }
 
-fn not_gone_off(entry: &Entry, fault: &Fault) {
+/// Logs the failure of an armed cut, and lets held requests continue.
+fn abandon_armed_cut(entry: &Entry, fault: &Fault) {
     tracing::warn!("the power did not go off by itself: {}", fault.message);
     if let Some(power) = &entry.layers.power {
         power.keep_on();
@@ -325,7 +343,7 @@ enum Outcome {
     Visited(Visited),
 }
 
-/// Going back needs a beginning.
+/// Fails if the device cannot be replayed to a point of its log: that needs a log, and an initial state.
 fn check_visit(entry: &Entry) -> Result<(), Fault> {
     let name = entry.name();
     let refuse = |why: &str| Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: power-cut: at: {why}")));
@@ -343,7 +361,7 @@ fn check_visit(entry: &Entry) -> Result<(), Fault> {
     )
 }
 
-fn refused(name: &str, at: Option<&str>, error: &CutError) -> Fault {
+fn cut_fault(name: &str, at: Option<&str>, error: &CutError) -> Fault {
     let errno = match error {
         CutError::Busy => Errno::EBUSY,
         CutError::Device(error) | CutError::Record(RecordError::Device(error)) => errno_of(*error),

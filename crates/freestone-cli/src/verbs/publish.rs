@@ -1,4 +1,5 @@
-//! `publish NAME --nbd ADDR --vhost-user unix:PATH --ublk`: exports at run time.
+//! `publish NAME --nbd ADDR --vhost-user unix:PATH --ublk`: exports a device, changes the limits of
+//! an export, or publishes a withheld device again.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -22,35 +23,32 @@ use crate::places::{Place, Wanted};
 use crate::recording::Recording;
 use crate::service::Service;
 
-/// The verb.
 pub struct Publish;
 
-/// Its parameters, and the command line.
+/// Parameters of the request, also the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 pub struct Params {
-    /// The device; with --template the base
+    /// The device; with --template, the base
     name: String,
-    /// With --template: the name that clients ask for [default: NAME-fork]
+    /// With --template: the export name [default: NAME-fork]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     export: Option<String>,
-    /// For NBD clients: unix:PATH or tcp:HOST:PORT; the server starts to listen there if it does not
-    /// yet
+    /// NBD address: unix:PATH or tcp:HOST:PORT; the server listens there if necessary
     #[arg(long, value_name = "ADDR", value_parser = super::keys::words_parser())]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     nbd: Option<String>,
-    /// For a virtual machine: a vhost-user-blk socket of this device alone
+    /// vhost-user-blk socket for a virtual machine, of this device alone
     #[arg(long, value_name = "unix:PATH", value_parser = super::keys::words_parser())]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     vhost_user: Option<String>,
-    /// As a block device of this machine, /dev/ublkbN
+    /// Block device of this machine, /dev/ublkbN
     #[arg(long)]
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     ublk: bool,
-    /// With --ublk: queues, each with a thread [default: one a CPU, at most 4]
+    /// With --ublk: number of queues, each with a thread [default: one per CPU, at most 4]
     #[arg(long, value_name = "N", requires = "ublk", value_parser = clap::value_parser!(u16).range(1..=16))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     queues: Option<u16>,
-    /// Who may connect there.
     #[arg(long, value_name = "WHO", help = allow::HELP, value_delimiter = ',')]
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     allow: Vec<String>,
@@ -61,36 +59,34 @@ pub struct Params {
     #[command(flatten)]
     #[serde(flatten)]
     limits: LimitArgs,
-    /// Every connection gets a fork of its own, gone when it ends
+    /// Give each connection a fork of its own, removed when the connection ends
     #[arg(long)]
     #[serde(default)]
     template: bool,
-    /// End a connection to the template after so long
+    /// Longest time of a connection to the template
     #[arg(long, value_name = "SECONDS")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     ttl: Option<u64>,
-    /// Of the template.
     #[arg(value_name = "KEY=VALUE", value_parser = super::keys::words_parser())]
     #[arg(
         help = "With --template: size, mem_limit, mem_min, full, faults, seed, power_cut, power_cut_unit, record as for serve"
     )]
     #[serde(skip)]
     words: Vec<String>,
-    /// All else is keys of the template, which refuse what is unknown.
+    /// All other members are keys of the template, which refuses unknown ones.
     #[arg(skip)]
     #[serde(flatten)]
     keys: Map<String, Value>,
 }
 
 impl Params {
-    /// Checks the address before the server is asked, and makes its path independent of our
-    /// directory.
+    /// Checks the parameters before the server is called, and makes paths absolute.
     pub fn checked(mut self) -> Result<Self, Usage> {
-        // The name can be left out.
+        // The name of the template is optional.
         if self.export.as_ref().is_some_and(|export| export.contains('=')) {
             self.words.insert(0, self.export.take().unwrap_or_default());
         }
-        self.keys = keys::of_words(&self.name, "template", &self.words)?;
+        self.keys = keys::parse_words(&self.name, "template", &self.words)?;
         self.template_spec().map_err(|fault| Usage(fault.message))?;
         self.limits.words(&self.name).map_err(|fault| Usage(fault.message))?;
         let places = self.places(["--nbd", "--vhost-user"]).map_err(|fault| Usage(fault.message))?;
@@ -104,13 +100,13 @@ impl Params {
         Ok(self)
     }
 
-    /// The list of who may connect at one of the places.
+    /// Returns the allow list for an export at `place`.
     fn allow_at(&self, place: &Place) -> Result<Option<AllowList>, Fault> {
-        let said = (!self.allow.is_empty()).then(|| place.allow(&self.allow)).transpose();
-        said.map_err(|why| Fault::invalid(format!("{}: publish: allow: {why}", self.name)))
+        let list = (!self.allow.is_empty()).then(|| place.allow(&self.allow)).transpose();
+        list.map_err(|why| Fault::invalid(format!("{}: publish: allow: {why}", self.name)))
     }
 
-    /// Where it is to be seen, by these keys.
+    /// Returns the places to publish at. Errors use the given names of the options.
     fn places(&self, [nbd_key, vhost_user_key]: [&str; 2]) -> Result<Vec<Place>, Fault> {
         let name = &self.name;
         let invalid = |key: &str, why: String| Fault::invalid(format!("{name}: {key}: {why}"));
@@ -131,23 +127,23 @@ impl Params {
         }
         let ublk = self.ublk.then(|| Place::ublk(self.queues)).transpose();
         let ublk = ublk.map_err(|why| invalid("publish", why))?;
-        // NBD last: its address may be new to others, who see it then.
+        // NBD last: the address may be new, and clients may connect as soon as it exists.
         Ok([vhost_user, ublk, nbd.map(Place::Nbd)].into_iter().flatten().collect())
     }
 
-    /// The template that is to be made first.
+    /// Returns the template to create first, if any.
     fn template_spec(&self) -> Result<Option<Spec>, Fault> {
         let name = &self.name;
         if !self.template {
-            let name_of_key = self.keys.keys().next();
+            let first_key = self.keys.keys().next();
             return match (&self.export, self.ttl) {
-                (None, None) if name_of_key.is_none() => Ok(None),
+                (None, None) if first_key.is_none() => Ok(None),
                 (None, None) => {
-                    let key = name_of_key.map_or("", String::as_str);
+                    let key = first_key.map_or("", String::as_str);
                     Err(Fault::invalid(format!("{name}: publish: {key}: only with --template")))
                 }
                 (Some(export), _) => Err(Fault::invalid(format!(
-                    "{name}: publish: {export}: a name of its own is for --template"
+                    "{name}: publish: {export}: an export name is only for --template"
                 ))),
                 (None, Some(ttl)) => {
                     Err(Fault::invalid(format!("{name}: publish: ttl={ttl}: only with --template")))
@@ -155,17 +151,17 @@ impl Params {
             };
         }
         let export = self.export.clone().unwrap_or_else(|| format!("{name}-fork"));
-        let entries = keys::over(name, &export, "template", self.ttl, &self.keys)?;
+        let entries = keys::entries_over(name, &export, "template", self.ttl, &self.keys)?;
         Spec::from_entries(entries).map(Some).map_err(|e| Fault::invalid(e.to_string()))
     }
 }
 
-/// Where it is now.
+/// Result: the addresses of the device.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
-    /// What NBD clients ask for.
+    /// Export name for NBD clients.
     name: String,
-    /// Of NBD, with the port that was chosen.
+    /// NBD address, with the chosen port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     address: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -195,15 +191,15 @@ impl Verb for Publish {
         };
         let places: Vec<_> = places.into_iter().map(wanted).collect::<Result<_, Fault>>()?;
         if places.is_empty() && !params.allow.is_empty() {
-            return Err(Fault::invalid(format!("{}: publish: allow: of which address?", params.name)));
+            return Err(Fault::invalid(format!("{}: publish: allow: an address is missing", params.name)));
         }
         let Params { name, .. } = params;
         let claim = match &template {
             Some(spec) => service.claim_new(Self::METHOD, [spec])?,
             None => service.claim(Self::METHOD, &name)?,
         };
-        let of = template.as_ref().map_or(name.as_str(), |template| &template.name).to_owned();
-        let recording = Recording::begin(service, &claim, Self::METHOD, &[&of])?;
+        let export_name = template.as_ref().map_or(name.as_str(), |template| &template.name).to_owned();
+        let recording = Recording::begin(service, &claim, Self::METHOD, &[&export_name])?;
         let made = template.map(|spec| service.create(&claim, spec, false)).transpose()?;
         let entry = match &made {
             Some(template) => Arc::clone(template),
@@ -215,16 +211,18 @@ impl Verb for Publish {
         }
         let withheld = service.withheld.take(entry.name());
         let (mut shown, mut limited) = (Vec::new(), Vec::new());
-        let again = withheld.as_ref().map(|seen| service.show(&claim, &entry, seen));
-        let again = again.unwrap_or(Ok(()));
-        let published = again.and_then(|()| {
+        let republished =
+            withheld.as_ref().map(|withholding| service.show(&claim, &entry, &withholding.seen));
+        let published = republished.unwrap_or(Ok(())).and_then(|()| {
             let mut reply = Reply::of(entry.name());
             for wanted in places {
-                if let Some(is) = published(service, &entry, &wanted).filter(|_| !limits.is_empty()) {
-                    check_list(entry.name(), &wanted, &is)?;
-                    let before = service.exports.limit_at(&claim, &entry, &is, limits.over(is.limits))?;
-                    reply.add(service, &entry, &is.place);
-                    limited.push((is, before));
+                let existing = find_export(service, &entry, &wanted).filter(|_| !limits.is_empty());
+                if let Some(existing) = existing {
+                    check_allow_list(entry.name(), &wanted, &existing)?;
+                    let new_limits = limits.over(existing.limits);
+                    let before = service.exports.limit_at(&claim, &entry, &existing, new_limits)?;
+                    reply.add(service, &entry, &existing.place);
+                    limited.push((existing, before));
                     continue;
                 }
                 publish(service, &claim, &entry, wanted, &mut shown, &mut reply)?;
@@ -232,11 +230,11 @@ impl Verb for Publish {
             recording.commit().map(|()| reply)
         });
         published.inspect_err(|_| {
-            // All or nothing; that it is not published is no error here.
-            if let Some(seen) = withheld {
+            // All or none. Errors of the rollback are ignored: the device may not be published.
+            if let Some(withholding) = withheld {
                 let _ = service.exports.unpublish(&claim, &entry, true);
                 service.declarations.forget_exports(entry.name());
-                service.withheld.put(entry.name(), seen);
+                service.withheld.put_back(entry.name(), withholding);
             }
             for (wanted, before) in limited {
                 let _ = service.exports.limit_at(&claim, &entry, &wanted, before);
@@ -258,23 +256,24 @@ impl Verb for Publish {
     }
 }
 
-/// What is published at that place already, in the same manner.
-fn published(service: &Service, entry: &Entry, wanted: &Wanted) -> Option<Wanted> {
+/// Returns the existing export at the wanted place, if it has the same access mode.
+fn find_export(service: &Service, entry: &Entry, wanted: &Wanted) -> Option<Wanted> {
     let read_only = wanted.read_only || entry.is_read_only();
-    let is = |live: &Wanted| live.place.is(&wanted.place) && live.read_only == read_only;
-    service.exports.wanted(entry.name()).into_iter().find(is)
+    let matches = |export: &Wanted| export.place.is(&wanted.place) && export.read_only == read_only;
+    service.exports.wanted(entry.name()).into_iter().find(matches)
 }
 
-/// Limits change where it is published already; who may connect there does not.
-fn check_list(name: &str, wanted: &Wanted, is: &Wanted) -> Result<(), Fault> {
-    if wanted.allow.is_none() || wanted.allow == is.allow {
+/// Fails if the wanted allow list differs from that of the existing export: `publish` changes only
+/// its limits.
+fn check_allow_list(name: &str, wanted: &Wanted, existing: &Wanted) -> Result<(), Fault> {
+    if wanted.allow.is_none() || wanted.allow == existing.allow {
         return Ok(());
     }
-    let why = format!("it is published at {} with {}", is.place, allow::shown(is.allow.as_ref()));
+    let why = format!("it is published at {} with {}", existing.place, allow::shown(existing.allow.as_ref()));
     Err(Fault::failed(Errno::EBUSY, format!("{name}: publish: allow: {why}; apply changes lists")))
 }
 
-/// At that place; where it is now is added to `shown`.
+/// Publishes a device at one place, and adds the place to `shown` and the address to `reply`.
 fn publish(
     service: &Service,
     claim: &Claim<'_>,
@@ -297,7 +296,7 @@ impl Reply {
         Self { name: name.to_owned(), address: None, uri: None, vhost_user: None, ublk: None }
     }
 
-    /// It is there.
+    /// Adds the address of the device's export at `place`.
     fn add(&mut self, service: &Service, entry: &Entry, place: &Place) {
         if let Place::Nbd(at) = place {
             self.uri = service.exports.uri_at(entry.name(), at);
@@ -312,26 +311,27 @@ impl Reply {
     }
 }
 
-/// What an export lets through, as it is typed. 0 is no limit; what is not said stays as it is.
+/// Limits of an export, as typed. 0 means unlimited; an omitted limit of an existing export stays
+/// unchanged.
 #[derive(Debug, Default, Args, Serialize, Deserialize)]
 struct LimitArgs {
-    /// Operations a second; 0 for no limit. Of an export that is there, this changes
+    /// Limit of operations per second, 0 for none; also changes an existing export
     #[arg(long, value_name = "N")]
     #[serde(default, deserialize_with = "word", skip_serializing_if = "Option::is_none")]
     iops: Option<String>,
-    /// Bytes a second, for example 10M; 0 for no limit
+    /// Limit of bytes per second, for example 10M, 0 for none
     #[arg(long, value_name = "SIZE")]
     #[serde(default, deserialize_with = "word", skip_serializing_if = "Option::is_none")]
     bps: Option<String>,
-    /// Operations that may come at once after a pause [default: a tenth of --iops]
+    /// Burst of operations after a pause [default: a tenth of --iops]
     #[arg(long, value_name = "N")]
     #[serde(default, deserialize_with = "word", skip_serializing_if = "Option::is_none")]
     iops_burst: Option<String>,
-    /// Bytes that may come at once after a pause [default: a tenth of --bps]
+    /// Burst of bytes after a pause [default: a tenth of --bps]
     #[arg(long, value_name = "SIZE")]
     #[serde(default, deserialize_with = "word", skip_serializing_if = "Option::is_none")]
     bps_burst: Option<String>,
-    /// Connections at one time, for NBD; 0 for no limit. Others wait for a place
+    /// Limit of NBD connections, 0 for none; further connections wait
     #[arg(long, value_name = "N")]
     #[serde(default, deserialize_with = "word", skip_serializing_if = "Option::is_none")]
     max_clients: Option<String>,
@@ -351,7 +351,7 @@ impl LimitArgs {
     }
 }
 
-/// A text, or a number as one.
+/// Deserializes a text, or a number as text.
 fn word<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
     Ok(match Value::deserialize(from)? {
         Value::String(text) => Some(text),

@@ -1,4 +1,4 @@
-//! `pull URL[:TAG] NAME`: an image from object storage, all of it, into the cache.
+//! `pull URL[:TAG] NAME`: fetches a whole image from object storage into the cache.
 
 use std::io::{self, Write};
 use std::time::Instant;
@@ -17,51 +17,51 @@ use super::long::TIME_MAX;
 use super::{Verb, keys};
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::job::Kind;
+use crate::job::JobKind;
 use crate::recording::Recording;
 use crate::service::Service;
 
-/// Progress is in bytes.
+/// Size of a chunk, as the progress is in bytes.
 const CHUNK: u64 = CHUNK_BYTES as u64;
 
-/// The verb.
 pub struct Pull;
 
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// The store, and the tag of the image [default tag: latest]
+    /// The store and the tag of the image [default tag: latest]
     #[arg(value_name = "URL[:TAG]", value_parser = keys::words_parser())]
     url: String,
-    /// The image device; it is made where there is none
+    /// The image device; created if it does not exist
     name: String,
-    /// Of that.
     #[arg(value_name = "KEY=VALUE", value_parser = keys::words_parser())]
     #[arg(
-        help = "Of a device that is made: cache=DIR, cache_size=SIZE, key=FILE, endpoint=URL and others, as for serve"
+        help = "Keys of a new device: cache=DIR, cache_size=SIZE, key=FILE, endpoint=URL and others, as for \
+                serve"
     )]
     words: Vec<String>,
 }
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Params {
     url: String,
     name: String,
-    /// All else is keys of the device, which refuse what is unknown.
+    /// All other members are keys of the device, which refuses unknown ones.
     #[serde(flatten)]
     keys: Map<String, Value>,
 }
 
-/// What was pulled.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// With the image.
+    /// URL of the image, with its hash.
     url: String,
-    /// Whether the device was made for it.
+    /// True if the verb created the device.
     created: bool,
-    /// Chunks that came, and the bytes of their pages; what was in the cache did not.
+    /// Number of chunks that were fetched, as the cache did not have them, and the bytes of their
+    /// pages.
     fetched_chunks: u64,
     fetched_bytes: u64,
 }
@@ -71,7 +71,7 @@ impl TryFrom<Line> for Params {
 
     fn try_from(line: Line) -> Result<Self, Usage> {
         let Line { url, name, words } = line;
-        let keys = keys::of_words(&name, "image", &words)?;
+        let keys = keys::parse_words(&name, "image", &words)?;
         let params = Self { url, name, keys };
         params.spec().map_err(|fault| Usage(fault.message))?;
         Ok(params)
@@ -81,7 +81,7 @@ impl TryFrom<Line> for Params {
 impl Params {
     fn spec(&self) -> Result<Spec, Fault> {
         let invalid = |e: freestone_spec::entries::SpecError| Fault::invalid(e.to_string());
-        let mut entries = keys::of(&self.name, "image", &self.keys)?;
+        let mut entries = keys::entries_of(&self.name, "image", &self.keys)?;
         entries.add("url", &self.url).map_err(invalid)?;
         Spec::from_entries(entries).map_err(invalid)
     }
@@ -111,16 +111,16 @@ impl Verb for Pull {
             let why = format!("{name}: pull: is {} device", a_kind(entry.kind.name()));
             return Err(Fault::failed(Errno::EEXIST, why));
         };
-        let job = service.jobs.begin(name, Self::METHOD, Kind::ALONE)?;
+        let job = service.jobs.begin(name, Self::METHOD, JobKind::EXCLUSIVE)?;
         let before = pulled.image.stat();
         let is_over = || job.is_over();
         let until = Until { deadline: Instant::now() + TIME_MAX, is_over: &is_over };
         let outcome = pulled.image.pull(&|done, total| job.note(done * CHUNK, total * CHUNK), until);
         outcome.map_err(|error| {
             if job.is_over() {
-                return job.cancelled("the device is there, and what came stays in its cache");
+                return job.cancelled("the device exists, and the fetched chunks stay in its cache");
             }
-            let kept = if created { "; the device is there" } else { "" };
+            let kept = if created { "; the device was created" } else { "" };
             let refusal = of_store(&error);
             Fault::failed(refusal.errno, format!("{name}: pull: {}{kept}", refusal.sentence))
         })?;
@@ -138,7 +138,7 @@ impl Verb for Pull {
         let Reply { name, url, fetched_chunks, fetched_bytes, .. } = reply;
         writeln!(
             out,
-            "{name}: {url} is in the cache; {} came in {fetched_chunks} chunks",
+            "{name}: {url} is in the cache; {} fetched in {fetched_chunks} chunks",
             human(*fetched_bytes)
         )
     }

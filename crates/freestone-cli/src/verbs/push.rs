@@ -1,4 +1,4 @@
-//! `push NAME URL[:TAG]`: what a device holds, into object storage.
+//! `push NAME URL[:TAG]`: writes the content of a device to object storage, and sets a tag.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -24,70 +24,67 @@ use super::long::TIME_MAX;
 use super::{Verb, check_bare, keys};
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::job::{Kind, Watched};
+use crate::job::{JobKind, Watched};
 use crate::service::Service;
 
-/// The verb.
 pub struct Push;
 
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// The device. With NAME=KIND,KEY=VALUE... as for serve it is opened for this alone, without a server
+    /// The device; NAME=KIND,KEY=VALUE... as for serve opens it for this push, without a server
     #[arg(value_parser = keys::words_parser())]
     name: String,
-    /// The store, and the tag that the image gets [default tag: latest]
+    /// The store and the tag of the image [default tag: latest]
     #[arg(value_name = "URL[:TAG]", value_parser = keys::words_parser())]
     url: String,
-    /// Of the store.
     #[arg(value_name = "KEY=VALUE", value_parser = keys::words_parser())]
     #[arg(
-        help = "endpoint=URL, region=NAME, credentials=FILE: where and how it is reached; key=FILE: the key of its names; \
-                  where the push begins the store encrypt=yes and grace=TIME. With --restore also mem_limit=SIZE, \
-                  backing_dev=PATH and the other keys of a family, as for restore"
+        help = "endpoint=URL, region=NAME, credentials=FILE; key=FILE (key of the object names); for a new \
+                store also encrypt=yes and grace=TIME; with --restore also mem_limit=SIZE, backing_dev=PATH \
+                and the other keys of a family, as for restore"
     )]
     pub(super) words: Vec<String>,
-    /// Refer to no image that was there before: send all that is not there yet
+    /// Do not build on the previous image; send all missing chunks
     #[arg(long)]
     full: bool,
-    /// NAME is in this file, which `freestone save` wrote; its devices are made for this alone, without a server
+    /// Push NAME from this file, which `freestone save` wrote, without a server
     #[arg(long, value_name = "FILE")]
     pub(super) restore: Option<PathBuf>,
-    /// What the forks in that file were made of, opened for this alone as for serve; several where one stands on
-    /// another
+    /// With --restore: a base of the saved forks, as for serve; repeat it for bases of bases
     #[arg(long = "device", value_name = "NAME=KIND,KEY=VALUE...", requires = "restore")]
     #[arg(value_parser = keys::words_parser())]
     pub(super) devices: Vec<String>,
 }
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Params {
     pub(super) name: String,
     url: String,
     #[serde(default)]
     pub(super) full: bool,
-    /// All else is keys of the store, which refuse what is unknown.
+    /// All other members are keys of the store, which refuses unknown ones.
     #[serde(flatten)]
     pub(super) keys: Map<String, Value>,
 }
 
-/// What was pushed.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// With the image.
+    /// URL of the image, with its hash.
     url: String,
-    /// How often the tag was set.
+    /// Number of times that the tag was set.
     generation: u64,
-    /// False where the tag said the same before.
+    /// False if the tag already referred to this image.
     changed: bool,
-    /// Bytes of the pages that differ from what was there.
+    /// Bytes of pages that differ from the previous image.
     changed_bytes: u64,
-    /// Chunks that were sent, and their bytes.
+    /// Number and bytes of the chunks that were sent.
     sent_chunks: u64,
     sent_bytes: u64,
-    /// Chunks that were there.
+    /// Number of chunks that the store had already.
     reused_chunks: u64,
 }
 
@@ -96,7 +93,7 @@ impl TryFrom<Line> for Params {
 
     fn try_from(line: Line) -> Result<Self, Usage> {
         let Line { name, url, words, full, .. } = line;
-        let keys = keys::of_words(label(&name), Push::METHOD, &words)?;
+        let keys = keys::parse_words(label(&name), Push::METHOD, &words)?;
         let params = Self { name, url, full, keys };
         params.parse().map_err(|fault| Usage(fault.message))?;
         Ok(params)
@@ -104,13 +101,13 @@ impl TryFrom<Line> for Params {
 }
 
 impl Line {
-    /// Whether no server is asked.
+    /// Returns true if the program pushes itself, without a server.
     pub fn is_local(&self) -> bool {
         self.name.contains('=') || self.restore.is_some()
     }
 }
 
-/// The name of a device, which may have words behind it.
+/// Returns the name of a device from a text that may have `=KIND,KEY=VALUE...` after it.
 fn label(name: &str) -> &str {
     name.split('=').next().unwrap_or_default()
 }
@@ -120,7 +117,7 @@ impl Params {
         let name = self.label();
         let url: ImageUrl =
             self.url.parse().map_err(|why| Fault::invalid(format!("{name}: push: the URL {why}")))?;
-        let entries = keys::of(name, Push::METHOD, &self.keys)?;
+        let entries = keys::entries_of(name, Push::METHOD, &self.keys)?;
         let spec = PushSpec::from_entries(entries, &url.store).map_err(|e| Fault::invalid(e.to_string()))?;
         let ImageUrl { image: None, .. } = &url else {
             return Err(Fault::invalid(format!(
@@ -130,12 +127,12 @@ impl Params {
         Ok((url, spec))
     }
 
-    /// Whether these are the words of a device, which is opened for this alone.
-    pub(super) fn is_opened(&self) -> bool {
+    /// Returns true if the name describes a device that is opened only for this push.
+    pub(super) fn has_device_spec(&self) -> bool {
         self.name.contains('=')
     }
 
-    /// The name of the device.
+    /// Returns the name of the device.
     pub(super) fn label(&self) -> &str {
         label(&self.name)
     }
@@ -148,35 +145,36 @@ impl Verb for Push {
     type Params = Params;
     type Reply = Reply;
 
-    // Takes as long as the network does: nothing is claimed.
+    // Claims nothing: the verb takes as long as the network does.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let (url, spec) = params.parse()?;
         let name = &params.name;
         let entry = service.find(name)?;
         check_bare(&entry, "pushed")?;
-        let job = service.jobs.begin(name, Self::METHOD, Kind::ALONE)?;
-        let moment = Moment::of(&entry)?;
-        let spec = moment.reached_as(&url, spec, &params.keys);
-        let pushed = send(&moment, name, &url, &spec, params.full, &job);
+        let job = service.jobs.begin(name, Self::METHOD, JobKind::EXCLUSIVE)?;
+        let content = Content::of(&entry)?;
+        let spec = content.inherit_store(&url, spec, &params.keys);
+        let pushed = send(&content, name, &url, &spec, params.full, &job);
         let pushed = pushed.map_err(|refusal| match refusal.errno {
-            Errno::ECANCELED => {
-                job.cancelled("the tag is as it was; what was sent is found by the next push")
-            }
+            Errno::ECANCELED => job.cancelled("the tag is unchanged; the next push reuses the sent chunks"),
             _ => Fault::from(refusal.of(&format!("{name}: push"))),
         })?;
         Ok(Reply::new(name, &url, &pushed))
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        let Reply { name, url, generation, changed_bytes, sent_chunks, sent_bytes, .. } = reply;
+        let Reply { name, url, generation, changed_bytes, sent_chunks, sent_bytes, reused_chunks, .. } =
+            reply;
         if !reply.changed {
             return writeln!(out, "{name}: {url} is the same already");
         }
-        let (differs, sent) = (human(*changed_bytes), human(*sent_bytes));
-        writeln!(
-            out,
-            "{name}: pushed to {url}, generation {generation}; {differs} differed, {sent} sent in {sent_chunks} chunks"
-        )
+        let (changed, sent) = (human(*changed_bytes), human(*sent_bytes));
+        write!(out, "{name}: pushed to {url}, generation {generation}; {changed} differed, {sent} sent")?;
+        match (sent_chunks, reused_chunks) {
+            (0, 0) => writeln!(out, ": all that differed are zeroes now"),
+            (0, _) => writeln!(out, ": the store had all {reused_chunks} chunks already"),
+            _ => writeln!(out, " in {sent_chunks} chunks"),
+        }
     }
 }
 
@@ -195,16 +193,18 @@ impl Reply {
     }
 }
 
-/// What a device holds at one moment.
-pub(super) struct Moment {
+/// The content of a device at one moment.
+pub(super) struct Content {
     device: Arc<dyn Device>,
-    /// What it, and what lies between, hold themselves over an image.
-    own: Vec<Arc<dyn Device>>,
+    /// The changes of the device, and of each snapshot between it and its base, newest first.
+    changes: Vec<Arc<dyn Device>>,
+    /// The image that the device is based on.
     base: Option<Arc<Entry>>,
 }
 
-impl Moment {
-    /// Of what changes in memory a snapshot for the time being; what changes on a disk is refused.
+impl Content {
+    /// Captures the content: takes a temporary snapshot of a device in memory, and fails for other writable
+    /// devices.
     pub(super) fn of(entry: &Entry) -> Result<Self, Fault> {
         let name = entry.name();
         let failed = |why: &dyn std::fmt::Display| Fault::failed(Errno::EIO, format!("{name}: push: {why}"));
@@ -217,7 +217,7 @@ impl Moment {
         let Some(ram) = ram else {
             return match entry.device() {
                 Some(device) if device.geometry().read_only => {
-                    Ok(Self { device: Arc::clone(device), own: Vec::new(), base: None })
+                    Ok(Self { device: Arc::clone(device), changes: Vec::new(), base: None })
                 }
                 Some(_) if entry.kind.check_origin().is_ok() => {
                     let why = "changes while it is read; push a snapshot of it";
@@ -235,63 +235,68 @@ impl Moment {
                 }
             };
         };
-        // What lies below may have no name here: a snapshot that was in a saved file for its fork alone.
+        // A snapshot below may have no entry: it was in a saved file only for its fork.
         let over_base = |ram: &Ram| match ram.over_base() {
             Ok(over) => Ok(Arc::new(over) as Arc<dyn Device>),
             Err(e) => Err(failed(&e)),
         };
-        let mut own = vec![over_base(&ram)?];
+        let mut changes = vec![over_base(&ram)?];
         let mut below = ram.lower();
         let base = loop {
             match below {
                 Lower::Nothing => break None,
                 Lower::Device(device) => break image_of(entry, &device),
                 Lower::Snapshot(snapshot) => {
-                    own.push(over_base(&snapshot)?);
+                    changes.push(over_base(&snapshot)?);
                     below = snapshot.lower();
                 }
             }
         };
-        Ok(Self { device: Arc::new(ram), own, base })
+        Ok(Self { device: Arc::new(ram), changes, base })
     }
 
-    /// What it is a change of, if that lies in the store, and what changed.
+    /// Returns the changes and the base image, if that is in the store.
     fn over(&self, store: &Store) -> Option<(Vec<Layer<'_>>, &Pulled)> {
         let pulled = self.base.as_ref()?.kind.stored()?;
-        let is_there = pulled.image.store().domain().id == store.domain().id;
-        let own: Option<Vec<_>> = self.own.iter().map(|device| Layer::of(&**device)).collect();
-        own.filter(|_| is_there).map(|own| (own, pulled))
+        let is_in_store = pulled.image.store().domain().id == store.domain().id;
+        let layers: Option<Vec<_>> = self.changes.iter().map(|device| Layer::of(&**device)).collect();
+        layers.filter(|_| is_in_store).map(|layers| (layers, pulled))
     }
 
-    /// A store is reached as its image is, where nothing else was said.
-    pub(super) fn reached_as(&self, url: &ImageUrl, spec: PushSpec, said: &Map<String, Value>) -> PushSpec {
+    /// Uses the store settings of the base image, if it is in the same store and the request has no keys.
+    pub(super) fn inherit_store(
+        &self,
+        url: &ImageUrl,
+        spec: PushSpec,
+        keys: &Map<String, Value>,
+    ) -> PushSpec {
         let base = self.base.as_ref().and_then(|base| match &base.spec.kind {
             freestone_spec::kinds::KindSpec::Image(image) if image.url.store == url.store => Some(image),
             _ => None,
         });
         match base {
-            Some(image) if said.is_empty() => PushSpec { store: image.store.clone(), ..spec },
+            Some(image) if keys.is_empty() => PushSpec { store: image.store.clone(), ..spec },
             _ => spec,
         }
     }
 }
 
-/// The image that a device stands on and that is this one.
+/// Returns the entry of the image that is `device`, among the devices below `entry`.
 fn image_of(entry: &Entry, device: &Arc<dyn Device>) -> Option<Arc<Entry>> {
-    let is_it = |base: &Arc<Entry>| {
+    let matches = |base: &Arc<Entry>| {
         base.kind.stored().is_some() && base.device().is_some_and(|of_base| Arc::ptr_eq(of_base, device))
     };
     let needs = entry.needs();
     needs
         .iter()
-        .find(|base| is_it(base))
+        .find(|base| matches(base))
         .cloned()
         .or_else(|| needs.iter().find_map(|base| image_of(base, device)))
 }
 
-/// Opens the store, and pushes to it.
+/// Opens or creates the store, and pushes the content.
 pub(super) fn send(
-    moment: &Moment,
+    content: &Content,
     label: &str,
     url: &ImageUrl,
     spec: &PushSpec,
@@ -300,19 +305,20 @@ pub(super) fn send(
 ) -> Result<Pushed, Refusal> {
     let is_over = || watched.is_over();
     let until = Until { deadline: Instant::now() + TIME_MAX, is_over: &is_over };
-    let asked = until.at_most(spec.store.timeout());
+    let store_until = until.at_most(spec.store.timeout());
     let objects = spec.store.objects(&url.store)?;
     let secret = spec.store.secret()?;
     let begin = Begin { encrypted: spec.encrypt, grace: spec.grace };
     let failed = |error: Error| of_store(&error);
-    let (store, is_new) = Store::open_or_begin(objects, secret.as_ref(), begin, asked).map_err(failed)?;
-    let over = moment.over(&store);
+    let (store, is_new) =
+        Store::open_or_begin(objects, secret.as_ref(), begin, store_until).map_err(failed)?;
+    let over = content.over(&store);
     let over = over.as_ref().map(|(layers, pulled)| Over {
         layers,
         base: pulled.image.name(),
         tag: Some(&pulled.url.tag),
     });
-    let source = Source { device: &*moment.device, label, over };
+    let source = Source { device: &*content.device, label, over };
     let options = push::Options { tag: &url.tag, full, threads: push::THREADS, is_new };
     push::push(&store, source, options, &|done, total| watched.note(done, total), until).map_err(failed)
 }

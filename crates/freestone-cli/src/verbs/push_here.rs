@@ -1,4 +1,5 @@
-//! `push` without a server: of a device that is opened for this alone, or that is in a saved file.
+//! `push` without a server: of a device that is opened only for this push, or of a device in a
+//! saved file.
 
 use std::io::{self, Write as _};
 use std::mem;
@@ -15,23 +16,24 @@ use freestone_spec::refusal::{Errno, Refusal};
 use freestone_spec::{Devices, OpenError};
 use serde_json::{Map, Value};
 
-use super::long::{Here, Long};
-use super::push::{Line, Moment, Params, Push, Reply, send};
+use super::long::{LocalProgress, Long};
+use super::push::{Content, Line, Params, Push, Reply, send};
 use super::restore::Restore;
 use super::{Common, Verb, check_bare, keys, print_json};
 use crate::control::protocol::Fault;
 use crate::error::{Stdout, Usage};
 use crate::restoring::{self, Asked, Restored, refused};
 
-/// Names of a file that a refusal lists.
+/// Maximum number of devices in the file that an error lists.
 const NAMES_SHOWN: usize = 3;
-/// What is told of a base that is missing.
+/// Text of the error if a base is missing.
 const GIVE_BASE: &str = "which no --device is; give it with --device NAME=KIND,KEY=VALUE...";
 
-/// Devices that were opened for this alone.
-struct Source {
+/// The device to push, opened only for this push.
+struct LocalSource {
+    /// The device, or the bases of a device in a saved file.
     devices: Devices,
-    /// The file that the one to push is in; else it is the last of them.
+    /// The saved file with the device.
     file: Option<SavedFile>,
 }
 
@@ -39,18 +41,18 @@ struct Source {
 struct SavedFile {
     path: PathBuf,
     contents: Contents,
-    /// Which of them is pushed.
-    number: usize,
-    /// What was said of the family.
-    said: Map<String, Value>,
-    /// A RAM disk with that.
+    /// Index of the device to push.
+    index: usize,
+    /// Keys of the family of RAM disks that the devices form.
+    family_keys: Map<String, Value>,
+    /// Specification of a RAM disk with these keys.
     disk: KindSpec,
 }
 
-/// Opens the device, pushes it, and shows what came of it.
+/// Opens the device, pushes it, and shows the result.
 pub fn push_here(mut line: Line, long: &Long, common: &Common) -> Result<ExitCode> {
     let (file, bases) = (line.restore.take(), mem::take(&mut line.devices));
-    let of_family = if file.is_some() { take_family(&mut line.words) } else { Vec::new() };
+    let family_words = if file.is_some() { take_family_words(&mut line.words) } else { Vec::new() };
     let params: Params = line.try_into()?;
     let (url, spec) = params.parse().map_err(|fault| Usage(fault.message))?;
     let name = params.label();
@@ -58,22 +60,22 @@ pub fn push_here(mut line: Line, long: &Long, common: &Common) -> Result<ExitCod
         return Err(Usage(format!("{name}: push: --background is for a server")).into());
     }
     let source = match &file {
-        Some(_) if params.is_opened() => {
+        Some(_) if params.has_device_spec() => {
             return Err(Usage(format!("{name}: push: with --restore NAME is a device in the file")).into());
         }
-        Some(file) => Source::of_file(name, file, &of_family, &bases)?,
-        None => Source::of_words(name, &params.name)?,
+        Some(file) => LocalSource::of_file(name, file, &family_words, &bases)?,
+        None => LocalSource::of_words(name, &params.name)?,
     };
-    let here = Here::new(long, name, source.verb())?;
-    let pushed = source.entry(name, &here).and_then(|entry| {
-        here.go_on(Push::METHOD);
+    let progress = LocalProgress::new(long, name, source.first_verb())?;
+    let pushed = source.entry(name, &progress).and_then(|entry| {
+        progress.begin_next(Push::METHOD);
         check_bare(&entry, "pushed")?;
-        let moment = Moment::of(&entry)?;
-        let spec = moment.reached_as(&url, spec, &params.keys);
-        let pushed = send(&moment, name, &url, &spec, params.full, &here);
-        pushed.map_err(|refusal| Fault::from(refusal.of(&of_push(name))))
+        let content = Content::of(&entry)?;
+        let spec = content.inherit_store(&url, spec, &params.keys);
+        let pushed = send(&content, name, &url, &spec, params.full, &progress);
+        pushed.map_err(|refusal| Fault::from(refusal.of(&error_prefix(name))))
     });
-    let pushed = match here.end(pushed.map_err(anyhow::Error::from))? {
+    let pushed = match progress.end(pushed.map_err(anyhow::Error::from))? {
         Ok(pushed) => pushed,
         Err(interrupted) => return Ok(interrupted),
     };
@@ -87,15 +89,15 @@ pub fn push_here(mut line: Line, long: &Long, common: &Common) -> Result<ExitCod
     Ok(ExitCode::SUCCESS)
 }
 
-/// Takes out what is said of the family that the devices of a file get.
-fn take_family(words: &mut Vec<String>) -> Vec<String> {
-    let of_family = |word: &str| word.split_once('=').is_some_and(|(key, _)| family::KEYS.contains(&key));
-    let (taken, left) = mem::take(words).into_iter().partition(|word| of_family(word));
+/// Removes the words with keys of a family, and returns them.
+fn take_family_words(words: &mut Vec<String>) -> Vec<String> {
+    let is_family_key = |word: &str| word.split_once('=').is_some_and(|(key, _)| family::KEYS.contains(&key));
+    let (taken, left) = mem::take(words).into_iter().partition(|word| is_family_key(word));
     *words = left;
     taken
 }
 
-fn of_push(name: &str) -> String {
+fn error_prefix(name: &str) -> String {
     format!("{name}: {}", Push::METHOD)
 }
 
@@ -106,6 +108,7 @@ fn open(words: &[String]) -> Result<Devices> {
     })
 }
 
+/// Fails if a device would be opened for writing.
 fn check_read_only(entry: &Entry) -> Result<(), Usage> {
     if entry.device().is_some_and(|device| !device.geometry().read_only) {
         let name = entry.name();
@@ -114,64 +117,64 @@ fn check_read_only(entry: &Entry) -> Result<(), Usage> {
     Ok(())
 }
 
-impl Source {
-    /// The device that these words describe.
+impl LocalSource {
+    /// Opens the device that the words describe.
     fn of_words(name: &str, words: &str) -> Result<Self> {
         let devices = open(&[words.to_owned()])?;
         devices.registry().find(name).map_or(Ok(()), |entry| check_read_only(&entry))?;
         Ok(Self { devices, file: None })
     }
 
-    /// The device of that name in a file. Nothing is made of that yet.
-    fn of_file(name: &str, file: &Path, of_family: &[String], bases: &[String]) -> Result<Self> {
-        let said = keys::of_words(name, Push::METHOD, of_family)?;
-        let disk = restoring::disk(name, said.iter()).map_err(|e| Usage(e.to_string()))?.kind;
-        let failed = |refusal: Refusal| Fault::from(refusal.of(&of_push(name)));
+    /// Inspects the saved file, and opens the bases. The device itself is restored later.
+    fn of_file(name: &str, file: &Path, family_words: &[String], bases: &[String]) -> Result<Self> {
+        let family_keys = keys::parse_words(name, Push::METHOD, family_words)?;
+        let disk = restoring::disk(name, family_keys.iter()).map_err(|e| Usage(e.to_string()))?.kind;
+        let failed = |refusal: Refusal| Fault::from(refusal.of(&error_prefix(name)));
         let contents = inspect(file).map_err(|error| failed(refused(&error)))?;
-        let number = number_of(&contents.devices, name)
-            .map_err(|has| failed(Refusal::failed(Errno::ENODEV, format!("{}: {has}", file.display()))))?;
+        let index = index_of(&contents.devices, name)
+            .map_err(|why| failed(Refusal::failed(Errno::ENODEV, format!("{}: {why}", file.display()))))?;
         let devices = open(bases)?;
         for entry in devices.registry().all() {
-            // What another one stands on, or what is spilled to, may have to be written for that.
+            // A base of another device, or a backing device, may have to be opened for writing.
             let is_needed =
                 devices.registry().users(&entry).is_some() || disk.changes().contains(&entry.name());
             if entry.in_memory().is_none() && !is_needed {
                 check_read_only(&entry)?;
             }
         }
-        let file = SavedFile { path: file.to_owned(), contents, number, said, disk };
+        let file = SavedFile { path: file.to_owned(), contents, index, family_keys, disk };
         Ok(Self { devices, file: Some(file) })
     }
 
-    /// What is done first.
-    fn verb(&self) -> &'static str {
+    /// Returns the verb that is shown while the device is opened.
+    fn first_verb(&self) -> &'static str {
         if self.file.is_some() { Restore::METHOD } else { Push::METHOD }
     }
 
-    /// The device; one of a file is made now.
-    fn entry(&self, name: &str, here: &Here) -> Result<Arc<Entry>, Fault> {
+    /// Returns the device. Restores it if it is in a saved file.
+    fn entry(&self, name: &str, progress: &LocalProgress) -> Result<Arc<Entry>, Fault> {
         let registry = self.devices.registry();
-        let failed = |refusal: Refusal| Fault::from(refusal.of(&of_push(name)));
-        let Some(SavedFile { path, contents, number, said, disk }) = &self.file else {
+        let failed = |refusal: Refusal| Fault::from(refusal.of(&error_prefix(name)));
+        let Some(SavedFile { path, contents, index, family_keys, disk }) = &self.file else {
             return registry.find(name).ok_or_else(|| Fault::internal(format!("{name}: is not there")));
         };
-        let asked = Asked { name, disk, said, no_base: GIVE_BASE };
-        let restored = restoring::make(registry, path, contents, &asked, here).map_err(failed)?;
+        let asked = Asked { name, disk, said: family_keys, no_base: GIVE_BASE };
+        let restored = restoring::make(registry, path, contents, &asked, progress).map_err(failed)?;
         let Some(Restored { base, backing, mut devices }) = restored else {
             return Err(failed(Refusal::failed(Errno::ECANCELED, "cancelled")));
         };
-        // The others go.
-        let (_, ram) = devices.swap_remove(*number);
+        // The other devices of the file are dropped.
+        let (_, ram) = devices.swap_remove(*index);
         let words = Entries { name: name.to_owned(), kind: RESTORED.to_owned(), pairs: Vec::new() };
-        let kind = contents.devices[*number].kind;
+        let kind = contents.devices[*index].kind;
         let on = StandsOn { base: base.as_ref(), backing: backing.as_ref() };
         let entry = kinds::restored(words, kind, ram, path.clone(), on, Said::default());
         Ok(Arc::new(entry?))
     }
 }
 
-/// Where a device is among those of a file; else what is there.
-fn number_of(devices: &[Saved], name: &str) -> Result<usize, String> {
+/// Returns the index of a device in a saved file, or an error text that lists the devices.
+fn index_of(devices: &[Saved], name: &str) -> Result<usize, String> {
     devices.iter().position(|device| device.name == name).ok_or_else(|| {
         let names = devices.iter().take(NAMES_SHOWN).map(|device| device.name.as_str());
         let more = match devices.len().saturating_sub(NAMES_SHOWN) {

@@ -1,5 +1,5 @@
-//! `recompress NAME [WORDS]`: packs pages of a RAM disk smaller with a secondary algorithm, in the
-//! kernel's words.
+//! `recompress NAME [WORDS]`: recompresses pages of a RAM disk with a secondary algorithm. The
+//! words are those of zram's `recompress` attribute.
 
 use std::io::{self, Write};
 
@@ -13,10 +13,9 @@ use serde::{Deserialize, Serialize};
 use super::Verb;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::job::Kind;
+use crate::job::JobKind;
 use crate::service::Service;
 
-/// The verb.
 pub struct Recompress;
 
 /// The command line.
@@ -24,26 +23,25 @@ pub struct Recompress;
 pub struct Line {
     /// The ram device
     name: String,
-    /// What to try.
     #[arg(value_name = "KEY=VALUE")]
     #[arg(
-        help = "type=idle|huge|huge_idle, threshold=BYTES (only objects that take as much), max_pages=N, \
-                  algo=NAME, priority=1..3; without any, all pages"
+        help = "type=idle|huge|huge_idle, threshold=BYTES (only objects of at least this size), max_pages=N, \
+                algo=NAME, priority=1..3 [default: all pages]"
     )]
     words: Vec<String>,
 }
 
-/// Its parameters: the kernel's keys.
+/// Parameters of the request, with the kernel's keys.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
     name: String,
     #[serde(rename = "type", default, skip_serializing_if = "Option::is_none")]
     kind: Option<Type>,
-    /// Bytes that an object must have to be tried.
+    /// Smallest object to recompress, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     threshold: Option<u32>,
-    /// Most pages that are tried.
+    /// Maximum number of pages to recompress.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     max_pages: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -52,7 +50,7 @@ pub struct Params {
     priority: Option<u8>,
 }
 
-/// Which pages.
+/// Type of pages to recompress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Type {
@@ -106,17 +104,17 @@ impl TryFrom<Line> for Params {
     }
 }
 
-/// What was done.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Pages that were compressed anew.
+    /// Number of pages that were compressed again.
     tried: u64,
-    /// Pages that became smaller by that.
+    /// Number of pages that became smaller.
     shrunk: u64,
-    /// Pages that no algorithm packs smaller: they are not tried again until they are written.
+    /// Number of pages that no algorithm makes smaller. Such pages are skipped until they are written.
     incompressible: u64,
-    /// What that saved.
+    /// Memory saved, in bytes.
     saved_bytes: u64,
 }
 
@@ -127,7 +125,7 @@ impl Verb for Recompress {
     type Params = Params;
     type Reply = Reply;
 
-    // Runs under traffic and takes a while: nothing is claimed.
+    // Claims nothing: the verb runs under load and takes a while.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { name, kind, threshold, max_pages, algo, priority } = params;
         let ram = service.find_ram(&name, "is recompressed")?;
@@ -135,7 +133,7 @@ impl Verb for Recompress {
             parse_algorithm(&text)
                 .map_err(|why| Fault::invalid(format!("{name}: recompress: algo={text}: {why}")))
         });
-        let what = ram::Recompress {
+        let request = ram::Recompress {
             kind: kind.map(|kind| match kind {
                 Type::Idle => ram::RecompressKind::Idle,
                 Type::Huge => ram::RecompressKind::Huge,
@@ -146,8 +144,8 @@ impl Verb for Recompress {
             algo: algo.transpose()?,
             priority,
         };
-        let job = service.jobs.begin(&name, Self::METHOD, Kind::BESIDE)?;
-        let done = ram.recompress_watched(&what, &mut |done, total| job.at(done, total));
+        let job = service.jobs.begin(&name, Self::METHOD, JobKind::CONCURRENT)?;
+        let done = ram.recompress_watched(&request, &mut |done, total| job.advance(done, total));
         let done = done.map_err(|(done, error)| match error {
             ram::RecompressError::Cancelled => counted(job.cancelled(&shrunk(done)), done),
             error => failed(&name, (done, error)),
@@ -172,7 +170,7 @@ fn failed(name: &str, (done, error): (ram::Recompressed, ram::RecompressError)) 
         ram::RecompressError::NoMemory => Errno::ENOMEM,
         ram::RecompressError::Media => Errno::EIO,
         ram::RecompressError::Cancelled => Errno::ECANCELED,
-        // What was asked for does not fit the disk.
+        // The request does not fit the configuration of the disk.
         _ => return Fault::invalid(format!("{name}: recompress: {error}")),
     };
     counted(Fault::failed(errno, format!("{name}: recompress: {error}; {}", shrunk(done))), done)

@@ -1,4 +1,4 @@
-//! `release NAME`: lets go of the requests that hang by a rule of `faults`.
+//! `release NAME`: releases requests that a `hang` rule of `faults` holds.
 
 use std::io::{self, Write};
 
@@ -10,10 +10,9 @@ use super::Verb;
 use crate::control::protocol::Fault;
 use crate::service::Service;
 
-/// The verb.
 pub struct Release;
 
-/// Its parameters, and the command line.
+/// Parameters of the request, also the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -21,11 +20,11 @@ pub struct Params {
     name: String,
 }
 
-/// What was done.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// How many hung.
+    /// Number of released requests.
     released: u64,
 }
 
@@ -35,18 +34,18 @@ impl Verb for Release {
     type Params = Params;
     type Reply = Reply;
 
-    // Claims nothing: who has the device may wait for just these requests.
+    // Claims nothing: the verb that has the claim may wait for these requests.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let name = params.name;
         let entry = service.find(&name)?;
         let Some(faults) = &entry.layers.faults else {
-            let why = format!("{name}: nothing hangs there: it was created without faults");
+            let why = format!("{name}: no held requests: it was created without faults");
             return Err(Fault::failed(Errno::EOPNOTSUPP, why));
         };
         Ok(Reply { name, released: faults.release() })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        writeln!(out, "{}: {} let go", reply.name, reply.released)
+        writeln!(out, "{}: {} requests released", reply.name, reply.released)
     }
 }

@@ -1,4 +1,4 @@
-//! `remove NAME...`: unpublishes a device and forgets it.
+//! `remove NAME...`: unpublishes and removes devices.
 
 use std::io::{self, Write};
 
@@ -11,33 +11,31 @@ use serde_json::json;
 
 use super::Verb;
 use crate::control::protocol::Fault;
-use crate::job::Kind;
+use crate::job::JobKind;
 use crate::recording::Recording;
 use crate::service::Service;
 
-/// The verb.
 pub struct Remove;
 
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// Devices, by name or pattern (* stands for any characters, ? for one); what they hold in
-    /// memory is gone with them
+    /// Names or patterns (* matches any characters, ? one); content in memory is lost
     #[arg(required = true, value_name = "NAME|PATTERN")]
     pub names: Vec<String>,
-    /// Also where clients are connected; they are cut off
+    /// Continue even if clients are connected; their connections are closed
     #[arg(long)]
     force: bool,
 }
 
 impl Line {
-    /// What is asked for one of the devices.
+    /// Returns the parameters for one of the devices.
     pub fn of(&self, name: &str) -> Params {
         Params { name: name.to_owned(), force: self.force }
     }
 }
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -46,7 +44,7 @@ pub struct Params {
     force: bool,
 }
 
-/// Refuses to forget a snapshot that is half in its origin.
+/// Fails if the device is a snapshot that is partly merged into its origin.
 fn check_merged(entry: &Entry) -> Result<(), Fault> {
     let (Some(snapshot), name) = (entry.kind.cow(), entry.name()) else { return Ok(()) };
     match snapshot.merge_status() {
@@ -59,11 +57,11 @@ fn check_merged(entry: &Entry) -> Result<(), Fault> {
     }
 }
 
-/// What was done.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// How many connections that ended.
+    /// Number of connections that were closed.
     connections_ended: usize,
 }
 
@@ -86,19 +84,18 @@ impl Verb for Remove {
         let entry = service.find(&name)?;
         check_merged(&entry)?;
         let recording = Recording::begin(service, &claim, Self::METHOD, &[&name])?;
-        let job = service.jobs.begin_on(&[&name], Self::METHOD, Kind::WHOLE_BESIDE)?;
+        let job = service.jobs.begin_on(&[&name], Self::METHOD, JobKind::CONCURRENT_UNCANCELLABLE)?;
         let leaves = service.leaving.begin(&name);
         let connections_ended = service.remove(&claim, &entry, params.force)?;
         recording.commit().map_err(|fault| {
-            // So that another `remove` is not told that there is no such device.
+            // So that the verb can be repeated.
             service.records.miss(&name, "is removed, but not for the next start; remove it again");
             let message = format!("{name}: is removed, but not for the next start: {}", fault.message);
             Fault { message, ..fault }
         })?;
         drop(claim);
-        job.tell(json!({ "connections_ended": connections_ended }));
-        // To give back a large device takes time, and a file is flushed: nobody else waits for
-        // that.
+        job.respond_started(json!({ "connections_ended": connections_ended }));
+        // Outside the claim: freeing a large device takes time, and a file is flushed.
         let family = entry.kind.own_family();
         drop(entry);
         if let Some(family) = family {

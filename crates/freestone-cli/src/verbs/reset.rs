@@ -1,7 +1,6 @@
-//! `reset NAME...`: wipes a ram or null device; a fork is as its base after that.
+//! `reset NAME...`: wipes ram and null devices, and resets forks to their base.
 
 use std::io::{self, Write};
-use std::sync::atomic::Ordering;
 
 use clap::Args;
 use freestone_spec::entries::a_kind;
@@ -10,32 +9,32 @@ use serde::{Deserialize, Serialize};
 
 use super::{Verb, errno_of};
 use crate::control::protocol::Fault;
-use crate::job::Kind;
+use crate::job::JobKind;
 use crate::service::Service;
 
-/// The verb.
 pub struct Reset;
 
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// Ram and null devices and forks, by name or pattern (* stands for any characters, ? for one)
+    /// Ram and null devices and forks, by name or pattern (* matches any characters, ? one). Devices that
+    /// `freestone mount` mounted are unmounted before and mounted again after
     #[arg(required = true, value_name = "NAME|PATTERN")]
     pub names: Vec<String>,
-    /// Also where clients are connected; they stay, and read zeroes (of a fork its base) from then
-    /// on
+    /// Reset even if clients that may cache content are connected; they stay connected and read zeroes (of a fork, its
+    /// base) from then on
     #[arg(long)]
     force: bool,
 }
 
 impl Line {
-    /// What is asked for one of the devices.
+    /// Returns the parameters for one of the devices.
     pub fn of(&self, name: &str) -> Params {
         Params { name: name.to_owned(), force: self.force }
     }
 }
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -44,7 +43,7 @@ pub struct Params {
     force: bool,
 }
 
-/// What was done.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
@@ -65,18 +64,21 @@ impl Verb for Reset {
             return Err(Fault::failed(Errno::EROFS, format!("{name}: {why}")));
         }
         if !entry.kind.can_wipe() {
-            let why = "is not reset; only ram and null devices and forks are";
+            let why = "cannot be reset; only ram and null devices and forks can";
             let kind = a_kind(entry.kind.name());
             return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {kind} device {why}")));
         }
         service.registry.check_unused(&entry, "reset")?;
-        service.exports.check_wipe(&entry, params.force)?;
-        let _job = service.jobs.begin(&name, Self::METHOD, Kind::WHOLE)?;
-        entry.rewinds.fetch_add(1, Ordering::SeqCst);
-        // Writes that were held back are waited for, and may wait for room.
+        if service.exports.skip_wipe(&entry, true) {
+            return Ok(Reply { name });
+        }
+        let blocks = service.exports.check_wipe(&entry, params.force)?;
+        let _job = service.jobs.begin(&name, Self::METHOD, JobKind::EXCLUSIVE_UNCANCELLABLE)?;
+        // The wipe waits for unflushed writes, which must not wait for space meanwhile.
         let _now = entry.layers.power.as_ref().map(|_| service.exports.no_waiting(&entry));
         let wiped = entry.wipe(true);
         wiped.map_err(|e| Fault::failed(errno_of(e), format!("{name}: {e}")))?;
+        blocks.drop_caches();
         Ok(Reply { name })
     }
 

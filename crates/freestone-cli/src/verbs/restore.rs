@@ -1,4 +1,4 @@
-//! `restore FILE [NAME]`: the devices of a file that `save` wrote.
+//! `restore FILE [NAME]`: creates the devices of a file that `save` wrote.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use freestone::save::{Contents, Device as Saved, DeviceKind, inspect};
 use freestone_spec::entries::{Entries, check_name};
 use freestone_spec::family;
 use freestone_spec::kinds::Entry;
-use freestone_spec::kinds::{self, KindSpec, RESTORED, Spec, StandsOn};
+use freestone_spec::kinds::{self, KindSpec, RESTART_KEYS, RESTORED, RestartPolicy, Spec, StandsOn};
 use freestone_spec::layers::{FAULT_KEYS, LayerSpec, NUMBER};
 use freestone_spec::path_text;
 use freestone_spec::refusal::{Errno, Refusal};
@@ -22,15 +22,14 @@ use super::{Verb, words};
 use crate::claims::Claim;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::job::Kind;
+use crate::job::JobKind;
 use crate::recording::Recording;
 use crate::restoring::{self, CREATE_BASE, OWN_KEYS, Restored, TLS_CLIENTS, refused};
 use crate::service::Service;
 
-/// How a restore that was cancelled leaves things.
-const NOTHING_MADE: &str = "no device was made";
+/// State after a cancelled restore, as the error reports it.
+const NOTHING_CREATED: &str = "no device was created";
 
-/// The verb.
 pub struct Restore;
 
 /// The command line.
@@ -38,19 +37,19 @@ pub struct Restore;
 pub struct Line {
     /// The file
     file: PathBuf,
-    /// The name of the device, where the file has only one [default: as it was saved]
+    /// Name of the device, if the file has only one [default: its name when it was saved]
     name: Option<String>,
-    /// Of the devices' family.
     #[arg(value_name = "KEY=VALUE", value_parser = super::keys::words_parser())]
     #[arg(
-        help = "mem_limit=SIZE, comp_algorithm=NAME, backing_dev=PATH|device:NAME and the other keys of a ram device that a \
-                  family has; of forks, these are their base's; and for disks and forks faults, seed, power_cut, power_cut_unit, record as \
-                  for serve, with %n in record for the number of each, from 0 on. readonly=yes: clients cannot write; tls_clients as for serve"
+        help = "mem_limit=SIZE, comp_algorithm=NAME, backing_dev=PATH|device:NAME and the other keys of ram \
+                that a family has (for forks: the keys of their base); for disks and forks also faults, \
+                seed, power_cut, power_cut_unit and record, in which %n stands for the number of the device \
+                from 0; readonly=yes; keep, on_lost and tls_clients as for serve"
     )]
     words: Vec<String>,
 }
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -58,10 +57,10 @@ pub struct Params {
     pub file: PathBuf,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     name: Option<String>,
-    /// `{"mem_limit": "2G"}`
+    /// Keys of the devices' family: `{"mem_limit": "2G"}`
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     family: Map<String, Value>,
-    /// What lies over each disk and fork: `{"faults": "none"}`
+    /// Keys of the layers over each disk and fork: `{"faults": "none"}`
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     layers: Map<String, Value>,
 }
@@ -72,7 +71,7 @@ impl TryFrom<Line> for Params {
     fn try_from(line: Line) -> Result<Self, Usage> {
         let Line { file, mut name, mut words } = line;
         let label = file.display().to_string();
-        // The name can be left out.
+        // The name is optional.
         if name.as_ref().is_some_and(|name| name.contains('=')) {
             words.insert(0, name.take().unwrap_or_default());
         }
@@ -88,14 +87,14 @@ impl TryFrom<Line> for Params {
         let pairs = entries.pairs.into_iter().map(|(key, value)| (key, Value::from(value)));
         let (layers, family) = pairs.partition(|(key, _)| FAULT_KEYS.contains(&key.as_str()));
         let params = Self { file: absolute(&label, &file)?, name, family, layers };
-        params.checked().map_err(|fault| Usage(fault.message))?;
+        params.disk_spec().map_err(|fault| Usage(fault.message))?;
         Ok(params)
     }
 }
 
 impl Params {
-    /// What was said of the family, as a RAM disk says it.
-    fn checked(&self) -> Result<Spec, Fault> {
+    /// Returns the keys as the specification of a RAM disk, or fails if they are invalid.
+    fn disk_spec(&self) -> Result<Spec, Fault> {
         let label = self.name.as_deref().unwrap_or("restored");
         check_name(label).map_err(|e| Fault::invalid(e.to_string()))?;
         let disk = restoring::disk(label, self.family.iter().chain(&self.layers));
@@ -103,22 +102,22 @@ impl Params {
     }
 }
 
-/// What was made.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     #[serde(with = "path_text")]
     file: PathBuf,
-    devices: Vec<Made>,
+    devices: Vec<RestoredDevice>,
 }
 
-/// A device.
+/// A restored device.
 #[derive(Debug, Serialize, Deserialize)]
-struct Made {
+struct RestoredDevice {
     name: String,
     kind: String,
-    /// Bytes.
+    /// In bytes.
     disksize: u64,
-    /// What faults are decided by, where nobody chose it.
+    /// Random seed of the faults, if the request had none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
 }
@@ -130,67 +129,71 @@ impl Verb for Restore {
     type Params = Params;
     type Reply = Reply;
 
-    // Takes as long as the disk does: nothing is claimed but the names.
+    // Claims only the names: the verb takes as long as the disk does.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { file, name, .. } = &params;
         let at = file.display();
-        let asked = params.checked()?;
+        let spec = params.disk_spec()?;
         let failed = |refusal: Refusal| Fault::from(refusal.of(Self::METHOD));
         let contents = inspect(file).map_err(|error| failed(refused(&error)))?;
         let names = names(&contents, name.as_deref(), &at.to_string())?;
-        // The names are taken until the devices are there.
+        // Reserves the names until the devices exist.
         let all: Vec<_> = names.iter().map(String::as_str).collect();
-        let claimed: Vec<_> = all.iter().copied().chain(asked.kind.changes()).collect();
+        let claimed: Vec<_> = all.iter().copied().chain(spec.kind.changes()).collect();
         let claim = service.claim_all(Self::METHOD, &claimed)?;
-        service.check_unseen(&asked)?;
-        service.exports.tls.check_device(&asked)?;
+        check_can_start_again(&contents, &spec, &at.to_string())?;
+        service.check_has_state(&names[0], spec.key_of_state())?;
+        service.check_unseen(&spec)?;
+        service.exports.tls.check_device(&spec)?;
         for name in &names {
             if service.registry.find(name).is_some() {
                 return Err(Fault::failed(Errno::EEXIST, format!("{name}: a device of that name exists")));
             }
         }
-        let job = service.jobs.begin(&at.to_string(), Self::METHOD, Kind::ALONE)?;
+        let job = service.jobs.begin(&at.to_string(), Self::METHOD, JobKind::EXCLUSIVE)?;
         let live = contents.devices.iter().filter(|device| device.kind != DeviceKind::Snapshot).count();
-        if live > 1 && !asked.layers.has_logs() {
+        if live > 1 && !spec.layers.has_logs() {
             let why = format!("{live} disks and forks, and one log; %n in its name is the number of each");
             return Err(Fault::failed(Errno::EINVAL, format!("{at}: restore: record: {why}")));
         }
-        let layers = asked.layers.clone();
-        let asked_words = asked.words.clone();
-        let readonly = matches!(&asked.kind, KindSpec::Ram(disk) if disk.readonly);
-        let said = restoring::Asked {
+        let layers = spec.layers.clone();
+        let spec_words = spec.words.clone();
+        let readonly = matches!(&spec.kind, KindSpec::Ram(disk) if disk.readonly);
+        let request = restoring::Asked {
             name: &names[0],
-            disk: &asked.kind,
+            disk: &spec.kind,
             said: &params.family,
             no_base: CREATE_BASE,
         };
-        let restored = restoring::make(&service.registry, file, &contents, &said, &job);
+        let restored = restoring::make(&service.registry, file, &contents, &request, &job);
         let Some(Restored { base, backing, devices }) = restored.map_err(failed)? else {
-            return Err(job.cancelled(NOTHING_MADE));
+            return Err(job.cancelled(NOTHING_CREATED));
         };
         let recording = Recording::begin(service, &claim, Self::METHOD, &all)?;
         let mut made: Vec<Arc<Entry>> = Vec::with_capacity(devices.len());
         let mut numbers = 0..;
-        let said = asked_words.pairs;
-        for ((told, (_, ram)), name) in contents.devices.iter().zip(devices).zip(&names) {
+        let pairs = spec_words.pairs;
+        for ((saved, (_, ram)), name) in contents.devices.iter().zip(devices).zip(&names) {
             let (base, backing) = (base.as_ref(), backing.as_ref());
-            let number = match told.kind {
+            let number = match saved.kind {
                 DeviceKind::Snapshot => None,
                 DeviceKind::Disk | DeviceKind::Fork => numbers.next(),
             };
             let layers = number.map_or_else(LayerSpec::default, |number| layers.numbered(number));
-            let of_device = kinds::Said { layers, readonly, tls_clients: asked.tls_clients.clone() };
-            let words = words_of(name, told, number, base.map(|base| (base.name(), base.size())), &said);
+            let restart = RestartPolicy { keep: spec.keep, on_lost: spec.on_lost };
+            let settings = kinds::Said { layers, readonly, tls_clients: spec.tls_clients.clone(), restart };
+            let words = words_of(name, saved, number, base.map(|base| (base.name(), base.size())), &pairs);
             let entry =
-                kinds::restored(words, told.kind, ram, file.clone(), StandsOn { base, backing }, of_device);
+                kinds::restored(words, saved.kind, ram, file.clone(), StandsOn { base, backing }, settings);
             let added = entry.map(Arc::new).map_err(Fault::from).and_then(|entry| {
+                service.check_keep(&entry)?;
                 made.push(Arc::clone(&entry));
                 service.add(&entry)
             });
             added.inspect_err(|_| undo(service, &claim, &made))?;
         }
         recording.commit().inspect_err(|_| undo(service, &claim, &made))?;
-        let devices = made.iter().map(|entry| Made {
+        let devices = made.iter().map(|entry| RestoredDevice {
             name: entry.name().to_owned(),
             kind: entry.kind.name().to_owned(),
             disksize: entry.size(),
@@ -200,7 +203,7 @@ impl Verb for Restore {
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        reply.devices.iter().try_for_each(|Made { name, kind, disksize, seed }| {
+        reply.devices.iter().try_for_each(|RestoredDevice { name, kind, disksize, seed }| {
             if let Some(seed) = seed {
                 writeln!(out, "{name}: faults with seed={seed}")?;
             }
@@ -209,20 +212,31 @@ impl Verb for Restore {
     }
 }
 
+/// Refuses keys about the next start for a file with devices that no start can create again.
+fn check_can_start_again(contents: &Contents, spec: &Spec, at: &str) -> Result<(), Fault> {
+    let Some(key) = spec.key_of_state() else { return Ok(()) };
+    let is_lost = |device: &&Saved| {
+        device.kind == DeviceKind::Snapshot || device.kind == DeviceKind::Fork && device.base.is_none()
+    };
+    let Some(device) = contents.devices.iter().find(is_lost) else { return Ok(()) };
+    let why = "stands on a snapshot or is one, which the next start cannot create again";
+    Err(Fault::failed(Errno::EINVAL, format!("{at}: restore: {key}: {} {why}", device.name)))
+}
+
 fn undo(service: &Service, claim: &Claim<'_>, made: &[Arc<Entry>]) {
     for entry in made.iter().rev() {
         service.undo(claim, entry);
     }
 }
 
-/// The words of a disk or fork that is like this one and holds nothing. A snapshot has none: what it
-/// was taken of is not known.
+/// Returns the words that would create an empty disk or fork like the saved one. For a snapshot,
+/// only name and kind: its origin is unknown.
 fn words_of(
     name: &str,
     device: &Saved,
     number: Option<u64>,
     base: Option<(&str, u64)>,
-    said: &[(String, String)],
+    pairs: &[(String, String)],
 ) -> Entries {
     let mut words = Entries { name: name.to_owned(), kind: RESTORED.to_owned(), pairs: Vec::new() };
     let (Some(number), size) = (number, exact(device.size)) else { return words };
@@ -230,23 +244,27 @@ fn words_of(
     match (device.kind, base) {
         (DeviceKind::Disk, None) => {
             "ram".clone_into(&mut words.kind);
-            words.pairs.extend_from_slice(said);
+            words.pairs.extend_from_slice(pairs);
             words.put("disksize", &size);
-            if !said.iter().any(|(key, _)| key == "comp_algorithm") {
+            if !pairs.iter().any(|(key, _)| key == "comp_algorithm") {
                 words.put("comp_algorithm", device.comp_algorithm.name());
             }
         }
         (_, Some((base, base_size))) => {
             "fork".clone_into(&mut words.kind);
             words.put("base", base);
-            // That of an image need not be one that can be typed.
+            // Only if it differs: the size of an image may not be a valid value of the key.
             if device.size != base_size {
                 words.put("size", &size);
             }
-            let own = |key: &str| FAULT_KEYS.contains(&key) || key == TLS_CLIENTS;
-            words.pairs.extend(said.iter().filter(|(key, _)| own(key)).cloned());
+            if device.mem_limit > 0 {
+                words.put("mem_limit", &exact(device.mem_limit));
+            }
+            let is_own =
+                |key: &str| FAULT_KEYS.contains(&key) || RESTART_KEYS.contains(&key) || key == TLS_CLIENTS;
+            words.pairs.extend(pairs.iter().filter(|(key, _)| is_own(key)).cloned());
         }
-        // Of a snapshot beside it in the file.
+        // A fork of a snapshot in the same file.
         (_, None) => return words,
     }
     for (_, value) in words.pairs.iter_mut().filter(|(key, _)| key == "record") {
@@ -255,7 +273,7 @@ fn words_of(
     words
 }
 
-/// What the devices are called here.
+/// Returns the names of the restored devices.
 fn names(contents: &Contents, name: Option<&str>, at: &str) -> Result<Vec<String>, Fault> {
     let names: Vec<String> = match (contents.devices.as_slice(), name) {
         ([], _) => return Err(Fault::failed(Errno::EINVAL, format!("{at}: restore: no device is in it"))),

@@ -1,50 +1,50 @@
-//! `rewind NAME...`: a fork back to its base, at once; `rewind NAME --to SNAPSHOT`: a RAM disk or fork
-//! back to a snapshot of it.
+//! `rewind NAME...`: resets forks to their base; `rewind NAME --to SNAPSHOT`: resets a RAM disk or fork to its
+//! snapshot.
 
 use std::io::{self, Write};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use clap::Args;
 use freestone::ram::Ram;
 use freestone_spec::entries::a_kind;
-use freestone_spec::kinds::{ForkSpec, KindSpec, Spec, build};
+use freestone_spec::kinds::{ForkSpec, KindSpec, RestartPolicy, Spec, build};
 use freestone_spec::refusal::{Errno, Refusal};
 use serde::{Deserialize, Serialize};
 
 use super::{Verb, errno_of};
 use crate::control::protocol::Fault;
-use crate::exports::check_own;
-use crate::job::Kind;
+use crate::exports::{FORCE, check_own};
+use crate::job::JobKind;
 use crate::service::Service;
 
-/// The verb.
 pub struct Rewind;
 
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// Forks, by name or pattern (* stands for any characters, ? for one); what was written to them
-    /// is gone
+    /// Forks, by name or pattern (* matches any characters, ? one); their changes are lost. Devices that
+    /// `freestone mount` mounted are unmounted before and mounted again after
     #[arg(required = true, value_name = "NAME|PATTERN")]
     pub names: Vec<String>,
-    /// Also where clients are connected; they stay, and read the base from then on
+    /// Rewind even if clients that may cache content are connected; they stay and read the base from then on.
+    /// Unmount a file system that `freestone mount` did not mount before: its cached blocks would corrupt the new
+    /// content
     #[arg(long)]
     force: bool,
-    /// Back to this snapshot of the ram device or fork, on which it stands from then on; with --force
-    /// clients are cut off
+    /// Rewind to this snapshot of the ram device or fork, which becomes a fork of it; with --force,
+    /// clients are disconnected
     #[arg(long, value_name = "SNAPSHOT")]
     to: Option<String>,
 }
 
 impl Line {
-    /// What is asked for one of the devices.
+    /// Returns the parameters for one of the devices.
     pub fn of(&self, name: &str) -> Params {
         Params { name: name.to_owned(), force: self.force, to: self.to.clone() }
     }
 }
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -55,11 +55,11 @@ pub struct Params {
     to: Option<String>,
 }
 
-/// What was done.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// With `to`: how many connections that ended.
+    /// With `to`: number of connections that were closed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     connections_ended: Option<usize>,
 }
@@ -78,23 +78,26 @@ impl Verb for Rewind {
         let _claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
         if entry.kind.fork().is_none() {
-            // Of what is in memory, a RAM disk is what began its family.
+            // A device in memory with a family of its own is a RAM disk.
             let why = match entry.kind.ram().and(entry.kind.own_family()) {
                 Some(_) => format!(
                     "a ram device has no base; `freestone reset {name}` wipes it, --to goes to a snapshot of it"
                 ),
-                None => format!("{} device is not rewound; only forks are", a_kind(entry.kind.name())),
+                None => format!("{} device cannot be rewound; only forks can", a_kind(entry.kind.name())),
             };
             return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: {why}")));
         }
         service.registry.check_unused(&entry, "rewound")?;
-        service.exports.check_wipe(&entry, params.force)?;
-        let _job = service.jobs.begin(&name, Self::METHOD, Kind::WHOLE)?;
-        entry.rewinds.fetch_add(1, Ordering::SeqCst);
-        // Writes that were held back are waited for, and may wait for room.
+        if service.exports.skip_wipe(&entry, false) {
+            return Ok(Reply { name, connections_ended: None });
+        }
+        let blocks = service.exports.check_wipe(&entry, params.force)?;
+        let _job = service.jobs.begin(&name, Self::METHOD, JobKind::EXCLUSIVE_UNCANCELLABLE)?;
+        // The wipe waits for unflushed writes, which must not wait for space meanwhile.
         let _now = entry.layers.power.as_ref().map(|_| service.exports.no_waiting(&entry));
         let done = entry.wipe(false);
         done.map_err(|e| Fault::failed(errno_of(e), format!("{name}: {e}")))?;
+        blocks.drop_caches();
         Ok(Reply { name, connections_ended: None })
     }
 
@@ -103,8 +106,7 @@ impl Verb for Rewind {
     }
 }
 
-/// What the snapshot holds is shown by a fork of it in the place of the device: at once, and the
-/// snapshot stays.
+/// Replaces the device with a fork of the snapshot. No data is copied, and the snapshot stays.
 fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result<Reply, Fault> {
     let _claim = service.claim_over(Rewind::METHOD, &name, to)?;
     let (entry, snapshot) = (service.find(&name)?, service.find(to)?);
@@ -116,38 +118,40 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
     let is_own =
         |of: &Arc<Ram>| snapshot.spec.kind.below() == Some(name.as_str()) && of.family().is(&ram.family());
     if !snapshot.kind.memory_snapshot().is_some_and(is_own) {
-        return refuse(Errno::EINVAL, "is no snapshot of it");
+        return refuse(Errno::EINVAL, "is not a snapshot of it");
     }
     check_own(&entry)?;
     service.registry.check_unused(&entry, "rewound")?;
     if !force {
         service.exports.check_idle(&entry)?;
     }
-    let _job = service.jobs.begin(&name, Rewind::METHOD, Kind::WHOLE)?;
-    // What it is guaranteed goes over to its successor.
+    let blocks = service.exports.claim_blocks(&entry, force, FORCE)?;
+    let _job = service.jobs.begin(&name, Rewind::METHOD, JobKind::EXCLUSIVE_UNCANCELLABLE)?;
+    // The memory guarantee moves to the fork that replaces the device.
     let (mem_limit, mem_min) = ram.own_limits();
-    let give = |least| {
-        let set = if mem_min > 0 { ram.set_own_limits(mem_limit, least) } else { Ok(()) };
+    let set_guarantee = |guarantee| {
+        let set = if mem_min > 0 { ram.set_own_limits(mem_limit, guarantee) } else { Ok(()) };
         set.map_err(|error| Fault::failed(Errno::EINVAL, format!("{name}: {error}")))
     };
-    give(0)?;
+    set_guarantee(0)?;
     let fork = ForkSpec { base: to.to_owned(), size: None, mem_limit, mem_min, full: ram.own_wait() };
+    let RestartPolicy { keep, on_lost } = entry.restart_policy();
     let spec = Spec {
         name: name.clone(),
-        // Made again it would be what it was: the snapshot stands on it.
+        // A restart creates the old device, not the fork: the snapshot depends on this device.
         words: entry.words.now(&entry.spec),
         publish: entry.spec.publish,
         tls_clients: entry.spec.tls_clients.clone(),
-        on_lost: entry.spec.on_lost,
-        keep: entry.spec.keep,
+        on_lost,
+        keep,
         kind: KindSpec::Fork(fork),
         layers: entry.layers.as_now(&entry.spec.layers),
         limits: entry.limits(),
     };
     let made = build(spec, &service.registry);
     let mut new = made.inspect_err(|_| {
-        // It was its own until now, and nobody else was told that it is to be had.
-        let _ = give(mem_min);
+        // Restores the guarantee, which was available to others only during this call.
+        let _ = set_guarantee(mem_min);
     })?;
     new.identity = entry.identity;
     new.clients = Arc::clone(&entry.clients);
@@ -155,13 +159,19 @@ fn to_snapshot(service: &Service, name: String, to: &str, force: bool) -> Result
     if let Some(faults) = &entry.layers.faults {
         faults.release();
     }
-    // What waits for room would be waited for, and what waits for its turn was asked of what goes.
+    // Requests that wait for space would delay the restart, and requests that wait for a rate limit belong to the
+    // old content: both fail.
     let _now = service.exports.end_waiting(&entry);
     let (ended, replaced) = service.exports.restart(&name, || {
         service.registry.replace(&entry, &new).map_err(|why| why.of(&name))?;
         service.exports.replace(&new);
         Ok::<(), Refusal>(())
     });
-    replaced?;
+    if let Err(refusal) = replaced {
+        drop(new);
+        let _ = set_guarantee(mem_min);
+        return Err(refusal.into());
+    }
+    blocks.drop_caches();
     Ok(Reply { name, connections_ended: Some(ended) })
 }

@@ -1,4 +1,4 @@
-//! `save NAME[,NAME...] FILE`: what RAM disks, forks and snapshots hold, into a file.
+//! `save NAME[,NAME...] FILE`: writes the content of RAM disks, forks and snapshots to a file.
 
 use std::collections::HashSet;
 use std::io::{self, Write};
@@ -17,36 +17,34 @@ use freestone_spec::size::human;
 use serde::{Deserialize, Serialize};
 
 use super::delta::absolute;
-use super::{Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left};
+use super::{Verb, check_bare, errno_of_write, hint_of_write, left_behind, show_left_behind};
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::job::Kind;
+use crate::job::JobKind;
 use crate::service::Service;
 
-/// The verb.
 pub struct Save;
 
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// Ram devices, forks and snapshots of these; all are saved as they are at one moment
+    /// Ram devices, forks and snapshots; all are saved as of one moment
     #[arg(value_name = "NAME[,NAME...]")]
     names: String,
-    /// The file; a saved one that is there is replaced when the new one is complete
+    /// The file; an existing saved file is replaced once the new one is complete
     file: PathBuf,
-    /// Save all that share memory with NAME; NAME may also be the file or image that forks were
-    /// made of
+    /// Save the whole family of NAME; NAME may also be the base of forks
     #[arg(long)]
     family: bool,
-    /// Read whole bases, to tell at restoring that they are the same; else samples of them
+    /// Hash whole bases, so that restore can verify them; otherwise samples of them
     #[arg(long)]
     whole_base: bool,
-    /// Also replace a file that is no saved device; never one that is in use
+    /// Replace the file even if it is not a saved file; a file in use is never replaced
     #[arg(long)]
     force: bool,
 }
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -71,17 +69,17 @@ impl TryFrom<Line> for Params {
     }
 }
 
-/// What was saved.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     names: Vec<String>,
     #[serde(with = "path_text")]
     file: PathBuf,
-    /// Pages of 4 KiB that are in the file.
+    /// Number of pages of 4 KiB in the file.
     pages: u64,
-    /// Length of the file.
+    /// Length of the file in bytes.
     file_bytes: u64,
-    /// Unfinished files beside it that a crash left.
+    /// Unfinished files beside it, left by a crash.
     #[serde(with = "path_text::several", default, skip_serializing_if = "Vec::is_empty")]
     left_behind: Vec<PathBuf>,
 }
@@ -94,7 +92,7 @@ impl Verb for Save {
     type Params = Params;
     type Reply = Reply;
 
-    // Takes as long as the disk does: nothing is claimed.
+    // Claims nothing: the verb takes as long as the disk does.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { names, file, family, whole_base, force } = params;
         let Some(first) = names.first().cloned() else {
@@ -102,7 +100,7 @@ impl Verb for Save {
         };
         let mut entries = names.iter().map(|name| service.find(name)).collect::<Result<Vec<_>, _>>()?;
         if family {
-            entries = relatives(service, &entries);
+            entries = family_members(service, &entries);
         }
         let mut devices: Vec<(&str, &Ram)> = Vec::new();
         for entry in &entries {
@@ -116,16 +114,16 @@ impl Verb for Save {
             devices.push((entry.name(), ram));
         }
         let check = if whole_base { BaseCheck::Whole } else { BaseCheck::Sampled };
-        let job = service.jobs.begin(&first, Self::METHOD, Kind::ALONE)?;
+        let job = service.jobs.begin(&first, Self::METHOD, JobKind::EXCLUSIVE)?;
         let replace = if force { Replace::Any } else { Replace::SameKind };
         let options = Options { check, replace, cancelled: &|| job.is_over() };
         let left_behind = left_behind(&file);
         let saved = save_with(&devices, &file, &options, &mut |done, total| job.note(done, total));
         let saved = saved.map_err(|error| {
-            // Also another error: at the end of the server, what hangs fails. A failed write says itself
-            // what is in the file's place.
+            // Any error counts as cancelled, as a shutdown fails hanging requests. The error of a failed write
+            // already describes the state of the file.
             if job.is_over() && !matches!(error, SaveError::Write { .. }) {
-                return job.cancelled(&format!("{} is as it was", file.display()));
+                return job.cancelled(&format!("{} is unchanged", file.display()));
             }
             let mut hint = "";
             let errno = match &error {
@@ -144,13 +142,13 @@ impl Verb for Save {
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
         let Reply { names, file, file_bytes, left_behind, .. } = reply;
-        show_left(left_behind, out)?;
+        show_left_behind(left_behind, out)?;
         writeln!(out, "{}: saved to {}, {}", names.join(","), file.display(), human(*file_bytes))
     }
 }
 
-/// All that share memory with these, but for what belongs to a connection.
-fn relatives(service: &Service, entries: &[Arc<Entry>]) -> Vec<Arc<Entry>> {
+/// Returns all devices of the families of these devices, without forks that belong to a connection.
+fn family_members(service: &Service, entries: &[Arc<Entry>]) -> Vec<Arc<Entry>> {
     let root = |entry: &Arc<Entry>| {
         let mut root = Arc::clone(entry);
         while let Some(parent) = parent(&root) {
@@ -161,11 +159,11 @@ fn relatives(service: &Service, entries: &[Arc<Entry>]) -> Vec<Arc<Entry>> {
     let number = |entry: &Arc<Entry>| Arc::as_ptr(entry) as usize;
     let mut family: HashSet<usize> = entries.iter().map(|entry| number(&root(entry))).collect();
     let mut found = Vec::new();
-    // What stands on another came after it.
+    // The registry is in the order of creation: a parent comes before its dependents.
     for entry in service.registry.all() {
-        let is_in = family.contains(&number(&entry))
+        let is_member = family.contains(&number(&entry))
             || parent(&entry).is_some_and(|parent| family.contains(&number(&parent)));
-        if is_in {
+        if is_member {
             family.insert(number(&entry));
             if entry.kind.ram().is_some() && entry.template.is_none() {
                 found.push(entry);
@@ -175,10 +173,10 @@ fn relatives(service: &Service, entries: &[Arc<Entry>]) -> Vec<Arc<Entry>> {
     found
 }
 
-/// What a device shares memory with, or whose forks share memory with one another.
+/// Returns the device that a fork or snapshot shares memory with, or the base whose forks share memory.
 fn parent(entry: &Arc<Entry>) -> Option<Arc<Entry>> {
     entry.kind.fork().or(entry.kind.memory_snapshot())?;
-    // A fork has none.
+    // Only snapshots have an origin.
     let origin = entry.origin.as_ref().and_then(|(origin, _)| origin.upgrade());
     origin.or_else(|| entry.needs().first().cloned())
 }

@@ -1,4 +1,4 @@
-//! `set NAME ATTR=VALUE...`: all of them or none.
+//! `set NAME ATTR=VALUE...`: sets attributes of a device, all or none.
 
 use std::io::{self, Write};
 
@@ -13,7 +13,6 @@ use crate::error::Usage;
 use crate::recording::Recording;
 use crate::service::Service;
 
-/// The verb.
 pub struct Set;
 
 /// The command line.
@@ -21,13 +20,12 @@ pub struct Set;
 pub struct Line {
     /// The device
     name: String,
-    /// What to set.
     #[arg(required = true, value_name = "ATTR=VALUE")]
-    #[arg(help = "What to set, for example mem_limit=2G; every value is checked before any is set")]
+    #[arg(help = "Attributes, for example mem_limit=2G; all are set or none")]
     attrs: Vec<String>,
 }
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -58,7 +56,7 @@ impl Verb for Set {
     const METHOD: &'static str = "set";
     const READ_ONLY: bool = false;
     type Params = Params;
-    /// The attributes that were set, with their values of now.
+    /// The attributes that were set, with their new values.
     type Reply = Map<String, Value>;
 
     fn run(service: &Service, params: Params) -> Result<Self::Reply, Fault> {

@@ -1,4 +1,4 @@
-//! `shutdown`: ends the server, as SIGTERM does, and waits until it has ended.
+//! `shutdown`: ends the server like SIGTERM, and waits until it has ended.
 
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
@@ -19,25 +19,24 @@ use crate::control::protocol::Fault;
 use crate::saves::Saves;
 use crate::service::Service;
 
-/// How long the end is waited for.
+/// Default timeout of the wait for the end.
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(120);
 
-/// The verb.
 pub struct Shutdown;
 
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// Give up waiting after so long: a whole number with ms, s, m or h; the server ends all the same
-    /// [default: 120s]
+    /// Stop waiting after this time: a whole number with ms, s, m or h; the server ends
+    /// nevertheless [default: 120s]
     #[arg(long, value_name = "TIME", value_parser = times::parse)]
     timeout: Option<Duration>,
-    /// Also where what devices with keep=yes hold has no room
+    /// Shut down even if there is no room to save devices with keep=yes
     #[arg(long)]
     force: bool,
 }
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -45,10 +44,10 @@ pub struct Params {
     force: bool,
 }
 
-/// It has begun to end.
+/// Result: the server has begun to end.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
-    /// Process number of the server.
+    /// Process ID of the server.
     pid: u32,
 }
 
@@ -76,12 +75,12 @@ impl Verb for Shutdown {
     }
 }
 
-/// The client's part.
+/// Runs the client: requests the shutdown, and waits for the end of the process.
 pub fn ask(line: &Line, common: &Common) -> Result<()> {
     let timeout = line.timeout.unwrap_or(TIMEOUT_DEFAULT);
     let mut client = Client::connect(common.control.as_deref())?;
-    // Before it is asked: later the number may be another's.
-    let pid = client.server()?;
+    // Before the call: later, the process ID may belong to another process.
+    let pid = client.server_pid()?;
     let process = pidfd_open(pid, PidfdFlags::empty()).context("cannot look at the server's process")?;
     let answer = client.call(Shutdown::METHOD, &json!({ "force": line.force }))?;
     let end = Instant::now() + timeout;

@@ -1,4 +1,4 @@
-//! `snapshot ORIGIN[,ORIGIN...] NAME[,NAME...]`: what devices hold, all at one moment.
+//! `snapshot ORIGIN[,ORIGIN...] NAME[,NAME...]`: takes snapshots of devices, all at one moment.
 
 use std::env;
 use std::io::{self, Write};
@@ -16,7 +16,7 @@ use crate::error::Usage;
 use crate::recording::Recording;
 use crate::service::Service;
 
-/// Keys of the command line, for all of the snapshots; `cow` and `cow_size` have a value for each.
+/// Keys of the command line. All but [`PER_SNAPSHOT_KEYS`] apply to every snapshot.
 const KEYS: [&str; 10] = [
     "cow",
     "cow_size",
@@ -29,31 +29,26 @@ const KEYS: [&str; 10] = [
     "merge",
     "tls_clients",
 ];
-const KEYS_FOR_EACH: [&str; 2] = ["cow", "cow_size"];
+/// Keys with a list of values, one per snapshot.
+const PER_SNAPSHOT_KEYS: [&str; 2] = ["cow", "cow_size"];
 
-/// The verb.
 pub struct Snapshot;
 
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// Ram and null devices, forks and files that can be written
+    /// Writable ram and null devices, forks and files
     #[arg(value_name = "ORIGIN[,ORIGIN...]")]
     origins: String,
-    /// A name for each
+    /// One name for each origin
     #[arg(value_name = "NAME[,NAME...]")]
     names: String,
-    /// Of snapshots with copies, and who sees them.
     #[arg(value_name = "KEY=VALUE", value_parser = super::keys::words_parser())]
-    #[arg(
-        help = "cow=PATH|DEVICE (where copies go; default memory), and for copies cow_size=SIZE, store=P|PO|N, \
-                  chunk_size=SIZE, readonly=yes|no, discard_zeroes_cow=yes|no, discard_passdown_origin=yes|no, \
-                  force=yes|no, merge=yes|no; several origins have cow=A,B; tls_clients as for serve"
-    )]
+    #[arg(help = "Keys of the snapshot, see below; several origins have cow=A,B; tls_clients as for serve")]
     words: Vec<String>,
 }
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -74,8 +69,8 @@ impl TryFrom<Line> for Params {
             )));
         }
         let mut values = words::parse(&list, "snapshot", &words, &KEYS)?;
-        let mut each = Vec::new();
-        for key in KEYS_FOR_EACH {
+        let mut lists = Vec::new();
+        for key in PER_SNAPSHOT_KEYS {
             let Some(text) = values.remove(key) else { continue };
             let parts: Vec<String> = text.split(',').map(str::to_owned).collect();
             if parts.len() != names.len() {
@@ -85,16 +80,16 @@ impl TryFrom<Line> for Params {
                 );
                 return Err(Usage(format!("{list}: snapshot: {key}={text}: {why}")));
             }
-            each.push((key, parts));
+            lists.push((key, parts));
         }
         let here =
             env::current_dir().map_err(|e| Usage(format!("the working directory cannot be found: {e}")))?;
         let mut snapshots = Vec::new();
         for (index, (origin, name)) in origins.iter().zip(&names).enumerate() {
             let mut entries = Entries::new(name, "snapshot").map_err(|e| Usage(e.to_string()))?;
-            let own = each.iter().map(|(key, parts)| (*key, parts[index].as_str()));
-            let all = values.iter().map(|(key, value)| (key.as_str(), value.as_str()));
-            for (key, value) in own.filter(|(_, value)| !value.is_empty()).chain(all) {
+            let own = lists.iter().map(|(key, parts)| (*key, parts[index].as_str()));
+            let common = values.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+            for (key, value) in own.filter(|(_, value)| !value.is_empty()).chain(common) {
                 entries.add(key, value).map_err(|e| Usage(e.to_string()))?;
             }
             let entries = entries.with_base(&here);
@@ -118,18 +113,18 @@ impl Params {
         if self.snapshots.is_empty() {
             return Err(Fault::invalid("snapshots: must have one at least"));
         }
-        self.snapshots.iter().map(spec).collect()
+        self.snapshots.iter().map(parse_spec).collect()
     }
 }
 
-/// The same keys as those of a device of the kind `snapshot`.
-fn spec(asked: &Map<String, Value>) -> Result<Spec, Fault> {
-    let Some(Value::String(name)) = asked.get("name") else {
+/// Parses a snapshot of the request, with the keys of the device kind `snapshot`.
+fn parse_spec(snapshot: &Map<String, Value>) -> Result<Spec, Fault> {
+    let Some(Value::String(name)) = snapshot.get("name") else {
         return Err(Fault::invalid("snapshots: each needs a name, a text"));
     };
     let invalid = |e: &dyn std::fmt::Display| Fault::invalid(e.to_string());
     let mut entries = Entries::new(name, "snapshot").map_err(|e| invalid(&e))?;
-    for (key, value) in asked.iter().filter(|(key, _)| *key != "name") {
+    for (key, value) in snapshot.iter().filter(|(key, _)| *key != "name") {
         let text = match value {
             Value::String(text) => text.clone(),
             Value::Bool(yes) => if *yes { "yes" } else { "no" }.to_owned(),
@@ -140,18 +135,18 @@ fn spec(asked: &Map<String, Value>) -> Result<Spec, Fault> {
     Spec::from_entries(entries).map_err(|e| invalid(&e))
 }
 
-/// What was made, in the order of asking.
+/// Result: the snapshots, in the order of the request.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
-    snapshots: Vec<Made>,
+    snapshots: Vec<CreatedSnapshot>,
 }
 
-/// A snapshot.
+/// A new snapshot.
 #[derive(Debug, Serialize, Deserialize)]
-struct Made {
+struct CreatedSnapshot {
     name: String,
     origin: String,
-    /// Bytes.
+    /// In bytes.
     disksize: u64,
 }
 
@@ -167,23 +162,23 @@ impl Verb for Snapshot {
         let names: Vec<_> = specs.iter().map(|spec| spec.name.as_str()).collect();
         let recording = Recording::begin(service, &claim, Self::METHOD, &names)?;
         let made = service.snapshot(&claim, specs)?;
-        let mut each = made.iter();
-        let begun = each.try_for_each(|entry| entry.kind.begin_merge(entry, &service.registry));
+        let mut entries = made.iter();
+        let begun = entries.try_for_each(|entry| entry.kind.begin_merge(entry, &service.registry));
         begun.map_err(Fault::from).and_then(|()| recording.commit()).inspect_err(|_| {
             for entry in &made {
                 service.undo(&claim, entry);
             }
         })?;
-        let told = made.iter().map(|entry| Made {
+        let snapshots = made.iter().map(|entry| CreatedSnapshot {
             name: entry.name().to_owned(),
             origin: entry.spec.kind.below().unwrap_or_default().to_owned(),
             disksize: entry.size(),
         });
-        Ok(Reply { snapshots: told.collect() })
+        Ok(Reply { snapshots: snapshots.collect() })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
-        reply.snapshots.iter().try_for_each(|Made { name, origin, disksize }| {
+        reply.snapshots.iter().try_for_each(|CreatedSnapshot { name, origin, disksize }| {
             writeln!(out, "{name}: snapshot of {origin}, {}, not published", human(*disksize))
         })
     }

@@ -1,4 +1,8 @@
-//! `power-cut SNAPSHOT`: the power of a machine with an origin, its snapshots and their COW devices.
+//! `power-cut SNAPSHOT`: simulates a power loss of an origin, its snapshots and their COW devices
+//! at one moment.
+//!
+//! Called by [`super::power_cut`]. Afterwards, the persistent snapshots are opened again, as after
+//! a reboot.
 
 use std::sync::Arc;
 
@@ -9,10 +13,10 @@ use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::control::protocol::Fault;
-use crate::job::Kind;
+use crate::job::JobKind;
 use crate::service::Service;
 
-/// What was done.
+/// Result of a cut.
 pub struct StackCut {
     pub seed: u64,
     pub drives: Vec<Drive>,
@@ -20,7 +24,7 @@ pub struct StackCut {
     pub connections_ended: usize,
 }
 
-/// A drive of a machine.
+/// An origin or COW device that was cut.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Drive {
     pub name: String,
@@ -28,19 +32,19 @@ pub struct Drive {
     pub lost_blocks: u64,
 }
 
-/// A snapshot after the reboot.
+/// A snapshot after the cut.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Snapshot {
     pub name: String,
-    /// In dm's words.
+    /// Status as in dm-snapshot.
     pub status: String,
-    /// Why it was not opened again.
+    /// Reason why the snapshot could not be opened again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lost: Option<String>,
 }
 
 impl Snapshot {
-    /// `old`, which is now `new`, or could not be opened again.
+    /// Returns the state of the snapshot `old`, which was opened again as `new` or could not be.
     fn of(old: &Entry, new: Result<Arc<Entry>, Fault>) -> Self {
         let status = |entry: &Entry| entry.kind.cow().map(|snapshot| snapshot.status().to_string());
         let name = old.name().to_owned();
@@ -51,18 +55,18 @@ impl Snapshot {
     }
 }
 
-/// A snapshot with copies whose origin or COW device this is.
-pub fn standing_on(service: &Service, entry: &Arc<Entry>) -> Option<Arc<Entry>> {
-    let on_it = |other: &Arc<Entry>| {
+/// Returns a snapshot that has the device as its origin or COW device.
+pub fn find_snapshot_on(service: &Service, entry: &Arc<Entry>) -> Option<Arc<Entry>> {
+    let depends = |other: &Arc<Entry>| {
         other.kind.cow().is_some() && other.needs().iter().any(|needed| Arc::ptr_eq(needed, entry))
     };
-    // Mostly nobody does.
+    // Fast path: most devices have no dependents.
     service.registry.users(entry)?;
-    service.registry.all().into_iter().find(on_it)
+    service.registry.all().into_iter().find(depends)
 }
 
-/// Why such a device is not cut off.
-pub fn alone(entry: &Entry, snapshot: &Entry) -> Fault {
+/// Returns the error for a cut of a device that a snapshot depends on.
+pub fn single_cut_fault(entry: &Entry, snapshot: &Entry) -> Fault {
     let (name, snapshot) = (entry.name(), snapshot.name());
     let why = format!(
         "{name}: cannot be cut off alone: {snapshot} stands on it; `freestone power-cut {snapshot}` cuts its origin and \
@@ -71,20 +75,20 @@ pub fn alone(entry: &Entry, snapshot: &Entry) -> Fault {
     Fault::failed(Errno::EBUSY, why)
 }
 
-/// Cuts the power of all that the snapshot `name` is part of, and opens what persists again;
-/// `failed` is how a drive's failure is told.
+/// Cuts the power of the stack of the snapshot `name`, and opens the persistent snapshots again.
+/// `failed` converts the error of a drive.
 pub fn cut(
     service: &Service,
     name: &str,
     seed: Option<u64>,
     failed: &dyn Fn(&str, CutError) -> Fault,
 ) -> Result<StackCut, Fault> {
-    let gone = || Fault::failed(Errno::EBUSY, format!("{name}: power-cut: was removed at the same time"));
+    let gone = || Fault::failed(Errno::EBUSY, format!("{name}: power-cut: was removed meanwhile"));
     let stack = |entry: &Entry| Stack::of(entry, &service.registry).ok_or_else(gone);
     let found = stack(&*service.find(name)?)?;
     let names = found.names();
     let _claim = service.claim_all("power-cut", &names)?;
-    // What was there before may be gone, and others may have come.
+    // The stack may have changed before the claim.
     let stack = stack(&*service.find(name)?)?;
     if stack.names() != names {
         return Err(gone());
@@ -99,15 +103,16 @@ pub fn cut(
         return Err(Fault::failed(Errno::EOPNOTSUPP, format!("{name}: its power cannot be cut: {why}")));
     };
     let seed = seed.unwrap_or_else(|| first.layers.next_seed());
-    // A merge of a snapshot goes on or not, but holds up nobody.
-    let _job = service.jobs.begin(drives[0].name(), "power-cut", Kind::WHOLE)?;
-    // What waits for room would be waited for, and what waits for its turn is lost.
+    // Only the origin has a job: a merge of a snapshot does not prevent the cut.
+    let _job = service.jobs.begin(drives[0].name(), "power-cut", JobKind::EXCLUSIVE_UNCANCELLABLE)?;
+    // Requests that wait for space would delay the restart, and requests that wait for a rate limit
+    // belong to the old content: both fail.
     let all = drives.iter().copied().chain(&stack.snapshots);
     let _now: Vec<_> = all.flat_map(|entry| service.exports.end_waiting(entry)).collect();
     let (connections_ended, (cuts, snapshots)) = restart(service, &names, &mut || {
         let cuts = stack.cut(seed);
         let opened = |old: &Arc<Entry>| Snapshot::of(old, reopen(service, &stack, old));
-        // Where nothing was done they are as they were.
+        // If the cut failed, the snapshots are unchanged.
         let snapshots = if cuts.is_ok() { stack.snapshots.iter().map(opened).collect() } else { Vec::new() };
         (cuts, snapshots)
     });
@@ -120,7 +125,7 @@ pub fn cut(
     Ok(StackCut { seed, drives, snapshots, connections_ended })
 }
 
-/// Opens a snapshot again, in its own place.
+/// Opens a snapshot again, and replaces its entry.
 fn reopen(service: &Service, stack: &Stack, old: &Arc<Entry>) -> Result<Arc<Entry>, Fault> {
     let new = Arc::new(stack.reopen(old)?);
     service.registry.replace(old, &new).map_err(|why| why.of(old.name()))?;
@@ -129,7 +134,8 @@ fn reopen(service: &Service, stack: &Stack, old: &Arc<Entry>) -> Result<Arc<Entr
     Ok(new)
 }
 
-/// Does it with nobody connected to any of these.
+/// Runs `action` while no client is connected to any of the devices. Returns the number of closed
+/// connections.
 fn restart<T>(service: &Service, names: &[&str], action: &mut dyn FnMut() -> T) -> (usize, T) {
     let [first, rest @ ..] = names else { return (0, action()) };
     let (ended, (more, done)) = service.exports.restart(first, || restart(service, rest, action));

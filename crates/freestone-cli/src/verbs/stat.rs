@@ -1,4 +1,4 @@
-//! `stat [NAME...]`: the statistics of one device, of some, or of all and of the server.
+//! `stat [NAME...]`: statistics of one device, of several, or of all devices and the server.
 
 use std::collections::HashSet;
 use std::io::{self, Write};
@@ -29,57 +29,57 @@ use crate::error;
 use crate::process;
 use crate::service::Service;
 
-/// The verb.
 pub struct Stat;
 
-/// Patterns of one call: each is tried on every device.
+/// Maximum number of patterns in a request, as each is matched with every device.
 const PATTERNS_MAX: usize = 64;
 
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// Devices, by name or pattern (* stands for any characters, ? for one); without any, all devices
-    /// and the server
+    /// Names or patterns (* matches any characters, ? one) [default: all devices and the server]
     #[arg(value_name = "NAME|PATTERN")]
     names: Vec<String>,
 }
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// One device, of which all is told.
+    /// One device; the result has all its sections.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     name: Option<String>,
-    /// Names and patterns; what many devices have in common is left out.
+    /// Names and patterns. Sections that devices of a family share appear only once.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     names: Option<Vec<String>>,
 }
 
 impl Params {
-    /// All that is told of one device.
+    /// Returns the parameters for all sections of one device.
     pub fn of(name: &str) -> Self {
         Self { name: Some(name.to_owned()), names: None }
     }
 }
 
-/// One device: `{"name":, "kind":, "disksize":, "uuid":, "generation":, "withheld":, "keep": {..}, "content_of":, "limits": {..}, "base":, "mm_stat": {..}, "io_stat": {..},
-/// "bd_stat": {..}, "debug_stat": {..}, "io": {..}, "latency": {..}, "backing": {..}, "auto_recompress": {..}, "over_stat": {..}, "ops": {..},
-/// "failed": {..}, "full": {..}, "zones": {..}, "power": {..}, "faults": {..}, "family": {..},
-/// "memory": {..}, "exports": [..]}`, statistics where the kind has them. All: `{"server": {..},
-/// "devices": [..]}`. Sizes in bytes.
+/// Result for one device: `{"name":, "kind":, "disksize":, "uuid":, "generation":, "withheld":,
+/// "keep": {..}, "content_of":, "limits": {..}, "base":, "mm_stat": {..}, "io_stat": {..},
+/// "bd_stat": {..}, "debug_stat": {..}, "io": {..}, "latency": {..}, "backing": {..},
+/// "auto_recompress": {..}, "over_stat": {..}, "ops": {..}, "failed": {..}, "full": {..},
+/// "zones": {..}, "power": {..}, "faults": {..}, "family": {..}, "memory": {..}, "exports": [..]}`.
+/// Sections that the kind does not have are omitted. Result for all devices:
+/// `{"server": {..}, "devices": [..]}`. Sizes are in bytes.
 pub type Reply = Box<RawValue>;
 
-/// What is told of one device, or a part of that.
+/// Statistics of a device, or a section of them.
 type Section = Map<String, Value>;
 
-/// What is told of many. Each becomes text when it is there: a tree of all would take long.
+/// Statistics of several devices. Each is serialized at once: a tree of all values would be slow.
 #[derive(Serialize)]
-struct Many {
+struct StatList {
     #[serde(skip_serializing_if = "Option::is_none")]
     server: Option<Value>,
     devices: Vec<Box<RawValue>>,
-    /// Names and patterns that no device has.
+    /// Names and patterns without a device.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     missing: Vec<String>,
 }
@@ -94,19 +94,23 @@ impl Verb for Stat {
         file::look_now(LOOK_MAX);
         let process = process::process_memory().map_err(|e| Fault::internal(format!("{e:#}")))?;
         if let Some(name) = params.name {
-            // What is being restored has no name yet but its file's.
+            // A running restore is found by the path of its file.
             if service.registry.find(&name).is_none()
-                && let Some(progress) = service.jobs.show(&name)
+                && let Some(progress) = service.jobs.progress_of(&name)
             {
-                return text(&json!({ "name": name, "progress": progress }));
+                return to_json(&json!({ "name": name, "progress": progress }));
             }
-            return text(&device(service, &*service.find(&name)?, Some(process))?);
+            return to_json(&device_section(service, &*service.find(&name)?, Some(process))?);
         }
         if let Some(words) = &params.names {
-            return some(service, words);
+            return stat_named(service, words);
         }
-        let devices: Result<Vec<_>, _> =
-            service.registry.all().iter().map(|entry| text(&device(service, entry, None)?)).collect();
+        let devices: Result<Vec<_>, _> = service
+            .registry
+            .all()
+            .iter()
+            .map(|entry| to_json(&device_section(service, entry, None)?))
+            .collect();
         let addresses: Vec<_> = service.exports.nbd.addresses().iter().map(ToString::to_string).collect();
         let server = json!({
             "version": env!("CARGO_PKG_VERSION"),
@@ -119,7 +123,7 @@ impl Verb for Stat {
             "metrics": service.metrics_url.get(),
             "http": service.http_url.get(),
         });
-        text(&Many { server: Some(server), devices: devices?, missing: Vec::new() })
+        to_json(&StatList { server: Some(server), devices: devices?, missing: Vec::new() })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
@@ -129,9 +133,9 @@ impl Verb for Stat {
             writeln!(out, "server")?;
             show_section(server, "  ", out)?;
         }
-        let alone = reply.get("server").is_none();
+        let has_server = reply.get("server").is_some();
         for (number, device) in devices.iter().filter_map(Value::as_object).enumerate() {
-            if number > 0 || !alone {
+            if number > 0 || has_server {
                 writeln!(out)?;
             }
             show_device(device, out)?;
@@ -140,17 +144,17 @@ impl Verb for Stat {
     }
 }
 
-/// The devices that these words mean, each once.
-fn some(service: &Service, words: &[String]) -> Result<Reply, Fault> {
-    if words.iter().filter(|word| Pattern::is_meant(word)).count() > PATTERNS_MAX {
+/// Returns the statistics of the devices that the words select, each once.
+fn stat_named(service: &Service, words: &[String]) -> Result<Reply, Fault> {
+    if words.iter().filter(|word| Pattern::is_pattern(word)).count() > PATTERNS_MAX {
         return Err(Fault::invalid(format!("stat: names: at most {PATTERNS_MAX} patterns")));
     }
     let all = service.registry.all();
-    let (mut devices, mut missing, mut known) = (Vec::new(), Vec::new(), HashSet::new());
+    let (mut devices, mut missing, mut added) = (Vec::new(), Vec::new(), HashSet::new());
     for word in words {
         let found: Vec<Arc<Entry>> = match service.registry.find(word) {
             Some(entry) => vec![entry],
-            None if Pattern::is_meant(word) => {
+            None if Pattern::is_pattern(word) => {
                 let pattern = Pattern::new(word);
                 all.iter().filter(|entry| pattern.matches(entry.name())).cloned().collect()
             }
@@ -159,14 +163,14 @@ fn some(service: &Service, words: &[String]) -> Result<Reply, Fault> {
         if found.is_empty() {
             missing.push(word.clone());
         }
-        for entry in found.iter().filter(|entry| known.insert(entry.name().to_owned())) {
-            devices.push(text(&device(service, entry, None)?)?);
+        for entry in found.iter().filter(|entry| added.insert(entry.name().to_owned())) {
+            devices.push(to_json(&device_section(service, entry, None)?)?);
         }
     }
-    text(&Many { server: None, devices, missing })
+    to_json(&StatList { server: None, devices, missing })
 }
 
-/// The client's part. What is missing among several is told, and the others are shown.
+/// Runs the client: shows the statistics, and then an error for each name or pattern without a device.
 pub fn ask(line: &Line, common: &Common) -> anyhow::Result<ExitCode> {
     #[derive(Deserialize)]
     struct Missing {
@@ -175,7 +179,7 @@ pub fn ask(line: &Line, common: &Common) -> anyhow::Result<ExitCode> {
     }
     let params = match line.names.as_slice() {
         [] => Params::default(),
-        [name] if !Pattern::is_meant(name) => Params { name: Some(name.clone()), names: None },
+        [name] if !Pattern::is_pattern(name) => Params { name: Some(name.clone()), names: None },
         words => Params { name: None, names: Some(words.to_vec()) },
     };
     let answer = super::call::<Stat>(&params, common)?;
@@ -186,13 +190,14 @@ pub fn ask(line: &Line, common: &Common) -> anyhow::Result<ExitCode> {
     let Missing { missing } =
         serde_json::from_str(answer.get()).context("stat: the server's answer is not understood")?;
     for word in &missing {
-        let why = if Pattern::is_meant(word) { "no device matches" } else { "no such device" };
+        let why = if Pattern::is_pattern(word) { "no device matches" } else { "no such device" };
         error::tell(&Fault::failed(Errno::ENODEV, format!("{word}: {why}")).into());
     }
     Ok(if missing.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(error::STATUS_FAILURE) })
 }
 
-fn device(
+/// Returns the sections of a device. `process` is given if the request names this device only.
+fn device_section(
     service: &Service,
     entry: &Entry,
     process: Option<process::ProcessMemory>,
@@ -216,7 +221,7 @@ fn device(
     insert("withheld", service.withheld.has(entry.name()).then_some(true.into()));
     insert("keep", service.saves.stat(entry));
     insert("content_of", service.saves.behind_of(entry.name()).map(Into::into));
-    insert("progress", service.jobs.show(entry.name()).map(|progress| json!(progress)));
+    insert("progress", service.jobs.progress_of(entry.name()).map(|progress| json!(progress)));
     if let Some(snapshot) = entry.kind.cow() {
         insert("status", Some(snapshot.status().to_string().into()));
         insert("merge", kinds::merge(&snapshot.merge_status()));
@@ -228,10 +233,10 @@ fn device(
     if !failed.is_empty() {
         reply.insert("failed".into(), Value::Object(failed));
     }
-    for (key, value) in of_layers(entry) {
+    for (key, value) in layer_sections(entry) {
         reply.insert(key.to_owned(), value);
     }
-    let alone = process.is_some();
+    let is_single = process.is_some();
     let mut memory = Map::new();
     if let Some(ram) = entry.in_memory() {
         reply.insert("comp_algorithm".into(), attrs::get(entry, "comp_algorithm")?);
@@ -252,12 +257,12 @@ fn device(
         reply.insert("io".into(), layers::io(&account.counted));
         reply.insert("latency".into(), layers::latency(&account));
     }
-    // What many have in common is told once, where all are listed.
-    let tells = entry.kind.own_family().is_some() || entry.is_outer_base();
-    if let Some(family) = entry.family_made().filter(|_| alone || tells) {
+    // In a list, only the first disk or the base of a family reports what the family shares.
+    let reports_family = entry.kind.own_family().is_some() || entry.is_outer_base();
+    if let Some(family) = entry.family_made().filter(|_| is_single || reports_family) {
         reply.insert("family".into(), family_stat(&family));
     }
-    if let Some(ram) = entry.in_memory().filter(|_| alone || tells) {
+    if let Some(ram) = entry.in_memory().filter(|_| is_single || reports_family) {
         let m = ram.memory();
         memory = object(json!({
             "leaves_bytes": m.leaves_bytes,
@@ -278,27 +283,27 @@ fn device(
     Ok(reply)
 }
 
-/// Where it is to be seen, and what was asked of it there. Forks of a template's connections count for
-/// themselves.
+/// Returns the exports of a device with their request counts. An export of a template has no counts: the forks of
+/// its connections have their own.
 fn exports(service: &Service, entry: &Entry) -> Value {
     let ways = entry.ways();
-    let told = service.exports.of(entry.name()).into_iter().map(|export| {
+    let exports = service.exports.of(entry.name()).into_iter().map(|export| {
         let mut account = Account::default();
         for way in ways.iter().filter(|way| way.place() == Some(&export.address)) {
             account.add(&way.told());
         }
-        let mut told = object(json!(export));
+        let mut section = object(json!(export));
         if !export.template {
-            told.insert("io".into(), layers::io(&account.counted));
-            told.insert("latency".into(), layers::latency(&account));
+            section.insert("io".into(), layers::io(&account.counted));
+            section.insert("latency".into(), layers::latency(&account));
         }
-        Value::Object(told)
+        Value::Object(section)
     });
-    Value::Array(told.collect())
+    Value::Array(exports.collect())
 }
 
-/// What the layers over a device's data count.
-fn of_layers(entry: &Entry) -> Vec<(&'static str, Value)> {
+/// Returns the counters of the layers over a device's data.
+fn layer_sections(entry: &Entry) -> Vec<(&'static str, Value)> {
     let mut sections = Vec::new();
     if let Some(quiesce) = &entry.layers.quiesce {
         sections.push(("ops", layers::ops(&quiesce.counts())));
@@ -316,8 +321,8 @@ fn of_layers(entry: &Entry) -> Vec<(&'static str, Value)> {
     sections
 }
 
-fn text<T: Serialize>(told: &T) -> Result<Box<RawValue>, Fault> {
-    to_raw_value(told).map_err(|e| Fault::internal(format!("stat: {e}")))
+fn to_json<T: Serialize>(value: &T) -> Result<Box<RawValue>, Fault> {
+    to_raw_value(value).map_err(|e| Fault::internal(format!("stat: {e}")))
 }
 
 fn object(value: Value) -> Section {
@@ -366,7 +371,7 @@ fn show_section(section: &Map<String, Value>, indent: &str, out: &mut dyn Write)
                 if bytes < 1024 { bytes.to_string() } else { format!("{bytes} ({})", human(bytes)) }
             }
             Value::String(text) => text.clone(),
-            // The rules of faults.
+            // Rules of injected faults.
             Value::Array(list) if list.iter().any(Value::is_object) => {
                 let rule = |r: &Value| {
                     let text = r["rule"].as_str().unwrap_or_default();
@@ -392,7 +397,7 @@ fn show_section(section: &Map<String, Value>, indent: &str, out: &mut dyn Write)
     Ok(())
 }
 
-/// A duration for people.
+/// Returns a duration with a unit, for example `2.6us`.
 pub fn duration(nanoseconds: u64) -> String {
     let of = |unit: f64| nanoseconds as f64 / unit;
     match nanoseconds {
@@ -403,7 +408,7 @@ pub fn duration(nanoseconds: u64) -> String {
     }
 }
 
-/// Byte counts are shown with a unit beside them, counts of pages and requests are not.
+/// Returns true if the value of `key` is a number of bytes, which is shown with a unit.
 fn is_bytes(key: &str) -> bool {
     key.ends_with("_bytes") || key.ends_with("_size") || key.starts_with("mem_")
 }

@@ -4,8 +4,8 @@ use std::io::{self, Write};
 
 use unicode_width::UnicodeWidthStr as _;
 
-/// Writes rows below their titles, with a blank between columns; those of `texts` are aligned to the
-/// left, numbers to the right. Written here: a crate for tables takes ten times as long for tens of
+/// Writes a table with a blank between columns. Columns in `texts` are aligned to the left, others
+/// (numbers) to the right. Not a crate, as those that were tried took ten times as long for tens of
 /// thousands of rows.
 pub fn write_table<const N: usize>(
     titles: [&str; N],
@@ -13,7 +13,7 @@ pub fn write_table<const N: usize>(
     rows: &[[String; N]],
     out: &mut dyn Write,
 ) -> io::Result<()> {
-    // Nearly all names are.
+    // Fast path: nearly all cells are ASCII.
     let width = |cell: &str| if cell.is_ascii() { cell.len() } else { cell.width() };
     let titles_row = titles.map(str::to_owned);
     let all = || std::iter::once(&titles_row).chain(rows);

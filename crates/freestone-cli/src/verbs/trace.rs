@@ -1,4 +1,4 @@
-//! `trace NAME`: what was read first of an image, noted in its store.
+//! `trace NAME`: stores the list of the chunks of an image that were read first, for prefetching.
 
 use std::io::{self, Write};
 use std::time::Duration;
@@ -14,13 +14,12 @@ use super::Verb;
 use crate::control::protocol::Fault;
 use crate::service::Service;
 
-/// How long the store may take.
+/// Longest wait for the store.
 const TIME_MAX: Duration = Duration::from_secs(60);
 
-/// The verb.
 pub struct Trace;
 
-/// Its parameters, and the command line.
+/// Parameters of the request, also the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -28,11 +27,11 @@ pub struct Params {
     name: String,
 }
 
-/// What was noted.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Of 512 KiB.
+    /// Number of chunks (512 KiB each) in the trace.
     chunks: usize,
 }
 
@@ -42,7 +41,7 @@ impl Verb for Trace {
     type Params = Params;
     type Reply = Reply;
 
-    // Waits for the network: nothing is claimed.
+    // Claims nothing: the verb waits for the network.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let name = params.name;
         let entry = service.find(&name)?;
@@ -57,9 +56,6 @@ impl Verb for Trace {
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
         let Reply { name, chunks } = reply;
-        writeln!(
-            out,
-            "{name}: {chunks} chunks were read first; who opens the image from now on has them fetched"
-        )
+        writeln!(out, "{name}: trace of {chunks} chunks stored; they are prefetched when the image is opened")
     }
 }

@@ -1,36 +1,44 @@
-//! `unpublish NAME`: takes a device off all its addresses.
+//! `unpublish NAME [--at ADDRESS]`: removes all exports of a device, or one.
 
 use std::io::{self, Write};
+use std::sync::Arc;
 
 use clap::Args;
+use freestone_spec::kinds::Entry;
 use freestone_spec::refusal::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::Verb;
+use crate::claims::Claim;
 use crate::control::protocol::Fault;
+use crate::exports::Export;
+use crate::places::Wanted;
 use crate::recording::Recording;
 use crate::service::Service;
 
-/// The verb.
 pub struct Unpublish;
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// The device; it stays, with its content
+    /// The device, which keeps its content
     name: String,
-    /// Also where clients are connected; they are cut off
+    /// Continue even if clients are connected; their connections are closed
     #[arg(long)]
     #[serde(default)]
     force: bool,
+    /// Only this address, as `list` shows it [default: all addresses]
+    #[arg(long, value_name = "ADDRESS")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    at: Option<String>,
 }
 
-/// What was done.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// How many connections that ended.
+    /// Number of connections that were closed.
     connections_ended: usize,
 }
 
@@ -44,6 +52,9 @@ impl Verb for Unpublish {
         let name = params.name;
         let claim = service.claim(Self::METHOD, &name)?;
         let entry = service.find(&name)?;
+        if let Some(at) = &params.at {
+            return unpublish_at(service, &claim, &entry, at, params.force);
+        }
         let exports = &service.exports;
         let is_published = !exports.of(&name).is_empty()
             || !exports.absent.of(&name).is_empty()
@@ -53,7 +64,7 @@ impl Verb for Unpublish {
         }
         let recording = Recording::begin(service, &claim, Self::METHOD, &[&name])?;
         let connections_ended = service.exports.unpublish(&claim, &entry, params.force)?;
-        // There is nothing left to be withheld.
+        // No export is left to be withheld.
         let _ = service.withheld.take(&name);
         service.exports.defaults.release(&name);
         service.declarations.forget_exports(&name);
@@ -64,4 +75,29 @@ impl Verb for Unpublish {
     fn show(_: &Params, _: &Reply, _: &mut dyn Write) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// Removes the export at one address.
+fn unpublish_at(
+    service: &Service,
+    claim: &Claim<'_>,
+    entry: &Arc<Entry>,
+    at: &str,
+    force: bool,
+) -> Result<Reply, Fault> {
+    let name = entry.name().to_owned();
+    let exports = &service.exports;
+    let is_at = |wanted: &Wanted| exports.address_of(&name, &wanted.place).as_deref() == Some(at);
+    let Some(Wanted { place, .. }) = exports.wanted(&name).into_iter().find(is_at) else {
+        let why =
+            "not published there, or at an address of the command line; `freestone list` shows where it is";
+        return Err(Fault::failed(Errno::EINVAL, format!("{name}: unpublish: {at}: {why}")));
+    };
+    let recording = Recording::begin(service, claim, Unpublish::METHOD, &[&name])?;
+    let connections = |export: Export| if export.address == at { export.connections } else { 0 };
+    let connections_ended = exports.of(&name).into_iter().map(connections).sum();
+    exports.hide_at(claim, entry, &place, force)?;
+    service.declarations.forget_export(&name, &place);
+    recording.commit()?;
+    Ok(Reply { name, connections_ended })
 }

@@ -1,64 +1,73 @@
-//! `wait`: until a server is ready.
+//! `wait`: waits until a server is ready, or until a background job has ended.
 
 use std::io::{self, Write as _};
+use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use freestone_spec::path_text;
 use freestone_spec::refusal::Errno;
 use freestone_spec::times;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno as Os;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::json;
 
 use super::{Common, Verb as _, jobs, list, print_json};
 use crate::control::client::Client;
 use crate::control::protocol::Fault;
+use crate::control::socket::{Identity, identity};
 use crate::error::Stdout;
-use crate::job::Shown;
+use crate::job::JobInfo;
 
-/// How often it is looked.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// The same of a verb that takes long.
-const LOOK_MAX: Duration = Duration::from_millis(200);
-/// How long a server is waited for.
+/// Interval between connection attempts, and the first interval between polls of a job.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Longest interval between polls of a job.
+const JOB_POLL_MAX: Duration = Duration::from_millis(200);
+/// Default timeout of the wait for a server.
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(10);
 
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// Give up after so long: a whole number with ms, s, m or h [default: 10s; with --job, never]
+    /// Give up after this time: a whole number with ms, s, m or h [default: 10s; with --job, never]
     #[arg(long, value_name = "TIME", value_parser = times::parse)]
     timeout: Option<Duration>,
-    /// Until the verb in the background that has this number has ended
+    /// Wait for the end of this background job
     #[arg(long, value_name = "NUMBER")]
     job: Option<u64>,
+    /// Fail at once if this process (the server) ends, as in `serve ... & wait --pid $!`
+    #[arg(long, value_name = "PID", conflicts_with = "job", value_parser = clap::value_parser!(i32).range(1..))]
+    pid: Option<i32>,
 }
 
-/// Waits. What keeps a server from ever being found there is told at once.
+/// Runs the verb. Fails at once on errors that waiting cannot resolve.
 pub fn wait(line: &Line, common: &Common) -> Result<()> {
     match line.job {
         Some(job) => wait_for_job(job, line.timeout, common),
-        None => wait_until_ready(line.timeout.unwrap_or(TIMEOUT_DEFAULT), common),
+        None => wait_until_ready(line, common),
     }
 }
 
-/// What a verb failed with is told as if it had run in the foreground.
+/// Waits for the end of a job. Returns the job's own error, as if it had run in the foreground.
 fn wait_for_job(job: u64, timeout: Option<Duration>, common: &Common) -> Result<()> {
     let end = timeout.map(|timeout| Instant::now() + timeout);
     let mut client = Client::connect(common.control.as_deref())?;
-    let mut pause = LOOK_EVERY;
+    let mut pause = POLL_INTERVAL;
     loop {
         let answer = client.call(jobs::AllJobs::METHOD, &json!({ "job": job }))?;
         let reply: jobs::Reply =
             serde_json::from_str(answer.get()).context("jobs: the server's answer is not understood")?;
-        let shown = reply.jobs.first().filter(|shown| shown.has_ended());
-        if let Some(Shown { error: Some(fault), .. }) = shown {
+        let ended = reply.jobs.first().filter(|info| info.has_ended());
+        if let Some(JobInfo { error: Some(fault), .. }) = ended {
             return Err(fault.clone().into());
         }
-        if let Some(shown) = shown {
-            let shown = serde_json::to_string(&shown).context("cannot write the answer")?;
-            return if common.json { print_json(&shown) } else { Ok(()) };
+        if let Some(info) = ended {
+            let json = serde_json::to_string(&info).context("cannot write the answer")?;
+            return if common.json { print_json(&json) } else { Ok(()) };
         }
         let left = end.map_or(pause, |end| end.saturating_duration_since(Instant::now()));
         if left.is_zero() {
@@ -66,42 +75,164 @@ fn wait_for_job(job: u64, timeout: Option<Duration>, common: &Common) -> Result<
             return Err(Fault::failed(Errno::ETIMEDOUT, why).into());
         }
         thread::sleep(pause.min(left));
-        pause = (pause * 2).min(LOOK_MAX);
+        pause = (pause * 2).min(JOB_POLL_MAX);
     }
 }
 
-fn wait_until_ready(timeout: Duration, common: &Common) -> Result<()> {
+/// Waits for the server until it is ready, has ended, or the time is over.
+fn wait_until_ready(line: &Line, common: &Common) -> Result<()> {
+    let timeout = line.timeout.unwrap_or(TIMEOUT_DEFAULT);
     let end = Instant::now() + timeout;
+    let (path, _) = Client::locate(common.control.as_deref())?;
+    let ended = |why: &str| -> Result<()> {
+        Err(Fault::failed(Errno::ECONNREFUSED, format!("no server at {}: {why}", path.display())).into())
+    };
+    let process = line.pid.map(ServerProcess::open).transpose()?;
+    let mut evidence = Evidence { first: identity(&path).ok(), suspect: None, is_lost: false };
     loop {
+        // Checked before the attempt: another server may respond at the same path.
+        if let Some(process) = &process
+            && process.has_ended()?
+        {
+            return ended(&format!("process {} has ended", process.pid));
+        }
         let left = end.saturating_duration_since(Instant::now());
-        match look(common, left.max(LOOK_EVERY)) {
-            Ok(client) => return show(&client, common),
-            Err(error) if !is_absent(&error) => return Err(error),
-            Err(error) if left.is_zero() => {
-                let why = format!("{error:#}; waited {timeout:?} for it");
-                return Err(Fault::failed(Errno::ETIMEDOUT, why).into());
+        let socket = identity(&path).ok();
+        let state = match attempt(common, left.max(POLL_INTERVAL))? {
+            Attempt::Ready(client) => return show(&client, common),
+            Attempt::NotReady(state) => state,
+        };
+        if evidence.is_of_death(&state, socket) {
+            return ended("the server has died or is shutting down");
+        }
+        if left.is_zero() {
+            return Err(timeout_error(state, socket, &path, timeout));
+        }
+        thread::sleep(POLL_INTERVAL.min(left));
+    }
+}
+
+/// Returns the error after the timeout.
+fn timeout_error(state: State, socket: Option<Identity>, path: &Path, timeout: Duration) -> anyhow::Error {
+    let at = path.display();
+    let why = match (state, socket) {
+        (State::Unreachable(_), Some(_)) => {
+            format!(
+                "no server at {at}: a server that has died left the socket; waited {timeout:?} for another"
+            )
+        }
+        (State::Unreachable(error) | State::Lost(error) | State::Silent(error), _) => {
+            format!("{error:#}; waited {timeout:?} for it")
+        }
+    };
+    Fault::failed(Errno::ETIMEDOUT, why).into()
+}
+
+/// Result of one connection attempt at the control socket.
+enum Attempt {
+    /// The server answers.
+    Ready(Client),
+    /// The server does not answer.
+    NotReady(State),
+}
+
+/// Why a server does not answer.
+enum State {
+    /// The socket does not exist, or nobody listens at it.
+    Unreachable(anyhow::Error),
+    /// The server accepted the connection and closed it without an answer.
+    Lost(anyhow::Error),
+    /// The server did not answer in time.
+    Silent(anyhow::Error),
+}
+
+/// Evidence from the connection attempts so far that a server has died.
+struct Evidence {
+    /// The socket when the wait began. If nobody listens at it, a killed server left it, and the server that is
+    /// waited for replaces it.
+    first: Option<Identity>,
+    /// Another socket at which nobody listened in the last attempt: a server binds its socket before it listens.
+    suspect: Option<Identity>,
+    /// A server closed the connection.
+    is_lost: bool,
+}
+
+impl Evidence {
+    /// Adds one attempt. Returns true if a server served and does not any more. `socket` is the socket before the
+    /// attempt: after it, the socket may be that of the next server.
+    fn is_of_death(&mut self, state: &State, socket: Option<Identity>) -> bool {
+        match state {
+            State::Unreachable(_) => {
+                let suspect = socket.filter(|_| socket != self.first);
+                let is_dead = self.is_lost || suspect.is_some() && suspect == self.suspect;
+                self.suspect = suspect;
+                is_dead
             }
-            Err(_) => thread::sleep(LOOK_EVERY.min(left)),
+            State::Lost(_) => {
+                self.is_lost = true;
+                false
+            }
+            // Another server than the one that closed the connection.
+            State::Silent(_) => {
+                self.is_lost = false;
+                false
+            }
         }
     }
 }
 
-/// The socket is bound when all else is ready; that it also answers is asked with the least there
-/// is to ask.
-fn look(common: &Common, time: Duration) -> Result<Client> {
-    let mut client = Client::connect(common.control.as_deref())?;
-    client.answers_within(time)?;
+/// The process of `--pid`.
+struct ServerProcess {
+    pid: i32,
+    /// None if the process had ended before the wait began.
+    handle: Option<OwnedFd>,
+}
+
+impl ServerProcess {
+    fn open(pid: i32) -> Result<Self> {
+        let handle = match Pid::from_raw(pid).map(|pid| pidfd_open(pid, PidfdFlags::empty())) {
+            None | Some(Err(Os::SRCH)) => None,
+            Some(handle) => Some(handle.with_context(|| format!("--pid {pid}: cannot watch the process"))?),
+        };
+        Ok(Self { pid, handle })
+    }
+
+    /// Returns true if the process has ended, also if its parent has not waited for it yet.
+    fn has_ended(&self) -> Result<bool> {
+        let Some(handle) = &self.handle else { return Ok(true) };
+        match poll(&mut [PollFd::new(handle, PollFlags::IN)], Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) {
+            Ok(ready) => Ok(ready > 0),
+            Err(Os::INTR) => Ok(false),
+            Err(error) => bail!("--pid {}: cannot watch the process: {error}", self.pid),
+        }
+    }
+}
+
+/// Connects, and calls the cheapest verb: the server binds the socket when all devices exist, and is ready when
+/// it answers.
+///
+/// # Errors
+/// No server can be found there, however long it is waited for.
+fn attempt(common: &Common, time: Duration) -> Result<Attempt> {
+    let mut client = match Client::connect(common.control.as_deref()) {
+        Ok(client) => client,
+        Err(error) if error.downcast_ref::<Fault>().is_some_and(|fault| fault.is(Errno::ECONNREFUSED)) => {
+            return Ok(Attempt::NotReady(State::Unreachable(error)));
+        }
+        Err(error) => return Err(error),
+    };
+    client.set_timeout(time)?;
     match client.call(list::List::METHOD, &json!({ "pattern": "" })) {
-        Err(error) if !error.is::<Fault>() => {
-            // One that ends, or hangs: the next one may do better.
-            Err(Fault::failed(Errno::ECONNREFUSED, format!("{error:#}")).into())
-        }
-        answer => answer.map(|_| client),
+        Ok(_) => Ok(Attempt::Ready(client)),
+        Err(error) if error.is::<Fault>() => Err(error),
+        Err(error) if is_timeout(&error) => Ok(Attempt::NotReady(State::Silent(error))),
+        Err(error) => Ok(Attempt::NotReady(State::Lost(error))),
     }
 }
 
-fn is_absent(error: &anyhow::Error) -> bool {
-    error.downcast_ref::<Fault>().is_some_and(|fault| fault.is(Errno::ECONNREFUSED))
+fn is_timeout(error: &anyhow::Error) -> bool {
+    let cause = error.downcast_ref::<io::Error>();
+    cause.is_some_and(|cause| matches!(cause.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut))
 }
 
 fn show(client: &Client, common: &Common) -> Result<()> {

@@ -6,7 +6,7 @@ use freestone_spec::entries::nearest;
 
 use crate::error::Usage;
 
-/// Takes the words of a verb apart; each key is one of `allowed`, once.
+/// Parses the `key=value` words of a verb. Each key must be in `allowed` and occur only once.
 pub fn parse(
     name: &str,
     verb: &str,

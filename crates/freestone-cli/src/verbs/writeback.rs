@@ -1,4 +1,5 @@
-//! `writeback NAME WORDS`: writes pages of a RAM disk to its backing device, in the kernel's words.
+//! `writeback NAME WORDS`: writes pages of a RAM disk to its backing device. The words are those of
+//! zram's `writeback` attribute.
 
 use std::io::{self, Write};
 use std::ops::RangeInclusive;
@@ -12,10 +13,9 @@ use serde::{Deserialize, Serialize};
 use super::Verb;
 use crate::control::protocol::Fault;
 use crate::error::Usage;
-use crate::job::Kind;
+use crate::job::JobKind;
 use crate::service::Service;
 
-/// The verb.
 pub struct Writeback;
 
 /// The command line.
@@ -23,14 +23,13 @@ pub struct Writeback;
 pub struct Line {
     /// The ram device
     name: String,
-    /// What to write.
     #[arg(required = true, value_name = "WORD")]
-    #[arg(help = "idle, huge, huge_idle or incompressible (type=idle and so on will do); or any number of \
-                  page_index=N and page_indexes=LO-HI, pages of 4 KiB counted from 0")]
+    #[arg(help = "idle, huge, huge_idle or incompressible (also as type=idle); or page_index=N and \
+                page_indexes=LO-HI, counted in 4 KiB pages")]
     words: Vec<String>,
 }
 
-/// Its parameters: `type`, or pages.
+/// Parameters of the request: `type`, or pages.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -45,7 +44,7 @@ pub struct Params {
     page_indexes: Vec<String>,
 }
 
-/// Which pages.
+/// Type of pages to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Type {
@@ -73,7 +72,7 @@ impl TryFrom<Line> for Params {
         let refuse = |word: &str, why: &str| Usage(format!("{name}: writeback: {word}: {why}"));
         let (mut kind, mut page_index, mut page_indexes) = (None, Vec::new(), Vec::new());
         for word in line.words.iter().flat_map(|words| words.split_whitespace()) {
-            // A word alone is a type.
+            // A word without a key is a type.
             match word.split_once('=').unwrap_or(("type", word)) {
                 ("type", text) => {
                     let found = TYPES.iter().find(|(name, _)| *name == text);
@@ -96,13 +95,13 @@ impl TryFrom<Line> for Params {
     }
 }
 
-/// What was done.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Pages that are no longer in memory.
+    /// Number of pages that left memory.
     pages: u64,
-    /// Blocks of 4 KiB that were written.
+    /// Number of 4 KiB blocks written.
     blocks: u64,
 }
 
@@ -120,9 +119,9 @@ impl Verb for Writeback {
         if ram.config().backing.is_none() {
             return Err(failed(&name, (ram::Written::default(), ram::WritebackError::NoBacking)));
         }
-        let what = params.what(ram.config().disksize.div_ceil(PAGE_BYTES as u64))?;
-        let job = service.jobs.begin(&name, Self::METHOD, Kind::BESIDE)?;
-        let done = ram.writeback_watched(&what, &mut |done, total| job.at(done, total));
+        let selection = params.selection(ram.config().disksize.div_ceil(PAGE_BYTES as u64))?;
+        let job = service.jobs.begin(&name, Self::METHOD, JobKind::CONCURRENT)?;
+        let done = ram.writeback_watched(&selection, &mut |done, total| job.advance(done, total));
         let done = done.map_err(|(done, error)| match error {
             ram::WritebackError::Cancelled => counted(job.cancelled(&written(done)), done),
             error => failed(&name, (done, error)),
@@ -157,14 +156,14 @@ fn counted(fault: Fault, ram::Written { pages, blocks }: ram::Written) -> Fault 
 }
 
 impl Params {
-    /// What is asked of a disk with so many pages.
-    fn what(self, pages: u64) -> Result<ram::Writeback, Fault> {
+    /// Returns the selected pages of a disk with `pages` pages.
+    fn selection(self, pages: u64) -> Result<ram::Writeback, Fault> {
         let Self { name, kind, page_index, page_indexes } = self;
         let invalid = |why: &str| Fault::invalid(format!("{name}: writeback: {why}"));
         let listed = !(page_index.is_empty() && page_indexes.is_empty());
         match kind {
             Some(_) if listed => return Err(invalid("a type, or page_index and page_indexes, but not both")),
-            None if !listed => return Err(invalid(&format!("nothing is said; {ALLOWED}"))),
+            None if !listed => return Err(invalid(&format!("no pages selected; {ALLOWED}"))),
             Some(Type::Idle) => return Ok(ram::Writeback::Idle),
             Some(Type::Huge) => return Ok(ram::Writeback::Huge),
             Some(Type::HugeIdle) => return Ok(ram::Writeback::HugeIdle),
@@ -200,14 +199,13 @@ impl Params {
     }
 }
 
-/// `LO-HI`; which is larger is not looked at.
+/// Parses `LO-HI`, without comparing both.
 fn parse_range(text: &str) -> Option<RangeInclusive<u64>> {
     let (low, high) = text.split_once('-')?;
     Some(low.parse().ok()?..=high.parse().ok()?)
 }
 
-/// The same pages, each once: however often a request names a page, the work is that of the disk's
-/// size.
+/// Returns the same pages, each once, so that the work is bounded by the size of the disk.
 fn merged(mut ranges: Vec<RangeInclusive<u64>>) -> Vec<RangeInclusive<u64>> {
     ranges.sort_unstable_by_key(|range| *range.start());
     let mut merged: Vec<RangeInclusive<u64>> = Vec::new();

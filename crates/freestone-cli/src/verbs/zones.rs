@@ -1,5 +1,5 @@
-//! `zones NAME [report|open|close|finish|reset]`: the zones of a device, shown as `blkzone report`
-//! of util-linux does.
+//! `zones NAME [report|open|close|finish|reset]`: reports and changes the zones of a device.
+//! Reports have the format of util-linux's `blkzone report`.
 
 use std::io::{self, Write};
 
@@ -15,50 +15,50 @@ use super::{Verb, errno_of};
 use crate::control::protocol::Fault;
 use crate::service::Service;
 
-/// Zones of one answer: what a line of JSON can bear.
+/// Maximum number of zones in a response.
 const ROWS_MAX: u64 = 65_536;
 
-/// The verb.
 pub struct Zones;
 
-/// Its parameters, and the command line.
+/// Parameters of the request, also the command line.
 #[derive(Debug, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
     /// A device with zoned=1
     name: String,
-    /// What to do with the zones
+    /// Action on the zones
     #[arg(value_enum, default_value_t = Action::Report)]
     #[serde(default)]
     action: Action,
-    /// Begin with the zone that lies there: bytes, with a unit
+    /// Offset of the first zone, with a unit
     #[arg(long, value_name = "OFFSET", default_value = "0", value_parser = parse_offset)]
     #[serde(default)]
     offset: u64,
-    /// So many zones [default: all from there on]
+    /// Number of zones [default: to the end]
     #[arg(long, value_name = "N")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     count: Option<u64>,
 }
 
-/// What is done.
+/// Action on the zones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Action {
-    /// Show them
+    /// Report the zones
     #[default]
     Report,
-    /// Open them explicitly
+    /// Open the zones explicitly
     Open,
-    /// Close them
+    /// Close the zones
     Close,
-    /// Make them full
+    /// Finish the zones: make them full
     Finish,
-    /// Empty them
+    /// Reset the zones: make them empty
     Reset,
 }
 
 impl Action {
+    /// Returns the operation and its participle for messages; `None` for a report.
     const fn op(self) -> Option<(ZoneOp, &'static str)> {
         match self {
             Self::Report => None,
@@ -70,35 +70,35 @@ impl Action {
     }
 }
 
-/// What was found or done.
+/// Result of the verb.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
     name: String,
-    /// Zones that were reported, or that something was done to.
+    /// Number of zones that were reported or changed.
     count: u64,
-    /// Of a report.
+    /// Zones of a report.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     zones: Option<Vec<Row>>,
-    /// Where a report goes on that was too long for one answer.
+    /// Offset of the next zone, if the report was too long for one response.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     next: Option<u64>,
 }
 
-/// A zone; all in bytes.
+/// A zone. Offsets and lengths are in bytes.
 #[derive(Debug, Serialize, Deserialize)]
 struct Row {
     start: u64,
     len: u64,
     capacity: u64,
-    /// Absolute; the end of zones that have none.
+    /// Absolute offset; the end of the zone if it has no write pointer.
     write_pointer: u64,
-    /// The kernel's name.
+    /// The kernel's name of the zone type.
     r#type: String,
-    /// The kernel's name, as in its trace points.
+    /// The kernel's name of the condition, as in its trace points.
     condition: String,
 }
 
-/// Names and numbers of conditions: the kernel's `blk_zone_cond`, its name for it, `blkzone`'s.
+/// Conditions with the number and name of the kernel's `blk_zone_cond`, and the name of `blkzone`.
 const CONDITIONS: [(ZoneCondition, u8, &str, &str); 8] = [
     (ZoneCondition::NotWritePointer, 0x0, "NOT_WP", "nw"),
     (ZoneCondition::Empty, 0x1, "EMPTY", "em"),
@@ -109,11 +109,11 @@ const CONDITIONS: [(ZoneCondition, u8, &str, &str); 8] = [
     (ZoneCondition::Full, 0xe, "FULL", "fu"),
     (ZoneCondition::Offline, 0xf, "OFFLINE", "of"),
 ];
-/// Names of types with the kernel's numbers.
+/// Zone types with the kernel's numbers and names.
 const TYPES: [(ZoneType, u8, &str); 2] =
     [(ZoneType::Conventional, 1, "CONVENTIONAL"), (ZoneType::SequentialRequired, 2, "SEQ_WRITE_REQUIRED")];
 
-/// The kernel's name of a condition.
+/// Returns the kernel's name of a condition.
 pub fn condition_word(condition: ZoneCondition) -> &'static str {
     let row = CONDITIONS.iter().find(|(known, ..)| *known == condition);
     row.map(|(_, _, name, _)| *name).unwrap_or_default()
@@ -132,8 +132,8 @@ impl Row {
         }
     }
 
-    /// As `blkzone report` writes it, in sectors. There are no hints of zones to be reset or
-    /// written in any order.
+    /// Returns the zone as a line of `blkzone report`, in sectors. The flags `reset` and `non-seq`
+    /// are always 0.
     fn line(&self) -> String {
         let condition = CONDITIONS.iter().find(|(_, _, name, _)| *name == self.condition);
         let (number, short) = condition.map_or((0, "?"), |(_, number, _, short)| (*number, *short));
@@ -158,7 +158,7 @@ impl Verb for Zones {
     type Params = Params;
     type Reply = Reply;
 
-    // Waits for writes that are in flight: nothing is claimed.
+    // Claims nothing: the verb waits for writes in flight.
     fn run(service: &Service, params: Params) -> Result<Reply, Fault> {
         let Params { name, action, offset, count } = params;
         let entry = service.find(&name)?;
@@ -197,20 +197,20 @@ fn report(name: &str, zoned: &dyn Zoned, offset: u64, count: Option<u64>) -> Res
     let (mut rows, mut next) = (Vec::new(), None);
     zoned
         .report(offset, &mut |zone| {
-            let have = rows.len() as u64;
-            if have < most && have == ROWS_MAX {
+            let reported = rows.len() as u64;
+            if reported < most && reported == ROWS_MAX {
                 next = Some(zone.start);
             }
-            if have < most.min(ROWS_MAX) {
+            if reported < most.min(ROWS_MAX) {
                 rows.push(Row::of(&zone));
             }
             (rows.len() as u64) < most && next.is_none()
         })
-        .map_err(|error| outside(name, offset, error))?;
+        .map_err(|error| range_fault(name, offset, error))?;
     Ok(Reply { name: name.to_owned(), count: rows.len() as u64, zones: Some(rows), next })
 }
 
-/// One zone after the other, until one cannot.
+/// Applies an operation to one zone after the other, up to the first failure.
 fn operate(
     name: &str,
     zoned: &dyn Zoned,
@@ -223,7 +223,7 @@ fn operate(
     };
     let size = zoned.geometry().size;
     if offset >= size {
-        return Err(outside(name, offset, Error::OutOfRange));
+        return Err(range_fault(name, offset, Error::OutOfRange));
     }
     let first = offset / geometry.zone_size;
     let left = u64::from(geometry.nr_zones) - first;
@@ -236,7 +236,7 @@ fn operate(
     };
     let reply = |count| Reply { name: name.to_owned(), count, zones: None, next: None };
     if op == ZoneOp::Reset && count == u64::from(geometry.nr_zones) {
-        // All of them: those that cannot be reset are left alone, as in the kernel.
+        // As in the kernel, a reset of all zones skips those that cannot be reset.
         let all = zoned.reset_all();
         all.map_err(|error| Fault::failed(errno_of(error), format!("{name}: zones: {error}")))?;
         return Ok(reply(count));
@@ -253,7 +253,7 @@ fn operate(
     Ok(reply(count))
 }
 
-fn outside(name: &str, offset: u64, error: Error) -> Fault {
+fn range_fault(name: &str, offset: u64, error: Error) -> Fault {
     match error {
         Error::OutOfRange => {
             Fault::invalid(format!("{name}: zones: offset={}: behind the end of the device", place(offset)))
@@ -269,7 +269,7 @@ mod tests {
     use super::Row;
 
     #[test]
-    fn lines_are_those_of_blkzone() {
+    fn zone_line_equals_blkzone_report() {
         let zone = |start: u64, wp: u64, kind, condition| {
             let (len, capacity) = (256 << 20, 192 << 20);
             Row::of(&Zone { start, len, capacity, write_pointer: start + wp, kind, condition }).line()

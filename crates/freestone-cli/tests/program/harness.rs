@@ -1,4 +1,4 @@
-//! Starts the program, talks to it, and ends it.
+//! Starts and stops the program, and sends it verbs.
 
 use std::ffi::OsStr;
 use std::fs::{self, Permissions};
@@ -15,21 +15,22 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Longest time until a line that was logged is in its file.
+/// Deadline for a logged line to appear in the log file.
 #[allow(dead_code, reason = "the tests of the command line do not look at it")]
 const LOG_MAX: Duration = Duration::from_secs(60);
 #[allow(dead_code, reason = "the tests of the command line do not look at it")]
 const LOG_PAUSE: Duration = Duration::from_millis(5);
 
-/// The user without rights, where the tests run as root.
+/// A user without rights, for tests that run as root.
 pub const NOBODY: u32 = 65534;
 
-/// The program, with its default paths in `dir`.
+/// Returns a command of the program with its default paths in `dir`.
 pub fn freestone(dir: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_freestone"));
     command
         .env("XDG_RUNTIME_DIR", dir)
         .env("XDG_CACHE_HOME", dir.join("cached"))
+        .env("FREESTONE_MOUNTS", dir.join("mounts"))
         .env_remove("FREESTONE_CACHE")
         .env_remove("CACHE_DIRECTORY")
         .env_remove("RUST_LOG")
@@ -39,7 +40,7 @@ pub fn freestone(dir: &Path) -> Command {
     command
 }
 
-/// The program, which hears hangups also where the tests are run by somebody who does not (nohup).
+/// Like [`freestone`], with SIGHUP at its default action, even if the tests run under nohup.
 #[allow(dead_code, reason = "not all tests that share this file send any")]
 pub fn hearing_hangups(dir: &Path) -> Command {
     let program = freestone(dir);
@@ -55,15 +56,15 @@ pub fn hearing_hangups(dir: &Path) -> Command {
     command
 }
 
-/// The program run by somebody whom file modes apply to: root is not such a one.
+/// Returns a command that runs as a user other than root, so that file modes apply.
 pub fn unprivileged(dir: &Path) -> Command {
     if !rustix::process::geteuid().is_root() {
         return freestone(dir);
     }
-    // Where the build directory lies, nobody may not be allowed to look.
+    // That user may lack access to the build directory.
     let copy = dir.join("freestone-copy");
-    // By cp: a descriptor of ours, open for writing, could be inherited by what another test starts
-    // just then, and the copy could not be run ("text file busy").
+    // Copied by cp: a child of another test, started at the same time, could inherit our writable descriptor and make
+    // exec of the copy fail ("text file busy").
     assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_freestone")).arg(&copy).status().unwrap().success());
     fs::set_permissions(&copy, Permissions::from_mode(0o755)).unwrap();
     fs::set_permissions(dir, Permissions::from_mode(0o755)).unwrap();
@@ -72,40 +73,40 @@ pub fn unprivileged(dir: &Path) -> Command {
     command
 }
 
-/// Runs to the end. Returns exit status, stdout, stderr.
+/// Runs a command to its end. Returns exit status, stdout and stderr.
 pub fn finish(command: &mut Command) -> (i32, String, String) {
     let Output { status, stdout, stderr } = command.output().unwrap();
     (status.code().unwrap_or(-1), String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap())
 }
 
-/// Runs a command line that must fail with `status`; returns the one sentence on stderr.
+/// Runs a command line that must fail with `status`. Returns the one message on stderr.
 pub fn refused(dir: &Path, status: i32, args: &[&str]) -> String {
     let (code, out, err) = finish(freestone(dir).args(args));
     assert_eq!((code, out.as_str()), (status, ""), "{args:?}: {err}");
     sentence(&err)
 }
 
-/// Checks that stderr is one line, and returns it without the program's name.
+/// Checks that stderr is one line, and returns it without the name of the program.
 pub fn sentence(stderr: &str) -> String {
     assert_eq!(stderr.lines().count(), 1, "{stderr}");
     stderr.trim_end().strip_prefix("freestone: ").unwrap_or_else(|| panic!("{stderr}")).to_owned()
 }
 
-/// A running server in a directory of its own.
+/// A running server with a directory of its own.
 pub struct Serve {
     pub dir: TempDir,
     child: Child,
-    /// What it said when it was ready.
-    pub said: String,
+    /// Output of the server until it was ready.
+    pub startup_output: String,
 }
 
 impl Serve {
-    /// Serves at `nbd` and `control` in a fresh directory.
+    /// Serves at `nbd` and `control` in a new directory.
     pub fn start<S: AsRef<OsStr>>(devices: &[S]) -> Self {
         Self::start_in(tempfile::tempdir().unwrap(), devices, true)
     }
 
-    /// The same in a given directory; without `named`, at the default paths.
+    /// Like [`start`](Self::start), in a given directory. Without `named` the server uses the default paths.
     pub fn start_in<S: AsRef<OsStr>>(dir: TempDir, args: &[S], named: bool) -> Self {
         let mut command = freestone(dir.path());
         command.arg("serve").args(args);
@@ -115,8 +116,7 @@ impl Serve {
         Self::ready(dir, command)
     }
 
-    /// As [`start_in`](Self::start_in), at the default paths; what the server logs is in the file
-    /// `log`.
+    /// Like [`start_in`](Self::start_in) at the default paths. The log goes to the file `log`.
     #[allow(dead_code, reason = "the tests of the command line do not look at it")]
     pub fn logged_in<S: AsRef<OsStr>>(dir: TempDir, args: &[S]) -> Self {
         let mut command = freestone(dir.path());
@@ -124,7 +124,7 @@ impl Serve {
         Self::ready(dir, command)
     }
 
-    /// Waits until the file `log` contains a text, as the server's own thread writes it. Returns the file.
+    /// Waits until the file `log` contains `text`, which a thread of the server writes. Returns the file.
     #[allow(dead_code, reason = "the tests of the command line do not look at it")]
     #[track_caller]
     pub fn log_with(&self, text: &str) -> String {
@@ -139,16 +139,16 @@ impl Serve {
         }
     }
 
-    /// Waits until the server that the command starts is ready.
+    /// Starts `command` and waits until the server is ready.
     pub fn ready(dir: TempDir, mut command: Command) -> Self {
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
-        let mut said = String::new();
+        let mut output = String::new();
         let mut lines = BufReader::new(child.stdout.as_mut().unwrap());
-        // The line about the control socket is the last one.
-        while !said.contains("control: ") {
-            assert_ne!(lines.read_line(&mut said).unwrap(), 0, "the server ended: {said}");
+        // The server prints the control socket last.
+        while !output.contains("control: ") {
+            assert_ne!(lines.read_line(&mut output).unwrap(), 0, "the server ended: {output}");
         }
-        Self { dir, child, said }
+        Self { dir, child, startup_output: output }
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -161,27 +161,27 @@ impl Serve {
         command
     }
 
-    /// A verb; its status, and what it says on stdout and stderr.
+    /// Runs a verb. Returns status, stdout and stderr.
     #[allow(dead_code, reason = "not all tests that share this file need it")]
-    pub fn tried(&self, args: &[&str]) -> (i32, String, String) {
+    pub fn run_verb(&self, args: &[&str]) -> (i32, String, String) {
         finish(&mut self.command(args))
     }
 
-    /// A verb that succeeds; what it shows to people.
+    /// Runs a verb that must succeed. Returns its output.
     pub fn text(&self, args: &[&str]) -> String {
         let (code, out, err) = finish(&mut self.command(args));
         assert_eq!((code, err.as_str()), (0, ""), "{args:?}");
         out
     }
 
-    /// A verb that succeeds, with --json.
+    /// Runs a verb that must succeed, with `--json`.
     pub fn json(&self, args: &[&str]) -> Value {
         let (code, out, err) = finish(self.command(args).arg("--json"));
         assert_eq!((code, err.as_str()), (0, ""), "{args:?}");
         serde_json::from_str(&out).unwrap()
     }
 
-    /// A verb that fails with `status`; its sentence.
+    /// Runs a verb that must fail with `status`. Returns its message.
     pub fn refused(&self, status: i32, args: &[&str]) -> String {
         let (code, out, err) = finish(&mut self.command(args));
         assert_eq!((code, out.as_str()), (status, ""), "{args:?}: {err}");
@@ -200,7 +200,7 @@ impl Serve {
         kill_process(self.pid(), signal).unwrap();
     }
 
-    /// Waits for the end; returns the exit status and the directory.
+    /// Waits for the end. Returns exit status and directory.
     pub fn wait(mut self) -> (Option<i32>, TempDir) {
         let code = self.child.wait().unwrap().code();
         let dir = std::mem::replace(&mut self.dir, tempfile::tempdir().unwrap());
@@ -210,14 +210,13 @@ impl Serve {
 
 impl Drop for Serve {
     fn drop(&mut self) {
-        // A failed test must not leave a server behind; after `wait` it has ended and this does
-        // nothing.
+        // A failed test must not leave a server behind. After `wait` the server has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Sends a line to a control socket and reads the answer.
+/// Sends a line to a control socket and reads the reply.
 pub fn ask(stream: &UnixStream, line: &[u8]) -> Value {
     let mut stream = stream;
     stream.write_all(line).unwrap();
@@ -225,17 +224,17 @@ pub fn ask(stream: &UnixStream, line: &[u8]) -> Value {
     answer(stream)
 }
 
-/// Reads one line of a control socket.
+/// Reads one line from a control socket.
 pub fn answer(stream: &UnixStream) -> Value {
     let mut line = String::new();
     BufReader::new(stream).read_line(&mut line).unwrap();
     serde_json::from_str(&line).unwrap()
 }
 
-/// Connects to an export as the oldest clients do. Returns its size.
+/// Connects to an export by `NBD_OPT_EXPORT_NAME`, as the oldest clients do. Returns its size.
 pub fn connect_nbd<S: Read + Write>(stream: &mut S, name: &str) -> u64 {
     const OPT_EXPORT_NAME: u32 = 1;
-    // Fixed newstyle, no padding.
+    // NBD_FLAG_C_FIXED_NEWSTYLE and NBD_FLAG_C_NO_ZEROES.
     const CLIENT_FLAGS: u32 = 3;
     let mut greeting = [0; 18];
     stream.read_exact(&mut greeting).unwrap();

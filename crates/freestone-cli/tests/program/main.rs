@@ -1,7 +1,7 @@
-//! The built program as its users meet it: its command line and sockets, clients that Debian ships,
-//! test drives, and what stalls.
+//! Tests of the built program as users meet it: command line, sockets, clients that Debian ships,
+//! test drives, and stalled clients, disks and verbs.
 
-// `#[test]` passes if a program is missing and this is not continuous integration.
+// This `#[test]` passes if a program is missing outside continuous integration.
 #[macro_use]
 extern crate freestone_testkit;
 

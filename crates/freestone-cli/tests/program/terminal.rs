@@ -1,4 +1,4 @@
-//! The program on a terminal: `script` gives it one.
+//! Runs the program on a pseudoterminal, by `script`.
 
 use std::io::{Read as _, Write as _};
 use std::process::{Child, Stdio};
@@ -10,7 +10,7 @@ use crate::clients::tools::tool;
 use crate::harness::Serve;
 use crate::stalls::ANSWER_MAX;
 
-/// A client on a terminal of 100 columns and 24 lines, with Ctrl-C as there.
+/// A client on a terminal of 100 columns and 24 lines, where Ctrl-C interrupts.
 pub struct Terminal {
     script: Child,
     shown: String,
@@ -22,7 +22,7 @@ impl Terminal {
         Self::shell(serve, &format!("exec {} {args} --control control", env!("CARGO_BIN_EXE_freestone")))
     }
 
-    /// Runs a line of a shell.
+    /// Runs a shell command line.
     pub fn shell(serve: &Serve, line: &str) -> Self {
         let line = format!("stty cols 100 rows 24; {line}");
         let mut script = tool("env");
@@ -32,7 +32,7 @@ impl Terminal {
         Self { script, shown: String::new() }
     }
 
-    /// Reads until it shows this, after what was waited for before.
+    /// Reads until the terminal shows `shown`, searching from the end of the previous match.
     #[track_caller]
     pub fn until(&mut self, shown: &str) -> String {
         let start = Instant::now();
@@ -47,7 +47,7 @@ impl Terminal {
         }
     }
 
-    /// Reads what there is; its length, 0 if nothing comes in that time.
+    /// Reads what is available and returns its length, or 0 if nothing arrives within the time.
     fn more(&mut self, within: Duration) -> usize {
         let stdout = self.script.stdout.as_mut().unwrap();
         let within = Timespec::try_from(within).unwrap();
@@ -60,12 +60,12 @@ impl Terminal {
         len
     }
 
-    /// Types; `\x03` is Ctrl-C.
+    /// Types keys; `\x03` is Ctrl-C.
     pub fn keys(&mut self, keys: &str) {
         self.script.stdin.as_mut().unwrap().write_all(keys.as_bytes()).unwrap();
     }
 
-    /// Reads the rest; the status.
+    /// Reads the rest. Returns the exit status and the text.
     pub fn end(mut self) -> (Option<i32>, String) {
         let mut rest = std::mem::take(&mut self.shown);
         self.script.stdout.as_mut().unwrap().read_to_string(&mut rest).unwrap();

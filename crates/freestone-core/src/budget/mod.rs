@@ -1,21 +1,20 @@
-//! A budget of bytes that the queues of a process share: what they hold for requests that are not
-//! answered yet.
+//! A memory budget for requests in flight, shared by all queues of the process.
 //!
-//! Each queue has a [`Share`], takes bytes before it allocates them, and gives them back. A share that
-//! finds none waits, and is woken when they are granted.
+//! Each queue has a [`Share`], takes bytes before it allocates buffers, and returns them afterwards. If no
+//! bytes are available the share waits, and is woken when bytes are granted.
 //!
 //! # Fairness
-//! Nothing that is held can be taken away, and a hung disk, a rate limit or a client that reads nothing
-//! may hold it for good. So what a device and a connection may hold depends on what is free, which
-//! leaves a part for everyone who comes later:
-//! * All shares of a device together hold at most a quarter of what is free (`DEVICE_PART`).
-//! * A share holds at most twice what its device may still take (`SHARE_ROOMS`).
-//! * A device that holds nothing may take all that is free, and so may, beside the above, one share of
-//!   each device that holds nothing: the largest request passes.
-//! * An eighth is for shares that hold little ([`LITTLE_BYTES`]), by the same rule for each device.
+//! Taken bytes cannot be revoked, and a hung disk, a rate limit or a client that does not read may hold them
+//! forever. Therefore the limits of a device and a share depend on the free part of the budget, so that some
+//! of it is left for later ones:
+//! * All shares of a device together hold at most a quarter of the free bytes (`DEVICE_PART`).
+//! * A share holds at most twice the bytes that its device may still take (`SHARE_ROOMS`).
+//! * A device that holds nothing may take all free bytes. In addition, one share of each device may exceed
+//!   the device's limit if that share holds nothing. So even the largest request is served.
+//! * An eighth is reserved for shares that hold little ([`LITTLE_BYTES`]), by the same rule for each device.
 //!
-//! Shares that wait are looked at whenever bytes come back: first those that asked first, and each
-//! device in turn. None waits for another one that cannot be granted yet.
+//! Whenever bytes are returned, waiting shares are checked in order of arrival, devices in turn. A share that
+//! can be served does not wait behind one that cannot.
 
 #[cfg(all(test, not(loom)))]
 mod tests;
@@ -25,30 +24,30 @@ use std::collections::{HashMap, VecDeque};
 use crate::device::Failures;
 use crate::sync::{Arc, Mutex, MutexGuard};
 
-/// A share that holds at most so many bytes may use the part of the budget that is kept for such.
+/// Maximum bytes held by a share that may use the reserved part of the budget.
 pub const LITTLE_BYTES: u64 = 512 << 10;
-/// The part that is kept for them: one of so many.
-const KEPT_PART: u64 = 8;
-/// A device holds at most this part, one of so many, of what is free: a fifth of the budget alone,
-/// and ten busy devices a fourteenth each.
+/// The reserved part is `1/RESERVED_PART` of the budget.
+const RESERVED_PART: u64 = 8;
+/// A device may hold `1/DEVICE_PART` of the free bytes: a fifth of the budget if it is the only one, a
+/// fourteenth each if ten are busy.
 const DEVICE_PART: u64 = 4;
-/// A share holds at most so many times what its device may still take: a seventh of the budget if it
-/// is the only one.
+/// A share may hold `SHARE_ROOMS` times the bytes that its device may still take: a seventh of the budget if it
+/// is the only share.
 const SHARE_ROOMS: u64 = 2;
-/// The least budget: the largest request (32 MiB in one buffer) has room beside what is kept.
+/// Minimum budget in bytes: the largest request (32 MiB in one buffer) fits beside the reserved part.
 pub const MIN_BYTES: u64 = 64 << 20;
-/// What a process has unless it is told.
+/// Default budget of a process in bytes.
 pub const DEFAULT_BYTES: u64 = 256 << 20;
 
-/// Called when bytes were granted to who waited for them; short, and not from under a lock.
+/// Receiver of a grant. Called without locks held; must return quickly.
 pub trait Granted: Send + Sync {
-    /// What the share waited for is there.
+    /// The bytes that the share waited for have been granted.
     fn granted(&self);
 }
 
-/// Bytes that can be taken.
+/// A budget of bytes.
 ///
-/// Lock order: `state` is innermost, held for a look or a change. Who waits is told outside of it.
+/// Lock order: `state` is innermost, held for a look-up or a change. [`Granted`] is called without it.
 #[derive(Debug)]
 pub struct Budget {
     state: Mutex<State>,
@@ -58,20 +57,20 @@ pub struct Budget {
 struct State {
     limit: u64,
     main: Pool,
-    kept: Pool,
-    /// Entries of no share are in `free_shares`.
+    reserved: Pool,
+    /// Unused entries are listed in `free_shares`.
     shares: Vec<Holding>,
     free_shares: Vec<usize>,
-    /// Entries of no device are in `free_groups`.
+    /// Unused entries are listed in `free_groups`.
     groups: Vec<Group>,
     free_groups: Vec<usize>,
-    /// Groups by the address of what identifies their device.
+    /// Index of each device's group, by the address of its `Failures`.
     by_device: HashMap<usize, usize>,
-    /// Groups in which shares wait; the one whose turn is next first.
+    /// Groups with waiting shares, in the order of their turns.
     waiting: VecDeque<usize>,
 }
 
-/// A part of the budget.
+/// The common or the reserved part of the budget.
 #[derive(Debug)]
 struct Pool {
     limit: u64,
@@ -84,56 +83,55 @@ impl Pool {
     }
 }
 
-/// What a share has.
+/// Bytes of one share.
 #[derive(Default)]
 struct Holding {
     group: usize,
     main: u64,
-    kept: u64,
-    /// Bytes it waits for, and who is told.
+    reserved: u64,
+    /// Bytes that the share waits for; 0 if it does not wait.
     wants: u64,
-    who: Option<Arc<dyn Granted>>,
+    receiver: Option<Arc<dyn Granted>>,
 }
 
 impl std::fmt::Debug for Holding {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Holding({} + {}, wants {})", self.main, self.kept, self.wants)
+        write!(f, "Holding({} + {}, wants {})", self.main, self.reserved, self.wants)
     }
 }
 
-/// The shares of a device.
 #[derive(Debug, Default)]
 struct Group {
-    /// Identifies the device: no other one has this address as long as it is here.
+    /// Identifies the device: the address is unique while this reference exists.
     device: Option<Arc<Failures>>,
     shares: usize,
     main: u64,
-    kept: u64,
-    /// The share that holds more than the device may take.
+    reserved: u64,
+    /// The share that holds more than the device's limit.
     beyond: Option<usize>,
-    /// Shares that wait, the first one first.
+    /// Waiting shares in order of arrival.
     waiting: VecDeque<usize>,
 }
 
-/// Where bytes come from.
+/// The pool that bytes are taken from.
 #[derive(Debug, Clone, Copy)]
 enum Source {
     Main,
-    /// The same, although the device may take no more.
+    /// The main pool, exceeding the device's limit.
     Beyond,
-    Kept,
+    Reserved,
 }
 
 impl Budget {
-    /// A budget of so many bytes, at least [`MIN_BYTES`].
+    /// Creates a budget of `bytes`, at least [`MIN_BYTES`].
     pub fn new(bytes: u64) -> Arc<Self> {
         let limit = bytes.max(MIN_BYTES);
-        let kept = limit / KEPT_PART;
+        let reserved = limit / RESERVED_PART;
         Arc::new(Self {
             state: Mutex::new(State {
                 limit,
-                main: Pool { limit: limit - kept, used: 0 },
-                kept: Pool { limit: kept, used: 0 },
+                main: Pool { limit: limit - reserved, used: 0 },
+                reserved: Pool { limit: reserved, used: 0 },
                 shares: Vec::new(),
                 free_shares: Vec::new(),
                 groups: Vec::new(),
@@ -144,37 +142,37 @@ impl Budget {
         })
     }
 
-    /// A share of the device whose failures are counted in `device`. It holds nothing; `who` is told
-    /// when it was given what it waited for.
+    /// Creates an empty share for a queue of the device with these failure counters. `who` is called when
+    /// bytes that the share waits for are granted.
     pub fn share(self: &Arc<Self>, device: &Arc<Failures>, who: Arc<dyn Granted>) -> Share {
-        let id = self.state.lock().join(device, who);
+        let id = self.state.lock().add_share(device, who);
         Share { budget: Arc::clone(self), id, taken: 0, waits: false, used: false }
     }
 
-    /// All bytes, and those that are taken.
+    /// Returns the total bytes, and the bytes taken.
     pub fn bytes(&self) -> (u64, u64) {
         let state = self.state.lock();
-        (state.limit, state.main.used + state.kept.used)
+        (state.limit, state.main.used + state.reserved.used)
     }
 }
 
-/// Gives what is free to those that wait, and tells them.
+/// Grants free bytes to waiting shares, and notifies these without the lock.
 fn serve(mut state: MutexGuard<'_, State>) {
     let mut served = Vec::new();
     for _ in 0..state.waiting.len() {
         state.serve_next_group(&mut served);
     }
     drop(state);
-    for who in served {
-        who.granted();
+    for receiver in served {
+        receiver.granted();
     }
 }
 
-fn address_of(device: &Arc<Failures>) -> usize {
+fn device_key(device: &Arc<Failures>) -> usize {
     Arc::as_ptr(device).addr()
 }
 
-/// Puts a value into a free entry, and returns which one.
+/// Stores a value in a free or new entry. Returns its index.
 fn insert<T>(entries: &mut Vec<T>, free: &mut Vec<usize>, value: T) -> usize {
     if let Some(index) = free.pop() {
         entries[index] = value;
@@ -185,31 +183,30 @@ fn insert<T>(entries: &mut Vec<T>, free: &mut Vec<usize>, value: T) -> usize {
 }
 
 impl State {
-    /// Adds a share.
-    fn join(&mut self, device: &Arc<Failures>, who: Arc<dyn Granted>) -> usize {
+    fn add_share(&mut self, device: &Arc<Failures>, who: Arc<dyn Granted>) -> usize {
         let (groups, free) = (&mut self.groups, &mut self.free_groups);
-        let group = *self.by_device.entry(address_of(device)).or_insert_with(|| {
+        let group = *self.by_device.entry(device_key(device)).or_insert_with(|| {
             insert(groups, free, Group { device: Some(Arc::clone(device)), ..Group::default() })
         });
         self.groups[group].shares += 1;
         insert(
             &mut self.shares,
             &mut self.free_shares,
-            Holding { group, who: Some(who), ..Holding::default() },
+            Holding { group, receiver: Some(who), ..Holding::default() },
         )
     }
 
-    /// Takes bytes for a share that does not wait; false: there are none for it.
+    /// Takes bytes for a share that does not wait. Returns false if the share may not have them now.
     fn take(&mut self, id: usize, bytes: u64) -> bool {
         let source = self.source(id, bytes, self.groups[self.shares[id].group].waiting.is_empty());
         if let Some(source) = source {
-            self.give(id, bytes, source);
+            self.grant(id, bytes, source);
         }
         source.is_some()
     }
 
-    /// Returns from where a share may have bytes now. `has_turn`: no share of its device waits for more
-    /// than little.
+    /// Returns the pool from which a share may take bytes now. `has_turn` is true if no share of the device
+    /// waits; otherwise only the reserved pool is allowed.
     fn source(&self, id: usize, bytes: u64, has_turn: bool) -> Option<Source> {
         let share = &self.shares[id];
         let group = &self.groups[share.group];
@@ -223,27 +220,27 @@ impl State {
                 return Some(Source::Beyond);
             }
         }
-        let free = self.kept.free();
-        let is_little = share.main + share.kept + bytes <= LITTLE_BYTES && bytes <= free;
-        (is_little && (group.kept == 0 || group.kept + bytes <= free / DEVICE_PART)).then_some(Source::Kept)
+        let free = self.reserved.free();
+        let is_little = share.main + share.reserved + bytes <= LITTLE_BYTES && bytes <= free;
+        (is_little && (group.reserved == 0 || group.reserved + bytes <= free / DEVICE_PART))
+            .then_some(Source::Reserved)
     }
 
-    fn give(&mut self, id: usize, bytes: u64, source: Source) {
+    fn grant(&mut self, id: usize, bytes: u64, source: Source) {
         let share = &mut self.shares[id];
         let group = &mut self.groups[share.group];
-        let (pool, of_group, of_share) = match source {
-            Source::Kept => (&mut self.kept, &mut group.kept, &mut share.kept),
+        let (pool, group_bytes, share_bytes) = match source {
+            Source::Reserved => (&mut self.reserved, &mut group.reserved, &mut share.reserved),
             Source::Main | Source::Beyond => (&mut self.main, &mut group.main, &mut share.main),
         };
         pool.used += bytes;
-        *of_group += bytes;
-        *of_share += bytes;
+        *group_bytes += bytes;
+        *share_bytes += bytes;
         if matches!(source, Source::Beyond) {
             group.beyond = Some(id);
         }
     }
 
-    /// The share waits for bytes from now on.
     fn wait(&mut self, id: usize, bytes: u64) {
         let share = &mut self.shares[id];
         share.wants = bytes;
@@ -254,16 +251,16 @@ impl State {
         group.waiting.push_back(id);
     }
 
-    /// Gives shares of a device that wait what they want, and adds who is to be told. The next device
-    /// has its turn then.
+    /// Grants the waiting shares of the next device what they wait for, as far as possible, and adds their
+    /// receivers to `served`.
     fn serve_next_group(&mut self, served: &mut Vec<Arc<dyn Granted>>) {
         let Some(index) = self.waiting.pop_front() else { return };
         let mut waiting = std::mem::take(&mut self.groups[index].waiting);
         waiting.retain(|&id| {
             let Some(source) = self.source(id, self.shares[id].wants, true) else { return true };
             let bytes = std::mem::take(&mut self.shares[id].wants);
-            self.give(id, bytes, source);
-            served.extend(self.shares[id].who.clone());
+            self.grant(id, bytes, source);
+            served.extend(self.shares[id].receiver.clone());
             false
         });
         if !waiting.is_empty() {
@@ -272,9 +269,8 @@ impl State {
         self.groups[index].waiting = waiting;
     }
 
-    /// Takes all from a share, which waits for nothing any more.
-    fn leave(&mut self, id: usize) {
-        self.give_back(id, u64::MAX);
+    fn release_all(&mut self, id: usize) {
+        self.release(id, u64::MAX);
         self.stop_waiting(id);
     }
 
@@ -290,7 +286,7 @@ impl State {
         }
     }
 
-    /// Removes a share that has left, and its device with the last one.
+    /// Removes an empty share, and its group with the last share.
     fn remove(&mut self, id: usize) {
         let index = std::mem::take(&mut self.shares[id]).group;
         self.free_shares.push(id);
@@ -298,49 +294,49 @@ impl State {
         group.shares -= 1;
         if group.shares == 0 {
             let device = std::mem::take(group).device;
-            self.by_device.remove(&device.as_ref().map_or(0, address_of));
+            self.by_device.remove(&device.as_ref().map_or(0, device_key));
             self.free_groups.push(index);
         }
     }
 
-    /// Takes bytes from a share: first those that large requests wait for.
-    fn give_back(&mut self, id: usize, bytes: u64) {
+    /// Returns bytes of a share, first those of the main pool, which large requests wait for.
+    fn release(&mut self, id: usize, bytes: u64) {
         let share = &mut self.shares[id];
         let main = bytes.min(share.main);
-        let kept = (bytes - main).min(share.kept);
+        let reserved = (bytes - main).min(share.reserved);
         share.main -= main;
-        share.kept -= kept;
+        share.reserved -= reserved;
         self.main.used -= main;
-        self.kept.used -= kept;
+        self.reserved.used -= reserved;
         let group = &mut self.groups[share.group];
         group.main -= main;
-        group.kept -= kept;
-        // What a share holds beside requests is little.
+        group.reserved -= reserved;
+        // Bytes that a share keeps between requests are few.
         if group.beyond == Some(id) && share.main <= LITTLE_BYTES {
             group.beyond = None;
         }
     }
 }
 
-/// What one queue takes of a budget. All of it is given back when it is dropped.
+/// The bytes of one queue. Dropping the share returns them.
 #[derive(Debug)]
 pub struct Share {
     budget: Arc<Budget>,
     id: usize,
-    /// Bytes that it has.
+    /// Bytes granted.
     taken: u64,
-    /// It waits for more.
+    /// The share waits for more bytes.
     waits: bool,
-    /// It has asked for bytes since it gave all back.
+    /// The share has asked for bytes since it returned all.
     used: bool,
 }
 
-/// Bytes are taken in steps of so many: small requests seldom ask.
+/// Bytes are taken in multiples of this, so that small requests seldom lock the budget.
 const STEP_BYTES: u64 = 64 << 10;
 
 impl Share {
-    /// Has bytes for what is held, `total` in all, without waiting. False: there are not so many,
-    /// or it waits for them: it may [`wait_for`](Self::wait_for) them.
+    /// Ensures that the share has `total` bytes. Returns false, without waiting, if they are unavailable; the
+    /// caller then may call [`wait_for`](Self::wait_for).
     #[inline]
     pub fn reach(&mut self, total: u64) -> bool {
         total <= self.taken || self.take(total)
@@ -352,7 +348,7 @@ impl Share {
         if self.waits {
             let share = &state.shares[self.id];
             self.waits = share.wants > 0;
-            self.taken = share.main + share.kept;
+            self.taken = share.main + share.reserved;
             if self.waits || total <= self.taken {
                 return !self.waits;
             }
@@ -363,9 +359,9 @@ impl Share {
         taken
     }
 
-    /// Waits for `bytes` beside those that are held, after [`reach`](Self::reach) has found none.
-    /// What is not held is given back first: so all that is taken comes back without anybody's
-    /// waiting. A share that waits already gives back what it holds no more, and goes on waiting.
+    /// Waits for `bytes` in addition to the `held` ones, after [`reach`](Self::reach) has failed. Returns all
+    /// bytes that are not held, so that waiting shares do not block each other. If the share waits already,
+    /// it only returns these bytes.
     pub fn wait_for(&mut self, held: u64, bytes: u64) {
         let excess = self.taken.saturating_sub(held);
         if self.waits && excess == 0 {
@@ -373,21 +369,21 @@ impl Share {
         }
         let mut state = self.budget.state.lock();
         if self.waits && state.shares[self.id].wants == 0 {
-            // Granted since `reach` looked: the next `reach` takes it.
+            // Granted after the last `reach`; the next one uses the grant.
             return;
         }
         self.taken -= excess;
-        state.give_back(self.id, excess);
+        state.release(self.id, excess);
         if !self.waits {
             self.waits = true;
-            // What exceeds the whole, as no request does, would never be there.
+            // A wait for more than the limit would never end. No request is that large.
             let bytes = bytes.min(state.main.limit);
             state.wait(self.id, bytes);
         }
         serve(state);
     }
 
-    /// Waits for nothing any more. `held` bytes stay, and what was granted beyond them is given back.
+    /// Ends the wait. Keeps `held` bytes and returns those granted beyond.
     pub fn stop_waiting(&mut self, held: u64) {
         if !std::mem::take(&mut self.waits) {
             return;
@@ -395,47 +391,47 @@ impl Share {
         let mut state = self.budget.state.lock();
         state.stop_waiting(self.id);
         let share = &state.shares[self.id];
-        let all = share.main + share.kept;
+        let all = share.main + share.reserved;
         let excess = all.saturating_sub(held);
-        state.give_back(self.id, excess);
+        state.release(self.id, excess);
         self.taken = all - excess;
         serve(state);
     }
 
-    /// Whether it has bytes, or waits for some.
+    /// Returns true if the share has bytes or waits for some.
     #[inline]
     pub fn is_used(&self) -> bool {
         self.used
     }
 
-    /// Whether it waits for bytes.
+    /// Returns true if the share waits for bytes.
     pub fn waits(&self) -> bool {
         self.waits
     }
 
-    /// Gives back what exceeds `total` bytes by more than a little.
+    /// Returns bytes that exceed `total` by more than two steps.
     pub fn keep(&mut self, total: u64) {
         if self.taken > total + 2 * STEP_BYTES {
             let bytes = self.taken - total.next_multiple_of(STEP_BYTES);
             self.taken -= bytes;
             let mut state = self.budget.state.lock();
-            state.give_back(self.id, bytes);
+            state.release(self.id, bytes);
             serve(state);
         }
     }
 
-    /// Gives back all, and waits for nothing any more.
+    /// Returns all bytes and ends the wait.
     #[inline]
     pub fn leave(&mut self) {
         if self.is_used() {
-            self.give_all();
+            self.release();
         }
     }
 
-    fn give_all(&mut self) {
+    fn release(&mut self) {
         (self.taken, self.waits, self.used) = (0, false, false);
         let mut state = self.budget.state.lock();
-        state.leave(self.id);
+        state.release_all(self.id);
         serve(state);
     }
 }
@@ -443,7 +439,7 @@ impl Share {
 impl Drop for Share {
     fn drop(&mut self) {
         let mut state = self.budget.state.lock();
-        state.leave(self.id);
+        state.release_all(self.id);
         state.remove(self.id);
         serve(state);
     }

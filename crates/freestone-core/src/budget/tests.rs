@@ -4,35 +4,35 @@ use crate::sync::{AtomicU32, Ordering};
 const MIB: u64 = 1 << 20;
 
 #[derive(Default)]
-struct Told(AtomicU32);
+struct GrantCount(AtomicU32);
 
-impl Granted for Told {
+impl Granted for GrantCount {
     fn granted(&self) {
         self.0.fetch_add(1, Ordering::SeqCst);
     }
 }
 
-/// Shares of one device.
-fn shares<const N: usize>(budget: &Arc<Budget>) -> [(Share, Arc<Told>); N] {
+/// Creates shares of one new device.
+fn shares<const N: usize>(budget: &Arc<Budget>) -> [(Share, Arc<GrantCount>); N] {
     let device = Arc::default();
     std::array::from_fn(|_| {
-        let told = Arc::new(Told::default());
-        (budget.share(&device, Arc::clone(&told) as Arc<dyn Granted>), told)
+        let count = Arc::new(GrantCount::default());
+        (budget.share(&device, Arc::clone(&count) as Arc<dyn Granted>), count)
     })
 }
 
-/// A share of another device.
-fn share(budget: &Arc<Budget>) -> (Share, Arc<Told>) {
+/// Creates a share of a new device.
+fn share(budget: &Arc<Budget>) -> (Share, Arc<GrantCount>) {
     let [share] = shares(budget);
     share
 }
 
-fn told(told: &Told) -> u32 {
-    told.0.load(Ordering::SeqCst)
+fn grants(count: &GrantCount) -> u32 {
+    count.0.load(Ordering::SeqCst)
 }
 
-/// Takes so much, or waits for it with nothing held.
-fn ask(share: &mut Share, bytes: u64) -> bool {
+/// Takes `bytes`, or waits for them holding nothing. Returns true if they were available.
+fn take_or_wait(share: &mut Share, bytes: u64) -> bool {
     let there = share.reach(bytes);
     if !there {
         share.wait_for(0, bytes);
@@ -40,8 +40,8 @@ fn ask(share: &mut Share, bytes: u64) -> bool {
     there
 }
 
-/// Takes requests of so many bytes until there is no room for another; returns the bytes.
-fn fill(shares: &mut [(Share, Arc<Told>)], request: u64) -> u64 {
+/// Takes `request` bytes repeatedly until the budget refuses. Returns the bytes taken.
+fn fill(shares: &mut [(Share, Arc<GrantCount>)], request: u64) -> u64 {
     let mut all = 0;
     for (share, _) in shares {
         let mut held = 0;
@@ -56,14 +56,14 @@ fn fill(shares: &mut [(Share, Arc<Told>)], request: u64) -> u64 {
 #[test]
 fn waiting_share_gives_back_what_its_requests_release() {
     let budget = Budget::new(64 * MIB);
-    let (mut a, told_a) = share(&budget);
+    let (mut a, grants_a) = share(&budget);
     assert!(a.reach(4 * MIB) && !a.reach(14 * MIB));
     a.wait_for(4 * MIB, 10 * MIB);
-    assert_eq!(told(&told_a), 0);
-    // Its requests have ended: else it would wait for bytes that only it holds.
+    assert_eq!(grants(&grants_a), 0);
+    // The share's requests have completed. Without the return it would wait for bytes that only it holds.
     assert!(!a.reach(10 * MIB));
     a.wait_for(0, 10 * MIB);
-    assert_eq!(told(&told_a), 1);
+    assert_eq!(grants(&grants_a), 1);
     assert!(a.reach(10 * MIB));
     a.leave();
     assert_eq!(budget.bytes().1, 0);
@@ -72,17 +72,17 @@ fn waiting_share_gives_back_what_its_requests_release() {
 #[test]
 fn share_that_stops_waiting_keeps_what_it_holds() {
     let budget = Budget::new(64 * MIB);
-    let [(mut a, _), (mut b, told_b), (mut c, told_c)] = shares(&budget);
-    assert!(ask(&mut a, 20 * MIB) && b.reach(MIB) && !b.reach(31 * MIB));
+    let [(mut a, _), (mut b, grants_b), (mut c, grants_c)] = shares(&budget);
+    assert!(take_or_wait(&mut a, 20 * MIB) && b.reach(MIB) && !b.reach(31 * MIB));
     b.wait_for(MIB, 30 * MIB);
     b.stop_waiting(MIB);
     a.leave();
-    assert_eq!((told(&told_b), budget.bytes().1), (0, MIB));
+    assert_eq!((grants(&grants_b), budget.bytes().1), (0, MIB));
     b.leave();
     // Stops after it was granted.
-    assert!(ask(&mut a, 40 * MIB) && !ask(&mut c, 20 * MIB));
+    assert!(take_or_wait(&mut a, 40 * MIB) && !take_or_wait(&mut c, 20 * MIB));
     a.leave();
-    assert_eq!(told(&told_c), 1);
+    assert_eq!(grants(&grants_c), 1);
     c.stop_waiting(0);
     assert_eq!(budget.bytes().1, 0);
 }
@@ -90,17 +90,16 @@ fn share_that_stops_waiting_keeps_what_it_holds() {
 #[test]
 fn shares_of_device_are_served_in_order() {
     let budget = Budget::new(64 * MIB);
-    let [(mut a, _), (mut b, _), (mut c, told_c), (mut d, told_d)] = shares(&budget);
-    assert!(ask(&mut a, 20 * MIB));
-    // One share may hold more than the device.
-    assert!(ask(&mut b, 20 * MIB));
-    assert!(!ask(&mut c, 10 * MIB) && c.waits());
-    // It came later.
-    assert!(!ask(&mut d, 600 << 10));
+    let [(mut a, _), (mut b, _), (mut c, grants_c), (mut d, grants_d)] = shares(&budget);
+    assert!(take_or_wait(&mut a, 20 * MIB));
+    // One share may exceed the device's limit.
+    assert!(take_or_wait(&mut b, 20 * MIB));
+    assert!(!take_or_wait(&mut c, 10 * MIB) && c.waits());
+    assert!(!take_or_wait(&mut d, 600 << 10));
     a.leave();
-    assert_eq!((told(&told_c), told(&told_d)), (0, 0), "20 MiB are more than a quarter of 36");
+    assert_eq!((grants(&grants_c), grants(&grants_d)), (0, 0), "20 MiB are more than a quarter of 36");
     b.leave();
-    assert_eq!((told(&told_c), told(&told_d)), (1, 1));
+    assert_eq!((grants(&grants_c), grants(&grants_d)), (1, 1));
     assert!(c.reach(10 * MIB) && d.reach(600 << 10) && !c.waits());
     drop((a, b, c, d));
     assert_eq!(budget.bytes(), (64 * MIB, 0));
@@ -131,47 +130,47 @@ fn stuck_shares_leave_room_for_next_of_device() {
 #[test]
 fn shares_with_little_pass_shares_that_hold_all() {
     let budget = Budget::new(64 * MIB);
-    let [(mut slow, _), (mut beyond, _), (mut large, told_large), (mut small, _)] = shares(&budget);
-    assert!(ask(&mut slow, 40 * MIB) && ask(&mut beyond, 16 * MIB));
-    assert!(!ask(&mut large, MIB));
-    assert!(ask(&mut small, LITTLE_BYTES));
-    assert!(!small.reach(LITTLE_BYTES + 1), "that is not little any more");
+    let [(mut slow, _), (mut beyond, _), (mut large, grants_large), (mut small, _)] = shares(&budget);
+    assert!(take_or_wait(&mut slow, 40 * MIB) && take_or_wait(&mut beyond, 16 * MIB));
+    assert!(!take_or_wait(&mut large, MIB));
+    assert!(take_or_wait(&mut small, LITTLE_BYTES));
+    assert!(!small.reach(LITTLE_BYTES + 1), "that exceeds LITTLE_BYTES");
     drop((slow, beyond));
-    assert_eq!(told(&told_large), 1);
+    assert_eq!(grants(&grants_large), 1);
     assert!(large.reach(MIB) && small.reach(LITTLE_BYTES + 1));
 }
 
-/// A share that asked for much while it held much is not bound to that.
+/// A share that asked for bytes while it held many can be served after it has returned them.
 #[test]
 fn waiting_share_is_served_when_it_holds_little() {
     let budget = Budget::new(64 * MIB);
-    let [(mut stuck, _), (mut beyond, _), (mut share, told_share)] = shares(&budget);
+    let [(mut stuck, _), (mut beyond, _), (mut share, grants_share)] = shares(&budget);
     assert!(share.reach(LITTLE_BYTES));
-    assert!(ask(&mut stuck, 8 * MIB) && !ask(&mut beyond, 60 * MIB));
-    // More than little beside what it holds, then the same without that.
+    assert!(take_or_wait(&mut stuck, 8 * MIB) && !take_or_wait(&mut beyond, 60 * MIB));
+    // First the share waits with LITTLE_BYTES held, then with more.
     share.wait_for(LITTLE_BYTES, 4096);
-    assert_eq!(told(&told_share), 1, "the device has room");
+    assert_eq!(grants(&grants_share), 1, "the device has room");
     let (mut others, _) = self::share(&budget);
     assert!(others.reach(30 * MIB));
     assert!(share.reach(LITTLE_BYTES + 4096));
     share.wait_for(LITTLE_BYTES + 4096, LITTLE_BYTES);
-    assert_eq!(told(&told_share), 1);
+    assert_eq!(grants(&grants_share), 1);
     others.leave();
-    assert_eq!(told(&told_share), 2, "what another device gives back is looked at");
+    assert_eq!(grants(&grants_share), 2, "bytes of another device are granted");
 }
 
 #[test]
 fn waiting_share_that_leaves_holds_up_none() {
     let budget = Budget::new(64 * MIB);
-    let [(mut a, _), (mut b, _), (mut c, told_c)] = shares(&budget);
+    let [(mut a, _), (mut b, _), (mut c, grants_c)] = shares(&budget);
     let (mut other, _) = share(&budget);
-    assert!(ask(&mut a, 16 * MIB) && ask(&mut other, 24 * MIB));
-    assert!(!ask(&mut b, 30 * MIB) && !ask(&mut c, 16 * MIB + 1));
+    assert!(take_or_wait(&mut a, 16 * MIB) && take_or_wait(&mut other, 24 * MIB));
+    assert!(!take_or_wait(&mut b, 30 * MIB) && !take_or_wait(&mut c, 16 * MIB + 1));
     b.leave();
     assert!(!b.waits());
-    assert_eq!(told(&told_c), 0);
+    assert_eq!(grants(&grants_c), 0);
     other.leave();
-    assert_eq!(told(&told_c), 1);
+    assert_eq!(grants(&grants_c), 1);
     assert!(c.reach(16 * MIB + 1));
     drop((a, b, c, other));
     assert_eq!(budget.bytes().1, 0);
@@ -183,16 +182,16 @@ fn waiting_share_that_leaves_holds_up_none() {
 #[test]
 fn devices_that_want_more_than_free_both_go_on() {
     let budget = Budget::new(64 * MIB);
-    let [(mut a, told_a), (mut b, told_b)] = [share(&budget), share(&budget)];
+    let [(mut a, grants_a), (mut b, grants_b)] = [share(&budget), share(&budget)];
     assert!(a.reach(28 * MIB) && b.reach(28 * MIB));
-    // What they have taken, and do not hold, is not kept while they wait.
-    assert!(!ask(&mut a, 32 * MIB));
-    assert_eq!(told(&told_a), 0);
-    assert!(!ask(&mut b, 32 * MIB));
-    assert_eq!((told(&told_a), told(&told_b)), (1, 0));
+    // Bytes taken but not held are returned by the wait.
+    assert!(!take_or_wait(&mut a, 32 * MIB));
+    assert_eq!(grants(&grants_a), 0);
+    assert!(!take_or_wait(&mut b, 32 * MIB));
+    assert_eq!((grants(&grants_a), grants(&grants_b)), (1, 0));
     assert!(a.reach(32 * MIB));
     a.leave();
-    assert_eq!(told(&told_b), 1);
+    assert_eq!(grants(&grants_b), 1);
 }
 
 /// A connection that keeps `depth` requests in flight, in virtual time.
@@ -200,9 +199,9 @@ struct Connection {
     share: Share,
     depth: usize,
     request: u64,
-    /// When requests in flight are done, by ticks.
+    /// Completion times of requests in flight, in ticks.
     ends: VecDeque<u64>,
-    /// Ticks that a request takes.
+    /// Duration of a request in ticks.
     takes: u64,
     done: u64,
 }
@@ -228,14 +227,14 @@ impl Connection {
     }
 }
 
-/// Runs tenants with a device and some connections each; returns the requests done by each.
+/// Simulates tenants, each a device with some connections. Returns the requests completed by each.
 fn run(tenants: &[(usize, usize, u64, u64)]) -> Vec<u64> {
     let budget = Budget::new(DEFAULT_BYTES);
     let mut all: Vec<Vec<Connection>> = Vec::new();
     for &(connections, depth, request, takes) in tenants {
         let device = Arc::default();
         let connection = |_| {
-            let share = budget.share(&device, Arc::new(Told::default()));
+            let share = budget.share(&device, Arc::new(GrantCount::default()));
             Connection { share, depth, request, ends: VecDeque::new(), takes, done: 0 }
         };
         all.push((0..connections).map(connection).collect());
@@ -246,7 +245,7 @@ fn run(tenants: &[(usize, usize, u64, u64)]) -> Vec<u64> {
     all.iter().map(|connections| connections.iter().map(|connection| connection.done).sum()).collect()
 }
 
-/// The stuck ones come first, and take all that they can.
+/// The stuck tenants come first and take all bytes that they can.
 #[test]
 fn ten_tenants_three_stuck_others_keep_speed() {
     const HUNG: u64 = u64::MAX;

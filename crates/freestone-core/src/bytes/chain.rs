@@ -1,28 +1,29 @@
-//! Submitted requests that have parts of blocks.
+//! Submitted requests with partial blocks.
 
 use std::collections::VecDeque;
 use std::sync::PoisonError;
 
 use super::holds::Range;
 use super::pieces::{Piece, cover, pieces};
-use super::shared::{Held, Shared, can_wait, later};
+use super::shared::{HoldGuard, Shared, run_later, start_thread};
 use crate::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Result, Tried};
 use crate::sync::{Arc, RwLock, RwLockReadGuard};
 use crate::workers::Costs;
 
-/// Whether the user is gone. Lock order: held, shared with others, while a piece is begun, which the
-/// device takes over and returns soon, and while a worker tries one; under it what the device takes,
-/// and the holds' locks.
+/// Whether the user was dropped.
+///
+/// Lock order: held shared while a piece is submitted, which returns soon, and while a worker tries a
+/// request. The device's locks and those of the holds are taken under it.
 #[derive(Default)]
-pub struct Life(RwLock<bool>);
+pub struct UserLife(RwLock<bool>);
 
-impl Life {
-    /// Nothing more is begun when this has returned.
+impl UserLife {
+    /// Ends the user. On return no request of the user will start any more.
     pub fn end(&self) {
         *self.0.write().unwrap_or_else(PoisonError::into_inner) = true;
     }
 
-    /// Hands a request to the device, unless the user is gone.
+    /// Submits a request to the device, or completes it with [`Error::Gone`] after the end of the user.
     pub fn submit(&self, shared: &Shared, request: Request, buffer: IoBuf, done: Completion) {
         let ended = self.read();
         if !*ended {
@@ -32,9 +33,9 @@ impl Life {
         done.complete(Err(Error::Gone), buffer);
     }
 
-    /// Does a request as far as it goes without waiting, and submits what is left, unless the user
-    /// is gone.
-    pub fn work(
+    /// Executes a request as far as possible without waiting and submits the rest. Completes it with
+    /// [`Error::Gone`] after the end of the user.
+    pub fn execute(
         &self,
         shared: Arc<Shared>,
         costs: &Costs,
@@ -51,9 +52,9 @@ impl Life {
                 Ok(())
             }
             Ok(Some(rest)) => {
-                // A read is done again as a whole, as its data must lie in one buffer. A write is
-                // not: who has seen the begin of it, and then what another wrote there, must not
-                // see it again.
+                // A read is repeated as a whole, because its data must be in one buffer. A write is not
+                // repeated: a reader that has seen its start, and then a later write there, must not see the
+                // start again.
                 let buffer = if request.op == Op::Write && rest.len < request.len {
                     IoBuf::copy_of(&buffer[(request.len - rest.len) as usize..])
                 } else {
@@ -68,7 +69,7 @@ impl Life {
             Err(error) => Err(error),
         };
         drop(ended);
-        // Who is answered may be the last user of the device.
+        // The receiver of the completion may drop the last reference to the device.
         drop(shared);
         done.complete(outcome, buffer);
     }
@@ -78,7 +79,7 @@ impl Life {
     }
 }
 
-/// Does what can be done without waiting; returns what is left.
+/// Executes a request as far as possible without waiting. Returns the rest, or `None` if complete.
 fn try_all(shared: &Shared, request: Request, buffer: &mut IoBuf) -> Result<Option<Request>> {
     let mut rest = request;
     loop {
@@ -92,9 +93,9 @@ fn try_all(shared: &Shared, request: Request, buffer: &mut IoBuf) -> Result<Opti
     }
 }
 
-/// Reads the blocks that a range touches into one buffer, which becomes the range's.
+/// Reads the blocks that a range touches into one buffer, and cuts that to the range.
 pub fn read(shared: &Shared, request: Request, buffer: IoBuf, done: Completion) {
-    // Before the other is made: a request has one buffer at a time.
+    // Freed before the larger one is allocated, as a request has one buffer at a time.
     drop(buffer);
     let (start, end) = cover(request.offset, request.len, shared.block);
     let covering = Request { offset: start, len: end - start, ..request };
@@ -112,31 +113,36 @@ pub fn read(shared: &Shared, request: Request, buffer: IoBuf, done: Completion) 
     }
 }
 
-/// A write, or write zeroes, of pieces that are done one after the other.
+/// A write or write zeroes whose pieces run one after the other.
 pub struct Chain {
     shared: Arc<Shared>,
-    life: Arc<Life>,
+    life: Arc<UserLife>,
     op: Op,
     flags: Flags,
-    /// What is not yet done, each with its data.
-    left: VecDeque<(Piece, IoBuf)>,
+    remaining: VecDeque<(Piece, IoBuf)>,
     done: Completion,
 }
 
 impl Chain {
-    /// Begins it.
-    pub fn start(shared: &Arc<Shared>, life: &Arc<Life>, request: Request, buffer: IoBuf, done: Completion) {
-        match can_wait().and_then(|()| cut(request, buffer, shared.block)) {
-            Ok(left) => {
+    pub fn start(
+        shared: &Arc<Shared>,
+        life: &Arc<UserLife>,
+        request: Request,
+        buffer: IoBuf,
+        done: Completion,
+    ) {
+        match start_thread().and_then(|()| cut(request, buffer, shared.block)) {
+            Ok(remaining) => {
                 let (shared, life) = (Arc::clone(shared), Arc::clone(life));
-                Self { shared, life, op: request.op, flags: request.flags, left, done }.go_on();
+                Self { shared, life, op: request.op, flags: request.flags, remaining, done }
+                    .start_next_piece();
             }
             Err(error) => done.complete(Err(error), IoBuf::empty()),
         }
     }
 
-    fn go_on(mut self) {
-        let Some((piece, data)) = self.left.pop_front() else { return self.answer(Ok(())) };
+    fn start_next_piece(mut self) {
+        let Some((piece, data)) = self.remaining.pop_front() else { return self.complete(Ok(())) };
         let (start, end) = cover(piece.offset, piece.len, self.shared.block);
         let shared = Arc::clone(&self.shared);
         shared.with_hold(Range { start, end, part: !piece.whole }, move |held| {
@@ -149,52 +155,52 @@ impl Chain {
         });
     }
 
-    fn read_block(self, piece: Piece, data: IoBuf, held: Held) {
+    fn read_block(self, piece: Piece, data: IoBuf, held: HoldGuard) {
         let block = Request::read(piece.offset - piece.offset % self.shared.block, self.shared.block);
         let buffer = match IoBuf::zeroed(block.len as usize) {
             Ok(buffer) => buffer,
-            Err(error) => return self.answer(Err(error)),
+            Err(error) => return self.complete(Err(error)),
         };
         let (shared, life) = (Arc::clone(&self.shared), Arc::clone(&self.life));
         let read = Completion::new(move |outcome, mut buffer| {
-            // A device that hands back another buffer has no data to change.
-            let sound =
+            // A device that returns another buffer has not read the block.
+            let checked =
                 outcome.and(if buffer.len() as u64 == block.len { Ok(()) } else { Err(Error::Media) });
-            if let Err(error) = sound {
+            if let Err(error) = checked {
                 drop(held);
-                return self.answer(Err(error));
+                return self.complete(Err(error));
             }
             patch(&mut buffer, &piece, &data);
-            later(move || self.write(Request::write(block.offset, block.len), buffer, held));
+            run_later(move || self.write(Request::write(block.offset, block.len), buffer, held));
         });
         life.submit(&shared, block, buffer, read);
     }
 
-    fn write(self, request: Request, buffer: IoBuf, held: Held) {
-        // A part of a block that is zeroed is a write, and that knows of no holes.
+    fn write(self, request: Request, buffer: IoBuf, held: HoldGuard) {
+        // Zeroing a partial block is a write, to which only FUA applies.
         let allowed = if request.op == Op::Write { Flags::FUA } else { Flags::all() };
         let request = request.with(self.flags & allowed);
         let (shared, life) = (Arc::clone(&self.shared), Arc::clone(&self.life));
         let written = Completion::new(move |outcome, _| {
             drop(held);
-            if outcome.is_err() || self.left.is_empty() {
-                self.answer(outcome);
+            if outcome.is_err() || self.remaining.is_empty() {
+                self.complete(outcome);
             } else {
-                later(move || self.go_on());
+                run_later(move || self.start_next_piece());
             }
         });
         life.submit(&shared, request, buffer, written);
     }
 
-    fn answer(self, outcome: Result<()>) {
+    fn complete(self, outcome: Result<()>) {
         let Self { done, shared, .. } = self;
-        // Who is answered may be the last user of the device.
+        // The receiver of the completion may drop the last reference to the device.
         drop(shared);
         done.complete(outcome, IoBuf::empty());
     }
 }
 
-/// Puts new bytes into a block; zeroes where there is no data.
+/// Copies new bytes into a block, or zeroes if `data` is empty.
 pub fn patch(block: &mut [u8], piece: &Piece, data: &[u8]) {
     let from = (piece.offset % block.len() as u64) as usize;
     let place = &mut block[from..from + piece.len as usize];
@@ -205,8 +211,8 @@ pub fn patch(block: &mut [u8], piece: &Piece, data: &[u8]) {
     }
 }
 
-/// The pieces of a request with their data. That of whole blocks stays in the buffer: beside it
-/// there are at most two parts of blocks, with a block each while they are changed.
+/// Splits a request into pieces with their data. The data of whole blocks stays in the request's buffer; the
+/// rest are at most two partial blocks, each of which needs one block while it is modified.
 fn cut(request: Request, mut buffer: IoBuf, block: u64) -> Result<VecDeque<(Piece, IoBuf)>> {
     let mut left = VecDeque::with_capacity(3);
     let has_data = request.op == Op::Write;

@@ -1,23 +1,23 @@
-//! Who may write blocks while somebody changes a part of one.
+//! Range locks that exclude writes to a block while a part of it is modified.
 //!
-//! A part of a block is changed by reading the block and writing it back. Whoever wrote the block
-//! in between would lose that, so nobody may.
+//! A partial block is modified by reading the block and writing it back. A write to the block in between
+//! would be lost, so it must be excluded.
 //!
 //! # Protocol
-//! * A write of whole blocks that its thread does at once *marks* its user's record (odd); *light
-//!   barrier*; looks whether any parts are announced. None: it writes, and takes the mark away.
-//!   Else it takes the mark away first, and then a hold.
-//! * Who is to change a part *announces* it; *heavy barrier*; waits for each mark that it sees;
-//!   then takes a hold.
-//! * Either that one sees the mark and waits for the write, or the write sees the announcement and
-//!   takes a hold as well.
-//! * A write that the device is to do later takes a hold, whatever is announced.
-//! * Holds that overlap exclude one another, unless both are of whole blocks: those are for the
-//!   device to order. Who cannot have a hold leaves a task, and nobody gets by one that waits and
-//!   overlaps: so all have their turn. Who waits holds nothing, so none wait for one another.
+//! * An inline write of whole blocks *marks* its user's record (odd); *light barrier*; checks whether a
+//!   partial write is announced. If none is, the user writes and clears the mark. Otherwise the user clears
+//!   the mark first and then takes a hold.
+//! * A partial write *announces* itself; *heavy barrier*; waits for each mark that it sees; then takes a
+//!   hold.
+//! * Either the partial write sees the mark and waits for the whole write, or the whole write sees the
+//!   announcement and takes a hold.
+//! * A submitted write takes a hold in any case.
+//! * Overlapping holds exclude each other, unless both are for whole blocks, which the device orders. A
+//!   request that cannot get a hold leaves a task. A request never overtakes a waiting one that it overlaps,
+//!   so none starves. Waiting requests hold nothing, so there are no deadlocks.
 //!
-//! Marks are taken away before the call that set them returns, which does bounded work: what waits
-//! for them waits as long as for another thread's hold on a slot.
+//! A mark is cleared before the call that set it returns, after bounded work. So waiting for marks takes
+//! about as long as waiting for a slot lock.
 
 use std::collections::VecDeque;
 
@@ -26,14 +26,14 @@ use crossbeam_utils::CachePadded;
 use crate::pin::{barrier, pause};
 use crate::sync::{Arc, AtomicU32, AtomicU64, Mutex, Ordering};
 
-/// A range of whole blocks, and whether only a part of it changes.
+/// A range of whole blocks, and whether only a part of it is modified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Range {
     /// First byte.
     pub start: u64,
-    /// Behind the last byte.
+    /// End, exclusive.
     pub end: u64,
-    /// It is read and written back.
+    /// True for a read-modify-write of a partial block.
     pub part: bool,
 }
 
@@ -43,27 +43,27 @@ impl Range {
     }
 }
 
-/// Who writes a device. `T` carries on what had to wait.
+/// Writers of a device. `T` is the continuation of a request that waits.
 ///
-/// Lock order: `users` and `table` are innermost, each held for a look or a change.
+/// Lock order: `users` and `table` are innermost, each held for a look-up or a change.
 pub struct Holds<T> {
-    /// Parts that are announced. Written by who changes a part, read by every write.
+    /// Number of announced partial writes. Changed by these, read by every write.
     parts: CachePadded<AtomicU32>,
     users: Mutex<Vec<Arc<Record>>>,
     table: Mutex<Table<T>>,
 }
 
-/// Invariant: of two in `held` none excludes the other; each in `waiting` is excluded by one that
-/// is held, or by one that waits before it.
+/// Invariant: no two ranges in `held` exclude each other. Each entry in `waiting` is excluded by a held range
+/// or by an entry before it.
 struct Table<T> {
     held: Vec<Range>,
     waiting: VecDeque<(Range, T)>,
 }
 
-/// Odd while its user writes. Written by its user only.
+/// Odd while its user writes. Changed by its user only.
 type Record = CachePadded<AtomicU64>;
 
-/// One who writes whole blocks, from one thread at a time.
+/// A user that writes whole blocks inline, from one thread at a time.
 pub struct User {
     record: Arc<Record>,
     fenced: bool,
@@ -80,7 +80,7 @@ impl<T> Default for Holds<T> {
 }
 
 impl<T> Holds<T> {
-    /// A new user; forgotten when it is dropped.
+    /// Registers a user. A later registration removes the records of dropped users.
     pub fn user(&self) -> User {
         let record = Arc::new(CachePadded::new(AtomicU64::new(0)));
         let mut users = self.users.lock();
@@ -89,34 +89,35 @@ impl<T> Holds<T> {
         User { record, fenced: barrier::fenced() }
     }
 
-    /// Says that a part is going to change, and waits for writes that may not have seen that. To be
-    /// taken back by [`release`](Self::release), or by [`withdraw`](Self::withdraw).
+    /// Announces a partial write, and waits for inline writes that may have missed the announcement. Reverted
+    /// by [`release`](Self::release) or [`withdraw`](Self::withdraw).
     pub fn announce(&self) {
-        // Relaxed: ordered before the looks at the records by the heavy barrier, paired with the
-        // light one.
+        // Relaxed: the heavy barrier, paired with the light one, orders this before the loads of the records.
         self.parts.fetch_add(1, Ordering::Relaxed);
         barrier::heavy(barrier::fenced());
-        // Users that come later look later: the copy need not see them.
+        // Users that register later load `parts` later, so the copy may miss them.
         let users = self.users.lock().clone();
         for user in users {
-            // Acquire: pairs with the Release with which the mark goes; what was written before is
-            // seen after it.
-            let seen = user.load(Ordering::Acquire);
+            // Acquire: pairs with the Release that clears the mark, so that the data written before is
+            // visible.
+            let sequence = user.load(Ordering::Acquire);
             let mut tries = 0;
             // Acquire: as above.
-            while seen & 1 == 1 && user.load(Ordering::Acquire) == seen {
+            while sequence & 1 == 1 && user.load(Ordering::Acquire) == sequence {
                 pause(&mut tries);
             }
         }
     }
 
-    /// Takes an announcement back.
+    /// Reverts an announcement.
     pub fn withdraw(&self) {
-        // Release: pairs with the Acquire in `User::mark`: who sees it gone sees what was written.
+        // Release: pairs with the Acquire in `User::mark`, so that the partial write is visible to later
+        // writers.
         self.parts.fetch_sub(1, Ordering::Release);
     }
 
-    /// Takes a hold, if it is free. A part was announced before.
+    /// Takes a hold and returns true, or returns false if the range is excluded. A partial write must be
+    /// announced before.
     pub fn try_hold(&self, range: Range) -> bool {
         let mut table = self.table.lock();
         let free = table.is_free(&range);
@@ -126,8 +127,8 @@ impl<T> Holds<T> {
         free
     }
 
-    /// Takes a hold, and returns the task for the caller to do; where it is not free the task waits
-    /// for that. A part was announced before.
+    /// Takes a hold and returns the task, which the caller runs. If the range is excluded, queues the task. A
+    /// partial write must be announced before.
     pub fn hold_or_wait(&self, range: Range, task: T) -> Option<T> {
         let mut table = self.table.lock();
         if table.is_free(&range) {
@@ -138,7 +139,7 @@ impl<T> Holds<T> {
         None
     }
 
-    /// Gives a hold back, with its announcement. Returns the tasks that have theirs now.
+    /// Releases a hold and its announcement. Returns the tasks whose holds are granted now.
     #[must_use]
     pub fn release(&self, range: Range) -> Vec<T> {
         let mut ready = Vec::new();
@@ -179,14 +180,13 @@ impl<T> Table<T> {
 }
 
 impl User {
-    /// Marks that whole blocks are written, to be [`unmark`](Self::unmark)ed. False: a part is
-    /// announced; nothing is marked, and a hold is needed.
+    /// Marks the user as writing whole blocks, until [`unmark`](Self::unmark). Returns false, without a mark,
+    /// if a partial write is announced; the user then needs a hold.
     #[inline]
     pub fn mark<T>(&mut self, holds: &Holds<T>) -> bool {
         // Relaxed: only this user writes its record.
         let sequence = self.record.load(Ordering::Relaxed);
-        // Relaxed: ordered before the look at `parts` by the light barrier, paired with the heavy
-        // one.
+        // Relaxed: the light barrier, paired with the heavy one, orders this before the load of `parts`.
         self.record.store(sequence + 1, Ordering::Relaxed);
         barrier::light(self.fenced);
         // Acquire: pairs with the Release in `withdraw`.
@@ -197,7 +197,7 @@ impl User {
         false
     }
 
-    /// The write is done.
+    /// Clears the mark after the write.
     #[inline]
     pub fn unmark(&mut self) {
         // Relaxed: only this user writes its record.
@@ -209,7 +209,7 @@ impl User {
 
 impl Drop for User {
     fn drop(&mut self) {
-        // Relaxed: only this user writes its record. It is odd where a device has panicked.
+        // Relaxed: only this user writes its record. The mark is still set if the device has panicked.
         if self.record.load(Ordering::Relaxed) & 1 == 1 {
             self.unmark();
         }
@@ -229,14 +229,14 @@ mod tests {
     }
 
     #[test]
-    fn whole_blocks_go_together_and_parts_alone() {
+    fn partial_writes_exclude_overlapping_writes() {
         let holds = Holds::<u32>::default();
         assert!(holds.try_hold(whole(0, 8192)) && holds.try_hold(whole(4096, 12288)));
         holds.announce();
-        assert!(!holds.try_hold(part(4096)), "both writes are under way");
+        assert!(!holds.try_hold(part(4096)), "both writes are in flight");
         assert_eq!(holds.hold_or_wait(part(4096), 1), None);
-        assert!(holds.try_hold(whole(12288, 16384)), "what does not overlap goes on");
-        assert!(!holds.try_hold(whole(4096, 8192)), "nobody gets by who waits");
+        assert!(holds.try_hold(whole(12288, 16384)), "other ranges are not excluded");
+        assert!(!holds.try_hold(whole(4096, 8192)), "no request overtakes a waiting one");
         assert_eq!(holds.hold_or_wait(whole(4096, 8192), 2), None);
         assert_eq!(holds.release(whole(0, 8192)), []);
         assert_eq!(holds.release(whole(4096, 12288)), [1]);
@@ -247,11 +247,11 @@ mod tests {
     }
 
     #[test]
-    fn a_user_sees_what_is_announced_and_a_panic_leaves_no_mark() {
+    fn mark_fails_if_announced_and_is_cleared_on_drop() {
         let holds = Holds::<u32>::default();
         let mut user = holds.user();
         assert!(user.mark(&holds));
-        // As if the device had panicked; else `announce` would wait for ever.
+        // The drop clears the mark as after a panic of the device; otherwise `announce` would hang.
         drop(user);
         let mut user = holds.user();
         holds.announce();

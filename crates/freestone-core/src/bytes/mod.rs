@@ -1,20 +1,22 @@
-//! Any offset and length over a device of blocks.
+//! Byte-granular access to a block device.
 //!
-//! [`Bytes`] is one user's way to a device. What is whole blocks goes straight on. A read of parts
-//! of blocks reads these blocks as a whole; a write of a part of a block reads the block and writes
-//! it back, and nobody who comes through [`Bytes`] of the same device writes that block meanwhile
-//! (holds.rs). A discard leaves blocks out of which it has a part only.
-//!
-//! A device with zones is shown as it is: what is written there goes to the write pointer, by whole
+//! [`Bytes`] gives one user any offset and length on a device. Whole blocks pass through. A read of partial
+//! blocks reads the whole blocks. A write to a partial block reads the block, modifies it and writes it back;
+//! meanwhile no other user of [`Bytes`] on the device writes that block (holds.rs). A discard skips partial
 //! blocks.
 //!
-//! # Who does what
-//! * A try does it all at once, or would block.
-//! * What is submitted goes piece by piece (chain.rs): a completion gives its outcome to a thread
-//!   of the process, which begins the next piece. Each piece holds what it writes, and nothing
-//!   beside, so none wait for one another.
-//! * When the user is dropped nothing more is begun: after a loss of power, say, nothing arrives
-//!   that was asked for before it.
+//! A zoned device passes through unchanged: its writes are whole blocks at the write pointer.
+//!
+//! [`Bytes`] is not a [`Device`](crate::device::Device): it belongs to one user, and whole blocks keep the
+//! inline path of the device below.
+//!
+//! # Execution
+//! * A tried request completes at once or would block.
+//! * A submitted request with partial blocks runs piece by piece (chain.rs): each completion passes its
+//!   outcome to a thread of the process, which starts the next piece. A piece holds only the range that it
+//!   writes, so requests cannot deadlock.
+//! * After the user is dropped no further piece starts. So after a simulated power loss, for example, no
+//!   earlier request reaches the device.
 
 #[cfg(not(loom))]
 mod chain;

@@ -1,7 +1,6 @@
-//! loom models: whole blocks and parts of them, written side by side.
+//! loom models: concurrent writes of whole and partial blocks.
 //!
-//! The block is one atomic word of two halves, read and written with Relaxed: nothing but the
-//! protocol orders those who change it.
+//! The block is one atomic word of two halves, accessed with Relaxed: only the protocol orders its writers.
 
 use loom::thread;
 
@@ -11,7 +10,7 @@ use crate::sync::{Arc, AtomicU64, Ordering};
 const BLOCK: Range = Range { start: 0, end: 512, part: false };
 const HALF_BITS: u32 = 32;
 
-/// What waits is named by whom it belongs to.
+/// A device of one block. Waiting tasks are the writers themselves.
 #[derive(Default)]
 struct Shared {
     holds: Holds<Writer>,
@@ -28,9 +27,9 @@ impl Default for Block {
 
 #[derive(Debug, Clone, Copy)]
 enum Writer {
-    /// Writes this to both halves.
+    /// Writes the value to both halves.
     Whole(u32),
-    /// Writes this to the lower or the upper half.
+    /// Writes the value (first field) to the lower (0) or upper (1) half.
     Half(u32, u32),
 }
 
@@ -43,7 +42,7 @@ impl Writer {
         match self {
             Self::Whole(value) => {
                 let value = u64::from(value);
-                // Relaxed: it is the protocol that is to order those who change the block.
+                // Relaxed: the protocol must order the writers.
                 block.0.store(value << HALF_BITS | value, Ordering::Relaxed);
             }
             Self::Half(value, half) => {
@@ -57,7 +56,7 @@ impl Writer {
 }
 
 impl Shared {
-    /// What holds the block writes, and so does everybody whom that lets go on.
+    /// Writes under a hold, and continues the writers that its release admits.
     fn write_held(&self, writer: Writer) {
         let mut ready = vec![writer];
         while let Some(writer) = ready.pop() {
@@ -75,8 +74,8 @@ impl Shared {
         }
     }
 
-    /// As a connection's thread does.
-    fn write_at_once(&self, user: &mut User, writer: Writer) {
+    /// Writes inline, as a connection's thread does.
+    fn write_inline(&self, user: &mut User, writer: Writer) {
         if user.mark(&self.holds) {
             writer.write(&self.block);
             user.unmark();
@@ -92,24 +91,24 @@ impl Shared {
     }
 }
 
-/// A whole write at once beside a part: the upper half is never lost.
+/// An inline whole write beside a partial one: the upper half is never lost.
 #[test]
-fn a_write_at_once_and_a_part() {
+fn inline_whole_and_partial_write() {
     loom::model(|| {
         let shared = Arc::new(Shared::default());
         let mut user = shared.holds.user();
         let other = Arc::clone(&shared);
         let part = thread::spawn(move || other.hold(Writer::Half(2, 0)));
-        shared.write_at_once(&mut user, Writer::Whole(1));
+        shared.write_inline(&mut user, Writer::Whole(1));
         part.join().unwrap();
         assert!(matches!(shared.halves(), (1 | 2, 1)), "{:?}", shared.halves());
         assert!(shared.holds.is_idle());
     });
 }
 
-/// The same with a write that the device does later, and a second one at once when that is over.
+/// A submitted whole write beside a partial one, and an inline write after both.
 #[test]
-fn a_write_later_and_a_part() {
+fn submitted_whole_and_partial_write() {
     loom::model(|| {
         let shared = Arc::new(Shared::default());
         let mut user = shared.holds.user();
@@ -118,15 +117,15 @@ fn a_write_later_and_a_part() {
         shared.hold(Writer::Whole(1));
         part.join().unwrap();
         assert!(matches!(shared.halves(), (1, 1 | 2)), "{:?}", shared.halves());
-        shared.write_at_once(&mut user, Writer::Whole(3));
+        shared.write_inline(&mut user, Writer::Whole(3));
         assert_eq!(shared.halves(), (3, 3));
         assert!(shared.holds.is_idle());
     });
 }
 
-/// Two parts of one block: neither is lost.
+/// Two partial writes to one block: neither is lost.
 #[test]
-fn two_parts() {
+fn two_partial_writes() {
     loom::model(|| {
         let shared = Arc::new(Shared::default());
         let other = Arc::clone(&shared);

@@ -1,31 +1,31 @@
-//! A range of bytes, cut into whole blocks and parts of blocks.
+//! Splits a byte range into whole blocks and partial blocks.
 
-/// Whole blocks, or a part of one block.
+/// A run of whole blocks, or a part of one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
     /// First byte.
     pub offset: u64,
     /// Length in bytes.
     pub len: u64,
-    /// Whole blocks.
+    /// True for whole blocks.
     pub whole: bool,
 }
 
-/// The pieces of a range, in order: at most a part, whole blocks, a part.
+/// Returns the pieces of a range in order: at most a partial block, whole blocks, and a partial block.
 pub fn pieces(offset: u64, len: u64, block: u64) -> impl Iterator<Item = Piece> {
     let end = offset + len;
     let mut at = offset;
     std::iter::from_fn(move || {
-        let (left, into) = (end - at, at % block);
-        let whole = into == 0 && left >= block;
-        let len = if whole { left - left % block } else { left.min(block - into) };
+        let (left, in_block) = (end - at, at % block);
+        let whole = in_block == 0 && left >= block;
+        let len = if whole { left - left % block } else { left.min(block - in_block) };
         let piece = Piece { offset: at, len, whole };
         at += len;
         (len > 0).then_some(piece)
     })
 }
 
-/// The blocks that a range touches: the first byte, and behind the last.
+/// Returns the start and the end of the blocks that a range touches.
 pub fn cover(offset: u64, len: u64, block: u64) -> (u64, u64) {
     (offset - offset % block, (offset + len).next_multiple_of(block))
 }
@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_is_cut_at_blocks() {
+    fn range_is_split_at_blocks() {
         let cut = |offset, len| {
             let all: Vec<_> = pieces(offset, len, 512).map(|p| (p.offset, p.len, p.whole)).collect();
             assert_eq!(all.iter().map(|piece| piece.1).sum::<u64>(), len);

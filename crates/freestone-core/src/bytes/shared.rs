@@ -1,4 +1,4 @@
-//! What all users of one device share.
+//! State shared by all users of one device.
 
 use std::collections::HashMap;
 use std::sync::Weak;
@@ -8,7 +8,6 @@ use crate::device::{Completion, Device, Error, Result};
 use crate::sync::{Arc, LazyLock, Mutex};
 use crate::work_queue::{Task, WorkQueue};
 
-/// A device, and who writes it.
 pub struct Shared {
     pub device: Arc<dyn Device>,
     pub holds: Holds<Task>,
@@ -16,19 +15,18 @@ pub struct Shared {
     pub block: u64,
 }
 
-/// By the address of the device, which lives as long as what is found here. Lock order: nothing is
-/// taken under it; held for a look or a change.
-static ALL: LazyLock<Mutex<HashMap<usize, Weak<Shared>>>> = LazyLock::new(Mutex::default);
+/// Shared states by the address of the device, which the state keeps alive. Innermost lock, held for a
+/// look-up or a change.
+static SHARED_STATES: LazyLock<Mutex<HashMap<usize, Weak<Shared>>>> = LazyLock::new(Mutex::default);
 
-/// The thread that begins the next piece, for all devices.
+/// The thread that starts the next pieces, for all devices.
 static WORK: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| WorkQueue::new("bytes"));
 
 impl Shared {
-    /// What the users of this device share.
-    pub fn of(device: Arc<dyn Device>) -> Arc<Self> {
+    pub fn for_device(device: Arc<dyn Device>) -> Arc<Self> {
         let block = u64::from(device.geometry().logical_block);
-        let mut all = ALL.lock();
-        let known = all.entry(address(&device)).or_default();
+        let mut states = SHARED_STATES.lock();
+        let known = states.entry(address(&device)).or_default();
         if let Some(shared) = known.upgrade() {
             return shared;
         }
@@ -37,13 +35,13 @@ impl Shared {
         shared
     }
 
-    /// Takes a hold, if it is free; one of a part is announced before.
-    pub fn try_hold(self: &Arc<Self>, range: Range) -> Option<Held> {
+    /// Takes a hold, or returns `None` if the range is excluded. Announces partial writes.
+    pub fn try_hold(self: &Arc<Self>, range: Range) -> Option<HoldGuard> {
         if range.part {
             self.holds.announce();
         }
         if self.holds.try_hold(range) {
-            return Some(Held { shared: Arc::clone(self), range });
+            return Some(HoldGuard { shared: Arc::clone(self), range });
         }
         if range.part {
             self.holds.withdraw();
@@ -51,13 +49,13 @@ impl Shared {
         None
     }
 
-    /// Does `task` with a hold: now, or when it is free. [`can_wait`] was called before.
-    pub fn with_hold(self: &Arc<Self>, range: Range, task: impl FnOnce(Held) + Send + 'static) {
+    /// Runs `task` with a hold, now or when it is granted. The caller must have called [`start_thread`].
+    pub fn with_hold(self: &Arc<Self>, range: Range, task: impl FnOnce(HoldGuard) + Send + 'static) {
         if range.part {
             self.holds.announce();
         }
         let shared = Arc::clone(self);
-        let task: Task = Box::new(move || task(Held { shared, range }));
+        let task: Task = Box::new(move || task(HoldGuard { shared, range }));
         if let Some(task) = self.holds.hold_or_wait(range, task) {
             task();
         }
@@ -66,10 +64,10 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // Another may stand there already.
-        let (mut all, address) = (ALL.lock(), address(&self.device));
-        if all.get(&address).is_some_and(|shared| shared.strong_count() == 0) {
-            all.remove(&address);
+        // A new state of the same device may be in the map already.
+        let (mut states, address) = (SHARED_STATES.lock(), address(&self.device));
+        if states.get(&address).is_some_and(|shared| shared.strong_count() == 0) {
+            states.remove(&address);
         }
     }
 }
@@ -78,15 +76,15 @@ fn address(device: &Arc<dyn Device>) -> usize {
     Arc::as_ptr(device).cast::<()>() as usize
 }
 
-/// A hold, until it is dropped.
-pub struct Held {
+/// A granted hold. Releases it on drop.
+pub struct HoldGuard {
     shared: Arc<Shared>,
     range: Range,
 }
 
-impl Held {
-    /// A completion that gives the hold back before it answers.
-    pub fn until(self, done: Completion) -> Completion {
+impl HoldGuard {
+    /// Returns a completion that releases the hold before it calls `done`.
+    pub fn release_before(self, done: Completion) -> Completion {
         Completion::new(move |outcome, buffer| {
             drop(self);
             done.complete(outcome, buffer);
@@ -94,22 +92,21 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for HoldGuard {
     fn drop(&mut self) {
-        // This may be a thread of the device, which must not be called from there.
-        self.shared.holds.release(self.range).into_iter().for_each(later);
+        // The calling thread may belong to the device, which must not be called from there.
+        self.shared.holds.release(self.range).into_iter().for_each(run_later);
     }
 }
 
-/// Before anything may wait or go on [`later`].
+/// Starts the thread. Must be called before a request waits or uses [`run_later`].
 ///
 /// # Errors
-/// There can be no thread.
-pub fn can_wait() -> Result<()> {
+/// [`Error::NoMemory`] if the thread cannot be started.
+pub fn start_thread() -> Result<()> {
     WORK.start().map_err(|_| Error::NoMemory)
 }
 
-/// The thread will do this soon.
-pub fn later(task: impl FnOnce() + Send + 'static) {
+pub fn run_later(task: impl FnOnce() + Send + 'static) {
     WORK.push(task);
 }

@@ -11,14 +11,14 @@ use crate::work_queue::Task;
 
 const BLOCK: usize = 512;
 
-/// Memory that does all at once, or all on threads of its own, slowly.
+/// A memory device that executes all requests inline, or all on new threads.
 struct Memory {
     data: Mutex<Vec<u8>>,
     padding: u32,
     slow: AtomicBool,
-    /// Requests that were begun, in order.
+    /// Started requests in order.
     log: Mutex<Vec<Request>>,
-    /// What is submitted waits for these.
+    /// If set, submitted requests wait here.
     held: Mutex<Option<Vec<Task>>>,
 }
 
@@ -42,7 +42,7 @@ impl Memory {
         Arc::clone(self)
     }
 
-    fn run(&self, request: &Request, buffer: Buffer<'_>) {
+    fn execute(&self, request: &Request, buffer: Buffer<'_>) {
         let range = request.offset as usize..(request.offset + request.len) as usize;
         let mut data = self.data.lock();
         match buffer {
@@ -53,10 +53,10 @@ impl Memory {
     }
 }
 
-/// The device that a test looks into.
-struct Seen(Arc<Memory>);
+/// The device interface to the test's memory.
+struct MemoryDevice(Arc<Memory>);
 
-impl Device for Seen {
+impl Device for MemoryDevice {
     fn geometry(&self) -> Geometry {
         Geometry {
             size: self.0.data.lock().len() as u64,
@@ -82,7 +82,7 @@ impl Device for Seen {
             return Ok(Tried::WouldBlock);
         }
         self.0.log.lock().push(*request);
-        self.0.run(request, buffer);
+        self.0.execute(request, buffer);
         Ok(Tried::Done)
     }
 
@@ -93,7 +93,7 @@ impl Device for Seen {
         self.0.log.lock().push(request);
         let memory = Arc::clone(&self.0);
         let work = move || {
-            memory.run(&request, Buffer::rest(request.op, &mut buffer, 0));
+            memory.execute(&request, Buffer::rest(request.op, &mut buffer, 0));
             done.complete(Ok(()), buffer);
         };
         match &mut *self.0.held.lock() {
@@ -103,7 +103,7 @@ impl Device for Seen {
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        assert_eq!((offset | len) % BLOCK as u64, 0, "the device is asked for whole blocks");
+        assert_eq!((offset | len) % BLOCK as u64, 0, "the range consists of whole blocks");
         for at in (offset..offset + len).step_by(BLOCK) {
             let kind =
                 if (at / BLOCK as u64).is_multiple_of(2) { ExtentKind::Data } else { ExtentKind::Hole };
@@ -116,10 +116,10 @@ impl Device for Seen {
 }
 
 fn user(memory: &Arc<Memory>) -> Bytes {
-    Bytes::new(Arc::new(Seen(Arc::clone(memory))))
+    Bytes::new(Arc::new(MemoryDevice(Arc::clone(memory))))
 }
 
-/// Begins a request as a connection does.
+/// Starts a request as a connection does: tries it, and submits the rest.
 fn begin(bytes: &mut Bytes, request: Request, data: &[u8]) -> mpsc::Receiver<Result<IoBuf>> {
     let (tx, rx) = mpsc::channel();
     let mut out = vec![0; if request.op == Op::Read { request.len as usize } else { 0 }];
@@ -153,12 +153,12 @@ fn begin(bytes: &mut Bytes, request: Request, data: &[u8]) -> mpsc::Receiver<Res
     }
 }
 
-fn ask(bytes: &mut Bytes, request: Request, data: &[u8]) -> Result<IoBuf> {
-    begin(bytes, request, data).recv_timeout(Duration::from_secs(60)).expect("an answer")
+fn run(bytes: &mut Bytes, request: Request, data: &[u8]) -> Result<IoBuf> {
+    begin(bytes, request, data).recv_timeout(Duration::from_secs(60)).expect("a completion")
 }
 
 #[test]
-fn any_offset_and_length_is_what_a_model_has() {
+fn random_byte_ranges_match_model() {
     for slow in [false, true] {
         let memory = Memory::padded(40, 100);
         memory.slow.store(slow, Ordering::SeqCst);
@@ -181,12 +181,12 @@ fn any_offset_and_length_is_what_a_model_has() {
                 len as u64,
             );
             let data: Vec<u8> = (0..len).map(|i| (round as usize * 31 + i) as u8).collect();
-            let got = ask(&mut bytes, request, if request.op == Op::Write { &data } else { &[] }).unwrap();
+            let got = run(&mut bytes, request, if request.op == Op::Write { &data } else { &[] }).unwrap();
             match request.op {
                 Op::Read => assert!(got[..] == model[range], "{request:?}"),
                 Op::Write => model[range].copy_from_slice(&data),
                 Op::WriteZeroes => model[range].fill(0),
-                // Of the parts of blocks at its ends nothing is forgotten.
+                // A discard skips the partial blocks at its ends.
                 _ => {
                     let (from, to) = (offset.next_multiple_of(BLOCK), (offset + len) / BLOCK * BLOCK);
                     if from < to {
@@ -195,11 +195,11 @@ fn any_offset_and_length_is_what_a_model_has() {
                 }
             }
         }
-        let all = ask(&mut bytes, Request::read(0, size as u64), &[]).unwrap();
+        let all = run(&mut bytes, Request::read(0, size as u64), &[]).unwrap();
         assert!(all[..] == model);
-        assert!(memory.data.lock()[size..] == [0xEE; 100], "what lies behind the end was not asked for");
+        assert!(memory.data.lock()[size..] == [0xEE; 100], "the padding is unchanged");
         for (offset, len, error) in [(0, 0, Error::Misaligned), (1, size as u64, Error::OutOfRange)] {
-            assert_eq!(ask(&mut bytes, Request::read(offset, len), &[]).unwrap_err(), error);
+            assert_eq!(run(&mut bytes, Request::read(offset, len), &[]).unwrap_err(), error);
             let (tx, rx) = mpsc::channel();
             let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
             bytes.submit(Request::new(Op::WriteZeroes, offset, len), IoBuf::empty(), done);
@@ -208,13 +208,13 @@ fn any_offset_and_length_is_what_a_model_has() {
     }
 }
 
-/// Neighbouring bytes of one block, each written by a user of its own, beside writes of whole blocks
-/// of which one is changed in part: nobody's bytes are lost.
+/// Users write neighbouring bytes of a block, beside whole-block writes overlapping a partial write: no byte
+/// is lost.
 #[test]
-fn neighbours_lose_nothing() {
+fn concurrent_neighbouring_writes_lose_no_byte() {
     for slow in [false, true] {
         let memory = if slow { Memory::new(4).slow() } else { Memory::new(4) };
-        let device: Arc<dyn Device> = Arc::new(Seen(Arc::clone(&memory)));
+        let device: Arc<dyn Device> = Arc::new(MemoryDevice(Arc::clone(&memory)));
         let rounds = if slow { 300 } else { 5000_u32 };
         thread::scope(|scope| {
             for at in 0..3 {
@@ -222,8 +222,8 @@ fn neighbours_lose_nothing() {
                 scope.spawn(move || {
                     for round in 0..rounds {
                         let wanted = [round as u8; 1];
-                        ask(&mut bytes, Request::write(100 + at, 1), &wanted).unwrap();
-                        let found = ask(&mut bytes, Request::read(100 + at, 1), &[]).unwrap();
+                        run(&mut bytes, Request::write(100 + at, 1), &wanted).unwrap();
+                        let found = run(&mut bytes, Request::read(100 + at, 1), &[]).unwrap();
                         assert_eq!(found[..], wanted, "byte {at} in round {round}");
                     }
                 });
@@ -231,15 +231,15 @@ fn neighbours_lose_nothing() {
             let mut bytes = Bytes::new(Arc::clone(&device));
             scope.spawn(move || {
                 for round in 0..rounds {
-                    ask(&mut bytes, Request::write(700, 1), &[round as u8]).unwrap();
+                    run(&mut bytes, Request::write(700, 1), &[round as u8]).unwrap();
                 }
             });
             let mut bytes = Bytes::new(Arc::clone(&device));
             scope.spawn(move || {
                 for round in 0..rounds {
                     let wanted = [round as u8; 2 * BLOCK];
-                    ask(&mut bytes, Request::write(BLOCK as u64, wanted.len() as u64), &wanted).unwrap();
-                    let mut found = ask(&mut bytes, Request::read(512, 1024), &[]).unwrap();
+                    run(&mut bytes, Request::write(BLOCK as u64, wanted.len() as u64), &wanted).unwrap();
+                    let mut found = run(&mut bytes, Request::read(512, 1024), &[]).unwrap();
                     found[700 - 512] = round as u8;
                     assert!(found[..] == wanted, "whole blocks in round {round}");
                 }
@@ -251,9 +251,9 @@ fn neighbours_lose_nothing() {
 }
 
 #[test]
-fn a_write_that_hangs_holds_up_its_own_blocks_only() {
+fn hung_write_blocks_only_its_own_blocks() {
     let memory = Memory::new(8).slow();
-    let device: Arc<dyn Device> = Arc::new(Seen(Arc::clone(&memory)));
+    let device: Arc<dyn Device> = Arc::new(MemoryDevice(Arc::clone(&memory)));
     let (mut first, mut second) = (Bytes::new(Arc::clone(&device)), Bytes::new(device));
     *memory.held.lock() = Some(Vec::new());
     let hangs = begin(&mut first, Request::write(0, 512), &[1; 512]);
@@ -261,7 +261,7 @@ fn a_write_that_hangs_holds_up_its_own_blocks_only() {
     assert_eq!(hung.len(), 1);
     let waits = begin(&mut second, Request::write(5, 2), &[2; 2]);
     let behind = begin(&mut first, Request::write(0, 512), &[3; 512]);
-    ask(&mut second, Request::write(600, 1), &[4]).unwrap();
+    run(&mut second, Request::write(600, 1), &[4]).unwrap();
     assert!(waits.try_recv().is_err() && behind.try_recv().is_err());
     for work in hung {
         work();
@@ -269,13 +269,13 @@ fn a_write_that_hangs_holds_up_its_own_blocks_only() {
     for answer in [hangs, waits, behind] {
         answer.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
     }
-    // In the order in which they came.
+    // In order of arrival.
     assert_eq!(memory.data.lock()[..8], [3; 8]);
 }
 
-/// As after a loss of power: nothing arrives later.
+/// For example after a simulated power loss.
 #[test]
-fn nothing_is_begun_for_a_user_that_is_gone() {
+fn dropped_user_starts_no_further_piece() {
     let memory = Memory::new(8).slow();
     *memory.held.lock() = Some(Vec::new());
     let mut bytes = user(&memory);
@@ -294,24 +294,24 @@ fn nothing_is_begun_for_a_user_that_is_gone() {
 }
 
 #[test]
-fn durable_parts_are_written_durably_and_extents_are_cut_to_the_range() {
+fn fua_is_kept_and_extents_are_cut_to_range() {
     let memory = Memory::new(8);
     let mut bytes = user(&memory);
-    ask(&mut bytes, Request::write(1, 1024).with(Flags::FUA), &[1; 1024]).unwrap();
+    run(&mut bytes, Request::write(1, 1024).with(Flags::FUA), &[1; 1024]).unwrap();
     let writes: Vec<_> = memory.log.lock().iter().filter(|r| r.op == Op::Write).copied().collect();
     let fua = |offset, len| Request::write(offset, len).with(Flags::FUA);
     assert_eq!(writes, [fua(0, 512), fua(512, 512), fua(1024, 512)]);
     let zeroes = Request::new(Op::WriteZeroes, 1, 600).with(Flags::MAY_FREE);
     memory.log.lock().clear();
-    ask(&mut bytes, zeroes, &[]).unwrap();
-    assert!(memory.log.lock().iter().all(|r| r.op != Op::WriteZeroes), "there is no whole block in it");
+    run(&mut bytes, zeroes, &[]).unwrap();
+    assert!(memory.log.lock().iter().all(|r| r.op != Op::WriteZeroes), "the range has no whole block");
 
     let mut rows = Vec::new();
-    let told = bytes.extents(500, 600, &mut |row| {
+    let described = bytes.extents(500, 600, &mut |row| {
         rows.push((row.offset, row.len, row.kind));
         true
     });
-    assert_eq!(told, Ok(600));
+    assert_eq!(described, Ok(600));
     let (data, hole) = (ExtentKind::Data, ExtentKind::Hole);
     assert_eq!(rows, [(500, 12, data), (512, 512, hole), (1024, 76, data)]);
     assert_eq!(bytes.extents(500, 600, &mut |_| false), Ok(12));

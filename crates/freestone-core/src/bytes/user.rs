@@ -1,9 +1,9 @@
-//! One user's way to a device.
+//! Access of one user to a device.
 
-use super::chain::{self, Chain, Life, patch};
+use super::chain::{self, Chain, UserLife, patch};
 use super::holds::{Range, User};
 use super::pieces::{Piece, cover, pieces};
-use super::shared::{Shared, can_wait};
+use super::shared::{Shared, start_thread};
 use crate::device::{
     Buffer, Change, Changes, Completion, Device, Error, Extent, Flags, Geometry, IoBuf, Op, Request, Result,
     Tried, range_end,
@@ -15,26 +15,26 @@ use crate::workers::{Costs, Workers};
 /// Largest block of a device in bytes.
 const MAX_BLOCK_BYTES: usize = 4096;
 
-/// Any offset and length of a device, for one user, who makes one call at a time.
+/// Byte-granular access to a device for one user, who makes one call at a time.
 pub struct Bytes {
     shared: Arc<Shared>,
     user: User,
-    life: Arc<Life>,
-    /// Of an offset or length: not zero where there are parts of blocks; 0 of a device with zones.
+    life: Arc<UserLife>,
+    /// Bits of an offset or length that indicate a partial block. 0 for zoned devices.
     mask: u64,
 }
 
 impl Bytes {
-    /// A new user of `device`.
+    /// Creates a user of `device`.
     pub fn new(device: Arc<dyn Device>) -> Self {
         let zoned = device.geometry().zones.is_some();
-        let shared = Shared::of(device);
+        let shared = Shared::for_device(device);
         let mask = if zoned { 0 } else { shared.block - 1 };
         Self { user: shared.holds.user(), life: Arc::default(), mask, shared }
     }
 
-    /// What users of a device are told: its size to the byte, and blocks of one byte; of a device
-    /// with zones what it says itself.
+    /// Returns the geometry for users of a device: its exact size, and blocks of one byte. The geometry of a
+    /// zoned device is unchanged.
     pub fn told(mut geometry: Geometry) -> Geometry {
         if geometry.zones.is_none() {
             geometry.size -= u64::from(geometry.padding);
@@ -44,15 +44,15 @@ impl Bytes {
         geometry
     }
 
-    /// The device as its users see it.
+    /// Returns the geometry for users of this device.
     pub fn geometry(&self) -> Geometry {
         Self::told(self.shared.device.geometry())
     }
 
-    /// As [`Device::try_io`].
+    /// Tries a request like [`Device::try_io`].
     ///
     /// # Errors
-    /// As the device answers.
+    /// Errors of the device.
     #[inline]
     pub fn try_io(&mut self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         if (request.offset | request.len) & self.mask != 0 {
@@ -69,13 +69,13 @@ impl Bytes {
         tried
     }
 
-    /// Bytes that a submitted request takes at most beside its buffer.
+    /// Returns the maximum bytes that a submitted request allocates in addition to its buffer.
     pub fn beside(&self, request: &Request) -> usize {
         let whole = (request.offset | request.len) & self.mask == 0;
         if whole { 0 } else { 3 * self.shared.block as usize }
     }
 
-    /// As [`Device::submit`].
+    /// Submits a request like [`Device::submit`].
     pub fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
         let shared = &self.shared;
         let whole = (request.offset | request.len) & self.mask == 0;
@@ -102,21 +102,23 @@ impl Bytes {
             _ if whole => {
                 let range = blocks(&request);
                 if let Some(held) = shared.try_hold(range) {
-                    return shared.device.submit(request, buffer, held.until(done));
+                    return shared.device.submit(request, buffer, held.release_before(done));
                 }
-                if let Err(error) = can_wait() {
+                if let Err(error) = start_thread() {
                     return done.complete(Err(error), buffer);
                 }
-                let (of, life) = (Arc::clone(shared), Arc::clone(&self.life));
-                shared.with_hold(range, move |held| life.submit(&of, request, buffer, held.until(done)));
+                let (target, life) = (Arc::clone(shared), Arc::clone(&self.life));
+                shared.with_hold(range, move |held| {
+                    life.submit(&target, request, buffer, held.release_before(done));
+                });
             }
             _ => Chain::start(shared, &self.life, request, buffer, done),
         }
     }
 
-    /// Has a worker do the request, as far as it goes without waiting: what is left is submitted.
-    /// Where the workers have enough to do, it is done before this returns.
-    pub fn hand_on(
+    /// Passes the request to a worker, which executes as much as possible without waiting and submits the
+    /// rest. If the workers are busy, the calling thread does this before the function returns.
+    pub fn send_to_worker(
         &self,
         workers: &Workers,
         costs: &Arc<Costs>,
@@ -130,27 +132,27 @@ impl Bytes {
         let done = if matches!(request.op, Op::Read | Op::Flush) {
             done
         } else {
-            // As for one that is submitted: its range is computed.
+            // Checked here, as the request's range is computed next.
             if let Err(error) = request.check(&self.geometry()) {
                 return done.complete(Err(error), buffer);
             }
             match self.shared.try_hold(blocks(&request)) {
-                Some(held) => held.until(done),
+                Some(held) => held.release_before(done),
                 None => return self.submit(request, buffer, done),
             }
         };
         let dear = costs.are_dear(&request);
         let (shared, life, costs) = (Arc::clone(&self.shared), Arc::clone(&self.life), Arc::clone(costs));
-        let piece = Box::new(move || life.work(shared, &costs, request, buffer, done));
-        if let Err(piece) = workers.offer(piece, dear) {
-            piece();
+        let task = Box::new(move || life.execute(shared, &costs, request, buffer, done));
+        if let Err(task) = workers.offer(task, dear) {
+            task();
         }
     }
 
-    /// As [`Device::extents`], also where the range begins or ends within a block.
+    /// Reports extents like [`Device::extents`], for any byte range.
     ///
     /// # Errors
-    /// As the device answers.
+    /// Errors of the device.
     pub fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         self.clipped(offset, len, |start, len, clip| {
             self.shared.device.extents(start, len, &mut |extent| {
@@ -160,10 +162,10 @@ impl Bytes {
         })
     }
 
-    /// As [`Changes::changes`], also where the range begins or ends within a block.
+    /// Reports changes like [`Changes::changes`], for any byte range.
     ///
     /// # Errors
-    /// As the device answers; [`Error::Unsupported`] where it was not made from another.
+    /// Errors of the device; [`Error::Unsupported`] if it is neither a fork nor a snapshot.
     pub fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> Result<u64> {
         let changes: &dyn Changes = self.shared.device.changes().ok_or(Error::Unsupported)?;
         self.clipped(offset, len, |start, len, clip| {
@@ -174,13 +176,13 @@ impl Bytes {
         })
     }
 
-    /// As [`Device::prefetch`].
+    /// Hints a later read like [`Device::prefetch`].
     pub fn prefetch(&self, offset: u64, len: u64) {
         let (start, end) = cover(offset, len, self.shared.block);
         self.shared.device.prefetch(start, end - start);
     }
 
-    /// Asks about the blocks that a range touches, with what cuts the rows to the range.
+    /// Calls `ask` for the blocks that a range touches, with a function that cuts rows to the range.
     fn clipped(
         &self,
         offset: u64,
@@ -196,10 +198,10 @@ impl Bytes {
         Ok((start + described).min(stop).saturating_sub(offset))
     }
 
-    /// A part is announced, so that the write takes a hold.
+    /// Tries a write with a hold, because a partial write is announced.
     #[cold]
     fn try_held(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        // Before it waits, and before its range is computed.
+        // Checked before any wait, and before the range is computed.
         request.check(&self.shared.device.geometry())?;
         match self.shared.try_hold(blocks(request)) {
             Some(_held) => self.shared.device.try_io(request, buffer),
@@ -248,7 +250,7 @@ impl Bytes {
         Ok(tried)
     }
 
-    /// Changes a part of a block, which is held meanwhile.
+    /// Modifies a partial block under a hold.
     fn try_write_part(&self, piece: &Piece, data: &[u8], flags: Flags) -> Result<Tried> {
         let size = self.shared.block;
         let start = piece.offset - piece.offset % size;
@@ -266,7 +268,7 @@ impl Bytes {
     }
 }
 
-/// The blocks that a request of whole ones writes, which lie inside the device.
+/// Returns the blocks of a checked write of whole blocks.
 fn blocks(request: &Request) -> Range {
     Range { start: request.offset, end: request.offset + request.len, part: false }
 }

@@ -1,15 +1,15 @@
-//! Blocking calls for users of the library, derived from `try_io` and `submit`.
+//! Blocking calls for library users, based on `try_io` and `submit`.
 
 use super::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
 use crate::plug;
 use crate::sync::mpsc;
 
-/// Blocking I/O on any device. Derived: a device implements [`Device`] only.
+/// Blocking I/O on any [`Device`].
 pub trait Blocking: Device {
     /// Fills `buf` from `offset`.
     ///
     /// # Errors
-    /// As the device answers.
+    /// Errors of the device.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let mut request = Request::read(offset, buf.len() as u64);
         let mut at = 0;
@@ -32,7 +32,7 @@ pub trait Blocking: Device {
     /// Stores `data` at `offset`.
     ///
     /// # Errors
-    /// As the device answers.
+    /// Errors of the device.
     fn write_at(&self, offset: u64, data: &[u8], flags: Flags) -> Result<()> {
         let mut request = Request::write(offset, data.len() as u64).with(flags);
         let mut at = 0;
@@ -50,10 +50,10 @@ pub trait Blocking: Device {
         }
     }
 
-    /// Runs a request that has no data: discard, write zeroes, flush.
+    /// Runs a request without data: discard, write zeroes or flush.
     ///
     /// # Errors
-    /// As the device answers.
+    /// Errors of the device.
     fn run(&self, request: Request) -> Result<()> {
         let mut request = request;
         loop {
@@ -65,10 +65,10 @@ pub trait Blocking: Device {
         }
     }
 
-    /// Makes every answered write durable.
+    /// Makes every completed write durable.
     ///
     /// # Errors
-    /// As the device answers.
+    /// Errors of the device.
     fn flush(&self) -> Result<()> {
         self.run(Request::flush())
     }
@@ -76,7 +76,7 @@ pub trait Blocking: Device {
     /// Discards a range.
     ///
     /// # Errors
-    /// As the device answers.
+    /// Errors of the device.
     fn discard(&self, offset: u64, len: u64) -> Result<()> {
         self.run(Request::new(Op::Discard, offset, len))
     }
@@ -84,7 +84,7 @@ pub trait Blocking: Device {
     /// Zeroes a range.
     ///
     /// # Errors
-    /// As the device answers.
+    /// Errors of the device.
     fn write_zeroes(&self, offset: u64, len: u64, flags: Flags) -> Result<()> {
         self.run(Request::new(Op::WriteZeroes, offset, len).with(flags))
     }
@@ -98,7 +98,7 @@ fn wait<D: Device + ?Sized>(device: &D, request: Request, buffer: IoBuf) -> Resu
         request,
         buffer,
         Completion::new(move |outcome, buffer| {
-            // The receiver waits below; it cannot be gone.
+            // The receiver waits below, so it exists.
             let _ = tx.send(outcome.map(|()| buffer));
         }),
     );

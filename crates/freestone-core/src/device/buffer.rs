@@ -1,7 +1,7 @@
-//! Memory that a device owns while a submitted request runs.
+//! Memory owned by a device while a submitted request runs.
 #![expect(unsafe_code)]
-// UNSAFETY: allocates or maps zeroed memory with an alignment of its own, which Vec cannot, and views
-// it as a slice.
+// UNSAFETY: allocates or maps zeroed memory with a larger alignment than Vec supports, and views it as a
+// slice.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fmt;
@@ -12,17 +12,17 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use super::{Error, Result};
 
-/// Every [`IoBuf`] begins at a multiple of this many bytes, so that it fits `O_DIRECT`.
+/// Alignment of every [`IoBuf`] in bytes, suitable for `O_DIRECT`.
 pub const IO_ALIGN_BYTES: usize = 4096;
-/// A buffer of so many bytes is a mapping: it is zero without being written, and has no memory where
-/// it is not used. An allocator zeroes what it aligns by writing.
+/// Buffers from this size on are mappings: zero without being written, and without memory for untouched
+/// pages. The allocator zeroes aligned memory by writing.
 const MAPPED_BYTES: usize = 512 << 10;
 
 /// An owned, initialised, page-aligned buffer.
 pub struct IoBuf {
     ptr: NonNull<u8>,
     len: usize,
-    /// Bytes of the allocation, all initialised; `len` of them are shown.
+    /// Bytes of the allocation, all initialised. The buffer shows the first `len` of them.
     capacity: usize,
 }
 
@@ -32,12 +32,12 @@ unsafe impl Send for IoBuf {}
 unsafe impl Sync for IoBuf {}
 
 impl IoBuf {
-    /// An empty buffer; allocates nothing.
+    /// Returns an empty buffer. Does not allocate.
     pub const fn empty() -> Self {
         Self { ptr: NonNull::dangling(), len: 0, capacity: 0 }
     }
 
-    /// A buffer of `len` zeroes. From 512 KiB on its pages get memory when they are first used.
+    /// Allocates a buffer of zeroes. From 512 KiB on, pages take memory when they are first touched.
     ///
     /// # Errors
     /// [`Error::NoMemory`].
@@ -47,7 +47,7 @@ impl IoBuf {
         }
         if len >= MAPPED_BYTES {
             let access = ProtFlags::READ | ProtFlags::WRITE;
-            // SAFETY: a new mapping at an address of the kernel's choice.
+            // SAFETY: the kernel chooses the address, so no other mapping is replaced.
             let map = unsafe { mmap_anonymous(std::ptr::null_mut(), len, access, MapFlags::PRIVATE) };
             let ptr = map.ok().and_then(|at| NonNull::new(at.cast())).ok_or(Error::NoMemory)?;
             return Ok(Self { ptr, len, capacity: len });
@@ -58,7 +58,7 @@ impl IoBuf {
         Ok(Self { ptr, len, capacity: len })
     }
 
-    /// A copy of `data`.
+    /// Allocates a copy of `data`.
     ///
     /// # Errors
     /// [`Error::NoMemory`].
@@ -68,13 +68,12 @@ impl IoBuf {
         Ok(buf)
     }
 
-    /// Bytes of the memory, of which [`show`](Self::show) can show as many.
+    /// Returns the bytes of the allocation, the maximum for [`show`](Self::show).
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Shows the first `len` bytes of the memory, at most what was allocated. What was hidden keeps
-    /// its content.
+    /// Sets the length to `len`, at most the capacity. Hidden bytes keep their content.
     pub fn show(&mut self, len: usize) {
         self.len = len.min(self.capacity);
     }
@@ -83,10 +82,10 @@ impl IoBuf {
 impl Drop for IoBuf {
     fn drop(&mut self) {
         if self.capacity >= MAPPED_BYTES {
-            // SAFETY: mapped in `zeroed` with this length, and no reference into it is left.
+            // SAFETY: mapped in `zeroed` with this length, and no references into the mapping exist.
             let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.capacity) };
         } else if self.capacity != 0 {
-            // The layout was valid when the buffer was made.
+            // The layout was valid at the allocation.
             if let Ok(layout) = Layout::from_size_align(self.capacity, IO_ALIGN_BYTES) {
                 // SAFETY: allocated in `zeroed` with this layout, freed once.
                 unsafe { dealloc(self.ptr.as_ptr(), layout) };
@@ -124,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn small_and_large_ones_are_zero_aligned_and_written() {
+    fn buffers_are_zeroed_aligned_and_writable() {
         for len in [1, 4096, MAPPED_BYTES - 1, MAPPED_BYTES, MAPPED_BYTES + 513] {
             let mut buf = IoBuf::zeroed(len).unwrap();
             assert!(buf.as_ptr().addr().is_multiple_of(IO_ALIGN_BYTES), "{len}");
@@ -139,11 +138,11 @@ mod tests {
     }
 
     #[test]
-    fn a_large_one_has_no_memory_until_it_is_used() {
+    fn large_buffer_allocates_pages_on_first_touch() {
         let mut buf = IoBuf::zeroed(64 << 20).unwrap();
         let page_bytes = rustix::param::page_size();
-        // Of each page the kernel has 8 bytes, whose two highest bits are "in memory" and "in swap".
-        // Other tests run beside, so what the whole process has tells nothing.
+        // pagemap has 8 bytes for each page; the two highest bits mean "in memory" and "in swap". The memory
+        // of the process would include other tests.
         let with_memory = |buf: &IoBuf| {
             let mut entries = vec![0; buf.len() / page_bytes * 8];
             let map = std::fs::File::open("/proc/self/pagemap").unwrap();

@@ -1,4 +1,4 @@
-//! The answer to a submitted request.
+//! Completion callback of a submitted request.
 
 use std::fmt;
 
@@ -6,21 +6,20 @@ use super::{Error, IoBuf, Result};
 
 type Callback = Box<dyn FnOnce(Result<()>, IoBuf) + Send>;
 
-/// Called exactly once with the outcome and the request's buffer. A completion that is dropped
-/// uncalled (a device that went away, a thread that panicked) answers [`Error::Gone`], so no
-/// request is ever forgotten.
+/// A callback that receives the outcome and the buffer of a request exactly once. Dropping the completion
+/// without a call (because the device is gone or a thread panicked) completes the request with
+/// [`Error::Gone`], so no request is lost.
 ///
-/// The callback runs on a thread of the device: it must be short and must not call back into the
-/// device.
+/// The callback runs on a thread of the device: it must be short and must not call the device.
 pub struct Completion(Option<Callback>);
 
 impl Completion {
-    /// A completion that calls `callback`.
+    /// Creates a completion that calls `callback`.
     pub fn new(callback: impl FnOnce(Result<()>, IoBuf) + Send + 'static) -> Self {
         Self(Some(Box::new(callback)))
     }
 
-    /// Answer the request. For a read, `buffer` holds the data where `outcome` is `Ok`.
+    /// Completes the request. For a successful read, `buffer` contains the data.
     pub fn complete(mut self, outcome: Result<()>, buffer: IoBuf) {
         if let Some(callback) = self.0.take() {
             callback(outcome, buffer);

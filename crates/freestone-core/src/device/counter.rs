@@ -1,10 +1,10 @@
-//! The operations that are counted apart.
+//! Kinds of operations that are counted separately.
 
 use std::ops::{Index, IndexMut};
 
 use super::Op;
 
-/// What is counted apart.
+/// A kind of operation with its own counters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Counter {
     /// Reads.
@@ -22,11 +22,11 @@ pub enum Counter {
 }
 
 impl Counter {
-    /// All.
+    /// All kinds.
     pub const ALL: [Self; 6] =
         [Self::Read, Self::Write, Self::Discard, Self::WriteZeroes, Self::Flush, Self::Append];
 
-    /// As it is called outside.
+    /// Returns the name used in statistics.
     pub const fn word(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -51,7 +51,7 @@ impl From<Op> for Counter {
     }
 }
 
-/// One of each [`Counter`].
+/// An array with one element for each [`Counter`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Each<T>([T; Counter::ALL.len()]);
 

@@ -1,5 +1,5 @@
-//! A device with the numbers that the block layer's `stat` file has of a disk: what its users asked
-//! for, however it is done below, and how long that took.
+//! A wrapper that counts and measures the requests of a device, as the block layer's `stat` file does for a
+//! disk, and applies limits.
 
 use std::cell::Cell;
 use std::io;
@@ -8,7 +8,7 @@ use crossbeam_utils::CachePadded;
 use tracing::Span;
 
 use super::limiting::{Limiting, Submitted, Ticket, Unlimited};
-use super::watched::{self, Watched};
+use super::request_trace::{self, RequestTrace};
 use super::zoned::{AppendCompletion, Zone, ZoneOp, Zoned};
 use super::{
     Account, Buffer, Changes, Completion, Counted, Counter, Device, Error, Extent, Flags, Geometry, IoBuf,
@@ -18,133 +18,130 @@ use crate::limits::Limits;
 use crate::per_cpu_arc::PerCpuArc;
 use crate::sync::{Arc, Instant, OnceLock, thread_local};
 
-/// Counts what comes through, on each way into a device. Requests of different CPUs meet nowhere:
-/// neither the counters nor the ownership of them is shared.
+/// Statistics and [limits](crate::limits) of one access path to a device. Requests on different CPUs share
+/// neither counters nor reference counts.
 ///
-/// Counts and bytes are exact. How long a request took, from when the device was asked until it had
-/// answered, is measured of each that had to wait, and of those that are answered at once of one in
-/// 64, by chance, which stands for the others. Where the device did such a one in several turns, it
-/// is measured from the first one where they follow one another on one thread, else the last turn
-/// is.
+/// Counts and bytes are exact. Latencies, from the call of the device to its completion, are measured for
+/// each submitted request, and for a random sample of 1 in 64 inline requests, which represents the others.
+/// If the device executes a sampled request in several turns, its latency starts with the first one if they
+/// follow each other on one thread; otherwise only the last turn is measured.
 ///
-/// Here is also where a way, and all ways together, have [limits](crate::limits): while they do, what is
-/// tried would block, and what is submitted waits until it has paid. That is of the time it took. Zone
-/// operations, hints and questions pay nothing.
+/// While an access path or the device has limits, tried requests would block, and submitted ones wait until
+/// they have paid; latencies include this wait. Zone operations, hints and queries pay nothing.
 pub struct Counting {
     inner: Arc<dyn Device>,
     way: Way,
-    /// For requests that are answered later, which own the way; from the first one on.
+    /// Per-CPU references for submitted requests, created by the first one.
     shells: OnceLock<PerCpuArc<Shell>>,
 }
 
-/// What a request counts in, and the sum that this is a part of: while the one is used, the other
-/// is.
+/// Statistics and limits of an access path. The sum lives as long as any of its paths.
 #[derive(Clone)]
 struct Way {
     tally: Arc<Tally>,
-    of_device: Arc<Sum<Tally>>,
+    device_sum: Arc<Sum<Tally>>,
     limiting: Arc<Limiting>,
 }
 
 type Shell = CachePadded<Way>;
 
 thread_local! {
-    /// A request that was measured and is not done, on this thread.
-    static TURN: Cell<Option<Turn>> = const { Cell::new(None) };
+    /// A measured request on this thread that is not complete.
+    static SAMPLED: Cell<Option<SampledRequest>> = const { Cell::new(None) };
 }
 
-/// How it goes on.
+/// Continuation of a measured request.
 #[derive(Clone, Copy)]
-struct Turn {
+struct SampledRequest {
     tally: usize,
     rest: Request,
     begun: Instant,
 }
 
 impl Counting {
-    /// A way into the device of that name; all numbers are 0.
+    /// Creates the first access path to a device, with zero statistics.
     pub fn new(name: &str, inner: Arc<dyn Device>) -> Self {
-        Self::of(name, inner, Arc::default(), Limiting::new())
+        Self::with(name, inner, Arc::default(), Limiting::new())
     }
 
-    /// Another way into the same device, with numbers of its own, which are also in this one's.
+    /// Creates another access path to the same device. The device's sums include its statistics.
     #[must_use]
     pub fn another_way(&self) -> Self {
-        let of_device = Arc::clone(&self.way.of_device);
+        let device_sum = Arc::clone(&self.way.device_sum);
         let limiting = self.way.limiting.another_way();
-        Self::of(self.tally().device(), Arc::clone(&self.inner), of_device, limiting)
+        Self::with(self.tally().device(), Arc::clone(&self.inner), device_sum, limiting)
     }
 
-    fn of(name: &str, inner: Arc<dyn Device>, of_device: Arc<Sum<Tally>>, limiting: Limiting) -> Self {
+    fn with(name: &str, inner: Arc<dyn Device>, device_sum: Arc<Sum<Tally>>, limiting: Limiting) -> Self {
         let tally = Arc::new(Tally::new(name));
-        of_device.take_in(Arc::clone(&tally));
-        let way = Way { tally, of_device, limiting: Arc::new(limiting) };
+        device_sum.take_in(Arc::clone(&tally));
+        let way = Way { tally, device_sum, limiting: Arc::new(limiting) };
         Self { inner, way, shells: OnceLock::new() }
     }
 
-    /// Limits what comes on this way from now on, also what waits already.
+    /// Sets the limits of this access path, also for waiting requests.
     ///
     /// # Errors
-    /// The threads that this needs could not be started; nothing has changed.
+    /// The error from starting a thread. Nothing has changed.
     pub fn set_limits(&self, limits: &Limits) -> io::Result<()> {
         self.way.limiting.set_way(limits)
     }
 
-    /// Limits what comes on all ways together, in the same manner.
+    /// Sets the limits of all access paths together, also for waiting requests.
     ///
     /// # Errors
-    /// As [`set_limits`](Self::set_limits).
+    /// The error from starting a thread. Nothing has changed.
     pub fn set_device_limits(&self, limits: &Limits) -> io::Result<()> {
         self.way.limiting.set_device(limits)
     }
 
-    /// The limits of this way.
+    /// Returns the limits of this access path.
     pub fn limits(&self) -> Limits {
         self.way.limiting.way()
     }
 
-    /// The limits of all ways together.
+    /// Returns the limits of all access paths together.
     pub fn device_limits(&self) -> Limits {
         self.way.limiting.device()
     }
 
-    /// No request waits for the limits of these ways into one device, and of the device, until what is
-    /// returned is dropped; those that do go on.
+    /// Suspends the limits of these access paths and of their device until the guard is dropped. Waiting
+    /// requests continue.
     #[must_use]
     pub fn lift_limits<'a>(ways: impl Iterator<Item = &'a Self>) -> Unlimited {
         Unlimited::lifted(ways.map(|way| &*way.way.limiting))
     }
 
-    /// Requests that wait for the limits of these ways into one device, or of the device, are answered
-    /// [`Error::Gone`], and so are those that would have to, until what is returned is dropped.
+    /// Fails requests that wait for the limits of these access paths or their device with [`Error::Gone`].
+    /// New requests that would have to wait also fail, until the guard is dropped.
     #[must_use]
     pub fn end_waiting<'a>(ways: impl Iterator<Item = &'a Self>) -> Unlimited {
-        Unlimited::gone(ways.map(|way| &*way.way.limiting))
+        Unlimited::failing(ways.map(|way| &*way.way.limiting))
     }
 
-    /// What came through on all ways and how it ended, without latencies.
+    /// Returns the counters of all access paths.
     pub fn counts(&self) -> Counted {
-        self.way.of_device.counted()
+        self.way.device_sum.counted()
     }
 
-    /// The same with latencies.
+    /// Returns the statistics of all access paths, with latencies.
     pub fn account(&self) -> Account {
-        self.way.of_device.told()
+        self.way.device_sum.told()
     }
 
-    /// What came on this way alone.
+    /// Returns the statistics of this access path.
     pub fn tally(&self) -> &Tally {
         &self.way.tally
     }
 
-    /// The ways that there are.
+    /// Returns the statistics of all present access paths.
     pub fn ways(&self) -> Vec<Arc<Tally>> {
-        self.way.of_device.members()
+        self.way.device_sum.members()
     }
 
-    /// The sum of all ways.
+    /// Returns the sum of all access paths.
     pub fn sum(&self) -> &Arc<Sum<Tally>> {
-        &self.way.of_device
+        &self.way.device_sum
     }
 
     fn shell(&self) -> Arc<Shell> {
@@ -161,11 +158,11 @@ impl Counting {
         Ticket::new(submitted, Arc::clone(&self.inner), Arc::clone(limiting), Arc::clone(tally))
     }
 
-    /// A try where there are limits, perhaps of another way.
+    /// Tries a request although limits exist, perhaps only on another access path.
     #[cold]
     #[inline(never)]
     fn try_limited(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        if self.way.limiting.are_on() {
+        if self.way.limiting.is_limited() {
             return Ok(Tried::WouldBlock);
         }
         self.try_counted(request, buffer)
@@ -174,13 +171,13 @@ impl Counting {
     #[inline]
     fn try_counted(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         if sampling::is_due() {
-            return self.try_seen(request, buffer, true);
+            return self.try_observed(request, buffer, true);
         }
-        if watched::is_wanted() {
-            return self.try_seen(request, buffer, false);
+        if request_trace::is_enabled() {
+            return self.try_observed(request, buffer, false);
         }
         let outcome = self.inner.try_io(request, buffer);
-        // Nearly all are, and here is all that is done for these.
+        // The usual case, kept short.
         if let Ok(Tried::Done) = outcome {
             self.way.tally.counts().done(request.op, request.len);
             return outcome;
@@ -188,42 +185,42 @@ impl Counting {
         self.tried(request, outcome)
     }
 
-    /// A try that is measured, or looked at.
+    /// Tries a request that is measured or traced.
     #[cold]
     #[inline(never)]
-    fn try_seen(&self, request: &Request, buffer: Buffer<'_>, is_due: bool) -> Result<Tried> {
-        if !watched::is_wanted() {
+    fn try_observed(&self, request: &Request, buffer: Buffer<'_>, is_due: bool) -> Result<Tried> {
+        if !request_trace::is_enabled() {
             return self.try_measured(request, buffer);
         }
         let tally = &self.way.tally;
-        let watched = Watched::begin(tally, request.op.into(), request.offset, request.len, false);
-        let outcome = watched.within(|| {
+        let trace = RequestTrace::begin(tally, request.op.into(), request.offset, request.len, false);
+        let outcome = trace.in_span(|| {
             if is_due {
                 return self.try_measured(request, buffer);
             }
             let outcome = self.inner.try_io(request, buffer);
             self.tried(request, outcome)
         });
-        watched.tried(tally, &outcome);
+        trace.tried(tally, &outcome);
         outcome
     }
 
-    /// A try that is measured.
+    /// Tries a request and measures its latency.
     #[cold]
     #[inline(never)]
     fn try_measured(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        let stands_for = sampling::next();
+        let stands_for = sampling::take_sample();
         let tally = Arc::as_ptr(&self.way.tally).addr();
-        let before = TURN.take().filter(|turn| turn.tally == tally && turn.rest == *request);
-        let begun = before.map_or_else(Instant::now, |turn| turn.begun);
+        let previous = SAMPLED.take().filter(|sampled| sampled.tally == tally && sampled.rest == *request);
+        let begun = previous.map_or_else(Instant::now, |sampled| sampled.begun);
         let outcome = self.inner.try_io(request, buffer);
         match outcome {
             Ok(Tried::Done) => self.way.tally.took(request.op.into(), begun.elapsed(), stands_for),
             Ok(Tried::Partly(bytes)) => {
-                TURN.set(Some(Turn { tally, rest: request.rest(bytes), begun }));
-                sampling::again(stands_for);
+                SAMPLED.set(Some(SampledRequest { tally, rest: request.rest(bytes), begun }));
+                sampling::resample_next(stands_for);
             }
-            // What is submitted is measured for itself.
+            // Submitted requests are measured separately.
             Ok(Tried::WouldBlock) | Err(_) => {}
         }
         self.tried(request, outcome)
@@ -231,7 +228,7 @@ impl Counting {
 
     #[cold]
     #[inline(never)]
-    fn append_watched(
+    fn append_traced(
         &self,
         zones: &dyn Zoned,
         offset: u64,
@@ -239,10 +236,10 @@ impl Counting {
         flags: Flags,
     ) -> Result<Option<u64>> {
         let tally = &self.way.tally;
-        let watched = Watched::begin(tally, Counter::Append, offset, data.len() as u64, false);
-        let outcome = watched.within(|| zones.try_append(offset, data, flags));
+        let trace = RequestTrace::begin(tally, Counter::Append, offset, data.len() as u64, false);
+        let outcome = trace.in_span(|| zones.try_append(offset, data, flags));
         let tried = outcome.map(|place| place.map_or(Tried::WouldBlock, |_| Tried::Done));
-        watched.tried(tally, &tried);
+        trace.tried(tally, &tried);
         outcome
     }
 
@@ -257,12 +254,11 @@ impl Counting {
 }
 
 impl Way {
-    /// A request that is handed over, if somebody looks at it.
-    fn watched(&self, counter: Counter, offset: u64, bytes: u64) -> Option<Watched> {
-        watched::is_wanted().then(|| Watched::begin(&self.tally, counter, offset, bytes, true))
+    /// Starts the trace of a submitted request, if tracing is enabled.
+    fn start_trace(&self, counter: Counter, offset: u64, bytes: u64) -> Option<RequestTrace> {
+        request_trace::is_enabled().then(|| RequestTrace::begin(&self.tally, counter, offset, bytes, true))
     }
 
-    /// A request that was submitted is answered.
     fn answered<T>(&self, counter: Counter, begun: Instant, outcome: &Result<T>) {
         self.tally.counts().ended();
         match outcome {
@@ -278,7 +274,7 @@ impl Device for Counting {
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        if self.way.limiting.are_any() {
+        if self.way.limiting.has_any() {
             return self.try_limited(request, buffer);
         }
         self.try_counted(request, buffer)
@@ -287,25 +283,25 @@ impl Device for Counting {
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
         let (way, begun) = (self.shell(), Instant::now());
         way.tally.counts().begun();
-        let watched = way.watched(request.op.into(), request.offset, request.len);
-        let span = watched.as_ref().map(Watched::span);
+        let trace = way.start_trace(request.op.into(), request.offset, request.len);
+        let span = trace.as_ref().map(RequestTrace::span);
         let done = Completion::new(move |outcome, buffer| {
-            if let Some(watched) = watched {
-                watched.answered(&way.tally, &outcome);
+            if let Some(trace) = trace {
+                trace.completed(&way.tally, &outcome);
             }
             way.answered(request.op.into(), begun, &outcome);
             way.tally.counts().answered(&request, &outcome);
             done.complete(outcome, buffer);
         });
-        let _within = span.as_ref().map(Span::enter);
-        if !self.way.limiting.are_any() {
+        let _entered = span.as_ref().map(Span::enter);
+        if !self.way.limiting.has_any() {
             return self.inner.submit(request, buffer, done);
         }
-        // What is refused pays nothing.
+        // An invalid request pays nothing.
         if let Err(error) = request.check(&self.inner.geometry()) {
             return done.complete(Err(error), buffer);
         }
-        self.ticket(Submitted::Io(request, buffer, done)).pass();
+        self.ticket(Submitted::Io(request, buffer, done)).pay_and_submit();
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
@@ -340,12 +336,12 @@ impl Zoned for Counting {
 
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
         let zones = self.zones()?;
-        if self.way.limiting.are_any() && self.way.limiting.are_on() {
+        if self.way.limiting.has_any() && self.way.limiting.is_limited() {
             return Ok(None);
         }
-        let measured = sampling::is_due().then(|| (sampling::next(), Instant::now()));
-        let outcome = if watched::is_wanted() {
-            self.append_watched(zones, offset, data, flags)
+        let measured = sampling::is_due().then(|| (sampling::take_sample(), Instant::now()));
+        let outcome = if request_trace::is_enabled() {
+            self.append_traced(zones, offset, data, flags)
         } else {
             zones.try_append(offset, data, flags)
         };
@@ -369,17 +365,17 @@ impl Zoned for Counting {
         };
         let (way, begun, bytes) = (self.shell(), Instant::now(), data.len() as u64);
         way.tally.counts().begun();
-        let watched = way.watched(Counter::Append, offset, bytes);
+        let trace = way.start_trace(Counter::Append, offset, bytes);
         let done = Box::new(move |outcome| {
-            if let Some(watched) = watched {
-                watched.answered(&way.tally, &outcome);
+            if let Some(trace) = trace {
+                trace.completed(&way.tally, &outcome);
             }
             way.answered(Counter::Append, begun, &outcome);
             way.tally.counts().appended(bytes, &outcome);
             done(outcome);
         });
-        if self.way.limiting.are_any() {
-            return self.ticket(Submitted::Append(offset, data, flags, done)).pass();
+        if self.way.limiting.has_any() {
+            return self.ticket(Submitted::Append(offset, data, flags, done)).pay_and_submit();
         }
         zones.submit_append(offset, data, flags, done);
     }
@@ -387,8 +383,8 @@ impl Zoned for Counting {
 
 impl Drop for Counting {
     fn drop(&mut self) {
-        if self.way.limiting.are_any() {
-            self.way.limiting.end_way();
+        if self.way.limiting.has_any() {
+            self.way.limiting.close_way();
         }
     }
 }

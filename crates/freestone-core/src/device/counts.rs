@@ -1,10 +1,10 @@
-//! What a device was asked and what it answered, counted per CPU.
+//! Per-CPU counters of a device's operations.
 
 use super::{Counter, Op, Request, Result, Tried};
 use crate::percpu::Counters;
 
-// What is done of an operation is counted under its number, and its bytes so much further on: no
-// request chooses between counters. Those of flushes stay 0.
+// The counter of an operation has the operation's number; its byte counter follows BYTES later, so no request
+// branches. The byte counter of flushes is not used.
 const BYTES: usize = 6;
 const READS: usize = Op::Read as usize;
 const WRITES: usize = Op::Write as usize;
@@ -22,72 +22,72 @@ const LIMITED: usize = 13;
 const COUNT: usize = 14;
 const _: () = assert!(FLUSHES < APPENDS && APPENDS < BYTES && BYTES + FLUSHES < ERRORS);
 
-/// Counters of a device's operations. Adding is one or two additions to the CPU's own cells.
+/// Counters of a device's operations. An update is one or two additions to the CPU's own cells.
 #[derive(Default)]
 pub struct OpCounts(Counters<COUNT>);
 
-/// What [`OpCounts`] have counted.
+/// Values of [`OpCounts`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counted {
-    /// Reads that succeeded.
+    /// Successful reads.
     pub reads: u64,
-    /// Writes that succeeded, without appends.
+    /// Successful writes without appends.
     pub writes: u64,
-    /// Discards that succeeded.
+    /// Successful discards.
     pub discards: u64,
-    /// Write zeroes that succeeded.
+    /// Successful write zeroes.
     pub zeroes: u64,
-    /// Flushes that succeeded.
+    /// Successful flushes.
     pub flushes: u64,
-    /// Zone appends that succeeded.
+    /// Successful zone appends.
     pub appends: u64,
-    /// Bytes that were read.
+    /// Bytes read.
     pub read_bytes: u64,
-    /// Bytes of data that were written or appended.
+    /// Bytes written or appended.
     pub written_bytes: u64,
-    /// Operations that failed.
+    /// Failed operations.
     pub errors: u64,
-    /// Bytes that were discarded.
+    /// Bytes discarded.
     pub discarded_bytes: u64,
-    /// Bytes that were zeroed.
+    /// Bytes zeroed.
     pub zeroed_bytes: u64,
-    /// Submitted requests that are not answered, where they were [told](OpCounts::begun).
+    /// Submitted requests not completed yet, if counted by [`begun`](OpCounts::begun).
     pub in_flight: u64,
-    /// Requests that waited for their turn, as the device or the way has [limits](crate::limits).
+    /// Requests delayed by [limits](crate::limits) of the device or the access path.
     pub limited: u64,
 }
 
 impl Counted {
-    /// Adds what something else has counted.
+    /// Adds other values.
     pub fn add(&mut self, other: &Self) {
-        *self = self.with(other, u64::wrapping_add);
+        *self = self.combine(other, u64::wrapping_add);
     }
 
-    /// What was counted since the counters were `earlier`; requests in flight are those of now.
+    /// Returns the difference to earlier values, with the present number of requests in flight.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
-        Self { in_flight: self.in_flight, ..self.with(earlier, u64::saturating_sub) }
+        Self { in_flight: self.in_flight, ..self.combine(earlier, u64::saturating_sub) }
     }
 
-    fn with(&self, other: &Self, both: fn(u64, u64) -> u64) -> Self {
+    fn combine(&self, other: &Self, combine: fn(u64, u64) -> u64) -> Self {
         Self {
-            reads: both(self.reads, other.reads),
-            writes: both(self.writes, other.writes),
-            discards: both(self.discards, other.discards),
-            zeroes: both(self.zeroes, other.zeroes),
-            flushes: both(self.flushes, other.flushes),
-            appends: both(self.appends, other.appends),
-            read_bytes: both(self.read_bytes, other.read_bytes),
-            written_bytes: both(self.written_bytes, other.written_bytes),
-            errors: both(self.errors, other.errors),
-            discarded_bytes: both(self.discarded_bytes, other.discarded_bytes),
-            zeroed_bytes: both(self.zeroed_bytes, other.zeroed_bytes),
-            in_flight: both(self.in_flight, other.in_flight),
-            limited: both(self.limited, other.limited),
+            reads: combine(self.reads, other.reads),
+            writes: combine(self.writes, other.writes),
+            discards: combine(self.discards, other.discards),
+            zeroes: combine(self.zeroes, other.zeroes),
+            flushes: combine(self.flushes, other.flushes),
+            appends: combine(self.appends, other.appends),
+            read_bytes: combine(self.read_bytes, other.read_bytes),
+            written_bytes: combine(self.written_bytes, other.written_bytes),
+            errors: combine(self.errors, other.errors),
+            discarded_bytes: combine(self.discarded_bytes, other.discarded_bytes),
+            zeroed_bytes: combine(self.zeroed_bytes, other.zeroed_bytes),
+            in_flight: combine(self.in_flight, other.in_flight),
+            limited: combine(self.limited, other.limited),
         }
     }
 
-    /// Requests of that kind that succeeded.
+    /// Returns the successful requests of a kind.
     pub const fn requests(&self, counter: Counter) -> u64 {
         match counter {
             Counter::Read => self.reads,
@@ -99,7 +99,7 @@ impl Counted {
         }
     }
 
-    /// Bytes of those requests; those of appends are with the writes.
+    /// Returns the bytes of these requests. Bytes of appends are counted with the writes.
     pub const fn bytes(&self, counter: Counter) -> u64 {
         match counter {
             Counter::Read => self.read_bytes,
@@ -110,7 +110,7 @@ impl Counted {
         }
     }
 
-    /// All requests that were answered.
+    /// Returns the number of completed requests, successful or not.
     pub const fn answered(&self) -> u64 {
         let data = self.reads + self.writes + self.appends;
         data + self.discards + self.zeroes + self.flushes + self.errors
@@ -118,8 +118,8 @@ impl Counted {
 }
 
 impl OpCounts {
-    /// Counts what one try came to: its bytes where it made progress, the operation when it ended.
-    /// What would block counts when it is submitted.
+    /// Counts the outcome of a try: bytes if it made progress, the operation if it ended. A request that
+    /// would block is counted after its submission.
     #[inline]
     pub fn tried(&self, request: &Request, outcome: &Result<Tried>) {
         match outcome {
@@ -130,7 +130,7 @@ impl OpCounts {
         }
     }
 
-    /// Counts how a submitted request was answered.
+    /// Counts the outcome of a submitted request.
     #[inline]
     pub fn answered(&self, request: &Request, outcome: &Result<()>) {
         match outcome {
@@ -139,7 +139,7 @@ impl OpCounts {
         }
     }
 
-    /// Counts how an append of `bytes` bytes was answered.
+    /// Counts the outcome of an append of `bytes` bytes.
     #[inline]
     pub fn appended<T>(&self, bytes: u64, outcome: &Result<T>) {
         match outcome {
@@ -148,28 +148,28 @@ impl OpCounts {
         }
     }
 
-    /// Counts an operation that succeeded, whose last `bytes` bytes were not counted yet.
+    /// Counts a successful operation, and its last `bytes` bytes, which were not counted yet.
     #[inline]
     pub fn done(&self, op: Op, bytes: u64) {
         self.0.add_both([(op as usize, 1), (BYTES + op as usize, bytes as i64)]);
     }
 
-    /// A request is submitted: it is in flight until it has [`ended`](Self::ended).
+    /// Counts a submitted request as in flight until [`ended`](Self::ended).
     pub fn begun(&self) {
         self.0.add(IN_FLIGHT, 1);
     }
 
-    /// A submitted request is answered.
+    /// Counts a submitted request as completed.
     pub fn ended(&self) {
         self.0.add(IN_FLIGHT, -1);
     }
 
-    /// A request waits for its turn.
+    /// Counts a request delayed by limits.
     pub fn limited(&self) {
         self.0.add(LIMITED, 1);
     }
 
-    /// Counts an operation that failed.
+    /// Counts a failed operation.
     #[cold]
     pub fn error(&self) {
         self.0.add(ERRORS, 1);
@@ -180,7 +180,7 @@ impl OpCounts {
         self.0.add(BYTES + op as usize, bytes as i64);
     }
 
-    /// Every counter; exact when nothing is in flight.
+    /// Returns all counters. Exact if nothing is in flight.
     pub fn snapshot(&self) -> Counted {
         let get = |counter| self.0.get(counter);
         Counted {
@@ -207,7 +207,7 @@ mod tests {
     use crate::device::Error;
 
     #[test]
-    fn a_request_counts_once_however_it_was_done() {
+    fn request_counts_once_if_split_or_submitted() {
         let counts = OpCounts::default();
         let read = Request::read(0, 8192);
         counts.tried(&read, &Ok(Tried::Partly(4096)));
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_added_and_compared() {
+    fn counted_adds_and_subtracts() {
         let counts = OpCounts::default();
         counts.done(Op::Write, 512);
         counts.begun();
@@ -260,11 +260,11 @@ mod tests {
         let mut sum = before;
         sum.add(&expected);
         assert_eq!((sum.writes, sum.written_bytes, sum.in_flight), (2, 1536, 2));
-        assert_eq!(before.since(&after).writes, 0, "somebody else's");
+        assert_eq!(before.since(&after).writes, 0, "an unrelated later state");
     }
 
     #[test]
-    fn threads_lose_no_count() {
+    fn concurrent_counts_are_exact() {
         let counts = OpCounts::default();
         std::thread::scope(|scope| {
             for _ in 0..4 {

@@ -1,30 +1,30 @@
-//! A device under a name, as who exports it has it.
+//! A named device, as exports see it.
 
 use std::fmt;
 
 use super::{Device, Error, Failed, Failures};
 use crate::sync::Arc;
 
-/// A device under a name.
+/// A named device.
 pub struct Disk {
-    /// Its name.
+    /// Name of the device.
     pub name: String,
-    /// The device.
+    /// The device itself.
     pub device: Arc<dyn Device>,
-    /// By option or by the device.
+    /// Set by an option, or because the device is read-only.
     pub read_only: bool,
-    /// Requests that failed.
+    /// Counters of failed requests.
     pub failures: Arc<Failures>,
 }
 
 impl Disk {
-    /// `device` as `name`, read-only where the device or the caller says so.
+    /// Creates a disk. The disk is read-only if the caller or the device says so.
     pub fn new(name: &str, read_only: bool, device: Arc<dyn Device>, failures: Arc<Failures>) -> Self {
         let read_only = read_only || device.geometry().read_only;
         Self { name: name.to_owned(), device, read_only, failures }
     }
 
-    /// Counts a failed request for who looks after the device, and logs it, though seldom.
+    /// Counts a failed request, and logs it at most once a minute for each kind.
     #[cold]
     pub fn failed(&self, request: &dyn fmt::Debug, failed: Failed, error: Error) {
         let name = &self.name;

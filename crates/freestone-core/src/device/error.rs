@@ -1,36 +1,36 @@
-//! The closed set of errors a device can answer with.
+//! Errors of device requests.
 
 use thiserror::Error;
 
-/// Why a request failed. Closed on purpose: every export maps every variant, and a new one must be
-/// mapped everywhere before it compiles.
+/// Reason of a failed request. The set is closed on purpose: exports match all variants, so a new one must be
+/// mapped everywhere before the code compiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Error)]
 pub enum Error {
-    /// The range does not lie inside the device.
+    /// The range is not inside the device.
     #[error("out of range")]
     OutOfRange,
     /// Offset or length is not a multiple of the logical block, or the length is zero.
     #[error("not aligned to the logical block")]
     Misaligned,
-    /// A write to a device that is read-only.
+    /// Write to a read-only device.
     #[error("read-only")]
     ReadOnly,
-    /// The device's own space is used up: a limit was reached, or the backing is full.
+    /// The device has no space: a limit was reached, or its backing device is full.
     #[error("no space left on the device")]
     NoSpace,
-    /// The machine has no memory left for this request.
+    /// The host has no memory for this request.
     #[error("out of memory")]
     NoMemory,
     /// The data could not be read or written.
     #[error("I/O error")]
     Media,
-    /// The device was removed, or its server is going away.
+    /// The device was removed, or its server shuts down.
     #[error("the device is gone")]
     Gone,
-    /// The device does not offer this operation.
+    /// The device does not support this operation.
     #[error("not supported")]
     Unsupported,
-    /// A zone was written elsewhere than at its write pointer, or past its capacity.
+    /// A zone was not written at its write pointer, or beyond its capacity.
     #[error("not at the zone's write pointer")]
     ZoneWritePointer,
     /// The zone's condition (full, read-only, offline, conventional) forbids the operation.
@@ -48,7 +48,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Every variant once, for tables and tests.
+    /// All variants, for tables and tests.
     pub const ALL: [Self; 13] = [
         Self::OutOfRange,
         Self::Misaligned,
@@ -65,7 +65,7 @@ impl Error {
         Self::ZoneTooManyActive,
     ];
 
-    /// A word for programs: statistics are kept under it.
+    /// Returns the name used in statistics and other machine-readable output.
     pub const fn word(self) -> &'static str {
         match self {
             Self::OutOfRange => "out_of_range",
@@ -84,8 +84,8 @@ impl Error {
         }
     }
 
-    /// The Linux errno that a block device of the kernel would answer with. Exports whose protocol
-    /// knows fewer numbers map from the variant, not from this.
+    /// Returns the Linux errno that a kernel block device would return. Exports with fewer error codes map
+    /// the variants themselves.
     pub const fn errno(self) -> i32 {
         match self {
             Self::OutOfRange | Self::Misaligned => libc::EINVAL,
@@ -95,13 +95,12 @@ impl Error {
             Self::Media | Self::ZoneWritePointer | Self::ZoneCondition | Self::ZoneBoundary => libc::EIO,
             Self::Gone => libc::ESHUTDOWN,
             Self::Unsupported => libc::EOPNOTSUPP,
-            // The numbers of the kernel's BLK_STS_ZONE_OPEN_RESOURCE and
-            // BLK_STS_ZONE_ACTIVE_RESOURCE.
+            // As the kernel's BLK_STS_ZONE_OPEN_RESOURCE and BLK_STS_ZONE_ACTIVE_RESOURCE.
             Self::ZoneTooManyOpen => libc::ETOOMANYREFS,
             Self::ZoneTooManyActive => libc::EOVERFLOW,
         }
     }
 }
 
-/// What device operations return.
+/// Result of device operations.
 pub type Result<T> = std::result::Result<T, Error>;

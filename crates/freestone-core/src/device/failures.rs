@@ -1,4 +1,4 @@
-//! What of a device's requests failed, counted by reason, and which of it is logged.
+//! Failed requests of a device, counted by reason, and rate-limited logging of them.
 
 use std::fmt;
 
@@ -6,12 +6,12 @@ use super::Error;
 use crate::log_limit::{HeldBack, LogLimit};
 use crate::sync::{AtomicU64, Ordering};
 
-/// What failed.
+/// Kind of a failed request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Failed {
-    /// A read, or a question about what the device holds.
+    /// A read, or a query of extents.
     Read,
-    /// A write, of zeroes as well.
+    /// A write or write zeroes.
     Write,
     /// A discard.
     Trim,
@@ -30,7 +30,7 @@ impl fmt::Display for Failed {
     }
 }
 
-/// The failed requests of a device, over all its exports. One that succeeds is not seen here.
+/// Counters of failed requests of a device, over all its exports.
 #[derive(Default)]
 pub struct Failures {
     counts: [AtomicU64; Error::ALL.len()],
@@ -38,8 +38,8 @@ pub struct Failures {
 }
 
 impl Failures {
-    /// Counts a failure. Returned: it is to be logged, one in a minute of its kind, and none that
-    /// is the client's own doing or comes with the device's end.
+    /// Counts a failure. Returns `Some` if the caller must log it: once a minute for each kind and reason,
+    /// except for client errors and requests to a removed device.
     #[cold]
     pub fn count(&self, failed: Failed, error: Error) -> Option<HeldBack> {
         // Relaxed: a statistic.
@@ -59,7 +59,7 @@ impl Failures {
         }
     }
 
-    /// How many failed for each reason that there was.
+    /// Returns the count of each reason that occurred.
     pub fn counts(&self) -> impl Iterator<Item = (Error, u64)> {
         // Relaxed: a statistic.
         let counted =
@@ -79,14 +79,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_are_counted_and_those_of_the_device_are_logged() {
+    fn count_logs_device_errors_only() {
         let failures = Failures::default();
         for error in Error::ALL {
             let logged = failures.count(Failed::Write, error).is_some();
             assert_eq!(failures.count(Failed::Write, error), None, "{error}: twice in a minute");
-            let clients =
+            let is_client_error =
                 matches!(error, Error::OutOfRange | Error::Misaligned | Error::ReadOnly | Error::Unsupported);
-            assert_eq!(logged, !clients && error != Error::Gone, "{error}");
+            assert_eq!(logged, !is_client_error && error != Error::Gone, "{error}");
         }
         assert!(failures.count(Failed::Flush, Error::Media).is_some(), "a flush is another kind");
         let counts: Vec<_> = failures.counts().collect();

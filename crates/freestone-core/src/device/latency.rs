@@ -1,23 +1,23 @@
-//! How long requests took: counts by duration, a quarter of a power of two wide.
+//! Latency histograms. Buckets are a quarter of a power of two wide.
 //!
-//! The counts of all CPUs are one: what a device answers at once is measured seldom
-//! ([`sampling`](super::sampling)), and what has to wait is not held up by one more shared line.
+//! One histogram serves all CPUs: inline requests are sampled ([`sampling`](super::sampling)), and for
+//! requests that wait one more shared cache line does not matter.
 
 use std::time::Duration;
 
 use crate::sync::{AtomicU64, Ordering};
 
-/// Shorter ones are not told apart: 256 ns, as a power of two.
+/// Requests below 256 ns share a bucket; as a power of two.
 const SHORTEST_LOG2: u32 = 8;
-/// Longer ones are not told apart: 69 s, as a power of two of nanoseconds.
+/// Requests from 69 s on share a bucket; as a power of two of nanoseconds.
 const LONGEST_LOG2: u32 = 36;
-/// Buckets of each power of two, as a power of two.
+/// Buckets for each power of two, as a power of two.
 const PARTS_LOG2: u32 = 2;
 const PARTS: usize = 1 << PARTS_LOG2;
-/// Those of all powers, and one at either end.
+/// Buckets of all powers, and one at either end.
 const BUCKETS: usize = ((LONGEST_LOG2 - SHORTEST_LOG2) as usize) * PARTS + 2;
 
-/// Counts of requests by how long they took.
+/// Counts of requests by latency.
 pub struct Histogram {
     buckets: [AtomicU64; BUCKETS],
     nanoseconds: AtomicU64,
@@ -29,7 +29,6 @@ impl Default for Histogram {
     }
 }
 
-/// The bucket of a duration.
 fn bucket(nanoseconds: u64) -> usize {
     if nanoseconds < 1 << SHORTEST_LOG2 {
         return 0;
@@ -42,8 +41,8 @@ fn bucket(nanoseconds: u64) -> usize {
     1 + (log2 - SHORTEST_LOG2) as usize * PARTS + part
 }
 
-/// Durations in a bucket are shorter than this; the last one has no end.
-fn end(bucket: usize) -> Option<u64> {
+/// Returns the exclusive upper bound of a bucket, or `None` for the last one.
+fn upper_bound(bucket: usize) -> Option<u64> {
     let (log2, part) = (bucket / PARTS, bucket % PARTS);
     (bucket < BUCKETS - 1).then(|| {
         let power = 1_u64 << (SHORTEST_LOG2 as usize + log2);
@@ -52,17 +51,17 @@ fn end(bucket: usize) -> Option<u64> {
 }
 
 impl Histogram {
-    /// Counts a request that took so long, for as many as it stands for.
+    /// Adds a request with the weight `stands_for`.
     pub fn add(&self, took: Duration, stands_for: u64) {
         let nanoseconds = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         // Relaxed: a statistic.
         self.buckets[bucket(nanoseconds)].fetch_add(stands_for, Ordering::Relaxed);
         let sum = nanoseconds.saturating_mul(stands_for);
-        // Relaxed: as above. It wraps after five centuries of requests.
+        // Relaxed: as above. Wraps after five centuries of total latency.
         self.nanoseconds.fetch_add(sum, Ordering::Relaxed);
     }
 
-    /// What was counted; exact when nobody counts.
+    /// Returns the counts. Exact if no thread adds meanwhile.
     pub fn read(&self) -> Latency {
         // Relaxed: statistics.
         let buckets = self.buckets.each_ref().map(|count| count.load(Ordering::Relaxed));
@@ -72,28 +71,28 @@ impl Histogram {
     }
 }
 
-/// What a histogram has counted, or several have together.
+/// Counts of one or several histograms.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Latency {
-    /// None is as good as all zero.
+    /// `None` means all zero.
     buckets: Option<Box<[u64; BUCKETS]>>,
     nanoseconds: u64,
 }
 
 impl Latency {
-    /// How many requests.
+    /// Returns the number of requests.
     pub fn requests(&self) -> u64 {
         self.counts().iter().sum()
     }
 
-    /// How long all of them took together.
+    /// Returns the total latency.
     pub const fn total(&self) -> Duration {
         Duration::from_nanos(self.nanoseconds)
     }
 
-    /// Of the quickest `thousandths` of the requests (1 to 1000), how long the slowest took, rounded up to
-    /// the end of its bucket: by at most a quarter. `None` where there was no request. What is longer
-    /// than 69 s is told as that.
+    /// Returns the latency within which `thousandths` (1 to 1000) of the requests completed, rounded up to
+    /// the bound of a bucket, that is by at most a quarter. Returns `None` without requests, and 69 s for
+    /// longer latencies.
     pub fn within(&self, thousandths: u64) -> Option<Duration> {
         let all = u128::from(self.requests());
         let wanted = (all * u128::from(thousandths)).div_ceil(1000).max(1);
@@ -102,45 +101,45 @@ impl Latency {
             counted += u128::from(*count);
             counted >= wanted
         })?;
-        Some(Duration::from_nanos(end(slowest).unwrap_or(1 << LONGEST_LOG2)))
+        Some(Duration::from_nanos(upper_bound(slowest).unwrap_or(1 << LONGEST_LOG2)))
     }
 
-    /// For each power of four of nanoseconds from 256 ns to 69 s: how many requests took less.
+    /// Returns the number of faster requests for each power of four of nanoseconds, from 256 ns to 69 s.
     pub fn below_powers_of_four(&self) -> impl Iterator<Item = (Duration, u64)> {
         let mut counted = 0;
         let powers = self.counts().iter().enumerate().filter_map(move |(bucket, count)| {
             counted += count;
-            Some((end(bucket)?, counted))
+            Some((upper_bound(bucket)?, counted))
         });
         let wanted =
             |(end, _): &(u64, u64)| end.is_power_of_two() && (end.ilog2() - SHORTEST_LOG2).is_multiple_of(2);
         powers.filter(wanted).map(|(end, counted)| (Duration::from_nanos(end), counted))
     }
 
-    /// The buckets in which something was counted, the quickest first: the shortest duration that is too
-    /// long for it (`None` for the last one, which has no end), and how many requests it has.
+    /// Returns the non-empty buckets in ascending order: the exclusive upper bound (`None` for the last
+    /// bucket), and the number of requests.
     pub fn buckets(&self) -> impl Iterator<Item = (Option<Duration>, u64)> {
         let counted = self.counts().iter().enumerate().filter(|(_, count)| **count > 0);
-        counted.map(|(bucket, count)| (end(bucket).map(Duration::from_nanos), *count))
+        counted.map(|(bucket, count)| (upper_bound(bucket).map(Duration::from_nanos), *count))
     }
 
-    /// Adds what another one has.
+    /// Adds other counts.
     pub fn add(&mut self, other: &Self) {
         let Some(theirs) = &other.buckets else { return };
-        let ours = self.buckets.get_or_insert_with(|| Box::new([0; BUCKETS]));
-        for (our, their) in ours.iter_mut().zip(theirs.iter()) {
-            *our += their;
+        let own = self.buckets.get_or_insert_with(|| Box::new([0; BUCKETS]));
+        for (own_count, other_count) in own.iter_mut().zip(theirs.iter()) {
+            *own_count += other_count;
         }
         self.nanoseconds = self.nanoseconds.wrapping_add(other.nanoseconds);
     }
 
-    /// What was counted since the counts were `earlier`.
+    /// Returns the counts since an earlier state.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let mut since = self.clone();
-        if let (Some(ours), Some(theirs)) = (&mut since.buckets, &earlier.buckets) {
-            for (our, their) in ours.iter_mut().zip(theirs.iter()) {
-                *our = our.saturating_sub(*their);
+        if let (Some(own), Some(theirs)) = (&mut since.buckets, &earlier.buckets) {
+            for (own_count, other_count) in own.iter_mut().zip(theirs.iter()) {
+                *own_count = own_count.saturating_sub(*other_count);
             }
             since.nanoseconds = since.nanoseconds.saturating_sub(earlier.nanoseconds);
         }
@@ -157,25 +156,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buckets_follow_one_another_and_are_a_quarter_wide() {
+    fn buckets_are_contiguous_and_a_quarter_wide() {
         assert_eq!((bucket(0), bucket(255), bucket(256)), (0, 0, 1));
         assert_eq!(
             (bucket((1 << 36) - 1), bucket(1 << 36), bucket(u64::MAX)),
             (BUCKETS - 2, BUCKETS - 1, BUCKETS - 1)
         );
-        assert_eq!(end(BUCKETS - 1), None);
+        assert_eq!(upper_bound(BUCKETS - 1), None);
         for number in 0..BUCKETS - 1 {
-            let end = end(number).unwrap();
+            let end = upper_bound(number).unwrap();
             assert_eq!((bucket(end - 1), bucket(end)), (number, number + 1), "{end} ns");
         }
         for number in 1..BUCKETS - 1 {
-            let (begin, end) = (end(number - 1).unwrap(), end(number).unwrap());
+            let (begin, end) = (upper_bound(number - 1).unwrap(), upper_bound(number).unwrap());
             assert!((end - begin) * 4 <= begin, "{begin} to {end} ns");
         }
     }
 
     #[test]
-    fn what_took_how_long_is_told_from_above() {
+    fn quantiles_are_rounded_up() {
         let counts = Histogram::default();
         for _ in 0..98 {
             counts.add(Duration::from_micros(10), 1);
@@ -199,11 +198,11 @@ mod tests {
         assert_eq!(twice.within(981), read.within(981));
         assert_eq!(twice.since(&read), read);
         assert_eq!(read.since(&Latency::default()), read);
-        assert_eq!(Latency::default().since(&read).requests(), 0, "somebody else's");
+        assert_eq!(Latency::default().since(&read).requests(), 0, "an unrelated earlier state");
     }
 
     #[test]
-    fn the_coarse_bounds_are_cumulative() {
+    fn coarse_bounds_are_cumulative() {
         let counts = Histogram::default();
         for took in [100, 256, 1023, 1024, 5000, 1 << 35, 1 << 36] {
             counts.add(Duration::from_nanos(took), 1);

@@ -1,5 +1,5 @@
-//! The limits of a way into a device and of the device: what a request pays before it is handed over,
-//! first as what comes on its way, then as what comes to the device.
+//! Limits of a device and of each access path. A submitted request first pays for its access path, then for
+//! the device.
 
 use std::io;
 
@@ -8,149 +8,148 @@ use super::{Completion, Device, Error, Flags, IoBuf, Op, Request, Tally};
 use crate::limits::{Cost, Ended, Lifted, Limiter, Limits, Waits};
 use crate::sync::{Arc, AtomicU32, Ordering};
 
-/// Both limits.
+/// Limits of an access path and of its device.
 ///
-/// They are paid one after the other, so who waits in the second line has paid in the first.
+/// A request pays one after the other, so a request in the device's queue has paid for its path.
 pub struct Limiting {
-    /// How many limits are on, of the device and of all its ways: what each request looks at.
+    /// Number of active limits of the device and all its access paths. Checked by each request.
     any: Arc<AtomicU32>,
-    of_way: Limiter<Ticket>,
-    of_device: Arc<Limiter<Ticket>>,
+    path_limiter: Limiter<Ticket>,
+    device_limiter: Arc<Limiter<Ticket>>,
 }
 
-/// What a submitted request is: it is handed over when it has paid.
+/// A submitted request, passed to the device when it has paid.
 pub enum Submitted {
     Io(Request, IoBuf, Completion),
     Append(u64, IoBuf, Flags, AppendCompletion),
 }
 
-/// A request that pays.
 pub struct Ticket {
     submitted: Submitted,
     inner: Arc<dyn Device>,
     limiting: Arc<Limiting>,
     tally: Arc<Tally>,
-    /// It has paid as what comes on its way.
-    has_paid_way: bool,
-    /// It was counted as one that waits.
+    has_paid_path: bool,
+    /// The request was counted as delayed.
     has_waited: bool,
 }
 
-/// What comes to a device, or on a way into it, does not wait for its turn until this is dropped.
+/// Guard during which requests to a device, or on an access path, do not wait for limits.
 pub struct Unlimited {
-    _kept: Kept,
+    _guards: Guards,
 }
 
-enum Kept {
+enum Guards {
     Lifted { _all: Vec<Lifted<Ticket>> },
     Ended { _all: Vec<Ended<Ticket>> },
 }
 
 impl Limiting {
-    /// Of the first way into a device: no limits.
+    /// Creates the limits of a device's first access path, initially unlimited.
     pub fn new() -> Self {
         let any = Arc::default();
         let limiter = || Limiter::new(Arc::clone(&any));
-        Self { of_way: limiter(), of_device: Arc::new(limiter()), any }
+        Self { path_limiter: limiter(), device_limiter: Arc::new(limiter()), any }
     }
 
-    /// Of another one: the device's limits, and none of its own.
+    /// Creates another access path, which shares the device's limits and has none of its own.
     pub fn another_way(&self) -> Self {
         let any = Arc::clone(&self.any);
-        Self { of_way: Limiter::new(Arc::clone(&any)), of_device: Arc::clone(&self.of_device), any }
+        Self {
+            path_limiter: Limiter::new(Arc::clone(&any)),
+            device_limiter: Arc::clone(&self.device_limiter),
+            any,
+        }
     }
 
-    /// Whether the device or any way into it has limits.
+    /// Returns true if the device or any access path has limits.
     #[inline]
-    pub fn are_any(&self) -> bool {
-        // Acquire: pairs with the Release of a line that goes off: all that waited have gone on.
+    pub fn has_any(&self) -> bool {
+        // Acquire: pairs with the Release of a queue that becomes inactive: all waiting requests have
+        // continued.
         self.any.load(Ordering::Acquire) != 0
     }
 
-    /// Whether a request may have to pay.
-    pub fn are_on(&self) -> bool {
-        self.of_way.is_on() || self.of_device.is_on()
+    /// Returns true if a request on this path may have to pay.
+    pub fn is_limited(&self) -> bool {
+        self.path_limiter.is_on() || self.device_limiter.is_on()
     }
 
-    /// Limits of this way.
     pub fn set_way(&self, limits: &Limits) -> io::Result<()> {
-        self.of_way.set(limits)
+        self.path_limiter.set(limits)
     }
 
-    /// Limits of all ways together.
     pub fn set_device(&self, limits: &Limits) -> io::Result<()> {
-        self.of_device.set(limits)
+        self.device_limiter.set(limits)
     }
 
-    /// Those of this way.
     pub fn way(&self) -> Limits {
-        self.of_way.limits()
+        self.path_limiter.limits()
     }
 
-    /// Those of the device.
     pub fn device(&self) -> Limits {
-        self.of_device.limits()
+        self.device_limiter.limits()
     }
 
-    /// Nobody comes on this way any more: what waits of it is gone.
-    pub fn end_way(self: &Arc<Self>) {
-        let of_device = self.of_device.as_ref();
-        of_device.end_those(|ticket| Arc::ptr_eq(&ticket.limiting, self));
-        drop(self.of_way.end());
-        // It fails to begin only.
-        let _ = self.of_way.set(&Limits::default());
+    /// Closes this access path: its waiting requests fail.
+    pub fn close_way(self: &Arc<Self>) {
+        let device_limiter = self.device_limiter.as_ref();
+        device_limiter.end_those(|ticket| Arc::ptr_eq(&ticket.limiting, self));
+        drop(self.path_limiter.end());
+        // Removing limits starts no thread, so this cannot fail.
+        let _ = self.path_limiter.set(&Limits::default());
     }
 }
 
 impl Unlimited {
-    /// Those that wait go on, and others do not wait.
+    /// Suspends the limits; waiting requests continue.
     pub fn lifted<'a>(ways: impl Iterator<Item = &'a Limiting>) -> Self {
         let (mut all, mut last) = (Vec::new(), None);
         for way in ways {
-            all.push(way.of_way.lift());
+            all.push(way.path_limiter.lift());
             last = Some(way);
         }
-        all.extend(last.map(|way| way.of_device.lift()));
-        Self { _kept: Kept::Lifted { _all: all } }
+        all.extend(last.map(|way| way.device_limiter.lift()));
+        Self { _guards: Guards::Lifted { _all: all } }
     }
 
-    /// Those that wait are answered [`Error::Gone`], and so are those that would have to.
-    pub fn gone<'a>(ways: impl Iterator<Item = &'a Limiting>) -> Self {
+    /// Fails waiting requests with [`Error::Gone`], and new ones that would have to wait.
+    pub fn failing<'a>(ways: impl Iterator<Item = &'a Limiting>) -> Self {
         let (mut all, mut last) = (Vec::new(), None);
         for way in ways {
-            all.push(way.of_way.end());
+            all.push(way.path_limiter.end());
             last = Some(way);
         }
-        all.extend(last.map(|way| way.of_device.end()));
-        Self { _kept: Kept::Ended { _all: all } }
+        all.extend(last.map(|way| way.device_limiter.end()));
+        Self { _guards: Guards::Ended { _all: all } }
     }
 }
 
 impl Ticket {
-    /// A request that comes in.
     pub fn new(
         submitted: Submitted,
         inner: Arc<dyn Device>,
         limiting: Arc<Limiting>,
         tally: Arc<Tally>,
     ) -> Self {
-        Self { submitted, inner, limiting, tally, has_paid_way: false, has_waited: false }
+        Self { submitted, inner, limiting, tally, has_paid_path: false, has_waited: false }
     }
 
-    /// Pays, and is handed over: at once, or later.
-    pub fn pass(mut self) {
+    /// Pays, and passes the request to the device, now or later.
+    pub fn pay_and_submit(mut self) {
         let (limiting, cost) = (Arc::clone(&self.limiting), self.cost());
-        if !self.has_paid_way {
-            let Some(ticket) = limiting.of_way.enter(self, cost) else { return };
+        if !self.has_paid_path {
+            let Some(ticket) = limiting.path_limiter.enter(self, cost) else { return };
             self = ticket;
-            self.has_paid_way = true;
+            self.has_paid_path = true;
         }
-        if let Some(ticket) = limiting.of_device.enter(self, cost) {
-            ticket.hand_over();
+        if let Some(ticket) = limiting.device_limiter.enter(self, cost) {
+            ticket.submit();
         }
     }
 
-    /// As qemu's throttling counts: each request is an operation, and bytes are those of data.
+    /// Returns the cost as qemu's throttling defines it: one operation for each request, and the bytes of
+    /// data.
     fn cost(&self) -> Cost {
         let bytes = match &self.submitted {
             Submitted::Io(request, ..) if matches!(request.op, Op::Read | Op::Write) => request.len,
@@ -160,7 +159,7 @@ impl Ticket {
         Cost { operations: 1, bytes }
     }
 
-    fn hand_over(self) {
+    fn submit(self) {
         match self.submitted {
             Submitted::Io(request, buffer, done) => self.inner.submit(request, buffer, done),
             Submitted::Append(offset, data, flags, done) => match self.inner.zoned() {
@@ -173,18 +172,18 @@ impl Ticket {
 
 impl Waits for Ticket {
     fn waits(&mut self) {
-        // One that waits in both lines is one that waited.
+        // Counted once, even if the request waits in both queues.
         if !std::mem::replace(&mut self.has_waited, true) {
             self.tally.counts().limited();
         }
     }
 
     fn go(mut self) {
-        if self.has_paid_way {
-            return self.hand_over();
+        if self.has_paid_path {
+            return self.submit();
         }
-        self.has_paid_way = true;
-        self.pass();
+        self.has_paid_path = true;
+        self.pay_and_submit();
     }
 
     fn gone(self) {

@@ -1,8 +1,11 @@
-//! The device contract: what every device implements and every export consumes.
+//! The device interface, which every device implements and every export uses.
 //!
-//! A request is first *tried* inline ([`Device::try_io`]); what could not be done without waiting
-//! is *submitted* ([`Device::submit`]). Hits in RAM never change threads, and no thread is kept per
-//! waiting request.
+//! A caller first *tries* a request inline ([`Device::try_io`]), and *submits* what would have to wait
+//! ([`Device::submit`]). So RAM hits never switch threads, and waiting requests occupy no thread.
+//!
+//! Buffers are contiguous: codecs need whole pages, exports receive into one buffer, and a submitted request
+//! owns one allocation, which is aligned for `O_DIRECT`. Devices work on whole logical blocks;
+//! [`bytes`](crate::bytes) converts other ranges.
 
 mod blocking;
 mod buffer;
@@ -28,11 +31,11 @@ mod limiting;
 mod probe;
 mod request;
 #[cfg(not(loom))]
+mod request_trace;
+#[cfg(not(loom))]
 mod sampling;
 #[cfg(not(loom))]
 mod tally;
-#[cfg(not(loom))]
-mod watched;
 pub mod zoned;
 
 pub use blocking::Blocking;
@@ -59,92 +62,88 @@ pub use limiting::Unlimited;
 pub use request::range_end;
 pub use request::{Buffer, Flags, Op, Request};
 #[cfg(not(loom))]
-pub use tally::{Account, Sum, Tally, Told};
+pub use request_trace::{REQUEST_SPANS, span_requests};
 #[cfg(not(loom))]
-pub use watched::{REQUEST_SPANS, span_requests};
+pub use tally::{Account, Sum, Tally, Told};
 pub use zoned::{Zone, ZoneGeometry, Zoned};
 
-/// How far a tried request came.
+/// Progress of a tried request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tried {
-    /// The whole request.
+    /// The whole request is complete.
     Done,
-    /// The first bytes of it, at least one logical block and less than the whole. The device
-    /// stopped to keep its work bounded: try the rest again, when other work has had its turn.
+    /// The first bytes are complete: at least one logical block and less than the whole. The device stopped
+    /// to bound its work; the caller tries the rest again after other work.
     Partly(u64),
-    /// Going on would have to wait, nothing of this call was done: submit the request.
+    /// Nothing was done, because the request would have to wait. The caller submits it.
     WouldBlock,
 }
 
 /// A block device.
 ///
-/// # What an implementor must do
-/// * **Check** every request with [`Request::check`] against its geometry of that moment, before
-///   any effect.
-/// * **`try_io`** runs on the caller's thread, does bounded work, and never waits for a disk, a
-///   timer, another request's I/O or a change of the whole device (a snapshot that begins, memory
-///   that a removed device gives back): then it is [`Tried::WouldBlock`], and the submitted request
-///   waits. A short wait for another thread's hold on the same slot is allowed. It reports progress
-///   from the start of the request; a byte is reported done only when it is.
-/// * **`submit`** takes ownership of request, buffer and completion, returns soon, and answers each
-///   completion exactly once, whatever happens to the disk below or to the device itself
-///   ([`Error::Gone`]). One slow request does not hold up others that do not overlap it, and no
-///   thread is kept per waiting request.
-/// * **A failed write** leaves every logical block with either its old or its new content; blocks
-///   outside the range are never touched. Writes to zones are all or nothing.
-/// * **Ordering:** a read that begins after a write to the same bytes was answered returns that
-///   write's data (or a later one's). Requests that overlap while both are in flight take effect in
-///   any order, block by block; requests to one zone start in the order in which one caller issued
-///   them.
-/// * **Larger blocks** than those of a device below (a snapshot's, where its origin has larger ones
-///   than its COW device): a block of the device below is what a failed write leaves old or new,
-///   and what requests that overlap take in any order.
-/// * **Flush** covers every write that was answered before the flush was issued, by whomever, on
-///   whatever connection. [`Flags::FUA`] makes that one write durable before its answer.
-/// * **Growing** is allowed at any time; shrinking is not, but a device over a file that shrank
-///   underneath answers [`Error::Media`] and lives on.
+/// # Requirements for implementations
+/// * **Check** every request with [`Request::check`] against the current geometry before any effect.
+/// * **`try_io`** runs on the caller's thread, does bounded work, and never waits for a disk, a timer, I/O of
+///   another request, or a change of the whole device (such as a snapshot being taken, or memory that a
+///   removed device frees). Instead it returns [`Tried::WouldBlock`], and the submitted request waits. Short
+///   waits for another thread's slot lock are allowed. Progress is reported from the start of the request,
+///   and only for bytes that are complete.
+/// * **`submit`** takes ownership of request, buffer and completion, and returns soon. Each completion is
+///   called exactly once, even if the disk below fails or the device is removed ([`Error::Gone`]). A slow
+///   request does not delay others that it does not overlap, and waiting requests occupy no thread.
+/// * **A failed write** leaves every logical block with its old or its new content, and never modifies blocks
+///   outside the range. Writes to zones are all or nothing.
+/// * **Ordering:** a read that begins after the completion of a write to the same bytes returns the data of
+///   that or a later write. Overlapping requests in flight take effect in any order, block by block. Requests
+///   to one zone start in the order in which a caller issued them.
+/// * **Larger blocks** than those of a lower device (such as a snapshot whose origin has larger blocks than
+///   its COW device): atomicity after a failed write, and the order of overlapping requests, then apply to
+///   blocks of the lower device.
+/// * **Flush** covers every write completed before the flush was issued, by any client on any connection.
+///   [`Flags::FUA`] makes one write durable before its completion.
+/// * **Growing** is allowed at any time, shrinking is not. If the file of a device shrinks, the device
+///   returns [`Error::Media`] and continues to work.
 ///
-/// # What an implementor may rely on
-/// * The buffer's length is the request's, for reads and writes; other operations come without one.
-/// * The caller holds no lock of the library and has no table pinned, and does not try again from
-///   inside a completion.
-/// * After `Partly(n)` the caller continues with [`Request::rest`], and may also give up.
+/// # Guarantees for implementations
+/// * The buffer's length is the request's for reads and writes. Other operations have no buffer.
+/// * The caller holds no lock of the library, is not pinned, and does not call `try_io` from a completion.
+/// * After `Partly(n)` the caller continues with [`Request::rest`], or gives up.
 pub trait Device: Send + Sync {
-    /// Sizes, alignments, promises. Cheap: exports call it per request.
+    /// Returns sizes, alignments and properties. Must be cheap, as exports call this for each request.
     fn geometry(&self) -> Geometry;
 
-    /// Does as much of the request as is possible at once, on the caller's thread.
+    /// Executes as much of the request as possible at once, on the caller's thread.
     ///
     /// # Errors
-    /// The request failed; nothing more of it will happen. Earlier blocks of it may have been
-    /// written.
+    /// The request failed and will have no further effect. Earlier blocks may have been written.
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried>;
 
-    /// Takes over a request. For reads and writes `buffer.len()` is `request.len`, else it is
-    /// empty. The completion may run before `submit` returns.
+    /// Starts a request. `buffer.len()` is `request.len` for reads and writes; otherwise the buffer is empty.
+    /// The completion may run before `submit` returns.
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion);
 
-    /// Describes what lies in `[offset, offset + len)`, in order and without gaps, until `row`
-    /// returns false, the range ends, or the device has done enough for one call; at least one row
-    /// is given. Returns how many bytes were described. Neighbouring extents of one kind may come
-    /// as several rows; rows begin and end at logical blocks where the range does. May read
-    /// metadata of a disk. `row` must not wait, and must not call the device.
+    /// Reports the extents of `[offset, offset + len)` in order and without gaps, at least one. Stops if
+    /// `row` returns false, at the end of the range, or when the device has done enough work for one call.
+    /// Returns the number of bytes described.
+    ///
+    /// Neighbouring extents may be of the same kind. Extents are aligned to logical blocks if the range is.
+    /// May read metadata from a disk. `row` must not wait or call the device.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] (also where `len` is zero), [`Error::Media`].
+    /// [`Error::OutOfRange`] (also if `len` is zero), [`Error::Media`].
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64>;
 
-    /// A hint that the range will be read soon. Never waits.
+    /// Hints that the range will be read soon. Never waits.
     fn prefetch(&self, offset: u64, len: u64) {
         let _ = (offset, len);
     }
 
-    /// The zone operations, where the device has zones.
+    /// Returns the zone operations, or `None` for a device without zones.
     fn zoned(&self) -> Option<&dyn Zoned> {
         None
     }
 
-    /// What the device holds itself, where it was made from another.
+    /// Returns the changes of a fork or snapshot, or `None` for other devices.
     fn changes(&self) -> Option<&dyn Changes> {
         None
     }

@@ -1,49 +1,48 @@
-//! Probes for perf, bpftrace, gdb and the like (USDT): each is one instruction that does nothing, and
-//! a note beside the program that says where it is and in which registers its numbers are. Who
-//! attaches puts a breakpoint there, and counts a word up, so that otherwise nobody computes these
-//! numbers. On x86-64; elsewhere there are none.
+//! USDT probes for perf, bpftrace, gdb and similar tools. Each probe is a nop, and an ELF note that contains
+//! its address and the registers of its arguments. A tracer that attaches sets a breakpoint there and
+//! increments a semaphore; while that is zero, no arguments are computed. x86-64 only.
 #![expect(unsafe_code)]
-// UNSAFETY: the notes are written by the assembler, and the word lies in a section that tracers know.
+// UNSAFETY: the assembler writes the notes, and the semaphore is in a section known to tracers.
 
 use std::sync::atomic::{AtomicU16, Ordering};
 
-/// How many have attached to any of them, which tracers change, and one for spans: so requests look at
-/// one word.
+/// Semaphore of all probes: the number of attached tracers, which they change, plus one if spans are enabled.
+/// Requests check this word only.
 #[used]
-// SAFETY: the section is for such words, and one of another sort could lie there as well.
+// SAFETY: `.probes` is the section for such semaphores and allows other content.
 #[unsafe(link_section = ".probes")]
-static LOOKING: AtomicU16 = AtomicU16::new(0);
+static SEMAPHORE: AtomicU16 = AtomicU16::new(0);
 
-/// Whether anybody looks.
+/// Returns true if a tracer is attached or spans are enabled.
 #[inline]
-pub fn is_looked_at() -> bool {
-    // Relaxed: no data hangs on it. Who begins to look sees what begins later.
-    LOOKING.load(Ordering::Relaxed) != 0
+pub fn is_enabled() -> bool {
+    // Relaxed: orders no data. A tracer sees the requests that begin later.
+    SEMAPHORE.load(Ordering::Relaxed) != 0
 }
 
-/// Somebody does from now on.
-pub fn look() {
+/// Enables request tracing for spans.
+pub fn enable() {
     // Relaxed: as above.
-    LOOKING.fetch_add(1, Ordering::Relaxed);
+    SEMAPHORE.fetch_add(1, Ordering::Relaxed);
 }
 
-/// What is told of a request in both probes.
+/// Arguments common to both probes.
 #[derive(Clone, Copy)]
-pub struct Told<'a> {
-    /// The device's name.
+pub struct RequestInfo<'a> {
+    /// Name of the device.
     pub device: &'a str,
-    /// By its number in [`Counter`](super::Counter).
+    /// Number of the operation in [`Counter`](super::Counter).
     pub op: usize,
-    /// In bytes.
+    /// First byte.
     pub offset: u64,
-    /// In bytes.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
 #[cfg(target_arch = "x86_64")]
 macro_rules! probe {
-    ($name:literal, $places:literal, $($number:expr),+ $(,)?) => {
-        // SAFETY: an instruction that does nothing; all else lies beside the program.
+    ($name:literal, $arguments:literal, $($number:expr),+ $(,)?) => {
+        // SAFETY: the instruction is a nop; everything else is in other sections.
         unsafe {
             std::arch::asm!(
                 "990: nop",
@@ -54,10 +53,10 @@ macro_rules! probe {
                 "992: .balign 4",
                 "993: .8byte 990b",
                 ".8byte _.stapsdt.base",
-                ".8byte {looking}",
+                ".8byte {semaphore}",
                 ".asciz \"freestone\"",
                 concat!(".asciz \"", $name, "\""),
-                concat!(".asciz \"", $places, "\""),
+                concat!(".asciz \"", $arguments, "\""),
                 "994: .balign 4",
                 ".popsection",
                 ".ifndef _.stapsdt.base",
@@ -69,7 +68,7 @@ macro_rules! probe {
                 ".popsection",
                 ".endif",
                 $(in(reg) $number,)+
-                looking = sym LOOKING,
+                semaphore = sym SEMAPHORE,
                 options(att_syntax, readonly, nostack, preserves_flags),
             );
         }
@@ -78,23 +77,24 @@ macro_rules! probe {
 
 #[cfg(not(target_arch = "x86_64"))]
 macro_rules! probe {
-    ($name:literal, $places:literal, $($number:expr),+ $(,)?) => {
+    ($name:literal, $arguments:literal, $($number:expr),+ $(,)?) => {
         let _ = ($($number),+);
     };
 }
 
-/// A device is asked: it tries the request, or takes over one that `waits`.
+/// Fires when a request is tried, or submitted (`waits`).
 #[inline(never)]
-pub fn request_begin(told: Told<'_>, waits: bool) {
-    let Told { device, op, offset, bytes } = told;
+pub fn request_begin(info: RequestInfo<'_>, waits: bool) {
+    let RequestInfo { device, op, offset, bytes } = info;
     let (name, len, waits) = (device.as_ptr(), device.len(), u64::from(waits));
     probe!("request_begin", "8@{0} 8@{1} 8@{2} 8@{3} 8@{4} 8@{5}", name, len, op, offset, bytes, waits);
 }
 
-/// It has answered so many nanoseconds later; `end` says how.
+/// Fires when a request ends. `end` is 0 for success, negative for a try that did not complete, or 1 + the
+/// error.
 #[inline(never)]
-pub fn request_end(told: Told<'_>, nanoseconds: u64, end: i64) {
-    let Told { device, op, offset, bytes } = told;
+pub fn request_end(info: RequestInfo<'_>, nanoseconds: u64, end: i64) {
+    let RequestInfo { device, op, offset, bytes } = info;
     let (name, len) = (device.as_ptr(), device.len());
     probe!(
         "request_end",

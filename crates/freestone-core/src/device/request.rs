@@ -1,24 +1,22 @@
-//! What is asked of a device: operation, range, flags, and the memory that goes with it.
+//! Requests: operation, range, flags and buffer.
 
 use bitflags::bitflags;
 
 use super::{Error, Geometry, Result};
 
-/// The operations every device understands. (Zone operations are [`Zoned`](super::Zoned)'s.)
+/// Operations that every device supports. Zone operations are in [`Zoned`](super::Zoned).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Op {
-    /// Fill the buffer from the device.
+    /// Reads into the buffer.
     Read,
-    /// Store the buffer on the device.
+    /// Writes the buffer.
     Write,
-    /// Forget the range: a hint. Parts smaller than the discard granularity are skipped, as in
-    /// zram. What is read afterwards is zeroes or the old data, and does not change from one read
-    /// to the next.
+    /// Discards the range, as a hint. Parts smaller than the discard granularity are skipped, as in zram.
+    /// Later reads return zeroes or the old data, and always the same.
     Discard,
-    /// Make the range read as zeroes, to the byte. With [`Flags::MAY_FREE`] its space may be given
-    /// back.
+    /// Zeroes the range, exact to the byte. With [`Flags::MAY_FREE`] its space may be freed.
     WriteZeroes,
-    /// Make every write that was answered before this request durable. Offset and length are zero.
+    /// Makes every write completed before this request durable. Offset and length are zero.
     Flush,
 }
 
@@ -26,12 +24,12 @@ bitflags! {
     /// Modifiers of a request.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
     pub struct Flags: u8 {
-        /// Write, write zeroes, discard: durable before the answer ("force unit access").
+        /// Write, write zeroes, discard: durable at completion ("force unit access").
         const FUA = 1;
         /// Write zeroes: the range may become a hole.
         const MAY_FREE = 2;
-        /// Read: nobody will look at the buffer, so a device that stores nothing may leave it as it
-        /// is. For measuring in-process; exports never set it.
+        /// Read: the caller ignores the data, so a device that stores nothing may leave the buffer unchanged.
+        /// For in-process benchmarks; exports never set this flag.
         const UNREAD = 4;
     }
 }
@@ -39,7 +37,7 @@ bitflags! {
 /// One request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
-    /// What to do.
+    /// Operation.
     pub op: Op,
     /// Modifiers.
     pub flags: Flags,
@@ -50,34 +48,34 @@ pub struct Request {
 }
 
 impl Request {
-    /// A request without flags.
+    /// Creates a request without flags.
     pub const fn new(op: Op, offset: u64, len: u64) -> Self {
         Self { op, flags: Flags::empty(), offset, len }
     }
 
-    /// A read.
+    /// Creates a read.
     pub const fn read(offset: u64, len: u64) -> Self {
         Self::new(Op::Read, offset, len)
     }
 
-    /// A write.
+    /// Creates a write.
     pub const fn write(offset: u64, len: u64) -> Self {
         Self::new(Op::Write, offset, len)
     }
 
-    /// A flush.
+    /// Creates a flush.
     pub const fn flush() -> Self {
         Self::new(Op::Flush, 0, 0)
     }
 
-    /// The same request with these flags.
+    /// Returns the request with these flags.
     #[must_use]
     pub const fn with(mut self, flags: Flags) -> Self {
         self.flags = flags;
         self
     }
 
-    /// What is left after the first `done` bytes.
+    /// Returns the request without its first `done` bytes.
     #[must_use]
     pub const fn rest(mut self, done: u64) -> Self {
         self.offset += done;
@@ -85,8 +83,7 @@ impl Request {
         self
     }
 
-    /// The checks that every device makes first, in this order: length and alignment, range,
-    /// read-only.
+    /// Makes the checks that every device starts with, in this order: length and alignment, range, read-only.
     #[inline]
     pub fn check(&self, geometry: &Geometry) -> Result<()> {
         self.check_place(geometry.size, geometry.logical_block)?;
@@ -96,9 +93,8 @@ impl Request {
         Ok(())
     }
 
-    /// The part of [`check`](Self::check) that a writable device needs: length and alignment,
-    /// range. As every device makes it first, debug builds also check here that whoever calls a
-    /// device has no table pinned.
+    /// Makes the checks of [`check`](Self::check) without the one for read-only devices. Because every device
+    /// calls this first, debug builds also check here that the caller is not pinned.
     #[inline]
     pub fn check_place(&self, size: u64, logical_block: u32) -> Result<()> {
         crate::pin::assert_unpinned();
@@ -116,31 +112,29 @@ impl Request {
     }
 }
 
-/// The end of a range of which extents are asked: what every device checks of it first, as it does
-/// with a request.
+/// Returns the end of a range whose extents are queried. Every device calls this first.
 ///
 /// # Errors
-/// Empty, or not within `size`.
+/// [`Error::OutOfRange`] if the range is empty or not within `size`.
 pub fn range_end(offset: u64, len: u64, size: u64) -> Result<u64> {
     crate::pin::assert_unpinned();
     offset.checked_add(len).filter(|&end| len > 0 && end <= size).ok_or(Error::OutOfRange)
 }
 
-/// The memory of a request that is tried inline. Its length is the request's for reads and writes.
+/// Memory of a request that is tried inline. For reads and writes the length is the request's.
 #[derive(Debug)]
 pub enum Buffer<'a> {
-    /// Discard, write zeroes, flush.
+    /// Discard, write zeroes and flush have no data.
     None,
-    /// Read: where the data goes. After an error or beyond the completed part its content is
-    /// unspecified.
+    /// Destination of a read. The content is unspecified after an error and beyond the completed part.
     Read(&'a mut [u8]),
-    /// Write: where the data is.
+    /// Source of a write.
     Write(&'a [u8]),
 }
 
 impl<'a> Buffer<'a> {
-    /// What a request of this kind is given of `bytes` when the first `done` are done. One without data
-    /// has none, however much of it is done.
+    /// Returns the part of `bytes` for the rest of a request whose first `done` bytes are complete. Requests
+    /// without data get [`Buffer::None`].
     #[inline]
     pub fn rest(op: Op, bytes: &'a mut [u8], done: usize) -> Self {
         match op {
@@ -156,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rest_of_a_request_without_data_has_none() {
+    fn rest_without_data_is_none() {
         assert!(matches!(Buffer::rest(Op::Discard, &mut [], 4096), Buffer::None));
         assert!(matches!(Buffer::rest(Op::Write, &mut [1, 2, 3], 2), Buffer::Write([3])));
         assert!(matches!(Buffer::rest(Op::Read, &mut [1, 2, 3], 3), Buffer::Read([])));

@@ -1,61 +1,62 @@
-//! Which requests are measured: to read the clock twice costs more than all other counting.
+//! Sampling of inline requests for latency measurement, because reading the clock twice costs more than all
+//! other counting.
 //!
-//! Of the requests that a thread has answered at once, one in [`MEAN`] is measured, at distances
-//! drawn at random, so that no pattern of the client's is met always or never. It stands for all
-//! since the one before it. The first requests of a thread are measured more often: of few, all
-//! that can be known is. What has to wait is always measured.
+//! Of the requests that a thread completes inline, one in [`MEAN`] is measured, at random distances, so that
+//! no client pattern is always or never measured. A sample has the weight of all requests since the one
+//! before. The first requests of a thread are sampled more often, which keeps small counts accurate. Requests
+//! that wait are always measured.
 
 use std::cell::Cell;
 
 use crate::sync::thread_local;
 
-/// Requests from one that is measured to the next, in the long run.
+/// Mean distance between samples, in requests.
 const MEAN: u32 = 64;
 
 thread_local! {
-    /// How many requests it is to the next one that is measured, that one counted.
-    static LEFT: Cell<u32> = const { Cell::new(1) };
-    static DRAWN: Cell<Drawn> = const { Cell::new(Drawn { distance: 1, mean: 1, random: 0x9E37_79B9 }) };
+    /// Requests until the next sample, including that one.
+    static UNTIL_SAMPLE: Cell<u32> = const { Cell::new(1) };
+    static SAMPLE: Cell<SampleState> = const { Cell::new(SampleState { distance: 1, mean: 1, random: 0x9E37_79B9 }) };
 }
 
 #[derive(Clone, Copy)]
-struct Drawn {
-    /// To the next one, at the beginning.
+struct SampleState {
+    /// Distance drawn for the next sample.
     distance: u32,
-    /// Of the distances that are drawn.
+    /// Mean of the drawn distances.
     mean: u32,
     random: u32,
 }
 
-/// Whether the request that begins on this thread is to be measured. Who hears so calls [`next`].
+/// Returns true if the request that begins on this thread must be measured. The caller then calls [`take_sample`].
 #[inline]
 pub fn is_due() -> bool {
-    LEFT.with(|left| {
+    UNTIL_SAMPLE.with(|left| {
         let now = left.get().wrapping_sub(1);
         left.set(now);
         now == 0
     })
 }
 
-/// How many requests the measured one stands for, and draws the distance to the next.
-pub fn next() -> u64 {
-    DRAWN.with(|drawn| {
-        let Drawn { distance, mean, mut random } = drawn.get();
+/// Draws the distance to the next sample. Returns the weight of the present one.
+pub fn take_sample() -> u64 {
+    SAMPLE.with(|state| {
+        let SampleState { distance, mean, mut random } = state.get();
         random ^= random << 13;
         random ^= random >> 17;
         random ^= random << 5;
-        // From 1 on, and as far above the mean as below it.
+        // Uniform from 1 to 2 * mean - 1.
         let next = 1 + random % (2 * mean - 1);
-        drawn.set(Drawn { distance: next, mean: (2 * mean).min(MEAN), random });
-        LEFT.with(|left| left.set(next));
+        state.set(SampleState { distance: next, mean: (2 * mean).min(MEAN), random });
+        UNTIL_SAMPLE.with(|left| left.set(next));
         u64::from(distance)
     })
 }
 
-/// Has the next request of this thread measured, for as many as the last one would have stood.
-pub fn again(stands_for: u64) {
-    DRAWN.with(|drawn| drawn.set(Drawn { distance: stands_for as u32, ..drawn.get() }));
-    LEFT.with(|left| left.set(1));
+/// Makes the next request of this thread the sample, with the given weight.
+pub fn resample_next(stands_for: u64) {
+    SAMPLE.with(|state| state.set(SampleState { distance: stands_for as u32, ..state.get() }));
+    UNTIL_SAMPLE.with(|left| left.set(1));
 }
 
 #[cfg(test)]
@@ -64,11 +65,11 @@ mod tests {
 
     fn measured(requests: u64) -> Vec<(u64, u64)> {
         let due = (1..=requests).filter(|_| is_due());
-        due.map(|number| (number, next())).collect()
+        due.map(|number| (number, take_sample())).collect()
     }
 
     #[test]
-    fn the_measured_stand_for_all_up_to_them() {
+    fn samples_represent_all_requests() {
         let measured = std::thread::spawn(|| measured(100_000)).join().unwrap();
         assert_eq!(measured[0], (1, 1));
         let mut stood = 0;
@@ -82,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn no_rhythm_of_requests_is_met_always_or_never() {
+    fn periodic_requests_are_sampled_evenly() {
         let measured = std::thread::spawn(|| measured(1_000_000)).join().unwrap();
         let each: Vec<u64> = (0..8)
             .map(|beat| measured.iter().filter(|(number, _)| number % 8 == beat).map(|(_, n)| n).sum())
@@ -91,13 +92,13 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_over_is_measured_again() {
+    fn resample_next_samples_next_request() {
         let all = || {
             assert!(is_due());
-            assert_eq!(next(), 1);
-            again(7);
+            assert_eq!(take_sample(), 1);
+            resample_next(7);
             assert!(is_due());
-            assert_eq!(next(), 7);
+            assert_eq!(take_sample(), 7);
         };
         std::thread::spawn(all).join().unwrap();
     }

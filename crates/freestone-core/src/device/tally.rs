@@ -1,4 +1,4 @@
-//! What came through one way into a device, and sums of that which stay when the ways go.
+//! Statistics of each access path to a device, and sums that outlive the paths.
 
 use std::time::Duration;
 
@@ -6,19 +6,19 @@ use super::latency::Histogram;
 use super::{Counted, Counter, Each, Latency, OpCounts};
 use crate::sync::{Arc, AtomicU64, Mutex, OnceLock, Ordering};
 
-/// What was asked, and how long it took.
+/// Statistics: counters and latencies.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Account {
-    /// What was asked and what was answered.
+    /// Counters of operations.
     pub counted: Counted,
-    /// Requests that failed: all of [`Counted::errors`].
+    /// Failed requests by kind; their sum is [`Counted::errors`].
     pub failed: Each<u64>,
-    /// How long those took that succeeded: an estimate, see [`Counting`](super::Counting).
+    /// Latencies of successful requests, estimated as described at [`Counting`](super::Counting).
     pub latency: Each<Latency>,
 }
 
 impl Account {
-    /// Adds another one.
+    /// Adds other statistics.
     pub fn add(&mut self, other: &Self) {
         self.counted.add(&other.counted);
         for counter in Counter::ALL {
@@ -27,7 +27,7 @@ impl Account {
         }
     }
 
-    /// How long all requests took, whatever they were.
+    /// Returns the latencies of requests of all kinds.
     pub fn latency_of_all(&self) -> Latency {
         let mut all = Latency::default();
         for counter in Counter::ALL {
@@ -37,15 +37,15 @@ impl Account {
     }
 }
 
-/// Something that tells what was asked of it.
+/// A source of statistics.
 pub trait Told {
-    /// What it has counted so far; what is under way may be missing.
+    /// Returns the statistics so far. Work in flight may be missing.
     fn told(&self) -> Account;
-    /// The same without the latencies.
+    /// Returns the counters, without latencies.
     fn counted(&self) -> Counted;
 }
 
-/// Counters of one way into a device. One that nobody goes takes next to no memory.
+/// Statistics of one access path to a device. Uses almost no memory until the first request.
 #[derive(Default)]
 pub struct Tally {
     device: String,
@@ -56,41 +56,41 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// One of a device of this name. All numbers are 0.
+    /// Creates zero statistics for a device of this name.
     pub fn new(device: &str) -> Self {
         Self { device: device.to_owned(), ..Self::default() }
     }
 
-    /// The device's name.
+    /// Returns the name of the device.
     pub fn device(&self) -> &str {
         &self.device
     }
 
-    /// The counters.
+    /// Returns the counters.
     #[inline]
     pub fn counts(&self) -> &OpCounts {
         self.counts.get_or_init(OpCounts::default)
     }
 
-    /// Counts what failed, beside the counters.
+    /// Counts a failed request by kind, in addition to [`counts`](Self::counts).
     #[cold]
     pub fn failed(&self, counter: Counter) {
         // Relaxed: a statistic.
         self.failed[counter].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts how long a request took that was answered well, for as many as it stands for.
+    /// Adds the latency of a successful request, with the weight `stands_for`.
     pub fn took(&self, counter: Counter, took: Duration, stands_for: u64) {
         self.latency[counter].get_or_init(Box::default).add(took, stands_for);
     }
 
-    /// Where this way begins, once that is known.
+    /// Sets the address of this access path.
     pub fn set_place(&self, place: &str) {
-        // A second one would be the same.
+        // A second call would set the same address.
         let _ = self.place.set(place.to_owned());
     }
 
-    /// Where this way begins; `None` within the process.
+    /// Returns the address of this access path; `None` inside the process.
     pub fn place(&self) -> Option<&str> {
         self.place.get().map(String::as_str)
     }
@@ -114,60 +114,60 @@ impl Told for Tally {
     }
 }
 
-/// The sum of things that come and go. What one has counted stays in the sum when it goes, so no
-/// number but that of requests in flight ever gets less.
+/// Sum of the statistics of members that come and go. The statistics of a dropped member remain in the sum,
+/// so only the number of requests in flight ever decreases.
 ///
-/// One has gone when nobody but the sum has it any more. Nothing is called under the lock but what
-/// reads numbers, and locks of sums below.
+/// A member is dropped when the sum has the last reference. Under the lock only statistics are read, which
+/// takes the locks of member sums.
 pub struct Sum<T>(Mutex<Members<T>>);
 
 struct Members<T> {
-    there: Vec<Arc<T>>,
-    /// Of those that have gone.
-    gone: Account,
-    /// When so many are there, it is looked who has gone.
-    look_at: usize,
+    present: Vec<Arc<T>>,
+    /// Statistics of dropped members.
+    dropped: Account,
+    /// Number of members at which dropped ones are removed.
+    fold_at: usize,
 }
 
-/// Fewer members are not worth a look.
-const LOOK_AT_LEAST: usize = 16;
+/// With fewer members a scan is not worthwhile.
+const FOLD_AT_MIN: usize = 16;
 
 impl<T> Default for Sum<T> {
     fn default() -> Self {
-        Self(Mutex::new(Members { there: Vec::new(), gone: Account::default(), look_at: LOOK_AT_LEAST }))
+        Self(Mutex::new(Members { present: Vec::new(), dropped: Account::default(), fold_at: FOLD_AT_MIN }))
     }
 }
 
 impl<T: Told> Sum<T> {
-    /// Takes one in.
+    /// Adds a member.
     pub fn take_in(&self, member: Arc<T>) {
         let mut members = self.0.lock();
-        members.there.push(member);
-        if members.there.len() >= members.look_at {
-            members.fold();
-            members.look_at = (2 * members.there.len()).max(LOOK_AT_LEAST);
+        members.present.push(member);
+        if members.present.len() >= members.fold_at {
+            members.fold_dropped();
+            members.fold_at = (2 * members.present.len()).max(FOLD_AT_MIN);
         }
     }
 
-    /// Those that are there.
+    /// Returns the present members.
     pub fn members(&self) -> Vec<Arc<T>> {
-        self.look().0
+        self.collect().0
     }
 
-    /// Those that are there, and what those have counted that are not.
-    fn look(&self) -> (Vec<Arc<T>>, Account) {
+    /// Returns the present members, and the statistics of dropped ones.
+    fn collect(&self) -> (Vec<Arc<T>>, Account) {
         let mut members = self.0.lock();
-        members.fold();
-        (members.there.clone(), members.gone.clone())
+        members.fold_dropped();
+        (members.present.clone(), members.dropped.clone())
     }
 }
 
 impl<T: Told> Members<T> {
-    fn fold(&mut self) {
-        let gone = &mut self.gone;
-        self.there.retain_mut(|member| match Arc::get_mut(member) {
+    fn fold_dropped(&mut self) {
+        let dropped = &mut self.dropped;
+        self.present.retain_mut(|member| match Arc::get_mut(member) {
             Some(member) => {
-                gone.add(&member.told());
+                dropped.add(&member.told());
                 false
             }
             None => true,
@@ -177,16 +177,16 @@ impl<T: Told> Members<T> {
 
 impl<T: Told> Told for Sum<T> {
     fn told(&self) -> Account {
-        let (there, mut sum) = self.look();
-        for member in there {
+        let (present, mut sum) = self.collect();
+        for member in present {
             sum.add(&member.told());
         }
         sum
     }
 
     fn counted(&self) -> Counted {
-        let (there, Account { counted: mut sum, .. }) = self.look();
-        for member in there {
+        let (present, Account { counted: mut sum, .. }) = self.collect();
+        for member in present {
             sum.add(&member.counted());
         }
         sum
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_gone_stays_in_the_sum() {
+    fn sum_keeps_statistics_of_dropped_members() {
         let sum = Sum::default();
         let all: Vec<_> = (1..=100).map(tally).collect();
         for tally in &all {
@@ -226,17 +226,17 @@ mod tests {
     }
 
     #[test]
-    fn those_that_come_and_go_do_not_pile_up() {
+    fn dropped_members_do_not_accumulate() {
         let sum = Sum::default();
         for _ in 0..10_000 {
             sum.take_in(tally(1));
         }
-        assert!(sum.0.lock().there.len() <= 2 * LOOK_AT_LEAST, "who has gone is forgotten");
+        assert!(sum.0.lock().present.len() <= 2 * FOLD_AT_MIN, "dropped members are removed");
         assert_eq!(sum.counted().reads, 10_000);
     }
 
     #[test]
-    fn sums_have_sums() {
+    fn sum_of_sums_keeps_statistics() {
         let family = Sum::default();
         let device = Arc::new(Sum::default());
         device.take_in(tally(3));
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_known_by_its_operation() {
+    fn failure_is_counted_by_operation() {
         let tally = Tally::default();
         assert_eq!(tally.told(), Account::default());
         tally.counts().answered(&Request::flush(), &Err(Error::Media));

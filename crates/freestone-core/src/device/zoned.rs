@@ -1,4 +1,4 @@
-//! Zone operations: a second trait that a device may offer.
+//! Zone operations, an optional trait of devices.
 
 pub use super::geometry::ZoneGeometry;
 use super::{Device, Flags, IoBuf, Result};
@@ -6,35 +6,35 @@ use super::{Device, Flags, IoBuf, Result};
 /// Type of a zone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ZoneType {
-    /// Written in any order.
+    /// Writable in any order.
     Conventional,
-    /// Written at the write pointer only.
+    /// Writable at the write pointer only.
     SequentialRequired,
 }
 
 /// Condition of a zone, as in the zoned block standards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ZoneCondition {
-    /// A conventional zone: it has no write pointer.
+    /// Conventional zone without a write pointer.
     NotWritePointer,
-    /// Nothing written since the last reset.
+    /// Not written since the last reset.
     Empty,
     /// Opened by a write.
     ImplicitOpen,
     /// Opened by an open operation.
     ExplicitOpen,
-    /// Partly written, holds no open resource.
+    /// Partly written, not open, but active.
     Closed,
-    /// No more writes until a reset.
+    /// Not writable until a reset.
     Full,
-    /// Reads only.
+    /// Readable only.
     ReadOnly,
-    /// Neither reads nor writes.
+    /// Neither readable nor writable.
     Offline,
 }
 
 impl ZoneType {
-    /// Its number in the zoned block standards, and so in the kernel and in VIRTIO.
+    /// Returns the number of the type in the zoned block standards, also used by the kernel and VIRTIO.
     pub fn number(self) -> u8 {
         match self {
             Self::Conventional => 1,
@@ -44,7 +44,7 @@ impl ZoneType {
 }
 
 impl ZoneCondition {
-    /// Its number in the zoned block standards, and so in the kernel and in VIRTIO.
+    /// Returns the number of the condition in the zoned block standards, also used by the kernel and VIRTIO.
     pub fn number(self) -> u8 {
         match self {
             Self::NotWritePointer => 0,
@@ -59,88 +59,87 @@ impl ZoneCondition {
     }
 }
 
-/// One row of a zone report; all in bytes.
+/// A row of a zone report. Sizes and positions are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Zone {
     /// First byte of the zone.
     pub start: u64,
-    /// Its length on the device.
+    /// Zone length on the device.
     pub len: u64,
-    /// How much of it can be written.
+    /// Writable length.
     pub capacity: u64,
-    /// Where the next write goes (absolute). For conventional, read-only and offline zones: the end
-    /// of the zone.
+    /// Absolute position of the next write. For conventional, read-only and offline zones, the end of the
+    /// zone.
     pub write_pointer: u64,
-    /// Its type.
+    /// Zone type.
     pub kind: ZoneType,
-    /// Its condition.
+    /// Zone condition.
     pub condition: ZoneCondition,
 }
 
-/// What can be done to a zone as a whole.
+/// An operation on a whole zone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ZoneOp {
-    /// To explicitly open.
+    /// Opens a zone explicitly.
     Open,
-    /// To closed (or empty, where nothing was written).
+    /// Closes a zone; an unwritten one becomes empty.
     Close,
-    /// To full.
+    /// Makes a zone full.
     Finish,
-    /// To empty; its data is gone.
+    /// Makes a zone empty. The zone's data is lost.
     Reset,
 }
 
-/// What those who export a device are asked to do with its zones.
+/// A zone command from a client of an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ZoneRequest {
-    /// Tell of them, from the one that has this byte on.
+    /// Report zones, from the one that contains this byte on.
     Report(u64),
-    /// This, to the zone that begins at this byte.
+    /// Apply the operation to the zone that starts at this byte.
     Op(ZoneOp, u64),
-    /// Reset all.
+    /// Reset all zones.
     ResetAll,
 }
 
-/// How an append that did not finish inline is answered: where the data went, or why it did not.
+/// Callback of a submitted append. Receives the offset of the data, or the error.
 pub type AppendCompletion = Box<dyn FnOnce(Result<u64>) + Send>;
 
 /// A zoned device.
 ///
-/// # What an implementor must do
-/// * Zone operations, writes and appends to one zone take effect one after the other; a write or
-///   append is all or nothing, also when it is only tried.
+/// # Requirements for implementations
+/// * Zone operations, writes and appends to one zone take effect one after the other. A write or append is
+///   all or nothing, also if it is tried.
 /// * A write that does not start at the write pointer, or does not fit, changes nothing.
-/// * `report` shows each zone as it was at one moment; two zones may be seen at two moments.
+/// * `report` shows each zone at one point in time, which may differ between zones.
 ///
-/// # What an implementor may rely on
-/// * Offsets handed to `zone_op` and `append` are checked by the device, not by the caller.
+/// The device checks the offsets passed to `zone_op` and `append`; callers need not.
 pub trait Zoned: Device {
-    /// Calls `row` for the zones from the one that holds `offset` on, until it returns false or the
+    /// Calls `row` for the zones from the one that contains `offset` on, until `row` returns false or the
     /// device ends.
     ///
     /// # Errors
     /// [`OutOfRange`](super::Error::OutOfRange).
     fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()>;
 
-    /// Does `op` to the zone that starts at `offset`.
+    /// Applies `op` to the zone that starts at `offset`.
     ///
     /// # Errors
-    /// Zone errors; [`Misaligned`](super::Error::Misaligned) where no zone starts at `offset`.
+    /// Zone errors; [`Misaligned`](super::Error::Misaligned) if no zone starts at `offset`.
     fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()>;
 
     /// Resets every sequential zone that can be reset.
     ///
     /// # Errors
-    /// [`Media`](super::Error::Media) where a backing failed.
+    /// [`Media`](super::Error::Media) if a backing file failed.
     fn reset_all(&self) -> Result<()>;
 
-    /// Writes `data` at the write pointer of the zone that starts at `offset`, on the caller's
-    /// thread. `None` is "would block", nothing was written; else the byte where the data went.
+    /// Appends `data` to the zone that starts at `offset`, on the caller's thread. Returns the offset of the
+    /// data, or `None` if the append would block and nothing was written.
     ///
     /// # Errors
     /// Zone errors.
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>>;
 
-    /// The second half of [`try_append`](Self::try_append), with an owned buffer.
+    /// Submits an append that would block, with an owned buffer.
     fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion);
 }

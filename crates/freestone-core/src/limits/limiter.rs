@@ -1,182 +1,178 @@
-//! A line with its rates, and who carries it on: one timer for the whole process, and one thread.
+//! A paced queue with its rates, driven by the process's timer and one thread for all queues.
 //!
-//! A line has at most one action pending at the timer, the earliest that it was asked for: when that
-//! runs, the thread looks, and asks for the next one.
+//! A queue has at most one pending timer action, the earliest one requested. When the action runs, the thread
+//! dispatches requests and sets the timer again.
 
 use std::io;
 use std::time::Duration;
 
-use super::line::{Cost, Entered, Line, Next, Waits};
+use super::paced_queue::{Cost, Entered, Next, PacedQueue, Waits};
 use super::rate::{Limits, Rates, Since};
 use crate::sync::{Arc, AtomicU32, Instant, LazyLock, Mutex};
 use crate::timer::{self, Alarm};
 use crate::work_queue::WorkQueue;
 
-/// Requests that one line carries on before others have a turn.
-const TURN: usize = 64;
+/// Requests that one queue dispatches before other queues have a turn.
+const DISPATCH_BATCH: usize = 64;
 
-/// The thread that carries on, for all lines. What waits submits requests, and waits for nothing.
+/// The thread that dispatches requests of all queues. Continuing a request only submits it and never waits.
 static WORK: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| WorkQueue::plugged("limits"));
 
-/// Lets through so many a second.
+/// A limit on operations and bytes per second.
 ///
-/// Lock order: `limits`, held while rates are exchanged, before the line's.
-pub struct Limiter<J> {
-    shared: Arc<Shared<J>>,
+/// Lock order: `limits`, held while rates are replaced, then the locks of the queue.
+pub struct Limiter<R> {
+    shared: Arc<Shared<R>>,
     limits: Mutex<Limits>,
 }
 
-struct Shared<J> {
-    line: Line<J, Rates>,
-    /// The action that is pending at the timer. Held while that is changed; the timer's lock is taken
-    /// under it.
+struct Shared<R> {
+    queue: PacedQueue<R, Rates>,
+    /// The pending timer action. The timer's lock is taken under this one.
     alarm: Mutex<Option<Alarm>>,
 }
 
-/// Nobody waits until this is dropped.
-pub struct Lifted<J: Waits>(Arc<Shared<J>>);
+/// Guard that suspends the limits. Dropping it restores them.
+pub struct Lifted<R: Waits>(Arc<Shared<R>>);
 
-/// Who would have to wait is gone until this is dropped.
-pub struct Ended<J: Waits>(Arc<Shared<J>>);
+/// Guard that rejects requests which would have to wait. Dropping it ends that.
+pub struct Ended<R: Waits>(Arc<Shared<R>>);
 
-impl<J: Waits> Limiter<J> {
-    /// Without limits. `any` counts those that have one, of all that share it.
+impl<R: Waits> Limiter<R> {
+    /// Creates a limiter without limits. `any` counts the active limiters that share it.
     pub fn new(any: Arc<AtomicU32>) -> Self {
-        let shared = Shared { line: Line::new(any), alarm: Mutex::default() };
+        let shared = Shared { queue: PacedQueue::new(any), alarm: Mutex::default() };
         Self { shared: Arc::new(shared), limits: Mutex::default() }
     }
 
-    /// Whether who comes may have to wait.
+    /// Returns true if a new request may have to wait.
     #[inline]
     pub fn is_on(&self) -> bool {
-        self.shared.line.is_on()
+        self.shared.queue.is_on()
     }
 
-    /// The limits.
+    /// Returns the present limits.
     pub fn limits(&self) -> Limits {
         *self.limits.lock()
     }
 
-    /// Other limits from now on, also for those that wait. Where nobody does they begin with a whole
-    /// burst.
+    /// Replaces the limits, also for waiting requests. If none wait, the new limits start with a full burst.
     ///
     /// # Errors
-    /// The threads could not be started; nothing has changed.
+    /// The error from starting a thread. Nothing has changed.
     pub fn set(&self, limits: &Limits) -> io::Result<()> {
-        let mut known = self.limits.lock();
-        if *known == *limits {
+        let mut current = self.limits.lock();
+        if *current == *limits {
             return Ok(());
         }
         if *limits != Limits::default() {
             timer::start()?;
             WORK.start()?;
         }
-        *known = *limits;
+        *current = *limits;
         let clock = Since::now();
-        self.shared.line.set(|anybody_waits| Rates::new(limits, &clock, anybody_waits));
-        drop(known);
-        push(Arc::clone(&self.shared));
+        self.shared.queue.set(|has_waiting| Rates::new(limits, &clock, has_waiting));
+        drop(current);
+        schedule_dispatch(Arc::clone(&self.shared));
         Ok(())
     }
 
-    /// Comes, and goes on: now, which is returned, or when its turn has come.
+    /// Admits a request: returns it if it may continue now. Otherwise keeps it until its turn.
     #[must_use]
-    pub fn enter(&self, job: J, cost: Cost) -> Option<J> {
-        match self.shared.line.enter(job, cost) {
-            Entered::Goes(job) => return Some(job),
-            Entered::Gone(job) => job.gone(),
-            Entered::First(wait) => look_again(&self.shared, wait),
-            Entered::Waits => {}
+    pub fn enter(&self, request: R, cost: Cost) -> Option<R> {
+        match self.shared.queue.enter(request, cost) {
+            Entered::Admitted(request) => return Some(request),
+            Entered::Rejected(request) => request.gone(),
+            Entered::First(wait) => dispatch_after(&self.shared, wait),
+            Entered::Queued => {}
         }
         None
     }
 
-    /// Nobody waits until what is returned is dropped; those that do go on.
+    /// Suspends the limits until the guard is dropped. Waiting requests continue.
     #[must_use]
-    pub fn lift(&self) -> Lifted<J> {
-        self.shared.line.lift();
-        push(Arc::clone(&self.shared));
+    pub fn lift(&self) -> Lifted<R> {
+        self.shared.queue.suspend();
+        schedule_dispatch(Arc::clone(&self.shared));
         Lifted(Arc::clone(&self.shared))
     }
 
-    /// Those that wait are gone, and those that come and would have to pay, until what is returned is
-    /// dropped.
+    /// Rejects waiting requests, and new ones that would have to pay, until the guard is dropped.
     #[must_use]
-    pub fn end(&self) -> Ended<J> {
-        self.shared.line.end();
+    pub fn end(&self) -> Ended<R> {
+        self.shared.queue.shut();
         Ended(Arc::clone(&self.shared))
     }
 
-    /// Those of the waiting are gone that are so.
-    pub fn end_those(&self, are_so: impl Fn(&J) -> bool) {
-        self.shared.line.end_those(are_so);
+    /// Rejects the waiting requests that satisfy a predicate.
+    pub fn end_those(&self, matches: impl Fn(&R) -> bool) {
+        self.shared.queue.reject_matching(matches);
     }
 }
 
-impl<J: Waits> Drop for Lifted<J> {
+impl<R: Waits> Drop for Lifted<R> {
     fn drop(&mut self) {
-        self.0.line.lay();
+        self.0.queue.resume();
     }
 }
 
-impl<J: Waits> Drop for Ended<J> {
+impl<R: Waits> Drop for Ended<R> {
     fn drop(&mut self) {
-        self.0.line.begin();
+        self.0.queue.reopen();
     }
 }
 
-impl<J> Drop for Shared<J> {
+impl<R> Drop for Shared<R> {
     fn drop(&mut self) {
-        cancel(self.alarm.lock().take());
+        cancel_alarm(self.alarm.lock().take());
     }
 }
 
-fn cancel(alarm: Option<Alarm>) {
+fn cancel_alarm(alarm: Option<Alarm>) {
     if let Some(alarm) = alarm {
         timer::cancel(alarm);
     }
 }
 
-/// The thread carries on.
-fn push<J: Waits>(shared: Arc<Shared<J>>) {
-    // Where nothing ever had a limit there is no thread, and nobody who waits.
-    if shared.line.is_on() {
-        WORK.push(move || carry_on(&shared));
+fn schedule_dispatch<R: Waits>(shared: Arc<Shared<R>>) {
+    // A limiter that never had a limit has no waiting requests, and the thread may not exist.
+    if shared.queue.is_on() {
+        WORK.push(move || dispatch(&shared));
     }
 }
 
-fn carry_on<J: Waits>(shared: &Arc<Shared<J>>) {
-    match shared.line.carry_on(TURN) {
-        Next::Nothing => {}
-        Next::Again => push(Arc::clone(shared)),
-        Next::After(wait) => look_again(shared, wait),
+fn dispatch<R: Waits>(shared: &Arc<Shared<R>>) {
+    match shared.queue.dispatch(DISPATCH_BATCH) {
+        Next::Idle => {}
+        Next::More => schedule_dispatch(Arc::clone(shared)),
+        Next::After(wait) => dispatch_after(shared, wait),
     }
 }
 
-fn look_again<J: Waits>(shared: &Arc<Shared<J>>, wait: Duration) {
+fn dispatch_after<R: Waits>(shared: &Arc<Shared<R>>, wait: Duration) {
     let mut alarm = shared.alarm.lock();
-    // A rate says at most how long a whole burst takes, which no clock overflows.
+    // A wait is at most the time of a whole burst, which cannot overflow a clock.
     let when = Instant::now().checked_add(wait);
     if alarm.as_ref().is_some_and(|alarm| when.is_none_or(|when| alarm.when() <= when)) {
         return;
     }
-    // A line that nobody has any more has told those that waited.
+    // The weak reference does not keep a dropped queue alive; its owner has rejected the waiting requests.
     let weak = Arc::downgrade(shared);
     let action = move || {
         if let Some(shared) = weak.upgrade() {
-            // One that was set meanwhile may go, too: the thread looks now.
-            cancel(shared.alarm.lock().take());
-            push(shared);
+            // An action set meanwhile is obsolete, too: the thread checks now.
+            cancel_alarm(shared.alarm.lock().take());
+            schedule_dispatch(shared);
         }
     };
-    let set = when.and_then(|when| timer::at(when, action).ok());
-    let is_set = set.is_some();
-    let before = std::mem::replace(&mut *alarm, set);
+    let new = when.and_then(|when| timer::at(when, action).ok());
+    let is_set = new.is_some();
+    let old = std::mem::replace(&mut *alarm, new);
     drop(alarm);
-    cancel(before);
-    // The timer runs since there are limits.
+    cancel_alarm(old);
+    // Scheduling fails only without a timer thread, which runs since the first limit was set.
     if !is_set {
-        push(Arc::clone(shared));
+        schedule_dispatch(Arc::clone(shared));
     }
 }
 
@@ -186,9 +182,9 @@ mod tests {
 
     use super::*;
 
-    struct Job;
+    struct TestRequest;
 
-    impl Waits for Job {
+    impl Waits for TestRequest {
         fn waits(&mut self) {}
         fn go(self) {}
         fn gone(self) {}
@@ -197,22 +193,22 @@ mod tests {
     #[test]
     fn changed_limits_keep_one_timer() {
         let limiter = Limiter::new(Arc::default());
-        // Each burst takes minutes.
+        // A burst takes minutes.
         let limits = |iops_burst| Limits { iops: 1, iops_burst, ..Limits::default() };
         let cost = Cost { operations: 3600, bytes: 0 };
         limiter.set(&limits(100)).unwrap();
-        assert!((0..3).all(|_| limiter.enter(Job, cost).is_none()));
+        assert!((0..3).all(|_| limiter.enter(TestRequest, cost).is_none()));
         for round in 0..500 {
             limiter.set(&limits(101 + round)).unwrap();
         }
-        let (tell, told) = mpsc::channel();
-        WORK.push(move || tell.send(()).unwrap());
-        told.recv().unwrap();
-        // Each pending action has a reference.
+        let (tx, rx) = mpsc::channel();
+        WORK.push(move || tx.send(()).unwrap());
+        rx.recv().unwrap();
+        // Each pending action holds a weak reference.
         let pending = Arc::weak_count(&limiter.shared);
         assert!(pending <= 1, "{pending} actions are pending");
         let weak = Arc::downgrade(&limiter.shared);
         drop(limiter);
-        assert_eq!(weak.weak_count(), 0, "the action went with its line");
+        assert_eq!(weak.weak_count(), 0, "the action was dropped with its queue");
     }
 }

@@ -1,14 +1,18 @@
-//! How many requests a second, and how many of their bytes, get through: who comes too early waits
-//! for its turn.
+//! Rate limits: requests and bytes per second. Requests beyond the rate wait in order.
 //!
-//! A [`Limiter`] has a line of those that wait, in the order in which they came, and the rates that
-//! they pay by. A request pays all that it costs before it goes on, if need be piece by piece: so one
-//! that costs more than a whole burst waits longer, and is not refused. Nobody waits on a thread: one
-//! timer for each line wakes the thread of all lines, which carries on those whose turn has come.
+//! A [`Limiter`] has a FIFO queue of waiting requests, and token buckets that they pay from. A request pays
+//! its whole cost before it continues, in parts if necessary: a request larger than the burst waits longer
+//! and is not refused. No thread waits: a timer for each queue wakes one common thread, which continues the
+//! requests that have paid.
+//!
+//! While a device has limits, no request is tried: a try that completes a part would have to be paid in
+//! parts. So all requests are submitted and pay in one place
+//! ([`Counting`](crate::device::Counting)). A limit never fails a request. At the end of a server the limits
+//! are lifted, so that waiting requests run.
 
-mod line;
 #[cfg(all(loom, test))]
 mod models;
+mod paced_queue;
 #[cfg(not(loom))]
 mod rate;
 #[cfg(all(test, not(loom)))]
@@ -16,7 +20,7 @@ mod tests;
 
 #[cfg(not(loom))]
 pub use limiter::{Ended, Lifted, Limiter};
-pub use line::{Cost, Waits};
+pub use paced_queue::{Cost, Waits};
 #[cfg(not(loom))]
 pub use rate::{
     BURST_BYTES_MIN, BURST_PART, BYTES_PER_SECOND_MAX, BYTES_PER_SECOND_MIN, Limits, OPERATIONS_MAX,

@@ -1,17 +1,17 @@
-//! loom models: who waits while limits come and go.
+//! loom models: requests wait while limits are set and removed.
 
 use std::time::Duration;
 
 use loom::sync::Mutex as LoomMutex;
 use loom::thread;
 
-use super::line::{Cost, Entered, Line, Next, Pace, Waits};
+use super::paced_queue::{Cost, Entered, Next, Pace, PacedQueue, Waits};
 use crate::sync::{Arc, AtomicU32};
 
-/// So many operations are there.
-struct Purse(u64);
+/// A pace with a fixed number of operations left.
+struct FixedPace(u64);
 
-impl Pace for Purse {
+impl Pace for FixedPace {
     fn pay(&mut self, owed: &mut Cost) -> Result<(), Duration> {
         if self.0 == 0 {
             return Err(Duration::ZERO);
@@ -22,10 +22,10 @@ impl Pace for Purse {
     }
 }
 
-/// Notes when it goes on, and when it is gone.
-struct Job(u32, Arc<LoomMutex<Vec<(u32, bool)>>>);
+/// Records its number, with true if it continued and false if it was rejected.
+struct TestRequest(u32, Arc<LoomMutex<Vec<(u32, bool)>>>);
 
-impl Waits for Job {
+impl Waits for TestRequest {
     fn waits(&mut self) {}
     fn go(self) {
         self.1.lock().unwrap().push((self.0, true));
@@ -35,89 +35,89 @@ impl Waits for Job {
     }
 }
 
-type Noted = Arc<LoomMutex<Vec<(u32, bool)>>>;
-type Shared = Arc<Line<Job, Purse>>;
+type Log = Arc<LoomMutex<Vec<(u32, bool)>>>;
+type Shared = Arc<PacedQueue<TestRequest, FixedPace>>;
 
-fn line(operations: u64) -> (Shared, Noted) {
-    let line = Line::new(Arc::new(AtomicU32::new(0)));
-    line.set(|_| Some(Purse(operations)));
-    (Arc::new(line), Arc::new(LoomMutex::new(Vec::new())))
+fn queue(operations: u64) -> (Shared, Log) {
+    let queue = PacedQueue::new(Arc::new(AtomicU32::new(0)));
+    queue.set(|_| Some(FixedPace(operations)));
+    (Arc::new(queue), Arc::new(LoomMutex::new(Vec::new())))
 }
 
-fn enter(line: &Shared, number: u32, noted: &Noted) {
-    match line.enter(Job(number, Arc::clone(noted)), Cost { operations: 1, bytes: 0 }) {
-        Entered::Goes(job) => job.go(),
-        Entered::Gone(job) => job.gone(),
-        Entered::First(_) | Entered::Waits => {}
+fn enter(queue: &Shared, number: u32, log: &Log) {
+    match queue.enter(TestRequest(number, Arc::clone(log)), Cost { operations: 1, bytes: 0 }) {
+        Entered::Admitted(request) => request.go(),
+        Entered::Rejected(request) => request.gone(),
+        Entered::First(_) | Entered::Queued => {}
     }
 }
 
-/// As a timer and the thread would, until there is nothing to do for now.
-fn carry_on(line: &Shared) {
-    while line.carry_on(1) == Next::Again {}
+/// Dispatches until nothing is left for now, as the timer and the thread do.
+fn dispatch_all(queue: &Shared) {
+    while queue.dispatch(1) == Next::More {}
 }
 
 #[test]
-fn one_caller_keeps_its_order_while_a_limit_goes() {
+fn caller_order_is_kept_while_limit_is_removed() {
     loom::model(|| {
-        let (line, noted) = line(0);
-        enter(&line, 1, &noted);
+        let (queue, log) = queue(0);
+        enter(&queue, 1, &log);
         let others = {
-            let line = Arc::clone(&line);
+            let queue = Arc::clone(&queue);
             thread::spawn(move || {
-                line.set(|_| None);
-                carry_on(&line);
+                queue.set(|_| None);
+                dispatch_all(&queue);
             })
         };
-        enter(&line, 2, &noted);
-        enter(&line, 3, &noted);
+        enter(&queue, 2, &log);
+        enter(&queue, 3, &log);
         others.join().unwrap();
-        // A thread that found the other carrying on left it to that one.
-        assert_eq!(*noted.lock().unwrap(), [(1, true), (2, true), (3, true)]);
-        assert!(!line.is_on());
+        // A thread that found the other one dispatching left the requests to that one.
+        assert_eq!(*log.lock().unwrap(), [(1, true), (2, true), (3, true)]);
+        assert!(!queue.is_on());
     });
 }
 
 #[test]
-fn two_that_carry_on_forget_nobody() {
+fn concurrent_dispatches_lose_no_request() {
     loom::model(|| {
-        let (line, noted) = line(0);
-        enter(&line, 1, &noted);
-        enter(&line, 2, &noted);
+        let (queue, log) = queue(0);
+        enter(&queue, 1, &log);
+        enter(&queue, 2, &log);
         let other = {
-            let line = Arc::clone(&line);
+            let queue = Arc::clone(&queue);
             thread::spawn(move || {
-                line.set(|_| Some(Purse(1)));
-                carry_on(&line);
+                queue.set(|_| Some(FixedPace(1)));
+                dispatch_all(&queue);
             })
         };
-        line.set(|_| Some(Purse(2)));
-        carry_on(&line);
+        queue.set(|_| Some(FixedPace(2)));
+        dispatch_all(&queue);
         other.join().unwrap();
-        let noted = noted.lock().unwrap().clone();
-        // By the rates that came last one or two have gone on, and none is left that could.
-        assert!(noted.iter().all(|(_, goes)| *goes) && noted.iter().map(|(number, _)| *number).is_sorted());
-        assert!((1..=2).contains(&noted.len()), "{noted:?}");
+        let log = log.lock().unwrap().clone();
+        // With the later rates one or two requests have continued, and no affordable one is left.
+        assert!(log.iter().all(|(_, goes)| *goes) && log.iter().map(|(number, _)| *number).is_sorted());
+        assert!((1..=2).contains(&log.len()), "{log:?}");
     });
 }
 
 #[test]
-fn each_that_waits_is_told_once_when_it_ends() {
+fn shut_ends_each_waiting_request_once() {
     loom::model(|| {
-        let (line, noted) = line(0);
-        enter(&line, 1, &noted);
+        let (queue, log) = queue(0);
+        enter(&queue, 1, &log);
         let other = {
-            let (line, noted) = (Arc::clone(&line), Arc::clone(&noted));
+            let (queue, log) = (Arc::clone(&queue), Arc::clone(&log));
             thread::spawn(move || {
-                enter(&line, 2, &noted);
-                line.set(|_| Some(Purse(1)));
-                carry_on(&line);
+                enter(&queue, 2, &log);
+                queue.set(|_| Some(FixedPace(1)));
+                dispatch_all(&queue);
             })
         };
-        line.end();
+        queue.shut();
         other.join().unwrap();
-        let mut noted: Vec<u32> = noted.lock().unwrap().iter().map(|(number, _)| *number).collect();
-        noted.sort_unstable();
-        assert_eq!(noted, [1, 2]);
+        let mut log: Vec<u32> = log.lock().unwrap().iter().map(|(number, _)| *number).collect();
+        log.sort_unstable();
+        assert_eq!(log, [1, 2]);
     });
 }

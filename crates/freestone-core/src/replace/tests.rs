@@ -11,16 +11,16 @@ fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// As where the file system has no nameless files.
+/// Begins a file with a temporary name, as on file systems without `O_TMPFILE`.
 fn begin_named(place: &Place) -> Unfinished {
-    let (file, name) = Name::new(&place.dir, SAVE_PREFIX, |path| File::create_new(path)).unwrap();
+    let (file, name) = TemporaryName::new(&place.dir, SAVE_PREFIX, |path| File::create_new(path)).unwrap();
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
     let dir = place.open_dir().unwrap();
     Unfinished { file, name: Some(name), prefix: SAVE_PREFIX, dir }
 }
 
 #[test]
-fn a_new_file_and_one_in_place_of_another_both_ways() {
+fn put_creates_and_replaces_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x");
     for named in [false, true] {
@@ -29,7 +29,7 @@ fn a_new_file_and_one_in_place_of_another_both_ways() {
             let place = Place::new(&path).unwrap();
             let unfinished = if named { begin_named(&place) } else { place.begin(SAVE_PREFIX).unwrap() };
             unfinished.as_file().write_all(content.as_bytes()).unwrap();
-            assert_eq!(left_behind(&path), [] as [PathBuf; 0], "somebody works on it");
+            assert_eq!(left_behind(&path), [] as [PathBuf; 0], "the file is in use");
             place.put(unfinished, ANY).unwrap().into_result().unwrap();
             assert_eq!((fs::read_to_string(&path).unwrap().as_str(), names(dir.path()).len()), (content, 1));
         }
@@ -37,7 +37,7 @@ fn a_new_file_and_one_in_place_of_another_both_ways() {
 }
 
 #[test]
-fn two_that_replace_one_file_wait_for_each_other() {
+fn concurrent_replacements_wait_for_each_other() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x");
     fs::write(&path, "old").unwrap();
@@ -59,7 +59,7 @@ fn two_that_replace_one_file_wait_for_each_other() {
 }
 
 #[test]
-fn what_comes_meanwhile_is_looked_at() {
+fn put_checks_file_created_meanwhile() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x");
     for named in [false, true] {
@@ -67,17 +67,17 @@ fn what_comes_meanwhile_is_looked_at() {
         let unfinished = if named { begin_named(&place) } else { place.begin(SAVE_PREFIX).unwrap() };
         fs::write(&path, "precious").unwrap();
         let put = place.put(unfinished, Replace::SameKind.may_go("thing", |head| head == b"thing"));
-        assert_eq!(put.unwrap_err().to_string(), "it is there, and is no thing");
+        assert_eq!(put.unwrap_err().to_string(), "the file exists and is not a thing");
         assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
         assert_eq!(names(dir.path()), ["x"]);
         fs::remove_file(&path).unwrap();
     }
 }
 
-/// Each step of [`Place::put`] fails, before it is done and after.
+/// Lets each step of [`Place::put`] fail before and after it takes effect.
 #[test]
 #[cfg(debug_assertions)]
-fn put_step_fails_outcome_is_what_is_there() {
+fn put_step_failure_reports_what_is_in_place() {
     use crate::fail_points::Fault;
 
     let dir = tempfile::tempdir().unwrap();
@@ -117,7 +117,7 @@ fn put_step_fails_outcome_is_what_is_there() {
 }
 
 #[test]
-fn new_file_gets_its_name_complete_and_locked() {
+fn put_new_names_complete_and_locked_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x");
     for named in [false, true] {
@@ -129,12 +129,12 @@ fn new_file_gets_its_name_complete_and_locked() {
         let made = first.made(&place).unwrap();
         let kept = place.put_new(first).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "first");
-        assert!(!nobody_has(&path), "no moment without a lock");
+        assert!(!is_unlocked(&path), "the lock is kept");
         let refused = place.put_new(second).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists);
         assert_eq!(names(dir.path()), ["x"]);
         drop(kept);
-        // Another file at the path is not removed.
+        // MadeFile::remove keeps another file at the path.
         fs::rename(&path, dir.path().join("y")).unwrap();
         fs::write(&path, "another's").unwrap();
         made.remove();
@@ -146,7 +146,7 @@ fn new_file_gets_its_name_complete_and_locked() {
 }
 
 #[test]
-fn what_a_crash_left_is_told() {
+fn left_behind_lists_files_of_crash() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x");
     let left = dir.path().join(".freestone-save-abc.tmp");

@@ -1,18 +1,18 @@
-//! The lock of a slot, in its [word](crate::word_lock).
+//! Lock of a slot, inside its [word](crate::word_lock).
 //!
-//! Lock order: a thread holds at most one slot lock at a time, except where a type that owns
-//! several tables states an order among them. Under a slot lock come the pool's locks, never
-//! another request's I/O.
+//! Lock order: a thread holds at most one slot lock, unless a type that owns several tables defines an order
+//! among them. The pool's locks come after a slot lock. A thread never waits for another request's I/O under
+//! a slot lock.
 
 use super::word::Word;
 use crate::parking::Parking;
 use crate::sync::AtomicU64;
 use crate::word_lock;
 
-/// A locked slot. Dropping it unlocks without a change.
+/// A locked slot. Dropping it unlocks the slot unchanged.
 pub type SlotGuard<'a> = word_lock::Guard<'a, Word>;
 
-/// Locks a slot.
+/// Locks a slot, waiting for the present holder.
 #[inline]
 pub fn lock<'a>(slot: &'a AtomicU64, parking: &'a Parking) -> SlotGuard<'a> {
     word_lock::lock(slot, parking)

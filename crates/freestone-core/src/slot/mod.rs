@@ -1,8 +1,8 @@
-//! Slots: one 64-bit word a page, its lock inside, in leaves under a directory.
+//! Page tables: one lockable 64-bit slot for each page, in leaves under directories.
 //!
-//! Read in this order: `word` (the bits), `lock` (the lock bit and who waits for it), `flight` (a
-//! slot whose content is on its way), `nodes` and `table` (where the words lie), [`chain`] (words
-//! that go from one table to another).
+//! Reading order: `word` (the bits), `lock` (the lock bit and its waiters), `flight` (slots whose content is
+//! being read from disk), `nodes` and `table` (the location of the words), [`chain`] (words that move from
+//! one table to another).
 
 pub mod chain;
 mod flight;

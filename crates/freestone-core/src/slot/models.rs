@@ -10,7 +10,7 @@ use super::{Common, Flights, Kind, Table, Word};
 use crate::parking::Parking;
 use crate::sync::{Arc, AtomicU32, AtomicU64, Ordering};
 
-/// A slot, what it guards, and where its waiters sleep.
+/// A slot, the data that it guards, and its parking table.
 struct Shared {
     slot: AtomicU64,
     parking: Parking,
@@ -21,7 +21,7 @@ fn shared() -> Arc<Shared> {
     Arc::new(Shared { slot: AtomicU64::new(0), parking: Parking::default(), inside: UnsafeCell::new(0) })
 }
 
-/// Three threads: every interleaving with at most three preemptions, which is known to find nearly
+/// Checks every interleaving of three threads with at most three preemptions, which is known to find nearly
 /// all faults.
 fn bounded(body: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
@@ -29,8 +29,8 @@ fn bounded(body: impl Fn() + Send + Sync + 'static) {
     model.check(body);
 }
 
-/// Mutual exclusion, and no lost wake-up: loom reports both a concurrent access to the cell and a
-/// thread that sleeps for ever.
+/// Checks mutual exclusion and wake-ups: loom reports a concurrent access to the cell, and a thread that
+/// sleeps forever.
 fn threads_take_turns(threads: u32, rounds: u32) {
     let shared = shared();
     let work = {
@@ -57,13 +57,13 @@ fn threads_take_turns(threads: u32, rounds: u32) {
 
 mod cell {
     #![expect(unsafe_code)]
-    // UNSAFETY: the modelled data is reached through loom's raw cells.
+    // UNSAFETY: accesses the modelled data through loom's raw cells.
     pub fn add_one(inside: *mut u32) {
         // SAFETY: loom has checked that the access is exclusive.
         unsafe { *inside += 1 };
     }
     pub fn get(inside: *const u32) -> u32 {
-        // SAFETY: loom has checked that nobody writes.
+        // SAFETY: loom has checked that no thread writes.
         unsafe { *inside }
     }
     pub fn set(inside: *mut u32, value: u32) {
@@ -82,7 +82,7 @@ fn three_threads_take_turns() {
     bounded(|| threads_take_turns(3, 1));
 }
 
-/// Two slots that share a parking bucket: waking one's waiter is not lost to the other's.
+/// Two slots share a parking bucket: a wake-up for one slot is not lost because of the other's waiters.
 #[test]
 fn slots_share_a_bucket() {
     bounded(|| {
@@ -105,10 +105,9 @@ fn slots_share_a_bucket() {
     });
 }
 
-/// A new word is published together with what it stands for: a reader under the lock never sees one
-/// without the other, and two writers never lose an object.
+/// A reader under the lock never sees a new word without its object, and two writers never leak an object.
 #[test]
-fn a_word_and_its_object_are_published_together() {
+fn word_and_object_are_published_together() {
     bounded(|| {
         let shared = Arc::new((shared(), [UnsafeCell::new(0_u32), UnsafeCell::new(0)], AtomicU32::new(0)));
         let write = |object: usize| {
@@ -119,7 +118,7 @@ fn a_word_and_its_object_are_published_together() {
                 let old = guard.word();
                 guard.publish(Word::huge(object as u64));
                 if old != Word::EMPTY {
-                    // Freed: whoever reads it after this reads a dead object.
+                    // Freed: a later read would be a use after free.
                     shared.1[old.location() as usize].with_mut(|bytes| cell::set(bytes, 0));
                     shared.2.fetch_add(1, Ordering::SeqCst);
                 }
@@ -140,9 +139,9 @@ fn a_word_and_its_object_are_published_together() {
     });
 }
 
-/// A request that meets a slot in flight is answered when it lands, whenever it comes.
+/// A request that finds a slot in flight is completed when the flight lands, or sees the new word.
 #[test]
-fn nobody_waits_for_a_flight_that_has_landed() {
+fn late_request_does_not_wait_for_landed_flight() {
     loom::model(|| {
         let shared = Arc::new((shared(), Flights::<Arc<AtomicU32>>::default(), Arc::new(AtomicU32::new(0))));
         let (s, flights, answered) = (&shared.0, &shared.1, &shared.2);
@@ -171,22 +170,21 @@ fn nobody_waits_for_a_flight_that_has_landed() {
     });
 }
 
-/// The answer of the disk and the deadline race to land a slot, while somebody waits: one of them
-/// does it, and the waiter hears of it once. A second flight of the slot is not landed by the first
-/// one's late answer.
+/// The disk's completion and the deadline race to land a slot that has a waiter: one of them does, and
+/// notifies the waiter once. The late completion of the first flight does not land a second one.
 #[test]
-fn a_flight_lands_once() {
+fn flight_lands_once() {
     bounded(|| {
         let shared = Arc::new((shared(), Flights::<u32>::default(), AtomicU32::new(0)));
         let s = &shared.0;
         lock(&s.slot, &s.parking).publish(Word::spilled(3, 0, 0));
         let first = shared.1.depart(lock(&s.slot, &s.parking), 0, vec![1]);
         let land = |shared: &(_, Flights<u32>, AtomicU32), number: u64, new: Option<Word>| {
-            let (s, flights, heard): (&Arc<Shared>, _, _) = (&shared.0, &shared.1, &shared.2);
+            let (s, flights, notified): (&Arc<Shared>, _, _) = (&shared.0, &shared.1, &shared.2);
             let guard = lock(&s.slot, &s.parking);
             if guard.word() == Word::in_flight(number) {
                 let landed = flights.land(guard, |held| new.unwrap_or(held));
-                heard.fetch_add(landed.waiting.len() as u32, Ordering::SeqCst);
+                notified.fetch_add(landed.waiting.len() as u32, Ordering::SeqCst);
             }
         };
         let late = {
@@ -204,25 +202,25 @@ fn a_flight_lands_once() {
         late.join().unwrap();
         let word = lock(&s.slot, &s.parking).word();
         assert!(word == Word::same(5) || word == Word::same(7), "{word:?}");
-        let heard = if word == Word::same(5) { 1 } else { 2 };
-        assert_eq!(shared.2.load(Ordering::SeqCst), heard, "each waiter hears once");
+        let notified = if word == Word::same(5) { 1 } else { 2 };
+        assert_eq!(shared.2.load(Ordering::SeqCst), notified, "each waiter is notified once");
         assert!(shared.1.is_empty(), "a flight is left open");
     });
 }
 
-/// A page is written to disk while others overwrite it, and a second pass picks it as well: what
-/// the slot says in the end is the last content, in memory or on disk.
+/// A page is written back while it is overwritten, and picked by a second pass: in the end the slot refers to
+/// the last content, in memory or on disk.
 #[test]
 fn stale_bytes_never_become_a_page() {
     bounded(|| {
-        // What the slot holds is `same(content)`; the flag says that the write was answered.
+        // The slot's content is `same(content)`; the flag is set when the write has completed.
         let shared = Arc::new((shared(), AtomicU32::new(0)));
         let s = &shared.0;
         lock(&s.slot, &s.parking).publish(Word::same(1));
         let pick = |s: &Shared, tag: u8| {
             let guard = lock(&s.slot, &s.parking);
             let word = guard.word();
-            // Only what is in memory and nobody works on.
+            // Picks only pages in memory that no pass works on.
             if word.kind() != Kind::Same || word.is_picked() {
                 return None;
             }
@@ -243,7 +241,7 @@ fn stale_bytes_never_become_a_page() {
             })
         };
         let first = pick(s, 1);
-        // The write of the first batch is still under way.
+        // The writeback of the first batch is still in flight.
         let second = pick(s, 2);
         if let Some(copied) = second {
             publish(s, 2, copied);
@@ -257,15 +255,15 @@ fn stale_bytes_never_become_a_page() {
         assert_eq!(
             word.location(),
             2,
-            "the page is not what was written last: {word:?}, answered before: {written}"
+            "not the last written content: {word:?}, write completed before: {written}"
         );
     });
 }
 
-/// Two threads that need one leaf get the same one, a third that looks sees nothing or it, and no
+/// Two threads that need the same leaf get the same one, a concurrent lookup returns it or nothing, and no
 /// node leaks.
 #[test]
-fn a_leaf_is_made_once() {
+fn leaf_is_allocated_once() {
     bounded(|| {
         let common = Arc::new(Common::new().unwrap());
         let before = common.nodes.left();
@@ -292,21 +290,19 @@ fn a_leaf_is_made_once() {
     });
 }
 
-/// A change swaps the directory under requests that are pinned to the old one: nobody touches it
-/// after it was taken down, and what was answered before the swap is not seen after it.
+/// A change swaps a directory under pinned requests: no thread uses the old one after it is freed.
 #[test]
-fn a_swapped_directory_is_not_touched_any_more() {
+fn swapped_directory_is_not_accessed() {
     use crate::pin::{Swap, pinned};
     loom::model(|| {
-        // The cell stands for the directory's memory: loom reports a use that overlaps the
-        // take-down.
+        // The cell stands for the directory's memory: loom reports an access that overlaps the free.
         let swap = Arc::new(Swap::new(Box::new(UnsafeCell::new(1_u32))));
         let request = {
             let swap = Arc::clone(&swap);
             thread::spawn(move || {
                 for _ in 0..2 {
                     let seen = pinned(|pin| swap.load(pin).with(|directory| cell::get(directory)));
-                    assert!(seen == 1 || seen == 2, "a directory that was taken down is used");
+                    assert!(seen == 1 || seen == 2, "a freed directory is in use");
                 }
             })
         };

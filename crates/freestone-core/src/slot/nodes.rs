@@ -1,4 +1,4 @@
-//! Nodes of the slot directory: pages of 512 words in a memfd, by number.
+//! Nodes of a page table (directories and leaves): pages of 512 words in a memfd, addressed by number.
 
 #[cfg(not(loom))]
 mod real {
@@ -9,34 +9,33 @@ mod real {
     use crate::device::Result;
     use crate::sync::{AtomicU64, Ordering};
 
-    /// Words in a node.
+    /// Log2 of the words in a node.
     pub const FANOUT_BITS: u32 = 9;
-    /// Bytes of a node: one page.
     pub const NODE_BYTES: u64 = 8 << FANOUT_BITS;
 
-    /// A node's words.
+    /// Words of a node.
     pub type Node = [AtomicU64; 1 << FANOUT_BITS];
 
-    /// Allocates nodes. One for each family of tables.
+    /// Allocator of nodes, one for each family of tables.
     pub struct Nodes {
         arena: Arena,
         used: AtomicU64,
     }
 
     impl Nodes {
-        /// An empty store.
+        /// Creates an allocator without nodes.
         ///
         /// # Errors
-        /// Those of `memfd_create(2)`.
+        /// Errors of `memfd_create(2)`.
         pub fn new() -> rustix::io::Result<Self> {
             Ok(Self { arena: Arena::new("freestone-slots", NODE_BYTES)?, used: AtomicU64::new(0) })
         }
 
-        /// A node of zeroes.
+        /// Allocates a zeroed node.
         pub fn alloc(&self) -> Result<u32> {
             let node = self.arena.alloc()?;
             if let Err(error) = self.arena.populate(u64::from(node) * NODE_BYTES, NODE_BYTES) {
-                // SAFETY: it was just handed out, and is used no more.
+                // SAFETY: the node was just allocated and is not used.
                 unsafe { self.arena.release(u64::from(node) * NODE_BYTES, NODE_BYTES) };
                 // SAFETY: as above.
                 unsafe { self.arena.free(node) };
@@ -47,12 +46,12 @@ mod real {
             Ok(node)
         }
 
-        /// Gives nodes back; nobody reaches them any more.
+        /// Frees nodes, which must not be reachable any more.
         pub fn free(&self, mut nodes: Vec<u32>) {
             nodes.sort_unstable();
-            // Neighbours go in one system call.
+            // Neighbouring nodes are released in one system call.
             for run in nodes.chunk_by(|a, b| a + 1 == *b) {
-                // SAFETY: nodes are only ever seen as atomics.
+                // SAFETY: nodes are accessed only as atomics.
                 unsafe {
                     self.arena.release(u64::from(run[0]) * NODE_BYTES, run.len() as u64 * NODE_BYTES);
                 }
@@ -60,22 +59,21 @@ mod real {
             // Relaxed: a statistic.
             self.used.fetch_sub(nodes.len() as u64, Ordering::Relaxed);
             for node in nodes {
-                // SAFETY: nodes are only ever seen as atomics, so what a wrong number does is a
-                // wrong table, and no more.
+                // SAFETY: nodes are accessed only as atomics, so a wrong number corrupts a table but not
+                // memory safety.
                 unsafe { self.arena.free(node) };
             }
         }
 
-        /// The words of a node that was allocated and not freed.
+        /// Returns the words of an allocated node.
         #[inline]
         pub fn get(&self, node: u32) -> &Node {
             let address = self.arena.at(u64::from(node) * NODE_BYTES).cast::<Node>();
-            // SAFETY: a whole mapped page, aligned, and only ever seen as atomics; it lives as long
-            // as the arena.
+            // SAFETY: a whole mapped page, aligned, accessed only as atomics; it lives as long as the arena.
             unsafe { address.as_ref() }
         }
 
-        /// Bytes of all nodes in use.
+        /// Returns the bytes of all allocated nodes.
         pub fn bytes(&self) -> u64 {
             // Relaxed: a statistic.
             self.used.load(Ordering::Relaxed) * NODE_BYTES
@@ -92,7 +90,7 @@ mod real {
     pub type Node = [AtomicU64; 1 << FANOUT_BITS];
     const NODES: usize = 8;
 
-    /// The model's store: a few nodes, made in advance.
+    /// Model allocator: a few nodes, created in advance.
     pub struct Nodes {
         nodes: Vec<Node>,
         free: Mutex<Vec<u32>>,
@@ -106,9 +104,9 @@ mod real {
         }
         pub fn alloc(&self) -> Result<u32> {
             let node = self.free.lock().pop().ok_or(Error::NoMemory)?;
-            // As the memory of a new page: zeroed by whoever touches it first.
+            // Like the memory of a new page, which is zeroed on first touch.
             for word in self.get(node) {
-                // Relaxed: publishing it is the caller's business.
+                // Relaxed: the caller publishes the node.
                 word.store(0, crate::sync::Ordering::Relaxed);
             }
             Ok(node)
@@ -116,7 +114,7 @@ mod real {
         pub fn free(&self, nodes: Vec<u32>) {
             for &node in &nodes {
                 for word in self.get(node) {
-                    // Relaxed: nobody may see it; the node is zeroed when it is handed out again.
+                    // Relaxed: no thread may read the node until it is zeroed by alloc.
                     word.store(u64::MAX << 8, crate::sync::Ordering::Relaxed);
                 }
             }

@@ -1,5 +1,5 @@
-//! The root of a slot table: an entry for each GiB of the largest device there can be. Parts of it
-//! that are not touched cost no memory.
+//! Root of a page table: an entry for each GiB of the largest possible device. Untouched parts take no
+//! memory.
 
 #[cfg(loom)]
 pub use model::Root;
@@ -9,8 +9,7 @@ pub use real::Root;
 #[cfg(not(loom))]
 mod real {
     #![expect(unsafe_code)]
-    // UNSAFETY: a mapping of its own. The allocator would take 2 MiB that were used before, and
-    // zero them.
+    // UNSAFETY: a separate mapping, because an allocator would return 2 MiB of used memory and zero them.
 
     use std::ops::Deref;
     use std::ptr::NonNull;
@@ -20,18 +19,18 @@ mod real {
     use crate::device::{Error, Result};
     use crate::sync::AtomicU64;
 
-    /// The top of a table: an entry for each directory.
+    /// Top level of a table: an entry for each directory.
     pub struct Root {
         entries: NonNull<AtomicU64>,
         len: usize,
     }
 
     impl Root {
-        /// `len` entries of 0.
+        /// Maps `len` zero entries.
         pub fn new(len: usize) -> Result<Self> {
             let bytes = len.checked_mul(size_of::<AtomicU64>()).ok_or(Error::NoMemory)?;
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-            // SAFETY: a new mapping at an address of the kernel's choice.
+            // SAFETY: the kernel chooses the address, so no other mapping is replaced.
             let address = unsafe {
                 rustix::mm::mmap_anonymous(
                     std::ptr::null_mut(),
@@ -41,8 +40,8 @@ mod real {
                 )
             };
             let address = address.map_err(|_| Error::NoMemory)?;
-            // An entry must not bring in a huge page. Where there are none the advice is refused,
-            // and not needed.
+            // A touched entry must not allocate a huge page. Kernels without huge pages reject the advice,
+            // which is then unnecessary.
             // SAFETY: the range was just mapped; the advice changes no content.
             let _ = unsafe { rustix::mm::madvise(address, bytes, Advice::LinuxNoHugepage) };
             let entries = NonNull::new(address.cast()).ok_or(Error::NoMemory)?;
@@ -55,15 +54,14 @@ mod real {
 
         #[inline]
         fn deref(&self) -> &[AtomicU64] {
-            // SAFETY: mapped with this length until the drop, zeroed by the kernel, and aligned to
-            // a page.
+            // SAFETY: mapped with this length until the drop, zeroed by the kernel, and page-aligned.
             unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), self.len) }
         }
     }
 
     impl Drop for Root {
         fn drop(&mut self) {
-            // SAFETY: mapped in `new` with this length; nobody borrows it any more.
+            // SAFETY: mapped in `new` with this length; no borrows exist.
             let unmapped = unsafe {
                 rustix::mm::munmap(self.entries.as_ptr().cast(), self.len * size_of::<AtomicU64>())
             };
@@ -71,7 +69,7 @@ mod real {
         }
     }
 
-    // SAFETY: it owns its mapping and gives out shared references to atomics only.
+    // SAFETY: Root owns its mapping and hands out only shared references to atomics.
     unsafe impl Send for Root {}
     // SAFETY: as above.
     unsafe impl Sync for Root {}
@@ -80,9 +78,9 @@ mod real {
     mod tests {
         use super::*;
 
-        /// What wraps around would be a mapping that is shorter than its slice.
+        /// A wrapped size would be a mapping shorter than its slice.
         #[test]
-        fn a_root_that_no_memory_can_hold_is_refused() {
+        fn new_rejects_overflowing_size() {
             assert!(Root::new(usize::MAX / size_of::<AtomicU64>() + 2).is_err());
         }
     }
@@ -95,7 +93,7 @@ mod model {
     use crate::device::Result;
     use crate::sync::AtomicU64;
 
-    /// The top of a table: an entry for each directory.
+    /// Top level of a table: an entry for each directory.
     pub struct Root(Box<[AtomicU64]>);
 
     impl Root {

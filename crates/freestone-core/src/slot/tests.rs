@@ -1,4 +1,4 @@
-//! The slot table with more threads than CPUs.
+//! Page table tests with more threads than CPUs.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,49 +11,51 @@ fn table() -> Table {
     Table::new(3, Arc::new(Common::new().unwrap())).unwrap()
 }
 
-/// A thread that holds a slot does not run (here: it sleeps until everybody else is through).
-/// Threads that want other slots, also of the same leaf, finish; those that want this one get it
-/// afterwards, each once.
+/// The holder of a slot sleeps until all other threads have finished their first part. Threads that use other
+/// slots, also of the same leaf, are not delayed; threads that want the held slot each get it afterwards.
 #[test]
-fn a_holder_that_does_not_run_stalls_only_its_slot() {
+fn descheduled_holder_delays_only_its_slot() {
     for threads in [8, 16, 32] {
         let table = table();
         let start = Barrier::new(threads + 1);
-        let (through, got_it) = (AtomicU32::new(0), AtomicU32::new(0));
+        let (finished, acquired) = (AtomicU32::new(0), AtomicU32::new(0));
         std::thread::scope(|scope| {
             for thread in 0..threads as u64 {
-                let (table, start, through, got_it) = (&table, &start, &through, &got_it);
+                let (table, start, finished, acquired) = (&table, &start, &finished, &acquired);
                 scope.spawn(move || {
                     start.wait();
                     for round in 0..2000 {
-                        // All but slot 0, in the same leaf and in the next one, shared with the
-                        // other threads.
+                        // All slots of two leaves except slot 0, shared with the other threads.
                         let slot = 1 + (thread * 7 + round) % (2 * LEAF_SLOTS - 1);
                         let guard = table.leaf_or_new(slot).unwrap().lock(slot);
                         let count = guard.word().location() as u32;
                         guard.publish(Word::same(count + 1));
                     }
-                    through.fetch_add(1, Ordering::SeqCst);
+                    finished.fetch_add(1, Ordering::SeqCst);
                     if thread % 2 == 0 {
                         let guard = table.leaf(0).unwrap().lock(0);
-                        assert_eq!(through.load(Ordering::SeqCst) as usize, threads, "the slot was not held");
+                        assert_eq!(
+                            finished.load(Ordering::SeqCst) as usize,
+                            threads,
+                            "the slot was not held"
+                        );
                         let count = guard.word().location() as u32;
                         guard.publish(Word::same(count + 1));
-                        got_it.fetch_add(1, Ordering::SeqCst);
+                        acquired.fetch_add(1, Ordering::SeqCst);
                     }
                 });
             }
             let held = table.leaf_or_new(0).unwrap().lock(0);
             start.wait();
-            while (through.load(Ordering::SeqCst) as usize) < threads {
+            while (finished.load(Ordering::SeqCst) as usize) < threads {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            assert_eq!(got_it.load(Ordering::SeqCst), 0);
+            assert_eq!(acquired.load(Ordering::SeqCst), 0);
             drop(held);
         });
         let waiters = threads as u32 / 2;
         assert_eq!(
-            (got_it.load(Ordering::SeqCst), table.leaf(0).unwrap().peek(0)),
+            (acquired.load(Ordering::SeqCst), table.leaf(0).unwrap().peek(0)),
             (waiters, Word::same(waiters))
         );
         let sum: u64 = (1..2 * LEAF_SLOTS).map(|slot| table.leaf(slot).unwrap().peek(slot).location()).sum();
@@ -61,9 +63,9 @@ fn a_holder_that_does_not_run_stalls_only_its_slot() {
     }
 }
 
-/// Threads that wait for a held slot sleep: together they use next to no processor time.
+/// Threads that wait for a held slot sleep and use almost no CPU time.
 #[test]
-fn waiters_sleep() {
+fn waiters_sleep_without_cpu_time() {
     fn cpu_time() -> Duration {
         let used = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
         Duration::new(used.tv_sec as u64, used.tv_nsec as u32)
@@ -88,7 +90,7 @@ fn waiters_sleep() {
 }
 
 #[test]
-fn looking_creates_nothing_and_walks_skip_what_is_absent() {
+fn lookups_allocate_nothing_and_walks_skip_gaps() {
     let common = Arc::new(Common::new().unwrap());
     let table = Table::new(1, Arc::clone(&common)).unwrap();
     assert!(table.leaf(MAX_SLOTS - 1).is_none());

@@ -1,47 +1,47 @@
-//! The 64-bit word of a page slot.
+//! The 64-bit word of a slot.
 //!
 //! | bits  | field          | meaning |
 //! |-------|----------------|---------|
-//! | 0     | lock           | somebody works on this slot |
-//! | 1     | waiter         | somebody sleeps in the parking table for it |
+//! | 0     | lock           | a thread works on this slot |
+//! | 1     | waiter         | threads sleep in the parking table until the slot is unlocked |
 //! | 2-4   | kind           | see [`Kind`] |
-//! | 5-6   | algorithm      | which of up to four algorithms made the object (0 is the primary) |
-//! | 7     | idle           | not touched since it was marked |
-//! | 8     | picked         | a background pass works on it, and nobody has changed it since |
-//! | 9     | incompressible | every algorithm failed on it |
-//! | 10-15 | age            | epoch of the last access (see `age`); of a picked slot: the pass's tag |
-//! | 16-27 | size           | stored bytes of a compressed object, 1 to 4095; spilled: 0 is a whole page |
-//! | 28-63 | location       | object: place in the pool in 16-byte units; spilled: place on the backing device in 16-byte units; same: the 32-bit pattern; in flight: its number |
+//! | 5-6   | algorithm      | algorithm of the object, 0 to 3 (0 is the primary) |
+//! | 7     | idle           | not accessed since it was marked idle |
+//! | 8     | picked         | a background pass works on the page, which has not changed since |
+//! | 9     | incompressible | all algorithms failed to compress the page |
+//! | 10-15 | age            | epoch of the last access (see `age`); in a picked slot, the tag of the pass |
+//! | 16-27 | size           | stored bytes of a compressed object, 1 to 4095; in a spilled slot, 0 means a whole page |
+//! | 28-63 | location       | object: location in the pool in 16-byte units; spilled: location on the backing device in 16-byte units; same: the 32-bit pattern; in flight: the flight's number |
 
 use std::fmt;
 
 pub use crate::LOCATION_BITS;
 use crate::word_lock::{self, LOCK, WAITER};
 
-/// What a slot holds.
+/// Content of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// Nothing: reads as zeroes (or, over a base, as the base).
+    /// No content: reads as zeroes, or as the base.
     Empty = 0,
-    /// A page that repeats one 32-bit pattern, which lies in the word.
+    /// A page that repeats a 32-bit pattern, stored in the word.
     Same = 1,
-    /// A page that repeats one 64-bit pattern, which lies in the pool.
+    /// A page that repeats a 64-bit pattern, stored in the pool.
     Pattern = 2,
     /// A compressed object in the pool.
     Compressed = 3,
-    /// An incompressible page, stored as it is ("huge" in the kernel's words).
+    /// An incompressible page, stored uncompressed (a "huge" page of zram).
     Huge = 4,
-    /// The page's content is on its way from a disk; requests queue on it.
+    /// The page is being read from disk; requests wait for it.
     InFlight = 5,
-    /// The page lies on the backing device.
+    /// The page was written back and lies on the backing device.
     Spilled = 6,
-    /// In a snapshot: the page was never written since the origin was at its base, whatever the
+    /// In a snapshot: the page is the base's. The page was not written before the snapshot, whatever the
     /// origin holds now.
     Base = 7,
 }
 
-/// One slot's word, by value.
+/// Value of a slot's word.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub struct Word(u64);
 
@@ -58,15 +58,15 @@ const SIZE_SHIFT: u32 = 16;
 const SIZE_MASK: u64 = 0xFFF << SIZE_SHIFT;
 const LOCATION_SHIFT: u32 = 28;
 
-/// Values of the age field.
+/// Number of values of the age field.
 pub const AGES: usize = 64;
 const _: () = assert!(LOCATION_SHIFT + LOCATION_BITS == 64);
 
 impl Word {
-    /// An empty slot.
+    /// Word of an empty slot.
     pub const EMPTY: Self = Self(0);
 
-    /// A page of a snapshot that is the base's.
+    /// Word of a snapshot's page that is the base's.
     pub const BASE: Self = Self::new(Kind::Base, 0, 0, 0);
 
     const fn new(kind: Kind, algorithm: u8, size: u32, location: u64) -> Self {
@@ -79,39 +79,39 @@ impl Word {
         )
     }
 
-    /// A page of one repeated 32-bit pattern.
+    /// Returns the word of a page that repeats a 32-bit pattern.
     pub const fn same(pattern: u32) -> Self {
         Self::new(Kind::Same, 0, 0, pattern as u64)
     }
 
-    /// A page of one repeated 64-bit pattern, stored at `location`.
+    /// Returns the word of a page that repeats a 64-bit pattern, stored at `location`.
     pub const fn pattern(location: u64) -> Self {
         Self::new(Kind::Pattern, 0, 0, location)
     }
 
-    /// A compressed object of `size` bytes (1 to 4095) made by algorithm number `algorithm`.
+    /// Returns the word of a compressed object of `size` bytes, 1 to 4095.
     pub const fn compressed(location: u64, size: u32, algorithm: u8) -> Self {
         debug_assert!(size > 0);
         Self::new(Kind::Compressed, algorithm, size, location)
     }
 
-    /// An uncompressed page.
+    /// Returns the word of an uncompressed page.
     pub const fn huge(location: u64) -> Self {
         Self::new(Kind::Huge, 0, 0, location)
     }
 
-    /// A slot that waits for a disk; `flight`, below 2^36, numbers the wait.
+    /// Returns the word of a slot that waits for a disk. `flight` is the number of the wait, below 2^36.
     pub const fn in_flight(flight: u64) -> Self {
         Self::new(Kind::InFlight, 0, 0, flight)
     }
 
-    /// A page whose object of `size` bytes (0: a whole page), made by algorithm number `algorithm`,
-    /// lies on the backing device at `location`.
+    /// Returns the word of a page whose object of `size` bytes (0 means a whole page) is on the backing
+    /// device.
     pub const fn spilled(location: u64, size: u32, algorithm: u8) -> Self {
         Self::new(Kind::Spilled, algorithm, size, location)
     }
 
-    /// The kind.
+    /// Returns the kind.
     #[inline]
     pub fn kind(self) -> Kind {
         match (self.0 >> KIND_SHIFT) & 7 {
@@ -126,28 +126,28 @@ impl Word {
         }
     }
 
-    /// The word of this slot, which holds a compressed or huge object, once the object lies at
-    /// `location` of the backing device: as it is, or as an `uncompressed` page.
+    /// Returns the word for this compressed or huge page after writeback to `location`, as the same object or
+    /// as an `uncompressed` page.
     #[must_use]
     pub const fn spilled_to(self, location: u64, uncompressed: bool) -> Self {
-        let kept = if uncompressed { 0 } else { self.0 & (ALGORITHM_MASK | SIZE_MASK) };
-        Self(Self::spilled(location, 0, 0).0 | kept | self.0 & INCOMPRESSIBLE)
+        let fields = if uncompressed { 0 } else { self.0 & (ALGORITHM_MASK | SIZE_MASK) };
+        Self(Self::spilled(location, 0, 0).0 | fields | self.0 & INCOMPRESSIBLE)
     }
 
-    /// The word of this spilled slot, once its object lies in the pool again.
+    /// Returns the word for this written-back page after its object was stored in the pool again.
     #[must_use]
     pub const fn back_at(self, location: u64) -> Self {
         let kind = if self.0 & SIZE_MASK == 0 { Kind::Huge } else { Kind::Compressed };
         Self(Self::new(kind, 0, 0, location).0 | self.0 & (ALGORITHM_MASK | SIZE_MASK | INCOMPRESSIBLE))
     }
 
-    /// The number of the algorithm, 0 to 3.
+    /// Returns the number of the algorithm, 0 to 3.
     #[inline]
     pub const fn algorithm(self) -> usize {
         ((self.0 >> ALGORITHM_SHIFT) & 3) as usize
     }
 
-    /// Bytes of the object in the pool; 0 where there is none.
+    /// Returns the bytes of the object in the pool, or 0 without an object.
     #[inline]
     pub fn stored_bytes(self) -> usize {
         match self.kind() {
@@ -158,7 +158,7 @@ impl Word {
         }
     }
 
-    /// Bytes of the object on the backing device of a spilled slot.
+    /// Returns the bytes of a written-back object on the backing device.
     #[inline]
     pub const fn spilled_bytes(self) -> usize {
         match (self.0 >> SIZE_SHIFT) & 0xFFF {
@@ -167,85 +167,85 @@ impl Word {
         }
     }
 
-    /// The location field: an object's place, a pattern, or a flight's number, by kind.
+    /// Returns the location field: by kind an object's location, a pattern or a flight's number.
     #[inline]
     pub const fn location(self) -> u64 {
         self.0 >> LOCATION_SHIFT
     }
 
-    /// Where the pool holds this slot's object, if it has one.
+    /// Returns the location of the slot's object in the pool, if it has one.
     #[inline]
     pub fn object(self) -> Option<u64> {
         matches!(self.kind(), Kind::Pattern | Kind::Compressed | Kind::Huge).then(|| self.location())
     }
 
-    /// The same word with its object at another place.
+    /// Returns the word with the object at another location.
     #[must_use]
     pub const fn moved_to(self, location: u64) -> Self {
         Self(self.0 & ((1 << LOCATION_SHIFT) - 1) | location << LOCATION_SHIFT)
     }
 
-    // ---- what background passes know of a slot; never of an empty one, which is all zeroes ------
+    // ---- background passes: these bits are never set in an empty slot, whose word is 0 ------------
 
-    /// Whether nobody has touched the page since it was marked.
+    /// Returns true if the page was not accessed since it was marked idle.
     pub const fn is_idle(self) -> bool {
         self.0 & IDLE != 0
     }
 
-    /// Marks a page idle, or takes the mark away.
+    /// Sets or clears the idle mark.
     #[must_use]
     pub const fn with_idle(self, idle: bool) -> Self {
         if idle { Self(self.0 | IDLE) } else { Self(self.0 & !IDLE) }
     }
 
-    /// Whether every algorithm failed on the page.
+    /// Returns true if all algorithms failed to compress the page.
     pub const fn is_incompressible(self) -> bool {
         self.0 & INCOMPRESSIBLE != 0
     }
 
-    /// Says that every algorithm failed on the page.
+    /// Marks the page as incompressible by all algorithms.
     #[must_use]
     pub const fn with_incompressible(self) -> Self {
         Self(self.0 | INCOMPRESSIBLE)
     }
 
-    /// The epoch of the last access; of a picked slot the tag.
+    /// Returns the epoch of the last access, or the tag of a picked slot.
     pub const fn age(self) -> u8 {
         ((self.0 & AGE_MASK) >> AGE_SHIFT) as u8
     }
 
-    /// The page was last touched in this epoch.
+    /// Sets the epoch of the last access.
     #[must_use]
     pub const fn with_age(self, age: u8) -> Self {
         debug_assert!((age as usize) < AGES);
         Self(self.0 & !AGE_MASK | (age as u64) << AGE_SHIFT)
     }
 
-    /// A background pass, whose work has this tag, takes the page on. The mark is gone as soon as
-    /// somebody changes the page, so a pass that finds its tag again knows that nobody has.
+    /// Marks the page as picked by a background pass with this tag. Any change of the page clears the mark,
+    /// so a pass that finds its tag again knows that the page is unchanged.
     #[must_use]
     pub const fn picked(self, tag: u8) -> Self {
         Self(self.0 | PICKED).with_age(tag)
     }
 
-    /// Whether any pass works on the page.
+    /// Returns true if any pass works on the page.
     pub const fn is_picked(self) -> bool {
         self.0 & PICKED != 0
     }
 
-    /// Whether the pass with this tag works on the page, and nobody has changed it since.
+    /// Returns true if the pass with this tag works on the page and the page is unchanged.
     pub const fn is_picked_by(self, tag: u8) -> bool {
         self.is_picked() && self.age() == tag
     }
 
-    /// The pass gave the page up; it is as old as `age` says.
+    /// Clears the mark of a pass, and sets the age.
     #[must_use]
     pub const fn unpicked(self, age: u8) -> Self {
         Self(self.0 & !PICKED).with_age(age)
     }
 
-    /// The word after a read in epoch `now`: not idle. An empty one stays as it is; a picked one
-    /// keeps its tag, so that a page which is read all the time can still leave memory.
+    /// Returns the word after a read in epoch `now`: not idle. Picked slots keep their tag, so that a page
+    /// can be evicted even if it is read all the time.
     #[inline]
     #[must_use]
     pub const fn touched(self, now: u8) -> Self {
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_do_not_touch_what_the_slot_holds() {
+    fn marks_do_not_change_content() {
         let word = Word::compressed(77, 1234, 2).with_age(63).with_idle(true).with_incompressible();
         assert!(word.is_idle() && word.is_incompressible() && !word.is_picked() && word.age() == 63);
         let picked = word.picked(5);

@@ -1,10 +1,9 @@
-//! One worker a CPU, for the whole process: whoever reads a queue of requests hands pieces of work
-//! on to them, so that one queue uses several CPUs.
+//! Worker threads of the process, one for each CPU. Readers of request queues pass requests to them, so that
+//! one queue can use several CPUs.
 //!
-//! A worker takes what it can do without waiting for a disk. What is handed on begins soon or not
-//! at all: each worker for which there is a CPU has one piece at hand and a few that wait, and beyond
-//! that the reader does its next piece itself. So there is no long line in which anybody could
-//! starve, and where readers keep the CPUs busy they do their own work.
+//! Workers execute only work that does not wait for a disk. A worker takes a task only if a CPU is available,
+//! and few tasks are queued; otherwise the reader executes the request itself. So tasks start soon, none can
+//! starve, and if readers keep all CPUs busy they do their own work.
 
 #[cfg(not(loom))]
 mod costs;
@@ -24,37 +23,36 @@ use crate::sync::{Arc, AtomicU32, Condvar, LazyLock, Mutex, Ordering, thread};
 #[cfg(not(loom))]
 pub use costs::{Began, Costs, MIN_BYTES};
 
-/// A piece of work.
+/// A task, usually the synchronous part of one request.
 pub type Piece = Box<dyn FnOnce() + Send>;
 
-/// Pieces that are not dear, of which a worker does so many before it tells of them: who waits for
-/// their answers is woken once.
-const TOLD_AT_ONCE: usize = 4;
-/// Pieces for each worker that has a CPU: the one that it does, and the next ones, so that it has some
-/// while the reader does a piece itself or waits for its client's socket.
-const PIECES_EACH: u32 = if cfg!(loom) { 2 } else { 4 };
+/// Number of cheap tasks that a worker runs under one plug, so that the receivers of their completions are
+/// woken once.
+const PLUGGED_TASKS: usize = 4;
+/// Maximum tasks for each worker with a CPU: the running one, and some queued ones, which keep the worker
+/// busy while the reader executes a request itself or waits for its client's socket.
+const TASKS_EACH: u32 = if cfg!(loom) { 2 } else { 4 };
 
-/// Threads that do pieces of work in the order in which they came. A clone is another handle on the
-/// same ones.
+/// A pool of worker threads that run tasks in FIFO order. Clones share the threads.
 #[derive(Debug, Clone)]
 pub struct Workers(Arc<Shared>);
 
-/// Lock order: `state` is innermost. Pieces run, and are dropped, with nothing held.
+/// Lock order: `state` is innermost. Tasks run, and are dropped, without the lock.
 struct Shared {
     cpus: u32,
     state: Mutex<State>,
     ready: Condvar,
-    /// Pieces that are handed on and not done, written under `state`; read without, as a hint.
-    pieces: AtomicU32,
-    /// Readers that do large requests themselves.
+    /// Queued and running tasks. Written under `state`; read without it as a hint.
+    tasks: AtomicU32,
+    /// Number of readers that execute large requests themselves.
     at_work: AtomicU32,
 }
 
 #[derive(Default)]
 struct State {
-    /// Each, and whether it is dear.
+    /// Tasks, with true for expensive ones.
     waiting: VecDeque<(Piece, bool)>,
-    /// Threads that sleep, and those that were told to wake up and have not yet.
+    /// Sleeping threads, and threads that were woken and have not run yet.
     asleep: usize,
     waking: usize,
     started: usize,
@@ -62,7 +60,7 @@ struct State {
 }
 
 impl State {
-    /// Threads that take pieces, or are about to.
+    /// Returns the number of threads that take tasks, or will soon.
     fn active(&self) -> usize {
         self.started - self.asleep
     }
@@ -72,24 +70,23 @@ static PROCESS: LazyLock<Workers> =
     LazyLock::new(|| Workers::new(std::thread::available_parallelism().map_or(1, std::num::NonZero::get)));
 
 impl Workers {
-    /// Those of the process.
+    /// Returns the pool of the process.
     pub fn process() -> &'static Self {
         &PROCESS
     }
 
-    /// For a machine of so many CPUs, on one of which the reader runs. Each is started when there is
-    /// a piece for it.
+    /// Creates a pool for `cpus` CPUs, one of which is left to the reader. Threads are started on demand.
     pub fn new(cpus: usize) -> Self {
         Self(Arc::new(Shared {
             cpus: u32::try_from(cpus).unwrap_or(u32::MAX),
             state: Mutex::default(),
             ready: Condvar::new(),
-            pieces: AtomicU32::new(0),
+            tasks: AtomicU32::new(0),
             at_work: AtomicU32::new(0),
         }))
     }
 
-    /// Threads that the caller starts, each with [`run`](Self::run).
+    /// Creates a pool whose threads the caller starts, each with [`run`](Self::run).
     #[cfg(all(loom, test))]
     fn started(threads: usize) -> Self {
         let workers = Self::new(threads + 1);
@@ -97,43 +94,42 @@ impl Workers {
         workers
     }
 
-    /// Whether a piece of the calling reader would be taken now.
+    /// Returns true if a task would be accepted now.
     #[inline]
     pub fn has_room(&self) -> bool {
-        // Relaxed: hints; whether a piece is taken is seen under the lock.
-        let (pieces, at_work) =
-            (self.0.pieces.load(Ordering::Relaxed), self.0.at_work.load(Ordering::Relaxed));
-        pieces < PIECES_EACH * self.0.cpus.saturating_sub(1 + at_work)
+        // Relaxed: hints; `offer` checks again under the lock.
+        let (tasks, at_work) = (self.0.tasks.load(Ordering::Relaxed), self.0.at_work.load(Ordering::Relaxed));
+        tasks < TASKS_EACH * self.0.cpus.saturating_sub(1 + at_work)
     }
 
-    /// Whether a worker is awake, so that handing a piece on wakes none.
+    /// Returns true if a worker is awake, so that a task needs no wake-up.
     #[inline]
     pub fn are_awake(&self) -> bool {
         // Relaxed: a hint.
-        self.0.pieces.load(Ordering::Relaxed) > 0
+        self.0.tasks.load(Ordering::Relaxed) > 0
     }
 
-    /// The calling reader does a large request itself, until what is returned is dropped.
+    /// Registers that the calling reader executes a large request itself, until the guard is dropped.
     pub fn work_beside(&self) -> AtWork {
         // Relaxed: a hint.
         self.0.at_work.fetch_add(1, Ordering::Relaxed);
         AtWork(Arc::clone(&self.0))
     }
 
-    /// Hands a piece on. For one that is `dear` a worker is woken; others are done by those that are
-    /// awake, if there are any.
+    /// Queues a task. Wakes a worker if the task is `dear` (expensive); otherwise usually relies on one that
+    /// is awake.
     ///
     /// # Errors
-    /// There is no room: the caller does it.
-    pub fn offer(&self, piece: Piece, dear: bool) -> Result<(), Piece> {
+    /// Returns the task if the pool is full or stopped; the caller runs it.
+    pub fn offer(&self, task: Piece, dear: bool) -> Result<(), Piece> {
         let mut state = self.0.state.lock();
         if state.stop || !self.has_room() {
-            return Err(piece);
+            return Err(task);
         }
-        // Waking costs as much as a small piece, and who is awake will be there for it soon, unless
-        // each has one before it.
-        let more = dear || state.active() == 0 || state.waiting.len() >= state.active();
-        if more
+        // A wake-up costs as much as a cheap task, and active workers take it soon, unless each has a queued
+        // task.
+        let needs_more = dear || state.active() == 0 || state.waiting.len() >= state.active();
+        if needs_more
             && state.asleep == 0
             && (state.started as u32) < self.0.cpus.saturating_sub(1)
             && self.start().is_ok()
@@ -141,12 +137,12 @@ impl Workers {
             state.started += 1;
         }
         if state.started == 0 {
-            return Err(piece);
+            return Err(task);
         }
-        state.waiting.push_back((piece, dear));
+        state.waiting.push_back((task, dear));
         // Relaxed: under the lock.
-        self.0.pieces.fetch_add(1, Ordering::Relaxed);
-        let wake = more && state.asleep > 0;
+        self.0.tasks.fetch_add(1, Ordering::Relaxed);
+        let wake = needs_more && state.asleep > 0;
         if wake {
             state.asleep -= 1;
             state.waking += 1;
@@ -158,7 +154,7 @@ impl Workers {
         Ok(())
     }
 
-    /// The threads end when nothing waits any more; nothing more is taken.
+    /// Rejects new tasks. The threads exit when the queue is empty.
     pub fn stop(&self) {
         self.0.state.lock().stop = true;
         self.0.ready.notify_all();
@@ -176,25 +172,24 @@ impl Workers {
 
 impl Shared {
     fn run(&self) {
-        while let Some(piece) = self.next() {
+        while let Some(task) = self.next_task() {
             #[cfg(not(loom))]
             let _plug = Plug::start();
-            let (mut next, mut left) = (Some(piece), TOLD_AT_ONCE);
-            while let Some((piece, dear)) = next {
-                // A panic was reported by its hook; the piece's request is answered "gone" by being
-                // dropped.
-                let _ = catch_unwind(AssertUnwindSafe(piece));
-                left = if dear { 0 } else { left - 1 };
+            let (mut next, mut budget) = (Some(task), PLUGGED_TASKS);
+            while let Some((task, dear)) = next {
+                // The panic hook has reported the panic. Dropping the request completes it as gone.
+                let _ = catch_unwind(AssertUnwindSafe(task));
+                budget = if dear { 0 } else { budget - 1 };
                 let mut state = self.state.lock();
                 // Relaxed: under the lock.
-                self.pieces.fetch_sub(1, Ordering::Relaxed);
-                next = if left > 0 { state.waiting.pop_front() } else { None };
+                self.tasks.fetch_sub(1, Ordering::Relaxed);
+                next = if budget > 0 { state.waiting.pop_front() } else { None };
             }
         }
     }
 
-    /// The next piece; waits for one. `None` when there will be none.
-    fn next(&self) -> Option<(Piece, bool)> {
+    /// Waits for the next task. Returns `None` after `stop`, when the queue is empty.
+    fn next_task(&self) -> Option<(Piece, bool)> {
         let mut state = self.state.lock();
         loop {
             if let Some(next) = state.waiting.pop_front() {
@@ -206,7 +201,7 @@ impl Shared {
             }
             state.asleep += 1;
             state = wait(&self.ready, state);
-            // One that woke up by itself takes the place of one that was told to.
+            // A thread that wakes up spuriously takes the place of one that was woken.
             if state.waking > 0 {
                 state.waking -= 1;
             } else {
@@ -222,7 +217,7 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// A reader that does a large request itself.
+/// Guard of a reader that executes a large request itself.
 #[derive(Debug)]
 pub struct AtWork(Arc<Shared>);
 

@@ -1,19 +1,19 @@
-//! loom models: pieces are handed on while workers fall asleep, and while they end.
+//! loom models: tasks are offered while workers fall asleep and while they exit.
 
 use loom::thread;
 
 use super::Workers;
 use crate::sync::{Arc, AtomicU32, Ordering};
 
-/// Hands a piece on that counts itself, or does it.
-fn give(workers: &Workers, done: &Arc<AtomicU32>) {
+/// Offers a task that increments the counter, or runs it if it is rejected.
+fn offer_or_run(workers: &Workers, done: &Arc<AtomicU32>) {
     let count = Arc::clone(done);
-    let piece = Box::new(move || {
-        // Relaxed: read when all threads have ended.
+    let task = Box::new(move || {
+        // Relaxed: read after all threads have ended.
         count.fetch_add(1, Ordering::Relaxed);
     });
-    if let Err(piece) = workers.offer(piece, false) {
-        piece();
+    if let Err(task) = workers.offer(task, false) {
+        task();
     }
 }
 
@@ -23,13 +23,13 @@ fn run(workers: &Workers) -> thread::JoinHandle<()> {
 }
 
 #[test]
-fn what_two_readers_hand_on_is_done_once() {
+fn tasks_of_two_readers_run_once() {
     loom::model(|| {
         let (workers, done) = (Workers::started(1), Arc::new(AtomicU32::new(0)));
         let worker = run(&workers);
         let (hands, counts) = (workers.clone(), Arc::clone(&done));
-        let other = thread::spawn(move || give(&hands, &counts));
-        give(&workers, &done);
+        let other = thread::spawn(move || offer_or_run(&hands, &counts));
+        offer_or_run(&workers, &done);
         other.join().unwrap();
         workers.stop();
         worker.join().unwrap();
@@ -39,13 +39,13 @@ fn what_two_readers_hand_on_is_done_once() {
 }
 
 #[test]
-fn what_comes_while_the_workers_end_is_done_once() {
+fn task_offered_during_stop_runs_once() {
     loom::model(|| {
         let (workers, done) = (Workers::started(1), Arc::new(AtomicU32::new(0)));
         let worker = run(&workers);
         let stops = workers.clone();
         let stop = thread::spawn(move || stops.stop());
-        give(&workers, &done);
+        offer_or_run(&workers, &done);
         stop.join().unwrap();
         worker.join().unwrap();
         // Relaxed: as above.
@@ -54,15 +54,15 @@ fn what_comes_while_the_workers_end_is_done_once() {
 }
 
 #[test]
-fn two_workers_take_two_pieces() {
+fn two_workers_run_two_tasks() {
     let mut model = loom::model::Builder::new();
-    // With more it takes minutes.
+    // A higher bound takes minutes.
     model.preemption_bound = Some(2);
     model.check(|| {
         let (workers, done) = (Workers::started(2), Arc::new(AtomicU32::new(0)));
         let both = [run(&workers), run(&workers)];
-        give(&workers, &done);
-        give(&workers, &done);
+        offer_or_run(&workers, &done);
+        offer_or_run(&workers, &done);
         workers.stop();
         for worker in both {
             worker.join().unwrap();

@@ -5,8 +5,8 @@ use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Takes a piece until `hold` is dropped.
-fn occupied(until: &Arc<std::sync::Mutex<mpsc::Receiver<()>>>) -> Piece {
+/// Returns a task that blocks until the sender is dropped.
+fn blocking_task(until: &Arc<std::sync::Mutex<mpsc::Receiver<()>>>) -> Piece {
     let until = Arc::clone(until);
     Box::new(move || {
         let _ = until.lock().unwrap().recv();
@@ -14,56 +14,56 @@ fn occupied(until: &Arc<std::sync::Mutex<mpsc::Receiver<()>>>) -> Piece {
 }
 
 #[test]
-fn workers_work_at_once_and_a_panic_ends_none_of_them() {
+fn workers_run_concurrently_despite_panic() {
     let workers = Workers::new(4);
     let all = Arc::new(Barrier::new(4));
     assert!(workers.offer(Box::new(|| panic!("a panic that the test wants")), true).is_ok());
     for _ in 0..3 {
         let all = Arc::clone(&all);
-        let piece = move || {
+        let task = move || {
             all.wait();
         };
-        assert!(workers.offer(Box::new(piece), true).is_ok());
+        assert!(workers.offer(Box::new(task), true).is_ok());
     }
     all.wait();
     workers.stop();
 }
 
 #[test]
-fn beyond_what_may_wait_the_caller_does_it() {
+fn full_pool_returns_task_to_caller() {
     let workers = Workers::new(2);
     let (hold, until) = mpsc::channel::<()>();
     let until = Arc::new(std::sync::Mutex::new(until));
-    // One that is done, and those that wait.
-    assert!((0..PIECES_EACH).all(|_| workers.offer(occupied(&until), false).is_ok()));
+    // One running task, and the queued ones.
+    assert!((0..TASKS_EACH).all(|_| workers.offer(blocking_task(&until), false).is_ok()));
     assert!(workers.are_awake() && !workers.has_room());
-    let (tell, told) = mpsc::channel();
-    let piece = workers.offer(Box::new(move || tell.send(()).unwrap()), true).unwrap_err();
-    assert!(told.try_recv().is_err());
-    piece();
-    assert_eq!(told.try_recv(), Ok(()));
+    let (tx, rx) = mpsc::channel();
+    let task = workers.offer(Box::new(move || tx.send(()).unwrap()), true).unwrap_err();
+    assert!(rx.try_recv().is_err());
+    task();
+    assert_eq!(rx.try_recv(), Ok(()));
     drop(hold);
     workers.stop();
 }
 
 #[test]
-fn what_came_first_is_done_first() {
+fn tasks_run_in_order() {
     let workers = Workers::new(2);
     let (hold, until) = mpsc::channel::<()>();
     let until = Arc::new(std::sync::Mutex::new(until));
-    assert!(workers.offer(occupied(&until), false).is_ok());
-    let (tell, told) = mpsc::channel();
-    for number in 1..PIECES_EACH {
-        let tell = tell.clone();
-        assert!(workers.offer(Box::new(move || tell.send(number).unwrap()), false).is_ok());
+    assert!(workers.offer(blocking_task(&until), false).is_ok());
+    let (tx, rx) = mpsc::channel();
+    for number in 1..TASKS_EACH {
+        let tx = tx.clone();
+        assert!(workers.offer(Box::new(move || tx.send(number).unwrap()), false).is_ok());
     }
     drop(hold);
-    assert!((1..PIECES_EACH).all(|number| told.recv_timeout(PATIENCE) == Ok(number)));
+    assert!((1..TASKS_EACH).all(|number| rx.recv_timeout(PATIENCE) == Ok(number)));
     workers.stop();
 }
 
 #[test]
-fn readers_that_keep_the_cpus_busy_hand_nothing_on() {
+fn busy_readers_leave_no_room_for_tasks() {
     let workers = Workers::new(3);
     let one = workers.work_beside();
     assert!(workers.has_room(), "there is a CPU for a worker");
@@ -75,34 +75,34 @@ fn readers_that_keep_the_cpus_busy_hand_nothing_on() {
 }
 
 #[test]
-fn with_one_cpu_nothing_is_taken() {
+fn single_cpu_pool_rejects_tasks() {
     let workers = Workers::new(1);
     assert!(!workers.has_room());
     assert!(workers.offer(Box::new(|| ()), true).is_err());
 }
 
 #[test]
-fn what_waits_when_they_stop_is_done_and_what_comes_then_is_not_taken() {
+fn stop_runs_queued_tasks_and_rejects_later_ones() {
     let workers = Workers::new(2);
-    let (tell, told) = mpsc::channel();
+    let (tx, rx) = mpsc::channel();
     for n in 0..2 {
-        let tell = tell.clone();
-        assert!(workers.offer(Box::new(move || tell.send(n).unwrap()), false).is_ok());
+        let tx = tx.clone();
+        assert!(workers.offer(Box::new(move || tx.send(n).unwrap()), false).is_ok());
     }
     workers.stop();
     assert!(workers.offer(Box::new(|| ()), false).is_err());
-    assert_eq!([0; 2].map(|_| told.recv_timeout(PATIENCE)), [Ok(0), Ok(1)]);
+    assert_eq!([0; 2].map(|_| rx.recv_timeout(PATIENCE)), [Ok(0), Ok(1)]);
 }
 
 #[test]
-fn a_piece_behind_a_long_one_is_done_by_another_if_it_is_dear() {
+fn expensive_task_wakes_second_worker() {
     let workers = Workers::new(3);
     let (hold, until) = mpsc::channel::<()>();
     let until = Arc::new(std::sync::Mutex::new(until));
-    assert!(workers.offer(occupied(&until), false).is_ok());
-    let (tell, told) = mpsc::channel();
-    assert!(workers.offer(Box::new(move || tell.send(()).unwrap()), true).is_ok());
-    assert_eq!(told.recv_timeout(PATIENCE), Ok(()));
+    assert!(workers.offer(blocking_task(&until), false).is_ok());
+    let (tx, rx) = mpsc::channel();
+    assert!(workers.offer(Box::new(move || tx.send(()).unwrap()), true).is_ok());
+    assert_eq!(rx.recv_timeout(PATIENCE), Ok(()));
     drop(hold);
     workers.stop();
 }

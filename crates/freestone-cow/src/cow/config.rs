@@ -1,4 +1,4 @@
-//! How a snapshot is set up, and why that can fail.
+//! Configuration of a snapshot, and the errors of opening one.
 
 use std::fmt;
 use std::io;
@@ -15,22 +15,22 @@ pub const CHUNK_BYTES_MIN: u64 = 4 << 10;
 /// number.
 pub const CHUNK_BYTES_MAX: u64 = 1 << 30;
 
-/// Where exceptions are remembered. [`FromStr`] and [`Display`](fmt::Display) speak dm's letters,
-/// in either case.
+/// Kind of exception store. [`FromStr`] and [`Display`](fmt::Display) use dm's letters; parsing
+/// accepts either case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum StoreKind {
-    /// `P`: on the COW device. No room for a write to the snapshot invalidates it.
+    /// `P`: on the COW device. A write to the snapshot without room invalidates the snapshot.
     #[default]
     Persistent,
-    /// `PO`: on the COW device. No room for a write to the snapshot fails that write and later
-    /// ones; reads stay correct.
+    /// `PO`: on the COW device. A write to the snapshot without room fails, and so do later writes;
+    /// reads stay correct.
     PersistentOverflow,
     /// `N`: in memory only.
     Transient,
 }
 
 impl StoreKind {
-    /// Whether the snapshot outlives the process.
+    /// Returns true if the snapshot outlives the process.
     pub const fn is_persistent(self) -> bool {
         matches!(self, Self::Persistent | Self::PersistentOverflow)
     }
@@ -59,166 +59,170 @@ impl FromStr for StoreKind {
     }
 }
 
-/// What a snapshot is asked to be: the arguments of dm's `snapshot` target.
+/// Configuration of a snapshot: the arguments of dm's `snapshot` target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[expect(clippy::struct_excessive_bools, reason = "switches, each with its name")]
 pub struct Config {
-    /// The exception store.
+    /// Kind of exception store.
     pub kind: StoreKind,
-    /// Unit of copies in bytes: a power of two from [`CHUNK_BYTES_MIN`] to [`CHUNK_BYTES_MAX`].
-    /// `None`: what the store's header says, or [`CHUNK_BYTES_DEFAULT`](super::CHUNK_BYTES_DEFAULT)
-    /// for a new one. The header's always wins.
+    /// Unit of copies in bytes: a power of two from [`CHUNK_BYTES_MIN`] to [`CHUNK_BYTES_MAX`]. An
+    /// existing store keeps the chunk size in its header. `None` uses that size, or
+    /// [`CHUNK_BYTES_DEFAULT`](super::CHUNK_BYTES_DEFAULT) for a new store.
     pub chunk_bytes: Option<u64>,
-    /// A discard of the snapshot zeroes the chunks that it covers whole and that have exceptions.
+    /// Lets a discard of the snapshot zero the exceptions of the chunks that it covers completely.
     pub discard_zeroes_cow: bool,
-    /// Such a discard also goes to the origin; needs `discard_zeroes_cow`.
+    /// Passes such a discard to the origin, too; needs `discard_zeroes_cow`.
     pub discard_passdown_origin: bool,
-    /// Do it although the origin or the COW device ends with the process, which makes a persistent
-    /// store pointless, or although the origin was used without the store since.
+    /// Opens the store even if it missed writes of the origin, or if the origin or COW device does
+    /// not outlive the process.
     pub force: bool,
-    /// Do it although the origin or the COW device ends with the process: the store is to outlive
-    /// something else than that.
+    /// Accepts a persistent store although the origin or COW device does not outlive the process:
+    /// the store must survive other events than the end of the process.
     pub may_end: bool,
 }
 
-/// Why a snapshot could not be made.
+/// Errors from opening or creating a snapshot.
 #[derive(Debug, Error)]
 pub enum SetupError {
-    /// No such store.
+    /// Unknown kind of store.
     #[error(
-        "`{0}` is no exception store; it must be P (persistent), PO (persistent, with overflow) or N (transient)"
+        "unknown exception store kind `{0}`: use P (persistent), PO (persistent, with overflow) or N (transient)"
     )]
     Kind(String),
-    /// The chunk that was asked for is impossible.
+    /// The chunk size is not a power of two in the supported range.
     #[error(
         "chunk size is {0} bytes; it must be a power of two from {CHUNK_BYTES_MIN} (4K) to {CHUNK_BYTES_MAX} (1G)"
     )]
     Chunk(u64),
-    /// The chunk does not consist of whole blocks of both devices.
+    /// The chunk is not a multiple of a device's logical block.
     #[error(
         "chunk size is {chunk} bytes; it must be a multiple of {block}, the logical block of the {whose}"
     )]
     Block {
-        /// The chunk.
+        /// Chunk size in bytes.
         chunk: u64,
-        /// The logical block.
+        /// Logical block in bytes.
         block: u32,
         /// `origin` or `COW device`.
         whose: &'static str,
     },
-    /// The COW device cannot be written.
+    /// The COW device is read-only.
     #[error("the COW device is read-only")]
     ReadOnly,
-    /// A zoned device.
+    /// The origin or COW device is zoned.
     #[error("the {0} has zones; a snapshot needs a device that is written in any order")]
     Zoned(&'static str),
-    /// The COW device has no room for the metadata.
+    /// The COW device has no room for metadata.
     #[error("the COW device has {size} bytes; with chunks of {chunk} bytes it must have {min} at least")]
     TooSmall {
-        /// Its size.
+        /// Size of the device in bytes.
         size: u64,
-        /// The chunk.
+        /// Chunk size in bytes.
         chunk: u64,
-        /// Least size.
+        /// Smallest supported size in bytes.
         min: u64,
     },
-    /// Something else is on the COW device.
+    /// The COW device holds other data.
     #[error(
-        "the COW device holds something that is no exception store (it begins with {0:#010x}); zero its first {CHUNK_BYTES_MIN} \
-         bytes to use it"
+        "the COW device holds something that is not an exception store (it begins with {0:#010x}); zero its first \
+         {CHUNK_BYTES_MIN} bytes to use it"
     )]
     Foreign(u32),
-    /// A newer store.
+    /// The store has an unsupported version.
     #[error("the exception store has version {0}; only version 1 is understood")]
     Version(u32),
-    /// The header makes no sense.
+    /// The header contains an invalid chunk size.
     #[error(
         "the exception store's header has the chunk size {0} sectors; it must be a power of two from 8 to 2097152"
     )]
     HeaderChunk(u32),
-    /// The header is neither valid nor invalid.
+    /// The header's valid flag is neither 0 nor 1.
     #[error("the exception store's header has the valid flag {0}; it must be 0 or 1")]
     HeaderValid(u32),
-    /// The metadata makes no sense.
+    /// The metadata is damaged.
     #[error("the exception store is damaged: {0}")]
     Damaged(Damage),
-    /// The metadata is larger than is supported.
+    /// The store has more exceptions than supported.
     #[error("the exception store has more than {0} exceptions")]
     TooMany(usize),
-    /// The COW device and the origin are one.
+    /// The COW device is the origin.
     #[error("the COW device is the origin itself")]
     SameDevice,
-    /// Another snapshot of the origin uses the COW device.
+    /// Another snapshot of this origin uses the COW device.
     #[error("the COW device is in use by another snapshot of this origin")]
     InUse,
     /// Another snapshot is being merged into the origin.
-    #[error("a snapshot is being merged into the origin; a new one can be taken when that is finished")]
+    #[error("a snapshot is being merged into the origin; take a new one when the merge has finished")]
     Merging,
-    /// The origin's writes do not end.
+    /// In-flight writes to the origin did not complete in time.
     #[error("{0}")]
     NotInTime(NotInTime),
-    /// The mark of a merge that does not fit the exceptions.
+    /// The merge mark contradicts the exceptions.
     #[error(
-        "the exception store says that it is being merged, but it was used otherwise since; to use it as a snapshot, zero its \
+        "the exception store is marked for a merge, but its exceptions changed since; to use it as a snapshot, zero its \
          bytes 16 to 47"
     )]
     Mark,
-    /// The note beside the origin's data that names a merge of this store, which is complete, cannot
-    /// be removed.
-    #[error("the merge of its store is complete, but the origin's note of it cannot be removed; see the log")]
+    /// The merge of this store is complete, but the note beside the origin's data cannot be
+    /// removed.
+    #[error(
+        "the merge of this store is complete, but the note beside the origin's data cannot be removed; see the log"
+    )]
     NoteStays,
-    /// By the note beside the origin's data another store is being merged into it.
-    #[error("is being merged, but what is under way in the origin is the merge of another store")]
+    /// The note beside the origin's data names the merge of another store.
+    #[error(
+        "the exception store is marked for a merge, but the origin is half merged from another store; open that one first"
+    )]
     OtherMerge,
-    /// A merge into the origin is under way, and the snapshot that is merged is not open.
+    /// A merge into the origin was interrupted, and its snapshot is not open.
     #[error("the origin is half merged; the snapshot whose merge is under way must be opened first")]
     HalfMerged,
     /// The origin was written or used since the store was closed.
     #[error(
-        "its origin was written or used without it since it was closed, so the snapshot would be a mixture of old and new; force \
-         opens it all the same"
+        "the origin was written or used without this store since it was closed, so the snapshot would be a mixture of old \
+         and new; force opens it anyway"
     )]
     Older,
-    /// More chunks than are supported.
+    /// The device has more chunks than supported.
     #[error("the {whose} has {size} bytes; with chunks of {chunk} bytes at most {max} are supported")]
     TooLarge {
         /// `origin` or `COW device`.
         whose: &'static str,
-        /// Its size.
+        /// Size of the device in bytes.
         size: u64,
-        /// The chunk.
+        /// Chunk size in bytes.
         chunk: u64,
-        /// Largest size.
+        /// Largest supported size in bytes.
         max: u64,
     },
-    /// The origin is not a whole number of the COW device's blocks.
+    /// The origin's size is not a multiple of the COW device's block.
     #[error("the origin has {size} bytes, not a multiple of {block}, the logical block of the COW device")]
     OddSize {
-        /// Size of the origin.
+        /// Size of the origin in bytes.
         size: u64,
-        /// The logical block.
+        /// Logical block of the COW device in bytes.
         block: u32,
     },
-    /// A persistent snapshot of what does not persist.
+    /// A persistent store was requested on a device that does not outlive the process.
     #[error(
         "the {0} ends with the process, so a persistent store is pointless; use a transient one (N), or force it"
     )]
     Volatile(&'static str),
-    /// An option that asks for another.
+    /// An option requires another one.
     #[error("discard_passdown_origin needs discard_zeroes_cow")]
     Passdown,
-    /// The file that holds the tables could not be created.
+    /// Creating the memory file for the table of exceptions failed.
     #[error("cannot create a memory file: {0}")]
     MemoryFile(#[source] io::Error),
-    /// The machine has no memory left.
+    /// The machine is out of memory.
     #[error("out of memory")]
     NoMemory,
-    /// Metadata could not be read or written.
+    /// Reading or writing the store's metadata failed.
     #[error("{what} the exception store failed: {source}")]
     Device {
-        /// What was done.
+        /// Operation: `reading` or `writing`.
         what: &'static str,
-        /// The device's answer.
+        /// Error from the device.
         source: device::Error,
     },
     /// A thread could not be started.
@@ -226,30 +230,30 @@ pub enum SetupError {
     Thread(#[source] io::Error),
 }
 
-/// What is wrong with an exception store.
+/// Damage found in an exception store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum Damage {
-    /// An entry copies what the origin does not have.
+    /// An entry refers to a chunk beyond the origin's end.
     #[error("entry {entry} preserves chunk {old} of an origin of {chunks} chunks")]
     Old {
-        /// Number of the entry, from 0 through all areas.
+        /// Number of the entry, counted across all areas.
         entry: u64,
         /// Chunk of the origin.
         old: u64,
-        /// Chunks of the origin.
+        /// Number of chunks of the origin.
         chunks: u64,
     },
-    /// An entry leads beyond the COW device.
+    /// An entry refers to a chunk beyond the COW device's end.
     #[error("entry {entry} leads to chunk {new} of a COW device of {chunks} chunks")]
     New {
         /// Number of the entry.
         entry: u64,
         /// Chunk of the COW device.
         new: u64,
-        /// Whole chunks of the COW device.
+        /// Number of whole chunks of the COW device.
         chunks: u64,
     },
-    /// An entry leads into the metadata.
+    /// An entry refers to a chunk that holds metadata.
     #[error("entry {entry} leads to chunk {new} of the COW device, which holds metadata")]
     Metadata {
         /// Number of the entry.
@@ -257,19 +261,19 @@ pub enum Damage {
         /// Chunk of the COW device.
         new: u64,
     },
-    /// Two entries for one chunk of the origin.
+    /// Two entries have the same chunk of the origin.
     #[error("chunk {0} of the origin is preserved twice")]
     OldTwice(u64),
-    /// Two entries share a place.
+    /// Two entries have the same chunk of the COW device.
     #[error("chunk {0} of the COW device is used twice")]
     NewTwice(u64),
-    /// An entry is missing where a torn write cannot have lost it.
+    /// An entry is missing before others in one sector, which a torn write cannot cause.
     #[error("entry {entry} is missing, but later ones in the same sector are there")]
     Gap {
         /// Number of the missing entry.
         entry: u64,
     },
-    /// All areas are full, and the device ends.
+    /// All areas are full up to the end of the device.
     #[error("the list of exceptions does not end on the COW device")]
     Endless,
 }
@@ -279,7 +283,7 @@ mod tests {
     use super::StoreKind;
 
     #[test]
-    fn kinds_are_dm_letters_in_either_case() {
+    fn store_kind_parses_dm_letters_in_either_case() {
         for (letters, kind) in
             [("P", StoreKind::Persistent), ("PO", StoreKind::PersistentOverflow), ("N", StoreKind::Transient)]
         {
@@ -289,7 +293,7 @@ mod tests {
         }
         for letters in ["", "O", "NO", "PP", "P "] {
             let error = letters.parse::<StoreKind>().unwrap_err().to_string();
-            assert!(error.starts_with(&format!("`{letters}` is no exception store")), "{error}");
+            assert!(error.starts_with(&format!("unknown exception store kind `{letters}`")), "{error}");
         }
     }
 }

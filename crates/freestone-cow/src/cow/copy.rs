@@ -1,244 +1,239 @@
-//! How an exception is made: begun under the chunk's lock, copied with nothing held, committed by
-//! the store, landed.
+//! Making an exception: start it under the chunk's lock, copy without locks, commit in the store,
+//! finish.
 //!
-//! Whoever needs an exception takes a permit, then the slot, then a chunk of the COW device from
-//! the store, and leaves the slot in flight. From there the copy runs by itself, piece by piece:
-//! read from the origin, write to the COW device. After each answer of a device it goes on in the
-//! origin's work queue. When the copy is written its permit is free; the store says when the
-//! exception is durable, and then the slot lands and those who waited go on.
+//! A request takes a permit, locks the slot, allocates a chunk of the COW device and sets the slot
+//! in flight. Then the copy runs piece by piece: read the origin, write the COW device. It
+//! continues on the origin's work queue after each completion. After the last write the permit is
+//! free. When the store reports the exception as durable, the slot leaves flight and the waiters
+//! continue.
 //!
-//! A write to the snapshot that covers a chunk needs no copy: its data goes to the COW device
-//! ("full-chunk optimisation").
+//! A write to the snapshot that covers a whole chunk needs no copy: its data goes to the COW device
+//! directly ("full-chunk optimisation").
 //!
-//! Lock order: slot, then the store's queue or the rights to copy; the gate's and the gatherers'
-//! locks are taken with none of them held, except to note a waiter under the slot.
+//! Lock order: slot, then the store's queue or the permits. The locks of gates and wait groups are
+//! taken without them, except to add a waiter under the slot.
 
 use std::sync::Arc;
 
 use super::exceptions::Exception;
-use super::gather::Waiter;
 use super::loss::Loss;
 use super::state::{COPY_PIECE_BYTES, Permit, Snap, counter};
 use super::store::{Allocated, NoPlace};
+use super::wait_group::Waiter;
 use freestone_core::device::{Buffer, Completion, Flags, IoBuf, Op, Request, Result, Tried};
 use freestone_core::handoff::{Put, try_put};
 
-/// Step of a copy, for the log.
+/// Name of the read step in log messages.
 const READ: &str = "reading the origin";
-/// Step of a copy, for the log.
+/// Name of the write step in log messages.
 const WRITE: &str = "writing the COW device";
 
-/// An exception that was begun.
-pub struct Begun {
+/// Exception that was set pending; the owner must store the chunk.
+pub struct StartedException {
     chunk: u64,
-    place: Allocated,
-    /// To copy for the snapshot whose exception it is.
+    allocated: Allocated,
+    /// Permit of the snapshot that owns the exception.
     permit: Permit,
 }
 
-/// What came of asking for an exception.
-pub enum Asked {
-    /// It is complete.
+pub enum RequestResult {
     Complete,
-    /// It is pending; the waiter hears of its end.
+    /// The exception is pending; the waiter is notified at its end.
     Joined,
-    /// The caller has begun it, and has to carry it out; the waiter hears of its end.
-    Begun(Begun),
+    /// The exception was started: the caller must carry it out. The waiter is notified at its end.
+    Started(StartedException),
     /// Too many copies are in flight.
     Throttled,
-    /// The COW device is full.
     Full,
-    /// The snapshot is lost.
     Lost,
-    /// No memory for the table.
+    /// Out of memory for the table.
     NoMemory,
 }
 
 impl Snap {
-    /// Asks for the exception of a chunk, of which the caller has seen `seen`. A `permit` of this
-    /// snapshot is used, or else one is asked for, only where a copy begins.
-    pub fn ask(
+    /// Requests the exception of a chunk that the caller saw in state `seen`. Uses `permit` if it
+    /// belongs to this snapshot, else takes one, but only to start a copy.
+    pub fn request_exception(
         self: &Arc<Self>,
         chunk: u64,
         mut seen: Exception,
         waiter: impl FnOnce() -> Waiter,
         permit: &mut Option<Permit>,
-    ) -> Asked {
+    ) -> RequestResult {
         loop {
             match seen {
-                Exception::At(_) | Exception::Merging(_) => return Asked::Complete,
+                Exception::At(_) | Exception::Merging(_) => return RequestResult::Complete,
                 Exception::None if !permit.as_ref().is_some_and(|permit| permit.snap().is(self)) => {
-                    *permit = self.permit();
+                    *permit = self.try_permit();
                     if permit.is_none() {
-                        return Asked::Throttled;
+                        return RequestResult::Throttled;
                     }
                 }
                 Exception::None | Exception::Pending => {}
             }
-            let Ok(locked) = self.exceptions.lock(chunk) else { return Asked::NoMemory };
-            match locked.now() {
-                Exception::At(_) | Exception::Merging(_) => return Asked::Complete,
+            let Ok(locked) = self.exceptions.lock(chunk) else { return RequestResult::NoMemory };
+            match locked.state() {
+                Exception::At(_) | Exception::Merging(_) => return RequestResult::Complete,
                 Exception::Pending => {
-                    locked.wait(waiter());
-                    return Asked::Joined;
+                    locked.add_waiter(waiter());
+                    return RequestResult::Joined;
                 }
                 Exception::None => {
-                    let own = permit.take_if(|permit| permit.snap().is(self));
-                    // It was pending, and was given up meanwhile: ask again, with a permit.
-                    let Some(own) = own else {
+                    let own_permit = permit.take_if(|permit| permit.snap().is(self));
+                    // The pending exception was cancelled meanwhile: try again, with a permit.
+                    let Some(own_permit) = own_permit else {
                         seen = Exception::None;
                         continue;
                     };
-                    let place = match self.store.allocate() {
-                        Ok(place) => place,
-                        Err(NoPlace::Full) => return Asked::Full,
+                    let allocated = match self.store.allocate() {
+                        Ok(allocated) => allocated,
+                        Err(NoPlace::Full) => return RequestResult::Full,
                         Err(NoPlace::Invalid) => {
-                            // The store learns it a moment before the snapshot does.
-                            self.fails();
-                            return Asked::Lost;
+                            // The store is invalid a moment before the snapshot is.
+                            self.mark_invalid();
+                            return RequestResult::Lost;
                         }
                     };
                     self.gate.begin();
-                    locked.begin(waiter());
-                    return Asked::Begun(Begun { chunk, place, permit: own });
+                    locked.set_pending(waiter());
+                    return RequestResult::Started(StartedException { chunk, allocated, permit: own_permit });
                 }
             }
         }
     }
 
-    /// The exception of a chunk is durable, or lost with the snapshot. On a thread where nothing
-    /// may wait.
-    fn landed(&self, chunk: u64, new: u64, committed: bool) {
+    /// Finishes an exception that is durable, or lost with the snapshot. Runs on the store's
+    /// thread, where nothing may wait.
+    fn finish_exception(&self, chunk: u64, new: u64, committed: bool) {
         if !committed {
-            self.lost();
+            self.finish_loss();
         }
-        let waiting = self.exceptions.land(chunk, committed.then_some(new));
+        let waiting = self.exceptions.end_pending(chunk, committed.then_some(new));
         self.gate.end();
         for waiter in waiting {
-            waiter.arrived(Ok(()));
+            waiter.notify(Ok(()));
         }
     }
 }
 
-impl Begun {
+impl StartedException {
     fn snap(&self) -> &Arc<Snap> {
         self.permit.snap()
     }
 
-    /// Copies the chunk from the origin.
     pub fn copy(self) {
         let snap = self.snap();
         let start = self.chunk * snap.chunk();
-        // To the origin's present end, which may lie behind that of the snapshot.
+        // Up to the origin's current end, which may lie beyond the snapshot's end.
         let len = snap.core.device.geometry().size.saturating_sub(start).min(snap.chunk());
         snap.counters.add(counter::COPIED, 1);
         match IoBuf::zeroed(len.min(COPY_PIECE_BYTES).next_multiple_of(snap.cow_block()) as usize) {
-            Ok(buffer) => Copying { begun: self, at: 0, len, writing: false, buffer }.go(),
-            Err(error) => self.copied(READ, Err(error)),
+            Ok(buffer) => ChunkCopy { started: self, at: 0, len, writing: false, buffer }.go(),
+            Err(error) => self.finish_copy(READ, Err(error)),
         }
     }
 
-    /// Stores `data`, or zeroes where there is none, as the whole chunk.
+    /// Stores `data`, or zeroes if there is none, as the whole chunk.
     ///
     /// # Errors
-    /// No memory for the data: the exception is given up, as if it had not been asked for.
+    /// Out of memory for the data. The exception is cancelled.
     pub fn write(self, op: Op, flags: Flags, len: u64, data: Option<&[u8]>) -> Result<()> {
         let snap = Arc::clone(self.snap());
         snap.counters.add(counter::FULL, 1);
-        // A persistent store flushes the COW device before it writes the exception.
+        // A persistent store flushes the COW device before it writes the entry.
         let durable = snap.store.kind().is_persistent();
         let flags = if durable { flags - Flags::FUA } else { flags };
-        let request = Request { op, flags, offset: self.place.byte(), len };
+        let request = Request { op, flags, offset: self.allocated.byte(), len };
         let cow = snap.store.device();
         match try_put(&**cow, request, data) {
-            Put::Done(outcome) => self.copied(WRITE, outcome),
+            Put::Done(outcome) => self.finish_copy(WRITE, outcome),
             Put::Rest(request, from) => {
                 let buffer = data.map_or(Ok(IoBuf::empty()), |data| IoBuf::copy_of(&data[from..]));
                 let buffer = match buffer {
                     Ok(buffer) => buffer,
                     Err(error) => {
-                        self.give_up();
+                        self.cancel();
                         return Err(error);
                     }
                 };
                 let work_queue = Arc::clone(&snap.core.work_queue);
-                let done = move |outcome, _| work_queue.push(move || self.copied(WRITE, outcome));
+                let done = move |outcome, _| work_queue.push(move || self.finish_copy(WRITE, outcome));
                 cow.submit(request, buffer, Completion::new(done));
             }
         }
         Ok(())
     }
 
-    /// Nothing was stored: there is no exception, and whoever waits for it may begin it again.
-    fn give_up(self) {
-        let Self { chunk, place, permit } = self;
+    /// Cancels the exception: nothing was stored. The waiters may start it again.
+    fn cancel(self) {
+        let Self { chunk, allocated, permit } = self;
         let snap = Arc::clone(permit.snap());
-        drop((place, permit));
-        let waiting = snap.exceptions.land(chunk, None);
+        drop((allocated, permit));
+        let waiting = snap.exceptions.end_pending(chunk, None);
         snap.gate.end();
         for waiter in waiting {
-            waiter.arrived(Ok(()));
+            waiter.notify(Ok(()));
         }
     }
 
-    /// The chunk is on the COW device, or this `step` failed.
-    fn copied(self, step: &'static str, outcome: Result<()>) {
-        let Self { chunk, place, permit } = self;
+    /// Ends the copy after its last write, or after `step` failed, and commits the exception.
+    fn finish_copy(self, step: &'static str, outcome: Result<()>) {
+        let Self { chunk, allocated, permit } = self;
         let snap = Arc::clone(permit.snap());
         drop(permit);
         if let Err(error) = outcome {
-            // Accesses of the snapshot fail from now on; the store invalidates itself on disk
-            // before those who wait go on.
+            // Accesses of the snapshot fail from now on. The store marks the COW device invalid
+            // before the waiters continue.
             snap.lose(Loss::of(step, error));
         }
-        let (new, landing) = (place.chunk(), Arc::clone(&snap));
-        let landed =
-            move |committed: std::result::Result<(), _>| landing.landed(chunk, new, committed.is_ok());
-        snap.store.commit(place, chunk, outcome, landed);
+        let (new, landing) = (allocated.chunk(), Arc::clone(&snap));
+        let on_commit = move |committed: std::result::Result<(), _>| {
+            landing.finish_exception(chunk, new, committed.is_ok());
+        };
+        snap.store.commit(allocated, chunk, outcome, on_commit);
     }
 }
 
-/// A copy under way.
-struct Copying {
-    begun: Begun,
-    /// Bytes of the chunk that are done.
+struct ChunkCopy {
+    started: StartedException,
+    /// Bytes of the chunk that were copied.
     at: u64,
     len: u64,
-    /// The present piece was read.
+    /// The current piece was read and must be written.
     writing: bool,
     buffer: IoBuf,
 }
 
-impl Copying {
+impl ChunkCopy {
     fn piece(&self) -> u64 {
         (self.len - self.at).min(COPY_PIECE_BYTES)
     }
 
     fn go(mut self) {
-        let snap = Arc::clone(self.begun.snap());
+        let snap = Arc::clone(self.started.snap());
         let piece = self.piece();
         if !self.writing {
             self.buffer.show(piece as usize);
-            let request = Request::read(self.begun.chunk * snap.chunk() + self.at, piece);
+            let request = Request::read(self.started.chunk * snap.chunk() + self.at, piece);
             match snap.core.device.try_io(&request, Buffer::Read(&mut self.buffer)) {
-                Ok(Tried::Done) => self.was_read(),
-                // Also where the first part was done: to read it again does no harm.
+                Ok(Tried::Done) => self.finish_read(),
+                // After a partial read the whole piece is read again, which is harmless.
                 Ok(_) => return self.submit_to(&snap.core.device, request),
-                Err(error) => return self.begun.copied(READ, Err(error)),
+                Err(error) => return self.started.finish_copy(READ, Err(error)),
             }
         }
-        let request = Request::write(self.begun.place.byte() + self.at, self.buffer.len() as u64);
+        let request = Request::write(self.started.allocated.byte() + self.at, self.buffer.len() as u64);
         match snap.store.device().try_io(&request, Buffer::Write(&self.buffer)) {
-            Ok(Tried::Done) => self.was_written(),
+            Ok(Tried::Done) => self.finish_write(),
             Ok(_) => self.submit_to(snap.store.device(), request),
-            Err(error) => self.begun.copied(WRITE, Err(error)),
+            Err(error) => self.started.finish_copy(WRITE, Err(error)),
         }
     }
 
     fn submit_to(mut self, device: &Arc<dyn freestone_core::device::Device>, request: Request) {
         let buffer = std::mem::replace(&mut self.buffer, IoBuf::empty());
         let done = Completion::new(move |outcome: Result<()>, buffer| {
-            let work_queue = Arc::clone(&self.begun.snap().core.work_queue);
+            let work_queue = Arc::clone(&self.started.snap().core.work_queue);
             work_queue.push(move || self.complete(outcome, buffer));
         });
         device.submit(request, buffer, done);
@@ -247,31 +242,31 @@ impl Copying {
     fn complete(mut self, outcome: Result<()>, buffer: IoBuf) {
         self.buffer = buffer;
         match outcome {
-            Err(error) => self.begun.copied(if self.writing { WRITE } else { READ }, Err(error)),
-            Ok(()) if self.writing => self.was_written(),
+            Err(error) => self.started.finish_copy(if self.writing { WRITE } else { READ }, Err(error)),
+            Ok(()) if self.writing => self.finish_write(),
             Ok(()) => {
-                self.was_read();
+                self.finish_read();
                 self.go();
             }
         }
     }
 
-    fn was_read(&mut self) {
+    fn finish_read(&mut self) {
         self.writing = true;
         let piece = self.piece();
-        // Only the end of the origin can lie inside a block of the COW device.
-        self.buffer.show(piece.next_multiple_of(self.begun.snap().cow_block()) as usize);
+        // Only the origin's end can lie within a block of the COW device.
+        self.buffer.show(piece.next_multiple_of(self.started.snap().cow_block()) as usize);
         self.buffer[piece as usize..].fill(0);
     }
 
-    fn was_written(mut self) {
+    fn finish_write(mut self) {
         self.at += self.piece();
         self.writing = false;
         if self.at >= self.len {
-            return self.begun.copied(WRITE, Ok(()));
+            return self.started.finish_copy(WRITE, Ok(()));
         }
-        // Other tasks run between two pieces.
-        let work_queue = Arc::clone(&self.begun.snap().core.work_queue);
+        // Lets other tasks run between two pieces.
+        let work_queue = Arc::clone(&self.started.snap().core.work_queue);
         work_queue.push(move || self.go());
     }
 }

@@ -1,4 +1,4 @@
-//! dm-snapshot's persistent exception store on disk. All integers are little-endian.
+//! On-disk format of dm-snapshot's persistent exception store. All integers are little-endian.
 //!
 //! ```text
 //! chunk 0            header, then zeroes
@@ -6,8 +6,8 @@
 //!   bytes  4-7       valid       1, or 0 when the snapshot is lost
 //!   bytes  8-11      version     1
 //!   bytes 12-15      chunk size  in sectors of 512 bytes
-//!   bytes 16-47      ours: the mark of a merge under way, or zeroes
-//!   bytes 48-71      ours: what the origin held when the store was closed in order, or zeroes
+//!   bytes 16-47      Freestone: mark of a merge in progress, or zeroes
+//!   bytes 48-71      Freestone: the origin's content at an orderly close, or zeroes
 //! chunk 1            area 0: E entries of 16 bytes, E = chunk size / 16
 //!   bytes  0-7       old chunk   of the origin
 //!   bytes  8-15      new chunk   of the COW device; 0 ends the list
@@ -15,12 +15,12 @@
 //! chunk E+2          area 1, and so on: area k is chunk 1 + k * (E + 1)
 //! ```
 //!
-//! The kernel reads nothing behind byte 15. It writes chunk 0 only where it makes a store or
-//! invalidates one; then all behind is zeroed, and a mark means nothing any more. It leaves what is
-//! ours alone while it merges, and afterwards.
+//! The kernel reads only bytes 0 to 15. It writes chunk 0 only to create or invalidate a store, and
+//! then zeroes all later bytes; a mark has no meaning any more. The kernel leaves Freestone's bytes
+//! unchanged during and after a merge.
 //!
-//! There are no checksums and no sequence numbers: what counts is that a sector of 512 bytes is
-//! written whole or not at all.
+//! The format has no checksums and no sequence numbers. It relies on atomic writes of 512-byte
+//! sectors.
 
 use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -30,43 +30,37 @@ use super::notes::Stamp;
 use super::status::SECTOR_BYTES;
 use freestone_core::device::Geometry;
 
-/// Chunk of a new store where none is asked for, in bytes: the kernel's 32 sectors.
+/// Default chunk size of a new store, in bytes: the kernel's 32 sectors.
 pub const CHUNK_BYTES_DEFAULT: u64 = 16 << 10;
 
-/// Unit in which metadata is read and written, in bytes. A whole number of logical blocks of any
-/// device, and of entries.
+/// Unit of metadata I/O in bytes: a multiple of every device's logical block and of an entry.
 pub const BLOCK_BYTES: usize = 4096;
-/// Bytes of an entry.
 pub const ENTRY_BYTES: usize = size_of::<Entry>();
-/// Entries of a block.
 pub const BLOCK_ENTRIES: u64 = (BLOCK_BYTES / ENTRY_BYTES) as u64;
-/// Entries of a sector.
 pub const SECTOR_ENTRIES: u64 = SECTOR_BYTES / ENTRY_BYTES as u64;
 
-/// Chunks of the header.
 const HEADER_CHUNKS: u64 = 1;
-/// The first chunk for copies in an empty store: behind the header and area 0.
+/// First chunk for copies in an empty store, after the header and area 0.
 pub const FIRST_COPY: u64 = HEADER_CHUNKS + 1;
 const MAGIC: u32 = 0x7041_6e53;
 const VERSION: u32 = 1;
 
-/// What a mark begins with.
 const MARK_MAGIC: [u8; 8] = *b"FsMerge1";
-/// Bytes of the header that it takes.
+/// Byte range of the merge mark in the header.
 const MARK: std::ops::Range<usize> = 16..48;
-/// What the origin's content begins with.
+/// Magic bytes of the record of an orderly close.
 const CLOSED_MAGIC: [u8; 8] = *b"FsClose1";
-/// Bytes of the header that it takes.
+/// Byte range of the record of an orderly close.
 const CLOSED: std::ops::Range<usize> = 48..72;
 
 const _: () = assert!(size_of::<Header>() == MARK.start && ENTRY_BYTES == 16);
-// It is written with the header or not at all.
+// The mark must lie in the header's sector: both are written atomically.
 const _: () = assert!(size_of::<MarkBytes>() == MARK.end - MARK.start && MARK.end as u64 <= SECTOR_BYTES);
 const _: () =
     assert!(size_of::<ClosedBytes>() == CLOSED.end - CLOSED.start && CLOSED.end as u64 <= SECTOR_BYTES);
 const _: () = assert!(CHUNK_BYTES_MIN as usize >= BLOCK_BYTES);
 
-/// What chunk 0 begins with.
+/// First bytes of chunk 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Header {
@@ -76,7 +70,6 @@ struct Header {
     chunk_sectors: U32,
 }
 
-/// A mark on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct MarkBytes {
@@ -86,7 +79,7 @@ struct MarkBytes {
     first: U64,
 }
 
-/// The origin's content on disk.
+/// Record of an orderly close on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct ClosedBytes {
@@ -95,19 +88,19 @@ struct ClosedBytes {
     number: U64,
 }
 
-/// A merge is under way: what the list holds is going to the origin, from its end, and some of it
-/// may be there.
+/// Mark of a merge in progress. The merge moves entries to the origin from the end of the list; the
+/// origin may hold some of them already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mark {
-    /// Tells this merge from others; not 0.
+    /// Identifies the merge; not 0.
     pub id: u64,
-    /// Entries when it began. What is left of them is the beginning of the list.
+    /// Number of entries at the start of the merge. The remaining entries are the first ones of
+    /// them.
     pub entries: u64,
-    /// The origin's chunk of the first entry, which goes last.
+    /// Origin chunk of the first entry, which is merged last.
     pub first: u64,
 }
 
-/// One exception.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Entry {
@@ -115,25 +108,25 @@ pub struct Entry {
     new: U64,
 }
 
-/// What a header says.
+/// Parsed header of a COW device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Found {
-    /// Nothing was ever stored here.
+pub enum HeaderContent {
+    /// The device starts with zeroes: no store was ever created.
     New,
-    /// A store.
+    /// An exception store.
     Store {
-        /// Whether its snapshot is good.
+        /// False if the snapshot is lost.
         valid: bool,
-        /// Its chunk in bytes, checked.
+        /// Chunk size in bytes, validated.
         chunk: u64,
-        /// A merge is under way.
+        /// Mark of a merge in progress.
         mark: Option<Mark>,
-        /// What the origin held when the store was closed in order.
+        /// Content of the origin when the store was closed in order.
         closed: Option<Stamp>,
     },
 }
 
-/// The first block of the COW device.
+/// Returns the first block of a COW device.
 pub fn header(chunk: u64, valid: bool) -> [u8; BLOCK_BYTES] {
     let header = Header {
         magic: U32::new(MAGIC),
@@ -146,12 +139,12 @@ pub fn header(chunk: u64, valid: bool) -> [u8; BLOCK_BYTES] {
     block
 }
 
-/// Reads the first block of the COW device.
-pub fn parse_header(block: &[u8; BLOCK_BYTES]) -> Result<Found, SetupError> {
-    // The block is longer than a header.
-    let Ok((header, _)) = Header::read_from_prefix(block) else { return Ok(Found::New) };
+/// Parses the first block of a COW device.
+pub fn parse_header(block: &[u8; BLOCK_BYTES]) -> Result<HeaderContent, SetupError> {
+    // The block is longer than a header, so this always succeeds.
+    let Ok((header, _)) = Header::read_from_prefix(block) else { return Ok(HeaderContent::New) };
     match header.magic.get() {
-        0 => return Ok(Found::New),
+        0 => return Ok(HeaderContent::New),
         MAGIC => {}
         other => return Err(SetupError::Foreign(other)),
     }
@@ -161,9 +154,12 @@ pub fn parse_header(block: &[u8; BLOCK_BYTES]) -> Result<Found, SetupError> {
     let chunk = u64::from(header.chunk_sectors.get()) * SECTOR_BYTES;
     check_chunk(chunk).map_err(|_| SetupError::HeaderChunk(header.chunk_sectors.get()))?;
     match header.valid.get() {
-        valid @ (0 | 1) => {
-            Ok(Found::Store { valid: valid == 1, chunk, mark: mark_of(block), closed: closed_of(block) })
-        }
+        valid @ (0 | 1) => Ok(HeaderContent::Store {
+            valid: valid == 1,
+            chunk,
+            mark: mark_of(block),
+            closed: closed_of(block),
+        }),
         other => Err(SetupError::HeaderValid(other)),
     }
 }
@@ -173,7 +169,7 @@ fn mark_of(block: &[u8; BLOCK_BYTES]) -> Option<Mark> {
     Some(Mark { id: mark.id.get(), entries: mark.entries.get(), first: mark.first.get() })
 }
 
-/// Puts a mark into the first block of a store, or takes it away; all else stays.
+/// Writes or removes the merge mark in a store's first block.
 pub fn set_mark(block: &mut [u8; BLOCK_BYTES], mark: Option<Mark>) {
     let bytes = mark.map(|Mark { id, entries, first }| MarkBytes {
         magic: MARK_MAGIC,
@@ -193,8 +189,7 @@ fn closed_of(block: &[u8; BLOCK_BYTES]) -> Option<Stamp> {
     (closed.magic == CLOSED_MAGIC).then_some(stamp)
 }
 
-/// Puts into the first block of a store with what content of the origin it is closed, or takes that
-/// away; all else stays.
+/// Writes or removes the record of an orderly close in a store's first block.
 pub fn set_closed(block: &mut [u8; BLOCK_BYTES], content: Option<Stamp>) {
     let Some(Stamp { session, number }) = content else { return block[CLOSED].fill(0) };
     let bytes = ClosedBytes { magic: CLOSED_MAGIC, session: U64::new(session), number: U64::new(number) };
@@ -206,14 +201,14 @@ fn check_chunk(chunk: u64) -> Result<(), SetupError> {
     if fits { Ok(()) } else { Err(SetupError::Chunk(chunk)) }
 }
 
-/// Where everything is, for one size of chunk.
+/// Location of areas and copies for one chunk size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     chunk: u64,
 }
 
 impl Layout {
-    /// Checks the chunk against the rules and both devices.
+    /// Checks the chunk size against its range and the blocks of both devices.
     pub fn new(chunk: u64, cow: &Geometry, origin: &Geometry) -> Result<Self, SetupError> {
         check_chunk(chunk)?;
         for (block, whose) in [(origin.logical_block, "origin"), (cow.logical_block, "COW device")] {
@@ -224,42 +219,41 @@ impl Layout {
         Ok(Self { chunk })
     }
 
-    /// Bytes of a chunk.
+    /// Returns the chunk size in bytes.
     pub const fn chunk(self) -> u64 {
         self.chunk
     }
 
-    /// Entries of an area.
     pub const fn entries(self) -> u64 {
         self.chunk / ENTRY_BYTES as u64
     }
 
-    /// Chunk of area `area`.
+    /// Returns the chunk of the COW device that holds area `area`.
     pub const fn area_chunk(self, area: u64) -> u64 {
         HEADER_CHUNKS + area * (self.entries() + 1)
     }
 
-    /// Byte of the COW device at which area `area` begins.
+    /// Returns the byte of the COW device at which area `area` starts.
     pub const fn area_byte(self, area: u64) -> u64 {
         self.area_chunk(area) * self.chunk
     }
 
-    /// Whether a chunk is the header or an area.
+    /// Returns true if a chunk holds the header or an area.
     pub const fn is_metadata(self, chunk: u64) -> bool {
         chunk < HEADER_CHUNKS || chunk % (self.entries() + 1) == HEADER_CHUNKS
     }
 
-    /// The first chunk from this one on that holds a copy.
+    /// Returns the first chunk at or after `chunk` that can hold a copy.
     pub const fn skip_metadata(self, chunk: u64) -> u64 {
         if self.is_metadata(chunk) { chunk + 1 } else { chunk }
     }
 
-    /// Whole chunks of a device of `size` bytes.
+    /// Returns the number of whole chunks on a device of `size` bytes.
     pub const fn chunks(self, size: u64) -> u64 {
         size / self.chunk
     }
 
-    /// What is wrong with the entry numbered `number`, if anything is.
+    /// Checks entry number `number` against both devices.
     pub fn check(self, number: u64, entry: Entry, origin_size: u64, cow_size: u64) -> Result<(), Damage> {
         let (old, new) = entry.get();
         let chunks = origin_size.div_ceil(self.chunk);
@@ -278,31 +272,30 @@ impl Layout {
 }
 
 impl Entry {
-    /// The exception of chunk `old` of the origin, at chunk `new` of the COW device.
+    /// Creates the exception of the origin's chunk `old`, stored in chunk `new` of the COW device.
     pub const fn new(old: u64, new: u64) -> Self {
         Self { old: U64::new(old), new: U64::new(new) }
     }
 
-    /// Chunk of the origin and of the COW device.
+    /// Returns the chunk of the origin and the chunk of the COW device.
     pub const fn get(self) -> (u64, u64) {
         (self.old.get(), self.new.get())
     }
 
-    /// Whether the list ends before this one.
+    /// Returns true if the entry terminates the list.
     pub const fn is_end(self) -> bool {
         self.new.get() == 0
     }
 
-    /// Whether nothing was ever written here.
+    /// Returns true if the entry was never written.
     pub const fn is_zero(self) -> bool {
         self.new.get() == 0 && self.old.get() == 0
     }
 
-    /// The entries that `bytes` consist of, a multiple of 16 of them.
+    /// Iterates over the entries in `bytes`, whose length must be a multiple of [`ENTRY_BYTES`].
     pub fn all(bytes: &[u8]) -> impl ExactSizeIterator<Item = Self> {
         bytes.chunks_exact(ENTRY_BYTES).map(|bytes| {
             let (old, new) = bytes.split_at(size_of::<U64>());
-            // Both halves have eight bytes.
             Self {
                 old: U64::read_from_bytes(old).unwrap_or_default(),
                 new: U64::read_from_bytes(new).unwrap_or_default(),
@@ -310,7 +303,7 @@ impl Entry {
         })
     }
 
-    /// Writes it as entry `at` of `bytes`.
+    /// Stores the entry as number `at` in `bytes`.
     pub fn put(self, bytes: &mut [u8], at: usize) {
         bytes[at * ENTRY_BYTES..(at + 1) * ENTRY_BYTES].copy_from_slice(self.as_bytes());
     }

@@ -1,22 +1,20 @@
-//! Why a snapshot is lost.
-
 use std::fmt;
 
 use freestone_core::device::Error;
 
-/// The reason that the log gives for a lost snapshot.
+/// Reason for the loss of a snapshot, for the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Loss {
     /// The COW device has no room for a copy.
     NoRoom,
     /// The machine has no memory for a copy or for the table of exceptions.
     NoMemory,
-    /// A request failed while a copy was made or recorded.
+    /// A device failed while an exception was copied or recorded.
     Failed { step: &'static str, error: Error },
 }
 
 impl Loss {
-    /// The reason for a failed `step` of a copy.
+    /// Converts the error of a copy's `step`.
     pub fn of(step: &'static str, error: Error) -> Self {
         match error {
             Error::NoSpace => Self::NoRoom,
@@ -29,7 +27,7 @@ impl Loss {
 impl fmt::Display for Loss {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NoRoom => f.write_str("no room for a copy on the COW device; give the next one more"),
+            Self::NoRoom => f.write_str("no room for a copy on the COW device; use a larger one next time"),
             Self::NoMemory => f.write_str("no memory for a copy or for the table of exceptions"),
             Self::Failed { step, error } => write!(f, "device failed: {step}: {error}"),
         }
@@ -42,9 +40,9 @@ mod tests {
 
     #[test]
     fn loss_reason_names_room_memory_or_device() {
-        let said = |error| Loss::of("reading the origin", error).to_string();
-        assert!(said(Error::NoSpace).starts_with("no room"));
-        assert!(said(Error::NoMemory).starts_with("no memory"));
-        assert_eq!(said(Error::Media), "device failed: reading the origin: I/O error");
+        let message = |error| Loss::of("reading the origin", error).to_string();
+        assert!(message(Error::NoSpace).starts_with("no room"));
+        assert!(message(Error::NoMemory).starts_with("no memory"));
+        assert_eq!(message(Error::Media), "device failed: reading the origin: I/O error");
     }
 }

@@ -1,70 +1,70 @@
-//! How far the merge of a snapshot is, and what writes to that snapshot have to do with it. The
-//! merge itself: [`merge`](super::merge).
+//! Progress of a snapshot's merge, and coordination of the merge with writes. See
+//! [`merge`](super::merge).
 
 use std::collections::HashMap;
 use std::ops::Range;
 
 use thiserror::Error;
 
-use super::gather::Waiter;
-use super::store_answers::MergeError;
+use super::store_types::MergeError;
+use super::wait_group::Waiter;
 use freestone_core::device::{Error, Result};
 use freestone_core::pin::wait;
 use freestone_core::sync::{Condvar, Mutex};
 
-/// How far a merge is.
+/// Progress of a merge.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum MergeStatus {
-    /// None was begun.
+    /// No merge was started.
     #[default]
     None,
-    /// It is under way.
+    /// The merge is running.
     Running,
-    /// It was stopped, or was under way when the store was closed, and can be begun again.
+    /// The merge was stopped or interrupted, and can be resumed.
     Stopped,
-    /// All is in the origin. The snapshot shows the origin from now on.
+    /// All exceptions are in the origin. The snapshot shows the origin from now on.
     Finished,
-    /// It met an error, and can be begun again.
+    /// The merge failed, and can be resumed.
     Failed(MergeFailure),
 }
 
-/// Why a merge ended early.
+/// Errors that end a merge.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum MergeFailure {
-    /// The exception store.
+    /// The exception store failed.
     #[error("the exception store: {0}")]
     Store(#[from] MergeError),
-    /// The origin or the COW device.
+    /// The origin or the COW device failed.
     #[error("{what} failed: {error}")]
     Device {
-        /// What was done.
+        /// Operation that failed.
         what: &'static str,
-        /// The device's answer.
+        /// Error from the device.
         error: Error,
     },
 }
 
-/// The merge of one snapshot.
+/// State of one snapshot's merge.
 ///
-/// Lock order: a slot, then `tracking`. `progress` with the origin's `changing` held, or nothing.
-/// Both are held for a few instructions; neither while a waiter is answered.
+/// Lock order: a slot, then `tracking`. `progress` is taken with the origin's `setup` held, or with
+/// nothing. Both are held for a few instructions, and never while a waiter is notified.
 #[derive(Default)]
-pub(super) struct Merge {
+pub(super) struct MergeState {
     tracking: Mutex<Tracking>,
-    drained: Condvar,
+    runs_changed: Condvar,
     progress: Mutex<Progress>,
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct Tracking {
-    /// Writes to the COW device under way, by chunk of the origin.
+    /// Number of writes to the COW device in flight, by chunk of the origin.
     writes: HashMap<u64, usize>,
-    /// Writes that came to a marked chunk.
+    /// Writes that wait for a marked chunk.
     held: Vec<Waiter>,
-    /// A run is being merged, or written back.
+    /// A run is being merged or restored.
     busy: bool,
-    /// Chunks that stay marked until the store has written them back.
+    /// Chunks that stay marked until the store has restored their exceptions.
     torn: Option<Range<u64>>,
 }
 
@@ -72,79 +72,79 @@ struct Tracking {
 struct Progress {
     status: MergeStatus,
     stop: bool,
-    /// What was to be merged when it was begun first.
-    whole: u64,
+    /// Largest amount left to merge at a start, in sectors.
+    total: u64,
 }
 
-impl Merge {
-    /// One that was under way when the store was closed.
-    pub fn stopped() -> Self {
+impl MergeState {
+    /// Creates the state of a merge that was interrupted.
+    pub fn interrupted() -> Self {
         let progress = Progress { status: MergeStatus::Stopped, ..Progress::default() };
         Self { progress: Mutex::new(progress), ..Self::default() }
     }
 
-    /// A write to this chunk on the COW device begins. The chunk's slot is locked.
-    pub fn track(&self, chunk: u64) {
+    /// Counts a write to this chunk on the COW device. The caller holds the chunk's slot lock.
+    pub fn begin_cow_write(&self, chunk: u64) {
         *self.tracking.lock().writes.entry(chunk).or_insert(0) += 1;
     }
 
-    /// A write to this chunk on the COW device has ended.
-    pub fn untrack(&self, chunk: u64) {
+    /// Ends a write counted by `begin_cow_write`.
+    pub fn end_cow_write(&self, chunk: u64) {
         let mut tracking = self.tracking.lock();
         if let Some(count) = tracking.writes.get_mut(&chunk) {
             *count -= 1;
             if *count == 0 {
                 tracking.writes.remove(&chunk);
-                self.drained.notify_all();
+                self.runs_changed.notify_all();
             }
         }
     }
 
-    /// Waits for the writes to the COW device that are under way for these chunks.
-    pub fn drain(&self, chunks: &Range<u64>) {
+    pub fn wait_for_cow_writes(&self, chunks: &Range<u64>) {
         let mut tracking = self.tracking.lock();
         while tracking.writes.keys().any(|chunk| chunks.contains(chunk)) {
-            tracking = wait(&self.drained, tracking);
+            tracking = wait(&self.runs_changed, tracking);
         }
     }
 
-    /// A write came to a marked chunk: `waiter` hears of the end of the run. The chunk's slot is
-    /// locked. True: no run is being merged or written back, so the caller has it written back, and
-    /// then [ends](Self::end_run) it.
-    pub fn hold(&self, waiter: Waiter) -> bool {
+    /// Holds a write to a marked chunk until the end of the run. The caller holds the chunk's slot
+    /// lock.
+    ///
+    /// Returns true if no run is being merged or restored. The caller must then restore the torn
+    /// run and call [`end_run`](Self::end_run).
+    pub fn hold_write(&self, waiter: Waiter) -> bool {
         let mut tracking = self.tracking.lock();
         tracking.held.push(waiter);
         !std::mem::replace(&mut tracking.busy, true)
     }
 
-    /// Chunks that stay marked until the store has written them back.
+    /// Returns the chunks that stay marked until their exceptions are restored.
     pub fn torn(&self) -> Option<Range<u64>> {
         self.tracking.lock().torn.clone()
     }
 
-    /// A run begins, when no other is being written back.
+    /// Starts a run, after waiting for a restore in progress.
     pub fn begin_run(&self) {
         let mut tracking = self.tracking.lock();
         while tracking.busy {
-            tracking = wait(&self.drained, tracking);
+            tracking = wait(&self.runs_changed, tracking);
         }
         tracking.busy = true;
     }
 
-    /// A run has ended, or was written back; `torn` of it stays marked.
+    /// Ends a run or its restore, and notifies the held writes. The chunks in `torn` stay marked.
     pub fn end_run(&self, torn: Option<Range<u64>>, outcome: Result<()>) {
         let mut tracking = self.tracking.lock();
         tracking.busy = false;
         tracking.torn = torn;
         let held = std::mem::take(&mut tracking.held);
         drop(tracking);
-        self.drained.notify_all();
+        self.runs_changed.notify_all();
         for waiter in held {
-            waiter.arrived(outcome);
+            waiter.notify(outcome);
         }
     }
 
-    /// How far it is.
     pub fn status(&self) -> MergeStatus {
         self.progress.lock().status.clone()
     }
@@ -157,35 +157,35 @@ impl Merge {
         matches!(self.progress.lock().status, MergeStatus::Failed(_))
     }
 
-    /// It runs from now on, and has so much left.
-    pub fn begin(&self, left: u64) {
+    /// Sets the merge running with `left` sectors to merge.
+    pub fn set_running(&self, left: u64) {
         let mut progress = self.progress.lock();
-        let whole = progress.whole.max(left);
-        *progress = Progress { status: MergeStatus::Running, stop: false, whole };
+        let total = progress.total.max(left);
+        *progress = Progress { status: MergeStatus::Running, stop: false, total };
     }
 
-    /// How much is merged where so much is left, in percent.
+    /// Returns the merged part in percent, with `left` sectors to merge.
     pub fn percent(&self, left: u64) -> u64 {
-        let Progress { whole, .. } = *self.progress.lock();
-        (whole.saturating_sub(left) * 100).checked_div(whole).unwrap_or(0)
+        let Progress { total, .. } = *self.progress.lock();
+        (total.saturating_sub(left) * 100).checked_div(total).unwrap_or(0)
     }
 
-    /// It has ended.
-    pub fn end(&self, status: MergeStatus) {
+    /// Sets the final status and wakes the threads in [`wait`](Self::wait).
+    pub fn set_ended(&self, status: MergeStatus) {
         self.progress.lock().status = status;
         self.changed.notify_all();
     }
 
-    /// Stops it after the run that is under way, if one is.
-    pub fn stop(&self) {
+    /// Requests a stop after the current run.
+    pub fn request_stop(&self) {
         self.progress.lock().stop = true;
     }
 
-    pub fn is_to_stop(&self) -> bool {
+    pub fn is_stop_requested(&self) -> bool {
         self.progress.lock().stop
     }
 
-    /// Waits until it does not run.
+    /// Waits until the merge does not run.
     pub fn wait(&self) -> MergeStatus {
         let mut progress = self.progress.lock();
         while progress.status == MergeStatus::Running {

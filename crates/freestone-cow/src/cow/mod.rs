@@ -1,18 +1,14 @@
-//! Snapshots with dm-snapshot's semantics and on-disk format, over any origin and any device that
-//! holds the exceptions.
+//! Snapshots with dm-snapshot's semantics and on-disk format, over any origin and any COW device.
 //!
-//! A chunk of the origin that is about to change is first copied to the COW device; that copy is an
-//! *exception*. The [`store`] decides where copies go and, where it is persistent, remembers that
-//! in the kernel's own format, so a COW device can be written here and read there, and the other
-//! way round.
+//! A chunk of the origin is copied to the COW device before the origin changes there; that copy is
+//! an *exception*. The [`store`] allocates the chunks for copies. A persistent store records them
+//! in the kernel's format, so a COW device can move between this program and a kernel.
 
-mod age;
-mod blocks;
 mod config;
+mod content;
 mod copy;
 mod exceptions;
 mod format;
-mod gather;
 mod loss;
 mod merge;
 mod merge_state;
@@ -22,20 +18,22 @@ mod origin_write;
 mod pending;
 mod power;
 mod reads;
+mod small_blocks;
 mod snapshot;
 mod state;
 mod status;
 pub mod store;
-mod store_answers;
 mod store_area;
 mod store_load;
 mod store_queue;
 mod store_transient;
+mod store_types;
 mod tokens;
+mod wait_group;
 mod writes;
 
-pub use age::Missed;
 pub use config::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Config, SetupError, StoreKind};
+pub use content::Missed;
 pub use format::CHUNK_BYTES_DEFAULT;
 pub use merge::MergeSetupError;
 pub use merge_state::{MergeFailure, MergeStatus};

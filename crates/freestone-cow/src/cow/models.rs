@@ -1,7 +1,7 @@
-//! loom models of how exceptions are made: every interleaving of small cases.
+//! loom models of exceptions: every interleaving of small cases.
 //!
-//! Run with `cargo xtask test --only models`. The devices are mutexes: what they promise
-//! is that a read which sees a write also sees what came before it.
+//! Run with `cargo xtask test --only models`. Mutexes stand for the devices: a read that sees a
+//! write also sees everything before that write.
 
 use loom::thread;
 
@@ -9,12 +9,12 @@ use super::exceptions::{Exception, Exceptions};
 use freestone_core::slot::Common;
 use freestone_core::sync::{Arc, AtomicU32, Mutex, Ordering};
 
-/// Content of the chunk: as it was, as the origin's writers and the snapshot's writer leave it.
+/// Values of the chunk: original, written to the origin, written to the snapshot.
 const OLD: u32 = 1;
 const NEW: u32 = 2;
 const OWN: u32 = 3;
 
-/// One chunk: its exception, and what the two devices hold.
+/// One chunk: its exception, and its content on both devices.
 struct OneChunk {
     exceptions: Exceptions<Arc<AtomicU32>>,
     origin: Mutex<u32>,
@@ -34,7 +34,7 @@ fn one_chunk() -> Arc<OneChunk> {
     })
 }
 
-/// Every interleaving with at most two preemptions: three would take minutes.
+/// Checks every interleaving with at most two preemptions; three would take minutes.
 fn bounded(body: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(2);
@@ -42,65 +42,65 @@ fn bounded(body: impl Fn() + Send + Sync + 'static) {
 }
 
 impl OneChunk {
-    /// Asks for the exception, as a request does; makes it if nobody does. False: it is pending,
-    /// and `heard` will say when not.
-    fn ask(&self, heard: &Arc<AtomicU32>) -> bool {
+    /// Requests the exception like a write does, and makes it if it does not exist. Returns false
+    /// if it is pending; then `notified` counts the notification.
+    fn request_exception(&self, notified: &Arc<AtomicU32>) -> bool {
         if self.exceptions.get(0).chunk().is_some() {
             return true;
         }
         let locked = self.exceptions.lock(0).unwrap();
-        match locked.now() {
+        match locked.state() {
             Exception::At(_) | Exception::Merging(_) => return true,
             Exception::Pending => {
-                locked.wait(Arc::clone(heard));
+                locked.add_waiter(Arc::clone(notified));
                 return false;
             }
-            Exception::None => locked.begin(Arc::clone(heard)),
+            Exception::None => locked.set_pending(Arc::clone(notified)),
         }
         self.copies.fetch_add(1, Ordering::SeqCst);
         let content = *self.origin.lock();
         *self.cow.lock() = content;
-        for waiter in self.exceptions.land(0, Some(7)) {
+        for waiter in self.exceptions.end_pending(0, Some(7)) {
             waiter.fetch_add(1, Ordering::SeqCst);
         }
         true
     }
 
-    /// Reads the chunk of the snapshot.
+    /// Reads the chunk of the snapshot. Returns `None` if the snapshot is lost.
     fn read(&self) -> Option<u32> {
         if self.exceptions.get(0).chunk().is_some() {
             return Some(*self.cow.lock());
         }
         let content = *self.origin.lock();
-        if !self.exceptions.none_complete(0, 1) {
+        if !self.exceptions.has_none_complete(0, 1) {
             return Some(*self.cow.lock());
         }
         (self.invalid.load(Ordering::SeqCst) == 0).then_some(content)
     }
 }
 
-/// Two writes that need the exception of one chunk, while the snapshot is read: it is copied once,
-/// each writer hears of it, what was copied is the old content, and so is what was read.
+/// Two writes need the exception of one chunk during a read of the snapshot. The chunk is copied
+/// once, each waiting writer is notified, and the copy and the read return the old content.
 #[test]
-fn a_chunk_is_copied_once_and_frozen() {
+fn chunk_is_copied_once_with_old_content() {
     bounded(|| {
         let shared = one_chunk();
         let writers: Vec<_> = (0..2)
             .map(|_| {
                 let shared = Arc::clone(&shared);
                 thread::spawn(move || {
-                    let heard = Arc::new(AtomicU32::new(0));
-                    if shared.ask(&heard) {
+                    let notified = Arc::new(AtomicU32::new(0));
+                    if shared.request_exception(&notified) {
                         *shared.origin.lock() = NEW;
                     }
-                    heard
+                    notified
                 })
             })
             .collect();
         assert_eq!(shared.read(), Some(OLD), "the snapshot changed");
         for writer in writers {
-            let heard = writer.join().unwrap().load(Ordering::SeqCst);
-            assert!(heard <= 1);
+            let notified = writer.join().unwrap().load(Ordering::SeqCst);
+            assert!(notified <= 1);
         }
         assert_eq!(shared.copies.load(Ordering::SeqCst), 1, "copied twice");
         assert_eq!(*shared.cow.lock(), OLD, "copied too late");
@@ -108,45 +108,45 @@ fn a_chunk_is_copied_once_and_frozen() {
     });
 }
 
-/// Whoever waits for a pending exception hears of its end, once.
+/// A request that finds a pending exception is notified once.
 #[test]
-fn nobody_waits_for_an_exception_that_is_complete() {
+fn waiter_for_pending_exception_is_notified() {
     loom::model(|| {
         let shared = one_chunk();
-        let heard = Arc::new(AtomicU32::new(0));
-        shared.exceptions.lock(0).unwrap().begin(Arc::new(AtomicU32::new(0)));
+        let notified = Arc::new(AtomicU32::new(0));
+        shared.exceptions.lock(0).unwrap().set_pending(Arc::new(AtomicU32::new(0)));
         let waiter = {
-            let (shared, heard) = (Arc::clone(&shared), Arc::clone(&heard));
-            thread::spawn(move || shared.ask(&heard))
+            let (shared, notified) = (Arc::clone(&shared), Arc::clone(&notified));
+            thread::spawn(move || shared.request_exception(&notified))
         };
-        for waiter in shared.exceptions.land(0, Some(7)) {
+        for waiter in shared.exceptions.end_pending(0, Some(7)) {
             waiter.fetch_add(1, Ordering::SeqCst);
         }
         let complete = waiter.join().unwrap();
-        assert_eq!(heard.load(Ordering::SeqCst), u32::from(!complete));
+        assert_eq!(notified.load(Ordering::SeqCst), u32::from(!complete));
         assert_eq!(shared.exceptions.get(0), Exception::At(7));
     });
 }
 
-/// The snapshot writes a whole chunk while the origin is written and the snapshot is read: what was
-/// read is old or the snapshot's own, never the origin's new content, and the snapshot keeps its
-/// own.
+/// The snapshot writes a whole chunk during a write to the origin and a read of the snapshot. The
+/// read returns the original or the snapshot's data, never the origin's new data. The snapshot
+/// keeps its own.
 #[test]
-fn a_whole_write_to_the_snapshot_meets_one_to_the_origin() {
+fn whole_chunk_write_races_origin_write() {
     bounded(|| {
         let shared = one_chunk();
         let own = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
-                let heard = Arc::new(AtomicU32::new(0));
+                let notified = Arc::new(AtomicU32::new(0));
                 let locked = shared.exceptions.lock(0).unwrap();
-                if locked.now() == Exception::None {
-                    locked.begin(heard);
+                if locked.state() == Exception::None {
+                    locked.set_pending(notified);
                     *shared.cow.lock() = OWN;
-                    drop(shared.exceptions.land(0, Some(7)));
+                    drop(shared.exceptions.end_pending(0, Some(7)));
                     return true;
                 }
-                locked.now().chunk().is_some_and(|_| {
+                locked.state().chunk().is_some_and(|_| {
                     *shared.cow.lock() = OWN;
                     true
                 })
@@ -155,7 +155,7 @@ fn a_whole_write_to_the_snapshot_meets_one_to_the_origin() {
         let origin = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
-                if shared.ask(&Arc::new(AtomicU32::new(0))) {
+                if shared.request_exception(&Arc::new(AtomicU32::new(0))) {
                     *shared.origin.lock() = NEW;
                 }
             })
@@ -164,15 +164,15 @@ fn a_whole_write_to_the_snapshot_meets_one_to_the_origin() {
         assert!(read == Some(OLD) || read == Some(OWN), "{read:?}");
         origin.join().unwrap();
         let written = own.join().unwrap();
-        // A write that came to a pending exception would wait and go on later.
+        // A write that finds a pending exception would wait and run later.
         assert_eq!(shared.read(), Some(if written { OWN } else { OLD }));
     });
 }
 
-/// There is no room: the snapshot is given up and the origin overwritten. Whoever read the old
-/// chunk meanwhile gets it whole, or is told that the snapshot is lost; nobody gets new content.
+/// The COW device is full: the snapshot is invalidated and the origin overwritten. A concurrent
+/// read of the snapshot returns the old data or fails.
 #[test]
-fn a_lost_snapshot_shows_nothing_new() {
+fn lost_snapshot_never_returns_new_data() {
     loom::model(|| {
         let shared = one_chunk();
         let origin = {
@@ -189,21 +189,21 @@ fn a_lost_snapshot_shows_nothing_new() {
     });
 }
 
-/// A chunk is merged while the snapshot, which plays the origin's part, is written: the write is in
-/// the origin in the end.
+/// A chunk is merged during a write to the snapshot, which serves the origin. The write ends up in
+/// the origin.
 #[test]
-fn a_write_during_a_merge_is_not_lost() {
+fn write_during_merge_reaches_origin() {
     bounded(|| {
         let shared = one_chunk();
         shared.exceptions.load(0, 7).unwrap();
-        // Writes to the COW device under way, and writes that were held.
+        // The number of writes to the COW device in flight, and the held writes.
         let tracked = Arc::new(Mutex::new((0_u32, Vec::new())));
         *shared.cow.lock() = OLD;
         let writer = {
             let (shared, tracked) = (Arc::clone(&shared), Arc::clone(&tracked));
             thread::spawn(move || {
                 let locked = shared.exceptions.lock_present(0).unwrap();
-                match locked.now() {
+                match locked.state() {
                     Exception::At(_) => {
                         tracked.lock().0 += 1;
                         drop(locked);
@@ -216,13 +216,13 @@ fn a_write_during_a_merge_is_not_lost() {
                 }
             })
         };
-        shared.exceptions.lock_present(0).unwrap().mark(true);
+        shared.exceptions.lock_present(0).unwrap().set_merging(true);
         while tracked.lock().0 > 0 {
             thread::yield_now();
         }
         let content = *shared.cow.lock();
         *shared.origin.lock() = content;
-        shared.exceptions.lock_present(0).unwrap().forget();
+        shared.exceptions.lock_present(0).unwrap().remove();
         let held = std::mem::take(&mut tracked.lock().1);
         for content in held {
             *shared.origin.lock() = content;

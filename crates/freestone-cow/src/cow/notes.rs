@@ -1,59 +1,59 @@
-//! What is noted beside an origin's data: that a merge into it is under way, and of which store;
-//! and which content it had when it was closed. With that an origin that is half merged is
-//! recognised also by who does not know of the store, and a store that missed writes of its origin
-//! is recognised when it is opened.
+//! Notes beside an origin's data: the merge in progress, and the content at the last orderly close.
+//!
+//! The notes reveal a half-merged origin even if nobody opens the store. They also reveal a store
+//! that missed writes of its origin.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// A place beside an origin's data that outlives the process.
+/// Durable storage for notes beside an origin's data, for example extended attributes.
 ///
-/// The order is that of the store's own mark: the store is marked, then the origin, then the first
-/// chunk is copied; when all is copied the origin's note goes first. So an origin with a note has a
-/// store with a mark.
+/// A merge marks the store first, then the origin, then copies the first chunk. After the last
+/// chunk the origin's note is removed first. So an origin with a note always has a store with a
+/// mark.
 pub trait Notes: Send + Sync {
-    /// The number of the merge that is under way.
+    /// Returns the id of the merge in progress.
     fn merge(&self) -> Option<u64>;
-    /// Notes a merge durably, and where its store is, for people. A failure is only logged, since
-    /// the store is marked as well. Blocks.
+    /// Records durably that merge `id` is in progress, with the location of its store for messages.
+    /// A failure is only logged, since the store is marked as well. Blocks.
     fn merge_begins(&self, id: u64, store: &str);
-    /// Removes that note durably. Returns false if the note may still exist; the store then keeps
-    /// its mark, so that opening the store again removes both. Blocks.
+    /// Removes the note of a merge durably. Returns false if the note may still exist. The store
+    /// then keeps its mark, and opening the store again removes both. Blocks.
     fn merge_ended(&self) -> bool;
 
-    /// How the origin was left when it was used last; `None` where nothing is noted.
+    /// Returns how the last session left the origin, or `None` without a note.
     fn left(&self) -> Option<Left> {
         None
     }
-    /// Notes durably that the origin is in use: until [`closed`](Self::closed) its content is
-    /// unknown. False: that cannot be noted. Blocks.
+    /// Records durably that the origin is in use: its content is unknown until
+    /// [`closed`](Self::closed). Returns false if the note could not be written. Blocks.
     fn in_use(&self) -> bool {
         false
     }
-    /// Notes durably that the origin was closed in order, and with what content. Blocks.
+    /// Records durably that the origin was closed in order while it held `_content`. Blocks.
     fn closed(&self, _content: Stamp) {}
 }
 
-/// How an origin was left.
+/// State in which the last session left an origin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Left {
-    /// In order.
+    /// Closed in order.
     Closed {
-        /// What it held then.
+        /// Content at that time.
         content: Stamp,
-        /// It was changed by others since.
+        /// Something else changed the origin since.
         changed: bool,
     },
-    /// Its user crashed, or still uses it.
+    /// The last session crashed, or is still running.
     InUse,
 }
 
-/// A number for what an origin holds at one moment: another one after every write.
+/// Version number of an origin's content; every write changes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stamp {
-    /// Whoever used the origin; drawn at random.
+    /// Random number of the session that used the origin.
     pub session: u64,
-    /// Counts the contents of that session that had to be told apart.
+    /// Counter of the content versions in this session.
     pub number: u64,
 }
 

@@ -1,17 +1,17 @@
-//! The origin: a device that preserves what snapshots need before it is overwritten.
+//! Origin: a device that preserves chunks for its snapshots before it overwrites them.
 //!
-//! Reads and flushes go to the device below, writes by way of [`origin_write`].
+//! Reads and flushes go to the device below, writes through [`origin_write`].
 //!
-//! While a snapshot is merged it plays the origin's part: what comes to the origin is done as if it
-//! had come to that snapshot. So nobody sees what is half merged.
+//! A snapshot that is being merged *serves* the origin: requests to the origin run as requests to
+//! that snapshot. So users never see the half-merged content below.
 
 use std::fmt;
 use std::sync::Arc;
 
-use super::gather::Job as _;
 use super::notes::Notes;
 use super::origin_write::{self, OriginWrite};
 use super::state::{OriginCore, Snap};
+use super::wait_group::Continuation as _;
 use super::{reads, writes};
 use freestone_core::device::{
     Buffer, Change, Changes, Completion, Device, Error, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
@@ -20,60 +20,59 @@ use freestone_core::device::{
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::per_cpu_arc::PerCpuArc;
 
-/// A device whose snapshots are kept. Clones are handles to one origin. All that writes the device
-/// must go through it.
+/// Handle to a device with snapshots. Clones share one origin. All writes to the device must go
+/// through it.
 #[derive(Clone)]
 pub struct Origin(pub(super) Arc<Anchor>);
 
-/// What the handles of an origin and of its snapshots share. Origin and snapshots refer to each
-/// other; this breaks that cycle when the last handle is dropped.
+/// Anchor shared by the handles of an origin and its snapshots. Origin and snapshots refer to each
+/// other; dropping the anchor breaks that cycle.
 pub(super) struct Anchor(pub PerCpuArc<OriginCore>);
 
 impl Origin {
-    /// An origin without snapshots.
+    /// Creates an origin without snapshots.
     pub fn new(device: Arc<dyn Device>) -> Self {
         Self::noted(device, None)
     }
 
-    /// As [`new`](Self::new), of a device that says beside its data whether a merge into it is
-    /// under way. Until the snapshot of that merge is opened, it must not be used: see
-    /// [`is_half_merged`](Self::is_half_merged).
+    /// Creates an origin whose notes record an interrupted merge. A half-merged origin must not be
+    /// used before its snapshot is open: see [`is_half_merged`](Self::is_half_merged).
     pub fn noted(device: Arc<dyn Device>, notes: Option<Box<dyn Notes>>) -> Self {
-        Self(Arc::new(Anchor(OriginCore::new(device, notes, writes::take_over))))
+        Self(Arc::new(Anchor(OriginCore::new(device, notes, writes::submit_from_origin))))
     }
 
-    /// The device below. Who writes it past the origin spoils the snapshots.
+    /// Returns the device below. Writing to it directly damages the snapshots.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.0.0.device
     }
 
-    /// Whether a merge into it is under way and the snapshot that is merged is not open: what it
-    /// shows is half old, half new.
+    /// Returns true if a merge was interrupted and its snapshot is not open: the content is a
+    /// mixture of old and new.
     pub fn is_half_merged(&self) -> bool {
         self.0.0.noted_merge().is_some() && self.merging().is_none()
     }
 
-    /// Whether a merge into it is under way, so that what lies below it is half old, half new.
+    /// Returns true if a merge is unfinished: the device below holds a mixture of old and new.
     pub fn is_merging(&self) -> bool {
         self.0.0.noted_merge().is_some() || self.merging().is_some_and(|snap| !snap.merge.is_finished())
     }
 
-    /// What lies below it was changed past it, while it had no snapshots. A store that is opened
-    /// again has missed that.
+    /// Records that the device below was changed directly while the origin had no snapshots. Stores
+    /// opened later have missed that change.
     pub fn was_changed(&self) {
-        self.0.0.age.wrote();
+        self.0.0.content_version.mark_written();
     }
 
-    /// How many snapshots it has.
+    /// Returns the number of snapshots.
     pub fn snapshots(&self) -> usize {
         let view = self.0.0.gate.value();
         view.snapshots.len() + usize::from(view.merging.is_some())
     }
 
-    /// The snapshot that plays the origin's part.
+    /// Returns the snapshot that serves the origin.
     fn merging(&self) -> Option<Arc<Snap>> {
         let core = &self.0.0;
-        if !core.may_merge() {
+        if !core.may_have_merge() {
             return None;
         }
         core.gate.enter_any(|view| view.merging.as_deref().map(Arc::clone))
@@ -88,7 +87,7 @@ impl Device for Origin {
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         let core: &OriginCore = self.0.0.look();
         if matches!(request.op, Op::Read | Op::Flush) {
-            if !core.may_merge() {
+            if !core.may_have_merge() {
                 return core.device.try_io(request, buffer);
             }
             return match (self.merging(), buffer) {
@@ -134,7 +133,7 @@ impl Device for Origin {
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         match self.merging() {
             Some(snap) if offset < snap.size => {
-                // The origin may have grown.
+                // The origin may have grown beyond the snapshot.
                 range_end(offset, len, self.geometry().size)?;
                 snap.extents(offset, len.min(snap.size - offset), row)
             }
@@ -154,7 +153,7 @@ impl Device for Origin {
 impl Changes for Origin {
     fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> Result<u64> {
         if self.is_merging() {
-            // What the device has of its own is neither what it had nor what it will have.
+            // During a merge the device's own changes match neither the old nor the new content.
             return Err(Error::Unsupported);
         }
         self.0.0.device.changes().ok_or(Error::Unsupported)?.changes(offset, len, row)

@@ -1,124 +1,122 @@
-//! Writes to an origin, write zeroes and discards among them.
+//! Writes, write zeroes and discards of an origin.
 //!
-//! A write looks at every snapshot, those with the largest chunks first. Where all of its chunks
-//! have complete exceptions it goes on at once. Else it asks for what is missing, of all snapshots
-//! together, waits until that is complete, and looks again; only a look that finds nothing missing
-//! lets it go. A snapshot for which there is no room is given up: a write to the origin never fails
-//! because of a snapshot.
+//! A write checks every snapshot, those with the largest chunks first. If all of its chunks have
+//! complete exceptions, the write proceeds. Otherwise it requests all missing exceptions together,
+//! waits for them, and checks again. A snapshot without room is invalidated: a write to the origin
+//! never fails because of a snapshot.
 //!
-//! While a snapshot is merged, that snapshot does the write
-//! ([`OriginState::write_merging`](super::state::OriginState)); what it writes to the origin comes
-//! back here, and is not handed to it again.
+//! A snapshot that is being merged takes over the write
+//! ([`OriginState::write_merging`](super::state::OriginState)). Its own writes to the origin come
+//! back here and are not redirected again.
 //!
-//! A discard or write zeroes that finds something missing first looks at the origin's extents. Where
-//! the origin reads as zeroes already, the request goes on without exceptions: see
-//! [`OriginWrite::look`].
+//! A discard or write zeroes with missing exceptions first queries the origin's extents. If the
+//! origin reads as zeroes already, the request needs no exceptions: see
+//! [`OriginWrite::check_extents`].
 //!
 //! # Protocol
-//! * The list of snapshots is behind a gate. A write that finds nothing missing is counted there
-//!   before its thread is unpinned, until the device has answered it; the device is called
-//!   unpinned. A snapshot begins with the gate closed, so every write is wholly before or wholly
-//!   after it.
-//! * Writes that wait for copies are not counted: they look at the list again.
+//! * A gate protects the list of snapshots. A write without missing exceptions is counted at the
+//!   gate before its thread is unpinned, until the device has completed the write. The device is
+//!   called unpinned. A snapshot is attached while the gate is closed, so each write comes wholly
+//!   before or after it.
+//! * Writes that wait for exceptions are not counted: they check the list again.
 
 use std::sync::Arc;
 
-use super::copy::{Asked, Begun};
+use super::copy::{RequestResult, StartedException};
 use super::exceptions::Exception;
-use super::gather::{Gather, Job};
 use super::loss::Loss;
 use super::state::{OriginCore, Permit, Snap, View, counter};
+use super::wait_group::{Continuation, WaitGroup};
 use freestone_core::device::{Buffer, Completion, Error, IoBuf, Op, Request, Result, Tried};
 use freestone_core::freeze_gate::UnderWay;
 use freestone_core::per_cpu_arc::PerCpuArc;
 use freestone_core::plug::Plug;
 use freestone_core::work_queue::WorkQueue;
 
-/// Exceptions that one round of a write asks for.
+/// Maximum number of exceptions requested in one round of a write.
 const ROUND_EXCEPTIONS: usize = 256;
-/// Rounds on the submitting thread; later ones run on the origin's own.
+/// Rounds on the submitting thread; later rounds run on the origin's work queue.
 const ROUNDS_INLINE: u32 = 3;
-/// Chunks that one try looks at, and that a request without data covers in one step.
+/// Maximum number of chunks per try, and per step of a request without data.
 const STEP_CHUNKS: u64 = 1024;
 
-/// A write, write zeroes or discard under way.
+/// Write, write zeroes or discard in progress.
 pub(super) struct OriginWrite {
     core: Arc<OriginCore>,
-    /// What is left of it.
     request: Request,
     buffer: IoBuf,
     done: Completion,
-    /// Bytes of the present step that were found safe, in the view of this generation.
+    /// Bytes of the current step without missing exceptions, in the view of this generation.
     safe: u64,
-    /// Byte up to which the origin's extents need no further look: the origin has data there, or
-    /// cannot tell.
-    looked_until: u64,
+    /// Byte up to which the origin's extents were queried: the origin has data there, or cannot
+    /// report extents.
+    extents_checked_until: u64,
     generation: u64,
     permit: Option<Permit>,
     rounds: u32,
-    /// That of the view that it saw first.
+    /// Boot number of the first view that the request saw.
     boot: Option<u64>,
     waited: bool,
     kind: Kind,
-    /// It comes from this snapshot, which is being merged, and is not redirected to it again.
-    past: Option<Arc<Snap>>,
+    /// Merging snapshot that sent this request; it is not redirected there again.
+    from_snapshot: Option<Arc<Snap>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// From a user, or from a snapshot that is being merged.
+    /// Request of a user or of a merging snapshot.
     Data,
-    /// Nothing is written: only exceptions are made.
+    /// Makes exceptions only, without a write.
     Preserve,
 }
 
-/// How a round was planned.
-enum Planned {
+enum RoundPlan {
     Send,
     Wait,
-    /// Look at the origin's extents from this byte on; the request is counted.
-    Look(u64),
+    /// Query the origin's extents from this byte on; the request is counted at the gate.
+    CheckExtents(u64),
     Throttled(Arc<Snap>),
     Merging(Arc<Snap>),
     Held,
-    /// The power was lost since it came.
+    /// The power was lost since the request came.
     Gone,
 }
 
-// ---- at once ------------------------------------------------------------------------------------
+// ---- tried --------------------------------------------------------------------------------------
 
-/// A write for which nothing has to be preserved: the origin has no snapshots, and none begins before
-/// this is dropped.
+/// Counts a write if the origin has no snapshots. No snapshot is attached before the guard is
+/// dropped.
 pub(super) fn without_snapshots(core: &OriginCore) -> Option<UnderWay<'_, View>> {
     let without = core.gate.enter(|view| {
         let without = view.is_some_and(|view| view.snapshots.is_empty() && view.merging.is_none());
         if without {
             core.gate.begin();
-            core.age.wrote();
+            core.content_version.mark_written();
         }
         without
     });
     without.then(|| core.gate.under_way())
 }
 
-/// Writes as far as no exception is missing and the device does it at once. The place was checked.
+/// Writes as much as possible without new exceptions and without waiting. The caller checked the
+/// range.
 pub(super) fn try_write(core: &OriginCore, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
     let safe = core.gate.enter(|view| {
         let safe = match view {
             Some(view @ View { merging: None, .. }) => safe_bytes(view, request),
-            // Closed, or a merge.
+            // The gate is closed, or a snapshot is being merged.
             _ => 0,
         };
         if safe > 0 {
             core.gate.begin();
-            core.age.wrote();
+            core.content_version.mark_written();
         }
         safe
     });
     if safe == 0 {
         return Ok(Tried::WouldBlock);
     }
-    // No snapshot begins before the device has answered.
+    // No snapshot is attached before the device has completed the write.
     let _under_way = core.gate.under_way();
     let buffer = match buffer {
         Buffer::Write(data) => Buffer::Write(data.get(..safe as usize).ok_or(Error::Misaligned)?),
@@ -130,14 +128,15 @@ pub(super) fn try_write(core: &OriginCore, request: &Request, buffer: Buffer<'_>
     }
 }
 
-/// The bytes from the start of a request on for which nothing is missing.
+/// Returns the number of bytes at the start of a request without missing exceptions.
 fn safe_bytes(view: &View, request: &Request) -> u64 {
     let end = request.offset + request.len;
     let active = view.snapshots.iter().filter(|snap| snap.is_active());
     active.fold(end, |end, snap| complete_until(snap, request.offset, end)) - request.offset
 }
 
-/// The byte up to which the chunks from byte `at` on have exceptions, or need none; at most `end`.
+/// Returns the end of the chunks from byte `at` on that have exceptions or need none, at most
+/// `end`.
 fn complete_until(snap: &Snap, at: u64, end: u64) -> u64 {
     if snap.is_invalid() && at < snap.size {
         return at;
@@ -155,7 +154,7 @@ fn complete_until(snap: &Snap, at: u64, end: u64) -> u64 {
 // ---- submitted ----------------------------------------------------------------------------------
 
 impl OriginWrite {
-    /// A write that begins. The place was checked.
+    /// Creates a write. The caller checked the range.
     pub fn new(core: Arc<OriginCore>, request: Request, buffer: IoBuf, done: Completion) -> Self {
         Self {
             core,
@@ -163,38 +162,43 @@ impl OriginWrite {
             buffer,
             done,
             safe: 0,
-            looked_until: 0,
+            extents_checked_until: 0,
             generation: 0,
             permit: None,
             rounds: 0,
             boot: None,
             waited: false,
             kind: Kind::Data,
-            past: None,
+            from_snapshot: None,
         }
     }
 
-    /// A write of a snapshot that is being merged. Should that merge be finished meanwhile, and
-    /// that of another snapshot have begun, the write goes to that one.
-    pub fn past_merge(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) -> Self {
+    /// Creates a write of a merging snapshot. If that merge finishes and another snapshot starts to
+    /// merge, the write is redirected to the other one.
+    pub fn from_merging_snapshot(
+        snap: &Arc<Snap>,
+        request: Request,
+        buffer: IoBuf,
+        done: Completion,
+    ) -> Self {
         let core = Arc::clone(&snap.core);
-        Self { past: Some(Arc::clone(snap)), ..Self::new(core, request, buffer, done) }
+        Self { from_snapshot: Some(Arc::clone(snap)), ..Self::new(core, request, buffer, done) }
     }
 
-    /// Makes the exceptions that a write to this range would need.
+    /// Creates a request that makes the exceptions for a range, without writing.
     pub fn preserve(core: Arc<OriginCore>, offset: u64, len: u64, done: Completion) -> Self {
         let request = Request::new(Op::Discard, offset, len);
         Self { kind: Kind::Preserve, ..Self::new(core, request, IoBuf::empty(), done) }
     }
 
-    /// The part of the request that is done next: all of it, where it has data.
+    /// Returns the next part of the request. A request with data has one part only.
     fn step(&self, view: &View) -> Request {
         let chunk = view.snapshots.iter().map(|snap| snap.chunk()).min();
         match chunk {
             Some(chunk) if self.request.op != Op::Write => {
                 let mut next = (self.request.offset / chunk + STEP_CHUNKS) * chunk;
-                if self.looked_until > self.request.offset {
-                    next = next.min(self.looked_until);
+                if self.extents_checked_until > self.request.offset {
+                    next = next.min(self.extents_checked_until);
                 }
                 Request { len: self.request.len.min(next - self.request.offset), ..self.request }
             }
@@ -203,15 +207,14 @@ impl OriginWrite {
     }
 }
 
-impl Job for OriginWrite {
+impl Continuation for OriginWrite {
     fn work_queue(&self) -> &Arc<WorkQueue> {
         &self.core.work_queue
     }
 
     fn go(mut self, _: Result<()>) {
         self.rounds = 0;
-        // Errors of what it waited for are left aside: a snapshot that failed is found by the look
-        // at the snapshots.
+        // Errors of awaited events are ignored: the next check finds a failed snapshot.
         while self.rounds < ROUNDS_INLINE {
             self.rounds += 1;
             let Some(job) = self.round() else { return };
@@ -223,84 +226,84 @@ impl Job for OriginWrite {
 }
 
 impl OriginWrite {
-    /// One round. `None`: the job goes on elsewhere, or is done.
+    /// Runs one round. Returns `None` if the request is complete or continues elsewhere.
     fn round(self) -> Option<Self> {
         let core = Arc::clone(&self.core);
-        let gather = Gather::new();
-        let (mut begun, mut full) = (Vec::new(), Vec::new());
+        let group = WaitGroup::new();
+        let (mut started, mut failed_snapshots) = (Vec::new(), Vec::new());
         let mut step = self.request;
         let mut this = Some(self);
-        let planned = core.gate.enter(|view| {
+        let plan = core.gate.enter(|view| {
             let (Some(view), Some(job)) = (view, &mut this) else {
                 let job = this.take();
                 core.gate.hold(move || job.into_iter().for_each(|job| job.go(Ok(()))));
-                return Planned::Held;
+                return RoundPlan::Held;
             };
-            if job.is_gone(view) {
-                return Planned::Gone;
+            if job.is_after_power_loss(view) {
+                return RoundPlan::Gone;
             }
             if let (Some(snap), Kind::Data) = (&view.merging, job.kind)
-                && !job.past.as_ref().is_some_and(|past| snap.is(past))
+                && !job.from_snapshot.as_ref().is_some_and(|from_snapshot| snap.is(from_snapshot))
             {
-                return Planned::Merging(Arc::clone(snap));
+                return RoundPlan::Merging(Arc::clone(snap));
             }
             step = job.step(view);
-            if let Some(from) = job.to_look_at(view, &step) {
+            if let Some(from) = job.extents_check_start(view, &step) {
                 core.gate.begin();
                 if from > step.offset && job.kind == Kind::Data {
-                    core.age.wrote();
+                    core.content_version.mark_written();
                 }
-                return Planned::Look(from);
+                return RoundPlan::CheckExtents(from);
             }
-            let planned = job.plan(view, &step, &gather, &mut begun, &mut full);
-            if matches!(planned, Planned::Send) {
+            let plan = job.plan(view, &step, &group, &mut started, &mut failed_snapshots);
+            if matches!(plan, RoundPlan::Send) {
                 core.gate.begin();
                 if job.kind != Kind::Preserve {
-                    core.age.wrote();
+                    core.content_version.mark_written();
                 }
             }
-            planned
+            plan
         });
         let mut job = this?;
-        // Held while this waits, it would keep another copy from beginning.
+        // A permit held while waiting would block another copy.
         job.permit = None;
         let plug = Plug::start();
-        begun.into_iter().for_each(Begun::copy);
+        started.into_iter().for_each(StartedException::copy);
         drop(plug);
-        for (snap, loss) in full {
-            snap.invalidate(loss, Some(gather.waiter()));
+        for (snap, loss) in failed_snapshots {
+            snap.invalidate(loss, Some(group.waiter()));
         }
-        match planned {
-            Planned::Held => None,
-            Planned::Gone => {
+        match plan {
+            RoundPlan::Held => None,
+            RoundPlan::Gone => {
                 job.done.complete(Err(Error::Gone), job.buffer);
                 None
             }
-            Planned::Merging(snap) => job.redirect(snap),
-            Planned::Throttled(snap) => {
-                snap.queue(move |permit| {
+            RoundPlan::Merging(snap) => job.redirect(snap),
+            RoundPlan::Throttled(snap) => {
+                snap.queue_for_permit(move |permit| {
                     job.permit = Some(permit);
                     job.go(Ok(()));
                 });
                 None
             }
-            Planned::Send => job.send(step),
-            Planned::Look(from) => {
-                core.extents_queue.push(move || job.look(from));
+            RoundPlan::Send => job.send(step),
+            RoundPlan::CheckExtents(from) => {
+                core.extents_queue.push(move || job.check_extents(from));
                 None
             }
-            Planned::Wait => gather.leave(job).map(|(job, _)| job),
+            RoundPlan::Wait => group.arm(job).map(|(job, _)| job),
         }
     }
 
-    /// Whether the power was lost since it came, or since it was begun by a snapshot.
-    fn is_gone(&mut self, view: &View) -> bool {
+    /// Returns true if the power was lost since the request, or the snapshot that sent it, started.
+    fn is_after_power_loss(&mut self, view: &View) -> bool {
         *self.boot.get_or_insert(view.boot) != view.boot
-            || self.past.as_ref().is_some_and(|past| past.is_off())
+            || self.from_snapshot.as_ref().is_some_and(|from_snapshot| from_snapshot.is_powered_off())
     }
 
-    /// The snapshot that is being merged does this write, as far as it reaches; an origin that has
-    /// grown since is longer.
+    /// Passes the write to the merging snapshot, up to the snapshot's end. An origin that has grown
+    /// is longer; the rest stays here.
     fn redirect(mut self, snap: Arc<Snap>) -> Option<Self> {
         let write = self.core.write_merging;
         let head = snap.size.saturating_sub(self.request.offset).min(self.request.len);
@@ -308,7 +311,7 @@ impl OriginWrite {
             write(snap, self.request, self.buffer, self.done);
             return None;
         }
-        self.past = Some(Arc::clone(&snap));
+        self.from_snapshot = Some(Arc::clone(&snap));
         if head == 0 {
             return Some(self);
         }
@@ -336,41 +339,42 @@ impl OriginWrite {
         None
     }
 
-    /// Returns the first byte of a step without data at which an exception is missing and the origin's
-    /// extents were not looked at.
-    fn to_look_at(&self, view: &View, step: &Request) -> Option<u64> {
-        // While a snapshot is invalid only in memory, its merge may still be taken up after a crash
-        // and undo this request: then nothing goes on without `plan`.
+    /// Returns the first byte of a step without data that lacks an exception and whose extents were
+    /// not queried.
+    fn extents_check_start(&self, view: &View, step: &Request) -> Option<u64> {
+        // A snapshot may be invalid in memory only. After a crash its merge would resume and undo
+        // this request. So the request must wait for the mark in `plan`.
         let waits_for_loss = |snap: &PerCpuArc<Snap>| snap.is_active() && snap.is_invalid();
         if step.op == Op::Write || view.snapshots.iter().any(waits_for_loss) {
             return None;
         }
         let from = step.offset + safe_bytes(view, step);
-        (from < step.offset + step.len && from >= self.looked_until).then_some(from)
+        (from < step.offset + step.len && from >= self.extents_checked_until).then_some(from)
     }
 
-    /// Sends the request to the device as far as all before byte `from` has exceptions and the origin
-    /// reads as zeroes behind. The rest goes on as other writes do.
+    /// Queries the origin's extents from byte `from` on, and sends the request for the zeroes found
+    /// there. The bytes before `from` have their exceptions. The rest of the request continues like
+    /// other writes.
     ///
-    /// Discarding zeroes, or writing zeroes over them, changes nothing that a snapshot shows, and so
-    /// needs no exception. Nothing is locked meanwhile, but the request is counted at the gate since
-    /// before the look, so the snapshots of its view are all there are until the device has answered.
-    /// * A write that was answered before this request came is in the extents.
-    /// * A write that comes between the look and the device's answer has made its exceptions before it
-    ///   began. The two overlap, so the device may do them in either order.
-    /// * A copy for such a write reads zeroes, whether this request was done before or not.
-    fn look(mut self, from: u64) {
+    /// Discarding or zeroing a range of zeroes changes nothing that a snapshot shows, so it needs
+    /// no exceptions. No lock is held. The request was counted at the gate before the query, so its
+    /// view of the snapshots stays complete until the device has completed the request.
+    /// * The extents include every write that completed before this request came.
+    /// * A write between the query and the completion made its exceptions before it started. Both
+    ///   requests overlap, so the device may run them in either order.
+    /// * A copy for such a write reads zeroes, before or after this request.
+    fn check_extents(mut self, from: u64) {
         let end = self.request.offset + self.request.len;
-        let (zeroes_until, looked_until) = self.core.leading_zeroes(from, end);
-        self.looked_until = looked_until;
+        let (zeroes_until, extents_checked_until) = self.core.leading_zeroes(from, end);
+        self.extents_checked_until = extents_checked_until;
         let (core, request) = (Arc::clone(&self.core), self.request);
-        // A loss of power does not wait for a disk that hangs.
-        if core.gate.enter_any(|view| self.is_gone(view)) {
+        // A power loss does not wait for a disk that hangs.
+        if core.gate.enter_any(|view| self.is_after_power_loss(view)) {
             core.gate.end();
             self.done.complete(Err(Error::Gone), self.buffer);
         } else if zeroes_until > from {
-            // The completion carries on with what is left. A merge preserves what it writes over zeroes
-            // when it writes.
+            // The completion continues with the rest. A merge preserves data when it writes over
+            // zeroes.
             if let Some(job) = self.send(Request { len: zeroes_until - request.offset, ..request }) {
                 core.work_queue.push(move || job.go(Ok(())));
             }
@@ -380,81 +384,81 @@ impl OriginWrite {
         }
     }
 
-    /// Finds what is missing and asks for it.
+    /// Requests the missing exceptions of a step.
     fn plan(
         &mut self,
         view: &View,
         step: &Request,
-        gather: &Arc<Gather<Self>>,
-        begun: &mut Vec<Begun>,
-        full: &mut Vec<(Arc<Snap>, Loss)>,
-    ) -> Planned {
+        group: &Arc<WaitGroup<Self>>,
+        started: &mut Vec<StartedException>,
+        failed_snapshots: &mut Vec<(Arc<Snap>, Loss)>,
+    ) -> RoundPlan {
         if self.generation != view.generation {
             (self.generation, self.safe) = (view.generation, 0);
         }
         let (from, end) = (step.offset + self.safe, step.offset + step.len);
-        // How many things the gatherer waits for.
-        let mut asked = 0;
+        // Number of events that the wait group has.
+        let mut awaited = 0;
         let mut safe = end;
         for snap in view.snapshots.iter().filter(|snap| snap.is_active()) {
             let chunk = snap.chunk();
-            let before = asked;
+            let before = awaited;
             for number in from / chunk..end.min(snap.size).div_ceil(chunk) {
-                // An invalid snapshot counts even where it has an exception: the mark of a merge
-                // may be on its COW device, and that merge, taken up later, would overwrite what is
-                // written now with the exception.
+                // An invalid snapshot counts even for complete exceptions. Its COW device may have
+                // the mark of a merge. That merge, resumed after a crash, would overwrite this
+                // write with the exception.
                 let seen = snap.exceptions.get(number);
                 if matches!(seen, Exception::At(_)) && !snap.is_invalid() {
                     continue;
                 }
                 safe = safe.min((number * chunk).max(from));
-                if asked >= ROUND_EXCEPTIONS {
+                if awaited >= ROUND_EXCEPTIONS {
                     break;
                 }
                 if snap.is_invalid() {
-                    // It must be invalid on its COW device, too, before the origin is written.
-                    snap.wait_for_loss(gather.waiter());
-                    asked += 1;
+                    // The COW device must be marked invalid before the origin is written.
+                    snap.wait_for_loss(group.waiter());
+                    awaited += 1;
                     break;
                 }
-                match snap.ask(number, seen, || gather.waiter(), &mut self.permit) {
-                    Asked::Complete => {}
-                    Asked::Joined => asked += 1,
-                    Asked::Begun(one) => {
-                        begun.push(one);
-                        asked += 1;
+                match snap.request_exception(number, seen, || group.waiter(), &mut self.permit) {
+                    RequestResult::Complete => {}
+                    RequestResult::Joined => awaited += 1,
+                    RequestResult::Started(one) => {
+                        started.push(one);
+                        awaited += 1;
                     }
-                    Asked::Lost => {
-                        snap.wait_for_loss(gather.waiter());
-                        asked += 1;
+                    RequestResult::Lost => {
+                        snap.wait_for_loss(group.waiter());
+                        awaited += 1;
                         break;
                     }
-                    Asked::Full => {
-                        snap.fails();
-                        full.push((Arc::clone(snap), Loss::NoRoom));
+                    RequestResult::Full => {
+                        snap.mark_invalid();
+                        failed_snapshots.push((Arc::clone(snap), Loss::NoRoom));
                         break;
                     }
-                    Asked::NoMemory => {
-                        snap.fails();
-                        full.push((Arc::clone(snap), Loss::NoMemory));
+                    RequestResult::NoMemory => {
+                        snap.mark_invalid();
+                        failed_snapshots.push((Arc::clone(snap), Loss::NoMemory));
                         break;
                     }
-                    Asked::Throttled if asked == 0 && full.is_empty() => {
-                        return Planned::Throttled(Arc::clone(snap));
+                    RequestResult::Throttled if awaited == 0 && failed_snapshots.is_empty() => {
+                        return RoundPlan::Throttled(Arc::clone(snap));
                     }
-                    Asked::Throttled => break,
+                    RequestResult::Throttled => break,
                 }
             }
-            if asked > before && !self.waited {
+            if awaited > before && !self.waited {
                 snap.counters.add(counter::ORIGIN_WAITED, 1);
                 self.waited = true;
             }
         }
         self.safe = safe - step.offset;
-        if asked == 0 && full.is_empty() { Planned::Send } else { Planned::Wait }
+        if awaited == 0 && failed_snapshots.is_empty() { RoundPlan::Send } else { RoundPlan::Wait }
     }
 
-    /// Sends a step, for which nothing is missing and which is counted, to the device.
+    /// Sends a step without missing exceptions, counted at the gate, to the device.
     fn send(mut self, step: Request) -> Option<Self> {
         let core = Arc::clone(&self.core);
         if self.kind == Kind::Preserve {

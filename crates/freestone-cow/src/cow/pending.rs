@@ -1,10 +1,10 @@
-//! How a snapshot begins: all that can fail or take long is done before, then the origin's gate is
-//! closed for a moment.
+//! Creation of a snapshot. Everything that can fail or takes time happens before the origin's gate
+//! is closed for a moment.
 
 use std::sync::Arc;
 
 use super::exceptions::{CHUNKS_MAX, Exceptions};
-use super::format::Found;
+use super::format::HeaderContent;
 use super::notes::Stamp;
 use super::origin::{Anchor, Origin};
 use super::snapshot::Snapshot;
@@ -17,46 +17,44 @@ use freestone_core::device::{Device, Geometry};
 use freestone_core::slot::{Common, LOCATION_BITS};
 use freestone_core::sync::Instant;
 
-/// A snapshot that is ready and has not begun. One that never begins leaves an empty store on the
-/// COW device, if that was new.
+/// Snapshot that is prepared but not yet attached to its origin. If it is dropped, a new COW device
+/// keeps an empty store.
 pub struct PendingSnapshot {
     snapshot: Snapshot,
     anchor: Arc<Anchor>,
     frozen: bool,
     attached: bool,
-    before: Before,
+    previous: PreviousStore,
 }
 
-/// What was on the COW device.
+/// State of the COW device before the store was opened.
 #[derive(Clone, Copy)]
-enum Before {
-    /// No store, or none that counts.
-    New,
-    /// A store, with the origin's content when it was closed in order.
-    There(Option<Stamp>),
+enum PreviousStore {
+    /// No store, or an invalid or transient one.
+    None,
+    /// Valid store, with the origin's content at the orderly close.
+    Valid(Option<Stamp>),
 }
 
-impl Before {
+impl PreviousStore {
     fn missed(self, core: &OriginCore) -> Missed {
         match self {
-            Self::New => Missed::Nothing,
-            Self::There(closed) => core.age.missed(closed),
+            Self::None => Missed::Nothing,
+            Self::Valid(closed) => core.content_version.missed(closed),
         }
     }
 }
 
 impl Origin {
-    /// Opens or makes the exception store on `cow`. The snapshot then begins with
-    /// [`consistency_group::take`]. Blocks.
+    /// Opens or creates the exception store on `cow`. [`consistency_group::take`] then attaches the
+    /// snapshot. Blocks.
     ///
-    /// A store whose merge was under way gives a snapshot that plays the origin's part from the
-    /// first moment on, and whose merge is [stopped](super::MergeStatus::Stopped). Until
-    /// [`Snapshot::merge`] goes on with it, other stores of the origin that were there before can
-    /// be opened, but no new ones.
-    ///
+    /// If a merge of the store was interrupted, the snapshot serves the origin's requests from the
+    /// start, and the merge is [stopped](super::MergeStatus::Stopped). Until [`Snapshot::merge`]
+    /// resumes it, other existing stores of the origin can be opened, but no new ones.
     /// # Errors
-    /// [`SetupError`]; the COW device is as it was, except that a new store may have been begun on
-    /// it.
+    /// [`SetupError`]. The COW device is unchanged, except that creating a new store may have
+    /// started.
     pub fn prepare_snapshot(
         &self,
         cow: Arc<dyn Device>,
@@ -69,18 +67,18 @@ impl Origin {
         if is_same(&cow, &core.device) {
             return Err(SetupError::SameDevice);
         }
-        // Undone when this fails.
-        let mut preparing = Preparing::new(core, &cow)?;
+        // Dropping the guard undoes this after an error.
+        let mut preparation = Preparation::new(core, &cow)?;
         let noted = core.noted_merge();
-        let found = store_load::look(&*cow)?;
-        preparing.check_merging(config.kind, noted, found)?;
-        let before = match found {
-            Some(Found::Store { valid: true, closed, .. }) if config.kind.is_persistent() => {
-                Before::There(closed)
+        let found = store_load::read_header(&*cow)?;
+        preparation.check_merging(config.kind, noted, found)?;
+        let previous = match found {
+            Some(HeaderContent::Store { valid: true, closed, .. }) if config.kind.is_persistent() => {
+                PreviousStore::Valid(closed)
             }
-            _ => Before::New,
+            _ => PreviousStore::None,
         };
-        if !config.force && before.missed(core) == Missed::Writes {
+        if !config.force && previous.missed(core) == Missed::Writes {
             return Err(SetupError::Older);
         }
         core.work_queue.start().map_err(SetupError::Thread)?;
@@ -92,10 +90,10 @@ impl Origin {
             Arc::clone(core.common.get_or_init(|| new))
         };
         if config.kind.is_persistent() {
-            core.age.has_store(core.notes.as_deref());
+            core.content_version.note_in_use(core.notes.as_deref());
         }
         let (store, loaded) = Store::open(cow, config.kind, config.chunk_bytes, &origin)?;
-        preparing.take_up(&store, loaded.is_empty(), noted)?;
+        preparation.resume_merge(&store, loaded.is_empty(), noted)?;
         let chunk = store.chunk_bytes();
         limit("origin", origin.size, chunk, CHUNKS_MAX)?;
         limit("COW device", cow_geometry.size, chunk, 1 << LOCATION_BITS)?;
@@ -106,14 +104,20 @@ impl Origin {
         }
         let snap = Snap::new(core, store, exceptions, *config, &origin);
         let snapshot = Snapshot::new(snap, Arc::clone(&self.0));
-        preparing.kept();
-        Ok(PendingSnapshot { snapshot, anchor: Arc::clone(&self.0), frozen: false, attached: false, before })
+        preparation.keep_reserved();
+        Ok(PendingSnapshot {
+            snapshot,
+            anchor: Arc::clone(&self.0),
+            frozen: false,
+            attached: false,
+            previous,
+        })
     }
 
-    /// A snapshot of what the origin holds now. Blocks until no write to the origin is under way.
+    /// Takes a snapshot of the origin's present content. Blocks until no write is in flight.
     ///
     /// # Errors
-    /// As [`prepare_snapshot`](Self::prepare_snapshot); [`SetupError::NotInTime`].
+    /// Those of [`prepare_snapshot`](Self::prepare_snapshot), and [`SetupError::NotInTime`].
     pub fn snapshot(&self, cow: Arc<dyn Device>, config: &Config) -> Result<Snapshot, SetupError> {
         let mut pending = self.prepare_snapshot(cow, config)?;
         consistency_group::take(&mut [&mut pending]).map_err(|_| SetupError::NotInTime(NotInTime))?;
@@ -121,51 +125,51 @@ impl Origin {
     }
 }
 
-/// Lists a COW device as being prepared for a snapshot.
-struct Preparing<'a> {
+/// Reserves a COW device while its snapshot is prepared.
+struct Preparation<'a> {
     core: &'a OriginCore,
     cow: Option<Arc<dyn Device>>,
-    /// The store's merge, which was under way, was taken up.
-    merging: bool,
+    has_interrupted_merge: bool,
 }
 
-impl<'a> Preparing<'a> {
+impl<'a> Preparation<'a> {
     fn new(core: &'a OriginCore, cow: &Arc<dyn Device>) -> Result<Self, SetupError> {
-        let mut changing = core.changing.lock();
-        if changing.merging == Merging::Yes {
+        let mut setup = core.setup.lock();
+        if setup.merging == Merging::Yes {
             return Err(SetupError::Merging);
         }
         let view = core.gate.value();
         let begun = view.snapshots.iter().chain(&view.merging).map(|snap| snap.store.device());
-        if begun.chain(&changing.preparing).any(|other| is_same(other, cow)) {
+        if begun.chain(&setup.preparing).any(|other| is_same(other, cow)) {
             return Err(SetupError::InUse);
         }
-        changing.preparing.push(Arc::clone(cow));
-        Ok(Self { core, cow: Some(Arc::clone(cow)), merging: false })
+        setup.preparing.push(Arc::clone(cow));
+        Ok(Self { core, cow: Some(Arc::clone(cow)), has_interrupted_merge: false })
     }
 
-    /// Refuses a snapshot that would begin with what is half merged, and what would overwrite the
-    /// store of a merge.
+    /// Rejects a new snapshot of a half-merged origin, and a transient store on the COW device of
+    /// an interrupted merge.
     fn check_merging(
         &self,
         kind: StoreKind,
         noted: Option<u64>,
-        found: Option<Found>,
+        found: Option<HeaderContent>,
     ) -> Result<(), SetupError> {
-        let taken_up = self.core.changing.lock().merging == Merging::TakenUp;
-        let is_old = kind.is_persistent() && found != Some(Found::New);
+        let is_interrupted = self.core.setup.lock().merging == Merging::Interrupted;
+        let is_old = kind.is_persistent() && found != Some(HeaderContent::New);
         match found {
-            _ if taken_up && !is_old => Err(SetupError::Merging),
+            _ if is_interrupted && !is_old => Err(SetupError::Merging),
             _ if noted.is_some() && !is_old => Err(SetupError::HalfMerged),
-            Some(Found::Store { valid: true, mark: Some(_), .. }) if !kind.is_persistent() => {
+            Some(HeaderContent::Store { valid: true, mark: Some(_), .. }) if !kind.is_persistent() => {
                 Err(SetupError::HalfMerged)
             }
             _ => Ok(()),
         }
     }
 
-    /// Takes up the merge that is under way by the store's header.
-    fn take_up(&mut self, store: &Store, is_empty: bool, noted: Option<u64>) -> Result<(), SetupError> {
+    /// Prepares to resume the interrupted merge in the store's header, or removes the mark of a
+    /// complete one.
+    fn resume_merge(&mut self, store: &Store, is_empty: bool, noted: Option<u64>) -> Result<(), SetupError> {
         let Some(id) = store.merge_id() else { return Ok(()) };
         if noted.is_some_and(|noted| noted != id) {
             return Err(SetupError::OtherMerge);
@@ -173,9 +177,9 @@ impl<'a> Preparing<'a> {
         if is_empty {
             // All of it is in the origin: a crash came before the mark was removed, or a kernel
             // finished the merge.
-            let beside = self.core.notes.as_ref().filter(|_| noted.is_some());
-            // A new exception in a store with a mark would be merged into the origin.
-            if beside.is_some_and(|beside| !beside.merge_ended()) {
+            let recorded = self.core.notes.as_ref().filter(|_| noted.is_some());
+            // A new exception in a marked store would be merged into the origin.
+            if recorded.is_some_and(|recorded| !recorded.merge_ended()) {
                 return Err(SetupError::NoteStays);
             }
             return store.unmark_merge().map_err(|error| match error {
@@ -183,44 +187,43 @@ impl<'a> Preparing<'a> {
                 _ => SetupError::Mark,
             });
         }
-        let mut changing = self.core.changing.lock();
-        if changing.merging != Merging::No {
+        let mut setup = self.core.setup.lock();
+        if setup.merging != Merging::No {
             return Err(SetupError::Merging);
         }
-        changing.merging = Merging::TakenUp;
-        self.merging = true;
+        setup.merging = Merging::Interrupted;
+        self.has_interrupted_merge = true;
         Ok(())
     }
 
-    /// The COW device stays listed until the snapshot has begun.
-    fn kept(mut self) {
+    /// Keeps the COW device reserved until the snapshot is attached.
+    fn keep_reserved(mut self) {
         self.cow = None;
     }
 }
 
-impl Drop for Preparing<'_> {
+impl Drop for Preparation<'_> {
     fn drop(&mut self) {
         if let Some(cow) = &self.cow {
-            self.core.prepared(cow, self.merging);
+            self.core.end_preparation(cow, self.has_interrupted_merge);
         }
     }
 }
 
 impl OriginCore {
-    /// The snapshot on this COW device has begun, or never will (`gives_up`: a merge that it took
-    /// up has no snapshot then).
-    fn prepared(&self, cow: &Arc<dyn Device>, gives_up: bool) {
-        let mut changing = self.changing.lock();
-        changing.preparing.retain(|other| !is_same(other, cow));
-        if gives_up {
-            changing.merging = Merging::No;
+    /// Ends the preparation of a COW device. `abandons_merge`: no snapshot exists for an
+    /// interrupted merge any more.
+    fn end_preparation(&self, cow: &Arc<dyn Device>, abandons_merge: bool) {
+        let mut setup = self.setup.lock();
+        setup.preparing.retain(|other| !is_same(other, cow));
+        if abandons_merge {
+            setup.merging = Merging::No;
         }
     }
 }
 
-/// Whether two handles are of one device.
-fn is_same(one: &Arc<dyn Device>, other: &Arc<dyn Device>) -> bool {
-    std::ptr::addr_eq(Arc::as_ptr(one), Arc::as_ptr(other))
+fn is_same(device: &Arc<dyn Device>, other: &Arc<dyn Device>) -> bool {
+    std::ptr::addr_eq(Arc::as_ptr(device), Arc::as_ptr(other))
 }
 
 fn check(origin: &Geometry, cow: &Geometry, config: &Config) -> Result<(), SetupError> {
@@ -251,20 +254,20 @@ fn limit(whose: &'static str, size: u64, chunk: u64, chunks: u64) -> Result<(), 
 }
 
 impl PendingSnapshot {
-    /// Says where the store is, for people.
+    /// Sets the location of the store for messages.
     #[must_use]
     pub fn at(self, place: impl Into<String>) -> Self {
-        // Nobody else knows the snapshot yet.
-        let _ = self.snapshot.0.snap.place.set(place.into());
+        // Only this handle exists, so the location is not set yet.
+        let _ = self.snapshot.0.snap.location.set(place.into());
         self
     }
 
-    /// The snapshot, once it has begun.
+    /// Returns the attached snapshot.
     ///
     /// # Panics
-    /// If it has not: [`consistency_group::take`] comes first.
+    /// If [`consistency_group::take`] was not called first.
     pub fn into_snapshot(self) -> Snapshot {
-        assert!(self.attached, "into_snapshot comes after consistency_group::take");
+        assert!(self.attached, "into_snapshot requires consistency_group::take first");
         self.snapshot.clone()
     }
 
@@ -294,11 +297,11 @@ impl Pending for PendingSnapshot {
             self.attached = true;
             let snap = &self.snapshot.0.snap;
             let core = self.core();
-            // From now on writes are preserved for it.
-            let missed = self.before.missed(core);
+            // Writes are preserved for the snapshot from here on.
+            let missed = self.previous.missed(core);
             let _ = snap.missed.set(missed);
             if snap.is_merging() {
-                core.will_merge();
+                core.announce_merge();
             }
             core.gate.change(|view| {
                 view.changed(|view| {
@@ -309,7 +312,7 @@ impl Pending for PendingSnapshot {
                     }
                 })
             });
-            core.prepared(self.snapshot.cow(), false);
+            core.end_preparation(self.snapshot.cow(), false);
             log_missed(snap, missed);
         }
     }
@@ -327,14 +330,14 @@ impl Drop for PendingSnapshot {
     fn drop(&mut self) {
         self.thaw();
         if !self.attached {
-            self.core().prepared(self.snapshot.cow(), self.snapshot.0.snap.is_merging());
+            self.core().end_preparation(self.snapshot.cow(), self.snapshot.0.snap.is_merging());
         }
     }
 }
 
-/// Logs what its store missed before it was opened.
+/// Logs that the store missed writes before it was opened.
 fn log_missed(snap: &Snap, missed: Missed) {
-    let store = snap.place.get().map_or("an exception store", |place| place);
+    let store = snap.location.get().map_or("an exception store", |location| location);
     match missed {
         Missed::Nothing => {}
         Missed::Unknown => tracing::warn!(

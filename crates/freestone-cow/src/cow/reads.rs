@@ -1,8 +1,8 @@
-//! Reads and flushes of a snapshot, and what it says of itself.
+//! Reads, flushes, extents and changes of a snapshot.
 //!
-//! A request is cut into runs of chunks that lie together, with the origin or on the COW device.
-//! What was read from the origin counts only if the chunks still have no exception afterwards (see
-//! [`exceptions`](super::exceptions)); where one was made meanwhile, the copy is read instead.
+//! A request is split into runs of chunks that are contiguous on the origin or on the COW device.
+//! Data read from the origin is valid only if its chunks still have no exception afterwards (see
+//! [`exceptions`](super::exceptions)). Otherwise the copy is read instead.
 
 use std::sync::Arc;
 
@@ -13,31 +13,31 @@ use freestone_core::device::{
 use freestone_core::handoff::progress;
 use freestone_core::sync::Mutex;
 
-/// Runs of chunks that one try goes through.
+/// Maximum number of runs per try.
 const TRY_RUNS: u32 = 64;
-/// Extents that are looked at before they are checked and given out.
+/// Maximum number of extents collected before they are validated and returned.
 const EXTENT_ROWS: usize = 256;
 
-/// Where a run of a request lies: on which device, from which byte on, and how long it is.
+/// Contiguous part of a request on one device.
 struct Run {
-    /// On the COW device; else on the origin.
+    /// The run lies on the COW device, else on the origin.
     own: bool,
     at: u64,
     len: u64,
 }
 
 impl Snap {
-    /// The run at byte `at`, up to `end`.
+    /// Returns the run that starts at byte `at`, up to `end`.
     fn run_at(&self, at: u64, end: u64) -> Run {
-        // Behind the snapshot's end: read from an origin that has grown, while the snapshot plays
-        // its part.
+        // An origin that has grown is longer than the snapshot that serves it. Such bytes are read
+        // from the origin.
         let end =
             if at < self.size { end.min(self.size) } else { return Run { own: false, at, len: end - at } };
         let chunk = self.chunk();
-        let (place, chunks) = self.exceptions.run(at / chunk, end.div_ceil(chunk));
+        let (cow_chunk, chunks) = self.exceptions.run(at / chunk, end.div_ceil(chunk));
         let len = (chunks * chunk - at % chunk).min(end - at);
-        match place {
-            Some(place) => Run { own: true, at: place * chunk + at % chunk, len },
+        match cow_chunk {
+            Some(cow_chunk) => Run { own: true, at: cow_chunk * chunk + at % chunk, len },
             None => Run { own: false, at, len },
         }
     }
@@ -46,24 +46,26 @@ impl Snap {
         if run.own { &self.cow } else { &self.core.device }
     }
 
-    /// Whether the bytes `[at, at + len)` that the origin gave are the snapshot's.
-    pub fn holds(&self, at: u64, len: u64, state: u32) -> Result<bool> {
+    /// Checks data read from `[at, at + len)` of the origin. Returns false if it must be read
+    /// again.
+    pub fn is_origin_data_valid(&self, at: u64, len: u64, state: u32) -> Result<bool> {
         let chunk = self.chunk();
         self.counters.add(counter::ORIGIN_READS, 1);
-        // Behind the snapshot's end the origin's content counts, also where the chunk has an
+        // After the snapshot's end the origin's content is valid, even if the last chunk has an
         // exception for the part before.
-        let unmade = at >= self.size || self.exceptions.none_complete(at / chunk, (at + len).div_ceil(chunk));
-        // Checked after the exceptions: a write of the origin makes none for a snapshot that is
-        // lost.
-        let holds = self.still(state)? && unmade;
-        if !holds {
+        let unchanged =
+            at >= self.size || self.exceptions.has_none_complete(at / chunk, (at + len).div_ceil(chunk));
+        // Checked after the exceptions: a write to the origin makes no exception for a lost
+        // snapshot.
+        let is_valid = self.is_same_mode_since(state)? && unchanged;
+        if !is_valid {
             self.counters.add(counter::REREADS, 1);
         }
-        Ok(holds)
+        Ok(is_valid)
     }
 }
 
-/// Reads what can be read at once.
+/// Reads as much as possible without waiting.
 pub fn try_read(snap: &Snap, request: &Request, into: &mut [u8]) -> Result<Tried> {
     if into.len() as u64 != request.len {
         return Err(Error::Misaligned);
@@ -72,19 +74,19 @@ pub fn try_read(snap: &Snap, request: &Request, into: &mut [u8]) -> Result<Tried
     let mut done = 0;
     for _ in 0..TRY_RUNS {
         let state = snap.state();
-        snap.readable()?;
+        snap.check_readable()?;
         let at = request.offset + done;
         let run = snap.run_at(at, end);
         let into = &mut into[done as usize..(done + run.len) as usize];
         let part = Request { offset: run.at, len: run.len, ..*request };
         let read = match snap.device_of(&run).try_io(&part, Buffer::Read(into)) {
             Ok(Tried::Done) => run.len,
-            Ok(Tried::Partly(bytes)) => snap.whole_blocks(at + bytes).saturating_sub(at),
+            Ok(Tried::Partly(bytes)) => snap.round_down_to_block(at + bytes).saturating_sub(at),
             Err(error) if done == 0 => return Err(error),
-            // An error shows again when the rest is tried.
+            // The rest will be submitted, and then reports this error.
             Ok(Tried::WouldBlock) | Err(_) => break,
         };
-        if !run.own && !snap.holds(at, read, state)? {
+        if !run.own && !snap.is_origin_data_valid(at, read, state)? {
             continue;
         }
         done += read;
@@ -95,47 +97,47 @@ pub fn try_read(snap: &Snap, request: &Request, into: &mut [u8]) -> Result<Tried
     Ok(progress(done, request.len))
 }
 
-/// A submitted read that consists of several parts.
-struct Reading {
+/// Submitted read with several parts.
+struct SplitRead {
     snap: Arc<Snap>,
     offset: u64,
-    state: Mutex<ReadingState>,
+    state: Mutex<SplitReadState>,
 }
 
-/// Lock order: taken with nothing held, and nothing under it.
-struct ReadingState {
+/// Lock order: taken without other locks, and no lock is taken under it.
+struct SplitReadState {
     buffer: IoBuf,
     left: usize,
     error: Option<Error>,
     done: Option<Completion>,
 }
 
-/// Takes over a read.
 pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) {
     let bad = if buffer.len() as u64 == request.len { None } else { Some(Error::Misaligned) };
-    if let Some(error) = bad.or(snap.readable().err()) {
+    if let Some(error) = bad.or(snap.check_readable().err()) {
         return done.complete(Err(error), buffer);
     }
     let state = snap.state();
     let run = snap.run_at(request.offset, request.offset + request.len);
     let device = Arc::clone(snap.device_of(&run));
     if run.len < request.len {
-        let reading = Reading::new(Arc::clone(snap), request.offset, buffer, done);
-        reading.read(request.offset, request.len);
-        return reading.arrived(Ok(()));
+        let split = SplitRead::new(Arc::clone(snap), request.offset, buffer, done);
+        split.read(request.offset, request.len);
+        return split.finish_part(Ok(()));
     }
     let part = Request { offset: run.at, ..request };
     let snap = Arc::clone(snap);
     let then = Completion::new(move |outcome: Result<()>, buffer| {
-        let holds = outcome
-            .and_then(|()| if run.own { Ok(true) } else { snap.holds(request.offset, request.len, state) });
-        match holds {
+        let is_valid = outcome.and_then(|()| {
+            if run.own { Ok(true) } else { snap.is_origin_data_valid(request.offset, request.len, state) }
+        });
+        match is_valid {
             Ok(true) => done.complete(Ok(()), buffer),
             Err(error) => done.complete(Err(error), buffer),
             Ok(false) => {
                 let work_queue = Arc::clone(&snap.core.work_queue);
-                // Run by run now: some chunks have an exception, others are read from the origin
-                // again.
+                // The range now consists of several runs: chunks with an exception, and chunks to
+                // read from the origin again.
                 work_queue.push(move || submit(&snap, request, buffer, done));
             }
         }
@@ -143,13 +145,13 @@ pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completio
     device.submit(part, buffer, then);
 }
 
-impl Reading {
+impl SplitRead {
     fn new(snap: Arc<Snap>, offset: u64, buffer: IoBuf, done: Completion) -> Arc<Self> {
-        let state = ReadingState { buffer, left: 1, error: None, done: Some(done) };
+        let state = SplitReadState { buffer, left: 1, error: None, done: Some(done) };
         Arc::new(Self { snap, offset, state: Mutex::new(state) })
     }
 
-    /// Reads a range, run by run. The caller holds a share of `left` meanwhile.
+    /// Reads a range run by run. The caller's share of `left` keeps the request from completing.
     fn read(self: &Arc<Self>, from: u64, len: u64) {
         let (mut at, end) = (from, from + len);
         while at < end {
@@ -160,64 +162,65 @@ impl Reading {
             let buffer = match IoBuf::zeroed(len as usize) {
                 Ok(buffer) => buffer,
                 Err(error) => {
-                    let mut reading = self.state.lock();
-                    reading.error = reading.error.or(Some(error));
+                    let mut split = self.state.lock();
+                    split.error = split.error.or(Some(error));
                     return;
                 }
             };
             self.state.lock().left += 1;
-            let reading = Arc::clone(self);
+            let split = Arc::clone(self);
             let own = run.own;
             let then = Completion::new(move |outcome, data: IoBuf| {
-                reading.complete(start, len, own, state, outcome, &data);
+                split.complete(start, len, own, state, outcome, &data);
             });
             self.snap.device_of(&run).submit(Request::read(run.at, len), buffer, then);
         }
     }
 
-    /// A part was read. Runs on a thread of a device.
+    /// Completes a part. Runs on a thread of a device.
     fn complete(self: Arc<Self>, at: u64, len: u64, own: bool, state: u32, outcome: Result<()>, data: &[u8]) {
-        let holds = outcome.and_then(|()| if own { Ok(true) } else { self.snap.holds(at, len, state) });
-        match holds {
+        let is_valid = outcome
+            .and_then(|()| if own { Ok(true) } else { self.snap.is_origin_data_valid(at, len, state) });
+        match is_valid {
             Ok(true) => {
-                let mut reading = self.state.lock();
+                let mut split = self.state.lock();
                 let from = (at - self.offset) as usize;
-                reading.buffer[from..from + len as usize].copy_from_slice(data);
-                drop(reading);
-                self.arrived(Ok(()));
+                split.buffer[from..from + len as usize].copy_from_slice(data);
+                drop(split);
+                self.finish_part(Ok(()));
             }
             Ok(false) => {
                 let work_queue = Arc::clone(&self.snap.core.work_queue);
                 work_queue.push(move || {
                     self.read(at, len);
-                    self.arrived(Ok(()));
+                    self.finish_part(Ok(()));
                 });
             }
-            Err(error) => self.arrived(Err(error)),
+            Err(error) => self.finish_part(Err(error)),
         }
     }
 
-    fn arrived(&self, outcome: Result<()>) {
-        let mut reading = self.state.lock();
-        reading.error = reading.error.or(outcome.err());
-        reading.left -= 1;
-        if reading.left > 0 {
+    fn finish_part(&self, outcome: Result<()>) {
+        let mut split = self.state.lock();
+        split.error = split.error.or(outcome.err());
+        split.left -= 1;
+        if split.left > 0 {
             return;
         }
-        let buffer = std::mem::replace(&mut reading.buffer, IoBuf::empty());
-        let (error, done) = (reading.error, reading.done.take());
-        drop(reading);
+        let buffer = std::mem::replace(&mut split.buffer, IoBuf::empty());
+        let (error, done) = (split.error, split.done.take());
+        drop(split);
         if let Some(done) = done {
             done.complete(error.map_or(Ok(()), Err), buffer);
         }
     }
 }
 
-// ---- flush: to the COW device; of a snapshot that is merged to the origin as well ---------------
+// ---- flush: the COW device, and during a merge also the origin ----------------------------------
 
 impl Snap {
     pub fn try_flush(&self, request: &Request) -> Result<Tried> {
-        self.readable()?;
+        self.check_readable()?;
         if self.is_merging() {
             return Ok(Tried::WouldBlock);
         }
@@ -225,7 +228,7 @@ impl Snap {
     }
 
     pub fn flush(self: &Arc<Self>, request: Request, buffer: IoBuf, done: Completion) {
-        if let Err(error) = self.readable() {
+        if let Err(error) = self.check_readable() {
             return done.complete(Err(error), buffer);
         }
         if !self.is_merging() {
@@ -243,14 +246,14 @@ impl Snap {
     }
 }
 
-// ---- what it says of itself ---------------------------------------------------------------------
+// ---- extents and changes ------------------------------------------------------------------------
 
 impl Snap {
     pub fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         let end = self.end_of(offset, len)?;
         loop {
             let state = self.state();
-            self.readable()?;
+            self.check_readable()?;
             let run = self.run_at(offset, end);
             let mut rows = Vec::new();
             self.device_of(&run).extents(run.at, run.len, &mut |extent| {
@@ -258,9 +261,9 @@ impl Snap {
                 rows.len() < EXTENT_ROWS
             })?;
             let rows = self.in_blocks(&run, rows);
-            // The origin may have described what was written meanwhile.
+            // The extents may describe data written to the origin meanwhile.
             let described = rows.iter().map(|row| row.len).sum::<u64>();
-            if !run.own && !self.holds(offset, described, state)? {
+            if !run.own && !self.is_origin_data_valid(offset, described, state)? {
                 continue;
             }
             let mut given = 0;
@@ -274,8 +277,8 @@ impl Snap {
         }
     }
 
-    /// The same in whole blocks, where the device has smaller ones: a block that is not all of one
-    /// kind is data.
+    /// Rounds extents to whole blocks of the snapshot, if the device has smaller blocks. A block of
+    /// several kinds becomes data.
     fn in_blocks(&self, run: &Run, rows: Vec<Extent>) -> Vec<Extent> {
         if u64::from(self.device_of(run).geometry().logical_block) >= self.block() {
             return rows;
@@ -289,7 +292,7 @@ impl Snap {
                 row.len += next.len;
             }
             end = row.offset + row.len;
-            let (from, to) = (row.offset.next_multiple_of(self.block()), self.whole_blocks(end));
+            let (from, to) = (row.offset.next_multiple_of(self.block()), self.round_down_to_block(end));
             if row.kind != ExtentKind::Data && from < to {
                 if at < from {
                     whole.push(data(at, from));
@@ -316,10 +319,10 @@ impl Snap {
         range_end(offset, len, self.size)
     }
 
-    /// Which runs of a range are the snapshot's own, on the COW device.
+    /// Reports the runs of a range, and whether each one lies on the COW device.
     pub fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> Result<u64> {
         let end = self.end_of(offset, len)?;
-        self.readable().map_err(|_| Error::Gone)?;
+        self.check_readable().map_err(|_| Error::Gone)?;
         let mut at = offset;
         for _ in 0..TRY_RUNS {
             let run = self.run_at(at, end);

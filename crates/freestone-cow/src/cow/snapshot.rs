@@ -1,20 +1,18 @@
-//! A snapshot: what the origin held at one moment, and what was written to the snapshot since.
+//! Snapshot of an origin: the origin's content at one moment, plus later writes to the snapshot.
 //!
-//! The states are dm-snapshot's. *Invalid*: a copy failed, or there was no room for one that the
-//! origin needed (or, for `P` and `N`, the snapshot itself); every access fails, the origin goes
-//! on. *Overflow* (`PO`): no room for a write to the snapshot; it and later ones fail, reads stay
-//! correct. *Merge failed*: see [`merge`](super::merge).
+//! The states are those of dm-snapshot. *Invalid*: a copy failed, or had no room. Every access to
+//! the snapshot fails; the origin continues. *Overflow* (`PO`): a write to the snapshot had no
+//! room. This and later writes fail; reads stay correct. *Merge failed*: see
+//! [`merge`](super::merge).
 //!
-//! Where this differs from dm-snapshot on purpose:
-//! * Reads of the origin are checked afterwards and not tracked (see
-//!   [`exceptions`](super::exceptions)), so writes to the origin never wait for a reader of a
-//!   snapshot.
-//! * A write that needs exceptions for several chunks asks for them together, so that they share a
-//!   commit.
-//! * A write that finds an overflow is answered "no space" (dm: I/O error).
-//! * The last chunk is copied as far as the origin reaches at that time.
-//! * An invalid snapshot is marked on disk before the origin is overwritten; where the COW device
-//!   fails, that is tried for two seconds.
+//! Intentional differences from dm-snapshot:
+//! * Reads of the origin are checked afterwards instead of tracked (see
+//!   [`exceptions`](super::exceptions)). So writes to the origin never wait for a reader.
+//! * A write that needs several exceptions requests them together, so they share a commit.
+//! * A write after an overflow fails with "no space" (dm: I/O error).
+//! * The last chunk is copied up to the origin's current end.
+//! * An invalid snapshot is marked on disk before the origin is overwritten. If the COW device
+//!   fails, the origin waits at most two seconds for that.
 //!
 //! Lock order: see [`state`](super::state).
 
@@ -30,50 +28,49 @@ use freestone_core::device::{
 };
 use freestone_core::per_cpu_arc::PerCpuArc;
 
-/// What a snapshot did so far.
+/// Counters of a snapshot since it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SnapshotStats {
-    /// Chunks that were copied from the origin.
+    /// Chunks copied from the origin.
     pub copied_chunks: u64,
-    /// Chunks that a write to the snapshot covered, so that nothing was copied.
+    /// Writes to the snapshot that covered a whole chunk, so nothing was copied.
     pub full_chunk_writes: u64,
-    /// Writes to the origin that waited for a copy of this snapshot.
+    /// Writes to the origin that waited for this snapshot.
     pub origin_writes_waited: u64,
-    /// Reads, or parts of reads, that the origin answered.
+    /// Reads, or parts of reads, served by the origin.
     pub origin_reads: u64,
-    /// Of these, those that were repeated because the origin was written meanwhile.
+    /// Origin reads repeated because the origin was written meanwhile.
     pub rereads: u64,
-    /// Exceptions that are in the record.
+    /// Committed exceptions.
     pub exceptions: u64,
-    /// Commits: writes of the record. Each covers a group of exceptions. 0 for a transient store.
+    /// Commits: writes of the record, each for a group of exceptions. 0 for a transient store.
     pub commits: u64,
-    /// Exceptions of the largest group.
+    /// Exceptions in the largest commit.
     pub largest_commit: u64,
 }
 
-/// A snapshot of an origin. Clones are handles to one snapshot; when the last one is dropped it is
-/// detached: later writes to the origin are not preserved for it. To open it again from its COW
-/// device, first end all use of the origin, and stop a merge ([`stop_merge`](Self::stop_merge));
-/// then drop it.
+/// Handle to a snapshot of an origin. Clones share one snapshot. Dropping the last handle detaches
+/// the snapshot: later writes to the origin are not preserved for it.
+///
+/// To open the snapshot again, end all use of the origin, call [`stop_merge`](Self::stop_merge),
+/// and drop the handles first.
 #[derive(Clone)]
 pub struct Snapshot(pub(super) Arc<Handle>);
 
-/// What the user's handles share.
+/// State shared by the handles.
 pub(super) struct Handle {
     pub snap: PerCpuArc<Snap>,
-    /// Declared, and so dropped, after `snap`: the origin's list is cleared when this snapshot has
-    /// left it.
+    /// Declared after `snap`, so dropped after it: the snapshot leaves the origin's list before the
+    /// list is cleared.
     anchor: Arc<Anchor>,
 }
-
-// ---- what the user sees -------------------------------------------------------------------------
 
 impl Snapshot {
     pub(super) fn new(snap: PerCpuArc<Snap>, anchor: Arc<Anchor>) -> Self {
         Self(Arc::new(Handle { snap, anchor }))
     }
 
-    /// Its state, as `dmsetup status` has it.
+    /// Returns the status, as in `dmsetup status`.
     pub fn status(&self) -> Status {
         let snap = &self.0.snap;
         if snap.is_invalid() {
@@ -87,27 +84,27 @@ impl Snapshot {
         }
     }
 
-    /// Unit of copies in bytes.
+    /// Returns the chunk size in bytes.
     pub fn chunk_bytes(&self) -> u64 {
         self.0.snap.chunk()
     }
 
-    /// The exception store.
+    /// Returns the kind of the exception store.
     pub fn kind(&self) -> StoreKind {
         self.0.snap.store.kind()
     }
 
-    /// The COW device.
+    /// Returns the COW device.
     pub fn cow(&self) -> &Arc<dyn Device> {
         self.0.snap.store.device()
     }
 
-    /// What it was asked to be when it was opened.
+    /// Returns the configuration passed at opening.
     pub fn config(&self) -> Config {
         self.0.snap.config
     }
 
-    /// Numbers since it was opened.
+    /// Returns the counters.
     pub fn stats(&self) -> SnapshotStats {
         let snap = &self.0.snap;
         let store = snap.store.stats();
@@ -123,36 +120,37 @@ impl Snapshot {
         }
     }
 
-    /// Bounds the copies in flight, the kernel's `snapshot_cow_threshold`: 1 and up, 2048 to begin
-    /// with, and never more than 64 MiB of memory hold. Requests beyond it queue.
+    /// Sets the maximum number of copies in flight, as the kernel's `snapshot_cow_threshold`: at
+    /// least 1, by default 2048. 64 MiB of memory for copies limits it further. Other requests
+    /// queue.
     pub fn set_cow_threshold(&self, copies: usize) {
         self.0.snap.set_copies_max(copies);
     }
 
-    /// Whether it is invalid, its COW device could not be made to say so in time, and the origin is
-    /// written all the same: opened again after a crash it may look good, and must not be trusted.
+    /// Returns true if the snapshot is invalid, but the COW device could not be marked in time and
+    /// the origin continues. After a crash such a store may look valid; do not trust it.
     pub fn is_unmarked(&self) -> bool {
         self.0.snap.store.is_unmarked()
     }
 
-    /// Whether its store missed writes of the origin before it was opened.
+    /// Returns whether the store missed writes of the origin before it was opened.
     pub fn missed_writes(&self) -> Missed {
         self.0.snap.missed.get().copied().unwrap_or(Missed::Nothing)
     }
 
-    /// Takes the snapshot off its origin. Its accesses fail from now on; on the COW device it stays
-    /// as it is.
+    /// Detaches the snapshot from its origin: accesses fail from now on. The COW device keeps its
+    /// content.
     pub fn remove(&self) {
         self.0.snap.detach();
     }
 }
 
 impl Snapshot {
-    /// The origin, when the merge is finished: it takes the snapshot's requests, since another
-    /// snapshot may be merged into it by now.
+    /// Returns the origin after a finished merge. The origin takes over the snapshot's requests,
+    /// since another snapshot may be merging into it by now.
     fn merged(&self) -> Option<Origin> {
         let snap = &self.0.snap;
-        let is_origin = snap.is_merging() && snap.merge.is_finished() && snap.readable().is_ok();
+        let is_origin = snap.is_merging() && snap.merge.is_finished() && snap.check_readable().is_ok();
         is_origin.then(|| Origin(Arc::clone(&self.0.anchor)))
     }
 }
@@ -219,9 +217,9 @@ impl Changes for Snapshot {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // A merge stops after the run that is under way, and the origin goes on showing what was
-        // not merged yet. Not waited for: this may be a thread that the merge needs.
-        self.snap.merge.stop();
+        // A merge stops after the current run, and this snapshot continues to serve the origin. Not
+        // waiting here: the merge may need this thread.
+        self.snap.merge.request_stop();
         if !self.snap.is_merging() {
             self.snap.detach();
         }
@@ -234,7 +232,7 @@ impl fmt::Debug for Snapshot {
     }
 }
 
-/// Its size, and what fits both devices.
+/// Returns the snapshot's size and the limits common to both devices.
 fn geometry(snap: &Snap) -> Geometry {
     let (origin, cow) = (snap.core.device.geometry(), snap.store.device().geometry());
     let chunk = snap.chunk() as u32;
@@ -247,7 +245,7 @@ fn geometry(snap: &Snap) -> Geometry {
         io_opt: chunk.max(snap.logical_block),
         discard_granularity: if snap.config.discard_zeroes_cow { chunk } else { 0 },
         fast_zeroes: cow.fast_zeroes,
-        // What is merged is as durable as the origin's flush makes it.
+        // Merged data is as durable as the origin's flush makes it.
         volatile_cache: cow.volatile_cache || persistent && origin.volatile_cache,
         padding: 0,
         volatile_media: origin.volatile_media || cow.volatile_media || !persistent,

@@ -1,38 +1,37 @@
-//! What an origin and its snapshots share: the origin's list of snapshots, the state of each of
-//! them, and the rights to copy.
+//! State shared by an origin and its snapshots: the list of snapshots, their states, and the
+//! permits to copy.
 //!
 //! # Copies in flight
-//! A request takes a permit before it takes a slot or a chunk of the COW device. Where there is
-//! none it queues, holding nothing, and goes on with the permit of a copy that ended. So permits
-//! never wait for each other: whoever holds one either runs a copy, which ends by itself, or is
-//! about to begin one, and gives it back if it need not. (The kernel's counter did deadlock when it
-//! was a semaphore that was waited for with a lock held.)
+//! A request takes a permit before it takes a slot or a chunk of the COW device. Without a free
+//! permit the request queues, holding nothing, and gets the permit of a finished copy. So permits
+//! cannot deadlock: each one belongs to a running copy, or to a request that starts one or drops
+//! the permit. (The kernel's counter did deadlock as a semaphore, because a waiter held a lock.)
 //!
 //! # Lock order
-//! 1. The origin's `changing`.
+//! 1. The origin's `setup`.
 //! 2. The gate of the origin, then that of a snapshot.
 //! 3. A slot of `exceptions`.
-//! 4. Under a slot, one after the other: the store's queue, `rights`, a gatherer,
-//!    `waiting_for_loss`, the tracking of `merge`.
+//! 4. Under a slot, one after the other: the store's queue, `copy_tokens`, a wait group,
+//!    `loss_waiters`, the write tracking of `merge`.
 //! 5. The work queue, with none of 4 held.
 //!
-//! No lock is held while a device is called, except that a request which is only tried is pinned.
+//! No lock is held during a call of a device, but a try (`try_io`) may run on a pinned thread.
 
 use std::ops::Deref;
 use std::sync::Arc;
 
 use crossbeam_utils::CachePadded;
 
-use super::age::{Age, Missed};
-use super::blocks::Blocks;
 use super::config::{Config, StoreKind};
+use super::content::{ContentVersion, Missed};
 use super::exceptions::Exceptions;
-use super::gather::Waiter;
 use super::loss::Loss;
-use super::merge_state::Merge;
+use super::merge_state::MergeState;
 use super::notes::Notes;
+use super::small_blocks::SmallBlocks;
 use super::store::Store;
 use super::tokens::Tokens;
+use super::wait_group::Waiter;
 use freestone_core::device::{Completion, Device, Error, Geometry, IoBuf, Request, Result};
 use freestone_core::freeze_gate::FreezeGate;
 use freestone_core::per_cpu_arc::PerCpuArc;
@@ -42,15 +41,14 @@ use freestone_core::sync::{AtomicU32, Mutex, OnceLock, Ordering};
 use freestone_core::work_queue::WorkQueue;
 use freestone_core::zeroes::leading_zeroes;
 
-/// Bytes that a copy moves at once: the kernel's sub-jobs. Memory of a copy in flight.
+/// Bytes copied at once, as in the kernel's sub-jobs; the memory of a copy in flight.
 pub const COPY_PIECE_BYTES: u64 = 512 << 10;
-/// Copies in flight a snapshot unless told otherwise: the kernel's `snapshot_cow_threshold`.
+/// Default limit of copies in flight per snapshot: the kernel's `snapshot_cow_threshold`.
 const COPIES_MAX_DEFAULT: usize = 2048;
-/// Memory that the copies of one snapshot may take in flight, in bytes: bounds them where chunks
-/// are large.
+/// Memory limit for the copies in flight of one snapshot, in bytes. Applies with large chunks.
 const COPY_MEMORY_BYTES_MAX: u64 = 64 << 20;
 
-/// Which numbers a snapshot counts.
+/// Indexes of a snapshot's counters.
 pub(super) mod counter {
     pub const COPIED: usize = 0;
     pub const FULL: usize = 1;
@@ -62,124 +60,123 @@ pub(super) mod counter {
 
 /// Bits of a snapshot's state.
 mod bit {
-    /// Its own accesses fail.
+    /// Accesses to the snapshot fail.
     pub const INVALID: u32 = 1;
-    /// The COW device says so too: the origin need not care any more.
+    /// The COW device is marked invalid, too: the origin need not preserve anything.
     pub const LOST: u32 = 1 << 1;
     pub const OVERFLOW: u32 = 1 << 2;
     pub const DETACHED: u32 = 1 << 3;
     pub const MERGING: u32 = 1 << 4;
-    /// The log says that it is lost.
-    pub const TOLD: u32 = 1 << 5;
-    /// The machine's power was lost: nothing that it had begun goes on.
-    pub const OFF: u32 = 1 << 6;
+    /// The loss was logged.
+    pub const LOGGED: u32 = 1 << 5;
+    /// The power was lost: requests that started before must not continue.
+    pub const POWERED_OFF: u32 = 1 << 6;
 }
 
-/// A CPU's reference to an origin, on a cache line of its own.
+/// Per-CPU reference to an origin, on its own cache line.
 pub(super) struct OriginCore(CachePadded<Arc<OriginState>>);
 
-/// What all references to an origin share.
+/// State shared by all references to an origin.
 pub(super) struct OriginState {
     pub device: Arc<dyn Device>,
     pub notes: Option<Box<dyn Notes>>,
-    /// Passed by writes to the origin. Closed while a snapshot begins, or starts to be merged.
+    /// Entered by writes to the origin. Closed to attach a snapshot or to start a merge.
     pub gate: FreezeGate<View>,
     pub work_queue: Arc<WorkQueue>,
-    /// Looks at the origin's extents, which may wait for a disk.
+    /// Runs queries of the origin's extents, which may wait for a disk.
     pub extents_queue: Arc<WorkQueue>,
     pub common: OnceLock<Arc<Common>>,
-    /// Who changes the list of snapshots. Held by no request; where a merge begins, also while it
-    /// waits for writes that are under way.
-    pub changing: Mutex<Changing>,
-    /// 1 from just before the first snapshot plays its part: until then reads need not look at the
-    /// view.
-    merges: AtomicU32,
-    /// Which content it holds: tells whether a store missed writes.
-    pub age: Age,
-    /// Writes to the snapshot that plays the origin's part.
+    /// Serializes changes of the snapshot list. Not taken by requests. The start of a merge holds
+    /// it while waiting for writes in flight.
+    pub setup: Mutex<SetupState>,
+    /// 1 from just before the first snapshot serves the origin. Until then reads skip the view.
+    merge_announced: AtomicU32,
+    /// Content version of the origin: detects stores that missed writes.
+    pub content_version: ContentVersion,
+    /// Submits a write to the snapshot that serves the origin.
     pub write_merging: WriteSnapshot,
 }
 
-/// Takes over a write, write zeroes or discard of a snapshot.
+/// Function that submits a write, write zeroes or discard to a snapshot.
 pub(super) type WriteSnapshot = fn(Arc<Snap>, Request, IoBuf, Completion);
 
-/// Snapshots that are about to begin, and whether one is merged.
+/// Snapshots in preparation, and the state of a merge.
 #[derive(Default)]
-pub(super) struct Changing {
-    /// The COW devices of snapshots that are prepared and have not begun.
+pub(super) struct SetupState {
+    /// COW devices of snapshots that are prepared but not attached.
     pub preparing: Vec<Arc<dyn Device>>,
     pub merging: Merging,
 }
 
-/// Whether a snapshot is being merged.
+/// Whether a merge into the origin exists.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Merging {
     #[default]
     No,
-    /// One was opened whose merge was under way, and nothing was merged since. Other snapshots that
-    /// were there before can still be opened.
-    TakenUp,
+    /// A snapshot with an interrupted merge is open, and the merge has not resumed. Other existing
+    /// stores can still be opened.
+    Interrupted,
     Yes,
 }
 
-/// The snapshots that a write has to look at.
+/// Snapshots that a write must check.
 #[derive(Clone, Default)]
 pub(super) struct View {
-    /// Largest chunks first.
+    /// Sorted by chunk size, largest first.
     pub snapshots: Vec<PerCpuArc<Snap>>,
-    /// Plays the origin's part.
+    /// Snapshot that serves the origin during a merge.
     pub merging: Option<PerCpuArc<Snap>>,
-    /// Another number in every view.
+    /// Changes with every view.
     pub generation: u64,
-    /// Another number after each loss of power.
+    /// Changes with every power loss.
     pub boot: u64,
 }
 
-/// How a snapshot treats writes.
+/// Handling of writes to a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// They make exceptions.
+    /// Writes make exceptions.
     Normal,
-    /// It is merged into the origin, whose part it plays.
+    /// The snapshot is being merged and serves the origin.
     Merging,
 }
 
-/// A CPU's reference to a snapshot, on a cache line of its own.
+/// Per-CPU reference to a snapshot, on its own cache line.
 pub(super) struct Snap(CachePadded<Arc<SnapState>>);
 
-/// What all references to a snapshot share.
+/// State shared by all references to a snapshot.
 pub(super) struct SnapState {
     pub core: PerCpuArc<OriginCore>,
     pub store: Arc<Store>,
     pub exceptions: Exceptions<Waiter>,
-    /// Passed by writes to the snapshot, and by what makes exceptions.
+    /// Entered by writes to the snapshot and by new exceptions.
     pub gate: FreezeGate<Mode>,
-    /// To copy. Its lock is held for a few instructions.
-    rights: Tokens<Next>,
+    /// Permits to copy. The lock is held for a few instructions.
+    copy_tokens: Tokens<PermitTask>,
     pub config: Config,
     pub size: u64,
-    pub merge: Merge,
-    /// Where the store is, for people.
-    pub place: OnceLock<String>,
-    /// Set when it has begun.
+    pub merge: MergeState,
+    /// Location of the store, for messages.
+    pub location: OnceLock<String>,
+    /// Set when the snapshot is attached.
     pub missed: OnceLock<Missed>,
     pub counters: Counters<{ counter::COUNT }>,
-    /// The COW device, in logical blocks no larger than the origin's.
+    /// COW device, with logical blocks at most as large as the origin's.
     pub cow: Arc<dyn Device>,
     pub logical_block: u32,
     state: AtomicU32,
-    /// Writes of the origin that wait until it is known on disk that the snapshot is lost. Held for
+    /// Writes of the origin that wait until the COW device is marked invalid. The lock is held for
     /// a few instructions.
-    waiting_for_loss: Mutex<Vec<Waiter>>,
+    loss_waiters: Mutex<Vec<Waiter>>,
 }
 
-/// The right to have one copy in flight, of one snapshot.
+/// Permit for one copy in flight of one snapshot.
 pub(super) struct Permit(Arc<Snap>);
 
-/// What goes on with a permit.
-type Next = Box<dyn FnOnce(Permit) + Send>;
+/// Task that waits for a permit.
+type PermitTask = Box<dyn FnOnce(Permit) + Send>;
 
-// ---- an origin ----------------------------------------------------------------------------------
+// ---- origin -------------------------------------------------------------------------------------
 
 impl Deref for OriginCore {
     type Target = OriginState;
@@ -189,22 +186,21 @@ impl Deref for OriginCore {
 }
 
 impl OriginCore {
-    /// An origin without snapshots.
     pub fn new(
         device: Arc<dyn Device>,
         notes: Option<Box<dyn Notes>>,
         write_merging: WriteSnapshot,
     ) -> PerCpuArc<Self> {
         let core = Arc::new(OriginState {
-            age: Age::new(notes.as_deref()),
+            content_version: ContentVersion::new(notes.as_deref()),
             device,
             notes,
             gate: FreezeGate::new(View::default()),
             work_queue: WorkQueue::plugged("cow"),
             extents_queue: WorkQueue::new("cow-extents"),
             common: OnceLock::new(),
-            changing: Mutex::default(),
-            merges: AtomicU32::new(0),
+            setup: Mutex::default(),
+            merge_announced: AtomicU32::new(0),
             write_merging,
         });
         PerCpuArc::new(|| Self(CachePadded::new(Arc::clone(&core))))
@@ -212,29 +208,28 @@ impl OriginCore {
 }
 
 impl OriginState {
-    /// The merge that is under way, as the origin itself says.
+    /// Returns the id of the merge in progress according to the origin's notes.
     pub fn noted_merge(&self) -> Option<u64> {
         self.notes.as_ref()?.merge()
     }
 
-    /// A snapshot is about to play its part.
-    pub fn will_merge(&self) {
-        self.merges.store(1, Ordering::SeqCst);
+    /// Announces that a snapshot will serve the origin.
+    pub fn announce_merge(&self) {
+        self.merge_announced.store(1, Ordering::SeqCst);
     }
 
-    /// Whether one may play its part.
-    pub fn may_merge(&self) -> bool {
-        self.merges.load(Ordering::SeqCst) != 0
+    /// Returns true if a snapshot may serve the origin.
+    pub fn may_have_merge(&self) -> bool {
+        self.merge_announced.load(Ordering::SeqCst) != 0
     }
 
-    /// Returns the end of the zeroes that a range begins with, and of the data that is known to follow
-    /// them. May wait for a disk: on the thread of [`extents_queue`](Self::extents_queue).
+    /// Returns the end of the zeroes at the start of a range, and the end of the known data after
+    /// them. May wait for a disk, so call it on [`extents_queue`](Self::extents_queue).
     pub fn leading_zeroes(&self, at: u64, end: u64) -> (u64, u64) {
         leading_zeroes(at, end, |from, len, row| self.device.extents(from, len, row).map(drop))
     }
 
-    /// Takes a snapshot out of the list.
-    pub fn forget(&self, snap: &Snap) {
+    pub fn remove_snapshot(&self, snap: &Snap) {
         self.gate.change(|view| {
             view.changed(|view| {
                 view.snapshots.retain(|other| !other.is(snap));
@@ -248,15 +243,15 @@ impl Drop for OriginState {
     fn drop(&mut self) {
         self.work_queue.stop();
         self.extents_queue.stop();
-        // All that was begun was answered.
-        if let (Some(notes), Some(content)) = (&self.notes, self.age.content()) {
+        // No request is in flight.
+        if let (Some(notes), Some(content)) = (&self.notes, self.content_version.content()) {
             notes.closed(content);
         }
     }
 }
 
 impl View {
-    /// The same view after a change.
+    /// Returns a changed copy of the view.
     pub fn changed(&self, change: impl FnOnce(&mut Self)) -> Self {
         let mut view = self.clone();
         change(&mut view);
@@ -266,7 +261,7 @@ impl View {
     }
 }
 
-// ---- a snapshot ---------------------------------------------------------------------------------
+// ---- snapshot -----------------------------------------------------------------------------------
 
 impl Deref for Snap {
     type Target = SnapState;
@@ -276,11 +271,11 @@ impl Deref for Snap {
 }
 
 impl SnapState {
-    /// The store is closed while the origin holds its present content, and records that.
-    fn closes(&self) {
-        // A snapshot that never began may have missed writes.
+    /// Records in the store that the store is closed at the origin's present content.
+    fn record_close(&self) {
+        // A snapshot that was never attached may have missed writes.
         if self.missed.get().is_some()
-            && let Some(content) = self.core.age.content()
+            && let Some(content) = self.core.content_version.content()
         {
             self.store.closes(content);
         }
@@ -289,11 +284,11 @@ impl SnapState {
 
 impl Drop for SnapState {
     fn drop(&mut self) {
-        // A snapshot that is merged is in use until its origin is dropped. Where all is merged, the
-        // store is empty.
+        // A merging snapshot is in use until its origin is dropped. After a finished merge the
+        // store is empty and needs no record.
         let merging = self.state.load(Ordering::SeqCst) & (bit::MERGING | bit::DETACHED) == bit::MERGING;
         if merging && !self.merge.is_finished() {
-            self.closes();
+            self.record_close();
         }
     }
 }
@@ -309,36 +304,36 @@ impl Snap {
         let cow_block = store.device().geometry().logical_block;
         let cow: Arc<dyn Device> = if cow_block > origin.logical_block {
             let work_queue = Arc::clone(&core.work_queue);
-            Arc::new(Blocks::new(Arc::clone(store.device()), origin.logical_block, work_queue))
+            Arc::new(SmallBlocks::new(Arc::clone(store.device()), origin.logical_block, work_queue))
         } else {
             Arc::clone(store.device())
         };
-        let lost = if store.is_valid() { 0 } else { bit::INVALID | bit::LOST };
-        // The merge was under way when the store was closed.
-        let taken_up = store.merge_id().is_some();
-        let lost = if taken_up { lost | bit::MERGING } else { lost };
-        let most = COPIES_MAX_DEFAULT.min(copies_max(store.chunk_bytes()));
+        let bits = if store.is_valid() { 0 } else { bit::INVALID | bit::LOST };
+        // An interrupted merge resumes later; the snapshot serves the origin until then.
+        let resumes_merge = store.merge_id().is_some();
+        let bits = if resumes_merge { bits | bit::MERGING } else { bits };
+        let limit = COPIES_MAX_DEFAULT.min(copies_max(store.chunk_bytes()));
         let state = Arc::new(SnapState {
             core: core.clone(),
             exceptions,
-            gate: FreezeGate::new(if taken_up { Mode::Merging } else { Mode::Normal }),
-            rights: Tokens::new(most as u64, percpu::cpus()),
+            gate: FreezeGate::new(if resumes_merge { Mode::Merging } else { Mode::Normal }),
+            copy_tokens: Tokens::new(limit as u64, percpu::cpus()),
             config,
             size: origin.size,
-            merge: if taken_up { Merge::stopped() } else { Merge::default() },
-            place: OnceLock::new(),
+            merge: if resumes_merge { MergeState::interrupted() } else { MergeState::default() },
+            location: OnceLock::new(),
             missed: OnceLock::new(),
             counters: Counters::default(),
             cow,
             logical_block: origin.logical_block.max(cow_block),
-            state: AtomicU32::new(lost),
-            waiting_for_loss: Mutex::default(),
+            state: AtomicU32::new(bits),
+            loss_waiters: Mutex::default(),
             store,
         });
         PerCpuArc::new(|| Self(CachePadded::new(Arc::clone(&state))))
     }
 
-    /// Whether both are of one snapshot.
+    /// Returns true if both references belong to one snapshot.
     pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -347,18 +342,17 @@ impl Snap {
         self.store.chunk_bytes()
     }
 
-    /// The logical block in bytes: the larger one of the origin's and the COW device's.
+    /// Returns the logical block in bytes: the larger one of the origin's and the COW device's.
     pub fn block(&self) -> u64 {
         self.logical_block.into()
     }
 
-    /// `end`, rounded down to whole blocks of the snapshot: a device with smaller blocks may have
-    /// stopped within one.
-    pub fn whole_blocks(&self, end: u64) -> u64 {
+    /// Rounds `end` down to a block of the snapshot. A device with smaller blocks may stop within
+    /// one.
+    pub fn round_down_to_block(&self, end: u64) -> u64 {
         end - end % self.block()
     }
 
-    /// The COW device's logical block in bytes.
     pub fn cow_block(&self) -> u64 {
         u64::from(self.store.device().geometry().logical_block)
     }
@@ -375,17 +369,17 @@ impl Snap {
         self.state.load(Ordering::SeqCst)
     }
 
-    /// Whether what was read from the origin since the state was `before` is the snapshot's:
-    /// `Some(false)` where it may not be.
+    /// Returns true if data read from the origin since the state was `before` may be used: no merge
+    /// began.
     ///
     /// # Errors
     /// The snapshot is invalid or detached.
-    pub fn still(&self, before: u32) -> Result<bool> {
-        self.readable()?;
+    pub fn is_same_mode_since(&self, before: u32) -> Result<bool> {
+        self.check_readable()?;
         Ok((self.state() ^ before) & bit::MERGING == 0)
     }
 
-    pub fn readable(&self) -> Result<()> {
+    pub fn check_readable(&self) -> Result<()> {
         match self.state() {
             now if now & bit::DETACHED != 0 => Err(Error::Gone),
             now if now & bit::INVALID != 0 => Err(Error::Media),
@@ -393,12 +387,12 @@ impl Snap {
         }
     }
 
-    pub fn writable(&self) -> Result<()> {
-        self.readable()?;
+    pub fn check_writable(&self) -> Result<()> {
+        self.check_readable()?;
         if self.has_overflowed() { Err(Error::NoSpace) } else { Ok(()) }
     }
 
-    /// Whether the origin has to preserve anything for it.
+    /// Returns true if the origin must preserve chunks for this snapshot.
     pub fn is_active(&self) -> bool {
         !self.has(bit::LOST | bit::DETACHED)
     }
@@ -407,7 +401,7 @@ impl Snap {
         self.has(bit::INVALID)
     }
 
-    /// There was no room for a write to it. While it is merged that has no meaning.
+    /// Returns true if a write to the snapshot found no room. Irrelevant during a merge.
     pub fn has_overflowed(&self) -> bool {
         self.state() & (bit::OVERFLOW | bit::MERGING) == bit::OVERFLOW
     }
@@ -420,52 +414,52 @@ impl Snap {
         self.set(bit::MERGING);
     }
 
-    /// It is invalid: every access fails from now on.
-    pub fn fails(&self) {
+    /// Lets every access fail from now on.
+    pub fn mark_invalid(&self) {
         self.set(bit::INVALID);
     }
 
-    /// The COW device says, too, that the snapshot is invalid: writes of the origin that waited for
-    /// that go on.
-    pub fn lost(&self) {
+    /// Records that the COW device is marked invalid, and wakes the origin's writes that wait for
+    /// that.
+    pub fn finish_loss(&self) {
         self.set(bit::INVALID | bit::LOST);
-        for waiter in std::mem::take(&mut *self.waiting_for_loss.lock()) {
-            waiter.arrived(Ok(()));
+        for waiter in std::mem::take(&mut *self.loss_waiters.lock()) {
+            waiter.notify(Ok(()));
         }
     }
 
-    /// `waiter` hears when the COW device, too, says that the snapshot is invalid.
+    /// Notifies `waiter` when the COW device is marked invalid.
     pub fn wait_for_loss(&self, waiter: Waiter) {
-        let mut waiting = self.waiting_for_loss.lock();
+        let mut waiting = self.loss_waiters.lock();
         if self.is_active() {
             return waiting.push(waiter);
         }
         drop(waiting);
-        waiter.arrived(Ok(()));
+        waiter.notify(Ok(()));
     }
 
     /// Fails every access from now on, and logs the reason once.
     pub fn lose(&self, loss: Loss) {
-        self.fails();
-        if self.state.fetch_or(bit::TOLD, Ordering::SeqCst) & bit::TOLD == 0 {
-            let store = self.place.get().map_or("an exception store", |place| place);
+        self.mark_invalid();
+        if self.state.fetch_or(bit::LOGGED, Ordering::SeqCst) & bit::LOGGED == 0 {
+            let store = self.location.get().map_or("an exception store", |location| location);
             tracing::warn!("{store}: the snapshot is lost: {loss}");
         }
     }
 
-    /// Gives the snapshot up; `waiter` hears when the COW device says so. Calls a device: not under
-    /// a pin.
+    /// Invalidates the snapshot, and notifies `waiter` when the COW device is marked. Calls a
+    /// device, so the thread must not be pinned.
     pub fn invalidate(self: &Arc<Self>, loss: Loss, waiter: Option<Waiter>) {
         self.lose(loss);
         if let Some(waiter) = waiter {
             self.wait_for_loss(waiter);
         }
         let snap = Arc::clone(self);
-        self.store.invalidate(move || snap.lost());
+        self.store.invalidate(move || snap.finish_loss());
     }
 
-    /// There is no room for a write to the snapshot itself.
-    pub fn overflows(self: &Arc<Self>) {
+    /// Handles a write to the snapshot without room on the COW device.
+    pub fn handle_overflow(self: &Arc<Self>) {
         if self.store.kind() == StoreKind::PersistentOverflow {
             self.set(bit::OVERFLOW);
         } else {
@@ -473,60 +467,59 @@ impl Snap {
         }
     }
 
-    /// Takes it off its origin: its accesses fail, and nothing is preserved for it.
+    /// Detaches the snapshot from its origin: accesses fail, and nothing is preserved for it.
     pub fn detach(self: &Arc<Self>) {
         if !self.has(bit::DETACHED) && !self.is_merging() {
-            // Before it leaves the origin's list: later writes preserve nothing for it.
-            self.closes();
+            // Before the snapshot leaves the origin's list: later writes preserve nothing for it.
+            self.record_close();
         }
-        self.leave();
+        self.leave_origin();
     }
 
-    /// As [`detach`](Self::detach) where the machine's power is lost: nothing is recorded.
-    pub fn loses_power(self: &Arc<Self>) {
-        self.set(bit::INVALID | bit::TOLD | bit::OFF);
-        self.leave();
+    /// Detaches the snapshot after a power loss: nothing is recorded.
+    pub fn detach_powered_off(self: &Arc<Self>) {
+        self.set(bit::INVALID | bit::LOGGED | bit::POWERED_OFF);
+        self.leave_origin();
     }
 
-    /// Whether nothing that it had begun may go on.
-    pub fn is_off(&self) -> bool {
-        self.has(bit::OFF)
+    /// Returns true if requests from before a power loss must not continue.
+    pub fn is_powered_off(&self) -> bool {
+        self.has(bit::POWERED_OFF)
     }
 
-    fn leave(self: &Arc<Self>) {
-        // Before it leaves the list: whoever read from the origin what such a write left there sees
-        // this, and fails.
+    fn leave_origin(self: &Arc<Self>) {
+        // Before the snapshot leaves the list: a reader of the origin may see data of a later
+        // write. The reader then finds this bit and fails.
         self.set(bit::DETACHED);
-        self.core.forget(self);
+        self.core.remove_snapshot(self);
         self.store.release();
-        // Writes of the origin need not wait for its COW device any more.
-        for waiter in std::mem::take(&mut *self.waiting_for_loss.lock()) {
-            waiter.arrived(Ok(()));
+        // The origin's writes need not wait for the COW device any more.
+        for waiter in std::mem::take(&mut *self.loss_waiters.lock()) {
+            waiter.notify(Ok(()));
         }
     }
 }
 
-// ---- the rights to copy -------------------------------------------------------------------------
+// ---- permits to copy ----------------------------------------------------------------------------
 
 impl Snap {
-    /// At most so many copies in flight, at least 1 and as many as memory allows, from now on;
-    /// those in flight stay.
-    pub fn set_copies_max(self: &Arc<Self>, most: usize) {
-        let most = most.clamp(1, copies_max(self.chunk()));
-        self.hand_over(self.rights.set_most(most as u64));
+    /// Sets the limit of copies in flight: at least 1, and at most what memory allows. Copies in
+    /// flight continue.
+    pub fn set_copies_max(self: &Arc<Self>, limit: usize) {
+        let limit = limit.clamp(1, copies_max(self.chunk()));
+        self.run_permitted(self.copy_tokens.set_limit(limit as u64));
     }
 
-    /// A permit, if one is free.
-    pub fn permit(self: &Arc<Self>) -> Option<Permit> {
-        self.rights.take(percpu::current()).then(|| Permit(Arc::clone(self)))
+    pub fn try_permit(self: &Arc<Self>) -> Option<Permit> {
+        self.copy_tokens.take(percpu::current()).then(|| Permit(Arc::clone(self)))
     }
 
-    /// Runs `next` with a permit when there is one, on the work queue.
-    pub fn queue(self: &Arc<Self>, next: impl FnOnce(Permit) + Send + 'static) {
-        self.hand_over(self.rights.wait(Box::new(next)));
+    /// Runs `next` on the work queue as soon as a permit is free.
+    pub fn queue_for_permit(self: &Arc<Self>, next: impl FnOnce(Permit) + Send + 'static) {
+        self.run_permitted(self.copy_tokens.wait(Box::new(next)));
     }
 
-    fn hand_over(self: &Arc<Self>, served: Vec<Next>) {
+    fn run_permitted(self: &Arc<Self>, served: Vec<PermitTask>) {
         for next in served {
             let permit = Permit(Arc::clone(self));
             self.core.work_queue.push(move || next(permit));
@@ -534,7 +527,7 @@ impl Snap {
     }
 }
 
-/// How many copies of chunks of this size memory allows.
+/// Returns how many copies fit into [`COPY_MEMORY_BYTES_MAX`].
 fn copies_max(chunk: u64) -> usize {
     (COPY_MEMORY_BYTES_MAX / chunk.min(COPY_PIECE_BYTES)) as usize
 }
@@ -548,6 +541,6 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.0.hand_over(self.0.rights.give(percpu::current()));
+        self.0.run_permitted(self.0.copy_tokens.give_back(percpu::current()));
     }
 }

@@ -1,32 +1,32 @@
-//! The state of a snapshot, in dm's words.
+//! Status of a snapshot, in the format of `dmsetup status`.
 
 use std::fmt;
 
-/// Bytes of a sector, the unit of dm's tables and of [`Usage`].
+/// Size of a sector in bytes, the unit of dm's tables and of [`Usage`].
 pub const SECTOR_BYTES: u64 = 512;
 
-/// How much of the COW device is used, in sectors of 512 bytes as `dmsetup status` counts.
+/// Used space of the COW device, in 512-byte sectors as `dmsetup status` reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Usage {
-    /// Handed out so far, metadata included.
+    /// Allocated sectors, metadata included.
     pub allocated: u64,
-    /// Size of the COW device.
+    /// Size of the COW device in sectors.
     pub total: u64,
-    /// Header and areas; 0 for a transient store. A merge is finished when `allocated` is equal to
-    /// it.
+    /// Sectors of the header and the areas; 0 for a transient store. A merge is finished when
+    /// `allocated` equals this.
     pub metadata: u64,
 }
 
-/// State of a snapshot. [`Display`](fmt::Display) writes it as `dmsetup status` does.
+/// Status of a snapshot. [`Display`](fmt::Display) uses the format of `dmsetup status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
-    /// The snapshot is lost: a copy failed, or there was no room for one. Every access fails.
+    /// The snapshot is lost: a copy failed or had no room. Every access fails.
     Invalid,
-    /// A merge met an I/O error and stopped.
+    /// A merge stopped after an I/O error.
     MergeFailed,
-    /// There was no room for a write to the snapshot: reads are correct, writes fail.
+    /// The COW device was full at a write to the snapshot: reads are correct, writes fail.
     Overflow,
-    /// All is well.
+    /// The snapshot works.
     Usage(Usage),
 }
 
@@ -52,7 +52,7 @@ mod tests {
     use super::{Status, Usage};
 
     #[test]
-    fn states_are_written_as_dmsetup_writes_them() {
+    fn status_displays_in_dmsetup_format() {
         let usage = Usage { allocated: 32, total: 2048, metadata: 32 };
         assert_eq!(Status::Usage(usage).to_string(), "32/2048 32");
         assert_eq!(Status::Invalid.to_string(), "Invalid");

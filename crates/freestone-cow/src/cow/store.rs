@@ -1,12 +1,11 @@
-//! The exception store: where copies go on the COW device, and the record of that.
+//! Exception store: allocates chunks of the COW device for copies, and records the copies.
 //!
-//! The order that makes a persistent store safe is the kernel's. A place is taken
-//! ([`Store::allocate`]), the chunk is copied there, and the copy is handed in ([`Store::commit`]).
-//! Entries enter the record in the order in which their places were taken, in groups: the record is
-//! written when every place that was taken has its copy, or when an area is full. Before that the
-//! next area is zeroed, if this one is full, and the COW device is flushed, so an entry on disk
-//! implies its copy is there. Only when the entries are durable are the callers told, who may then
-//! overwrite the origin.
+//! A persistent store uses the kernel's order of writes. The caller allocates a chunk
+//! ([`Store::allocate`]), copies to it, and commits the copy ([`Store::commit`]). Entries reach the
+//! record in the order of allocation, in groups: once every allocated chunk has its copy, or an
+//! area is full. Before that the store zeroes the next area if this one is full, and flushes the
+//! COW device. So an entry on disk implies that its copy is on disk. Callbacks run when the entries
+//! are durable; only then may the origin be overwritten.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,8 +13,8 @@ use std::sync::Arc;
 use super::format::{Layout, Mark};
 use super::notes::Stamp;
 use super::store_area::Area;
-use super::store_load::{self, Loaded};
-use super::store_queue::{Committer, Finished, Queue};
+use super::store_load::{self, LoadedStore};
+use super::store_queue::{ChunkResult, Committer, Queue};
 use super::store_transient::Transient;
 use super::{CHUNK_BYTES_DEFAULT, SetupError, StoreKind, Usage};
 use freestone_core::device::{self, Device, Geometry};
@@ -25,18 +24,18 @@ use freestone_core::sync::{
 };
 
 pub use super::config::Damage;
-pub use super::store_answers::{Exceptions, Invalid, MergeError, NoPlace, Run, Stats};
 pub use super::store_area::RUN_ENTRIES_MAX;
+pub use super::store_types::{Exceptions, Invalid, MergeError, NoPlace, Run, Stats};
 
-/// An exception store on a COW device. Shared by all that use one snapshot.
+/// Exception store on a COW device, shared by all users of one snapshot.
 ///
-/// A persistent store has a thread, on which callbacks run. Whoever drops the last reference waits
-/// for what was handed in (unless it is that thread).
+/// A persistent store runs callbacks on its own thread. Dropping the last reference waits for that
+/// thread, unless it is the calling thread.
 pub struct Store {
     kind: StoreKind,
     layout: Layout,
     device: Arc<dyn Device>,
-    /// The merge that is under way, as the disk says.
+    /// Mark of the merge in progress, as on disk.
     mark: Mutex<Option<Mark>>,
     core: StoreCore,
 }
@@ -46,25 +45,25 @@ enum StoreCore {
     Transient(Box<Transient>),
 }
 
-/// A place for a copy. One that is dropped was not needed: its chunk stays unused.
+/// Chunk allocated for a copy. A dropped chunk stays unused.
 #[derive(Debug)]
 pub struct Allocated {
     chunk: u64,
     chunk_bytes: u64,
-    /// A persistent store counts on its coming back. `None`: it does not, or it was handed in.
-    due: Option<(Arc<Store>, u64)>,
+    /// Store and sequence number, if a persistent store waits for this chunk.
+    pending_in: Option<(Arc<Store>, u64)>,
 }
 
 impl Store {
-    /// Opens the store on `cow`, or makes a new one where the device begins with zeroes. Blocks.
-    /// Gives its exceptions, in the order of the origin. An invalid store opens without any, and
-    /// [`is_valid`](Self::is_valid) says so.
+    /// Opens the store on `cow`, or creates one if the device starts with zeroes. Blocks.
     ///
-    /// A transient store ignores what the device holds.
+    /// Returns the store and its exceptions, in the order of the origin. An invalid store has none;
+    /// see [`is_valid`](Self::is_valid).
+    ///
+    /// A transient store ignores the device's content.
     ///
     /// # Errors
-    /// [`SetupError`]. Nothing was written then to a store that is not understood, or that is
-    /// damaged.
+    /// [`SetupError`]. A damaged or unknown store was not written.
     pub fn open(
         cow: Arc<dyn Device>,
         kind: StoreKind,
@@ -85,7 +84,7 @@ impl Store {
             let mark = Mutex::default();
             return Ok((Arc::new(Self { kind, layout, device: cow, mark, core }), Vec::new()));
         }
-        let Loaded { layout, header, valid, mark, end, next_free, exceptions } =
+        let LoadedStore { layout, header, valid, mark, end, next_free, exceptions } =
             store_load::load(&*cow, chunk_bytes, origin)?;
         let area = Area::new(layout, Arc::clone(&cow), origin.size, end);
         let queue = Queue::new(layout, valid, next_free, area.position());
@@ -107,22 +106,22 @@ impl Store {
         Ok((Arc::new(Self { kind, layout, device: cow, mark, core }), exceptions))
     }
 
-    /// Bytes of a chunk.
+    /// Returns the chunk size in bytes.
     pub fn chunk_bytes(&self) -> u64 {
         self.layout.chunk()
     }
 
-    /// The COW device.
+    /// Returns the COW device.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.device
     }
 
-    /// What kind of store it is.
+    /// Returns the kind of store.
     pub fn kind(&self) -> StoreKind {
         self.kind
     }
 
-    /// Whether the snapshot is good. Once it is not, it stays so.
+    /// Returns false if the snapshot is lost, which is final.
     pub fn is_valid(&self) -> bool {
         match &self.core {
             StoreCore::Persistent { committer, .. } => committer.queue.lock().valid,
@@ -130,31 +129,31 @@ impl Store {
         }
     }
 
-    /// Takes a place for a copy. Never waits. The caller bounds how many places it holds; each
-    /// costs the store a few words.
+    /// Allocates a chunk for a copy. Never waits. The caller limits the number of allocated chunks;
+    /// each takes a few words of memory.
     ///
     /// # Errors
-    /// [`NoPlace`]. The store stays as it is: whether a lack of room invalidates the snapshot
-    /// depends on who wanted the place.
+    /// [`NoPlace`]. The store stays valid: the caller decides whether the snapshot is lost.
     pub fn allocate(self: &Arc<Self>) -> Result<Allocated, NoPlace> {
         let size = self.device.geometry().size;
-        let (chunk, due) = match &self.core {
+        let (chunk, pending_in) = match &self.core {
             StoreCore::Persistent { committer, .. } => {
                 let (chunk, sequence) = committer.queue.lock().allocate(size)?;
                 (chunk, Some((Arc::clone(self), sequence)))
             }
             StoreCore::Transient(store) => (store.allocate(size)?, None),
         };
-        Ok(Allocated { chunk, chunk_bytes: self.chunk_bytes(), due })
+        Ok(Allocated { chunk, chunk_bytes: self.chunk_bytes(), pending_in })
     }
 
-    /// Hands in a copy: chunk `old` of the origin was written (not flushed) to the place
-    /// `allocated`, or that failed, which invalidates the snapshot. `done` runs once: with `Ok`
-    /// when the exception is durable, else when the snapshot is invalid, as
-    /// [`invalidate`](Self::invalidate) has it. Never waits.
+    /// Commits a copy: the caller wrote chunk `old` of the origin to `allocated`, without a flush.
+    /// A failed copy (`copied`) invalidates the snapshot.
     ///
-    /// A persistent store runs `done` on a thread of its own, where devices may be called and
-    /// nothing may wait. A transient one runs it here.
+    /// Never waits. `done` runs once: with `Ok` when the exception is durable. After a loss `done`
+    /// runs with [`Invalid`] as soon as [`invalidate`](Self::invalidate) would call `then`.
+    ///
+    /// A persistent store runs `done` on its own thread: `done` may call devices but must not wait.
+    /// A transient store runs `done` directly.
     pub fn commit(
         self: &Arc<Self>,
         mut allocated: Allocated,
@@ -164,38 +163,39 @@ impl Store {
     ) {
         match &self.core {
             StoreCore::Persistent { committer, .. } => {
-                let Some((store, sequence)) = allocated.due.take() else { return };
+                let Some((store, sequence)) = allocated.pending_in.take() else { return };
                 debug_assert!(Arc::ptr_eq(self, &store), "a place of another store");
-                let finished = Finished::entry(old, allocated.chunk, copied, Box::new(done));
+                let finished = ChunkResult::entry(old, allocated.chunk, copied, Box::new(done));
                 committer.finish(sequence, finished);
             }
             StoreCore::Transient(store) => {
                 if copied.is_err() {
-                    store.lose();
+                    store.invalidate();
                 }
                 done(if store.is_valid() { Ok(()) } else { Err(Invalid) });
             }
         }
     }
 
-    /// The snapshot is lost: there was no room for a copy, or its data failed. All that is not yet
-    /// durable is answered [`Invalid`]. Never waits. `then` runs as the callback of
-    /// [`commit`](Self::commit) does, when the device says so too: only then may the origin be
-    /// overwritten, or a crash would bring back a snapshot that is wrong. Where the device fails,
-    /// that is tried for two seconds; then `then` runs all the same, and
-    /// [`is_unmarked`](Self::is_unmarked) says so.
+    /// Invalidates the snapshot after a copy failed or had no room. Never waits. Exceptions that
+    /// are not yet durable fail with [`Invalid`].
+    ///
+    /// `then` runs like the callback of [`commit`](Self::commit) when the COW device is marked
+    /// invalid. The origin may be overwritten only after that, else a crash would revive a wrong
+    /// snapshot. If the COW device keeps failing, `then` runs after two seconds, and
+    /// [`is_unmarked`](Self::is_unmarked) returns true.
     pub fn invalidate(&self, then: impl FnOnce() + Send + 'static) {
         match &self.core {
             StoreCore::Persistent { committer, .. } => committer.invalidate(Box::new(|_| then())),
             StoreCore::Transient(store) => {
-                store.lose();
+                store.invalidate();
                 then();
             }
         }
     }
 
-    /// Whether the snapshot is lost, the COW device still says that it is good, and nobody waits
-    /// for that any more.
+    /// Returns true if the snapshot is lost, but the COW device still looks valid and the store has
+    /// stopped waiting for that.
     pub fn is_unmarked(&self) -> bool {
         match &self.core {
             StoreCore::Persistent { committer, .. } => committer.queue.lock().is_unmarked(),
@@ -203,15 +203,14 @@ impl Store {
         }
     }
 
-    /// The origin is written without the snapshot from now on: nobody waits any more for the COW
-    /// device to say that it is lost.
+    /// Stops waiting for the mark of a lost snapshot: the origin is written without the snapshot.
     pub fn release(&self) {
         if let StoreCore::Persistent { committer, .. } = &self.core {
             committer.release();
         }
     }
 
-    /// What of the COW device is used.
+    /// Returns the used space of the COW device.
     pub fn usage(&self) -> Usage {
         let size = self.device.geometry().size;
         match &self.core {
@@ -220,7 +219,7 @@ impl Store {
         }
     }
 
-    /// What was done so far.
+    /// Returns the counters.
     pub fn stats(&self) -> Stats {
         match &self.core {
             StoreCore::Persistent { committer, .. } => committer.queue.lock().stats,
@@ -228,9 +227,9 @@ impl Store {
         }
     }
 
-    /// The exceptions that were committed last, as far as both their chunks follow each other and
-    /// they are in one area; at most [`RUN_ENTRIES_MAX`]. `None`: there are none left. Blocks; for
-    /// a merge.
+    /// Returns the last committed exceptions whose chunks are contiguous on both devices, within
+    /// one area: at most [`RUN_ENTRIES_MAX`]. Returns `None` if no exception is left. Blocks; used
+    /// by merges.
     ///
     /// # Errors
     /// [`MergeError`].
@@ -238,49 +237,47 @@ impl Store {
         self.committer()?.last_run()
     }
 
-    /// Forgets the last `count` exceptions of the last run, whose chunks are in the origin and
-    /// durable there. Blocks until that is durable. When the last one is forgotten, the whole
-    /// device is free again.
+    /// Removes the last `count` exceptions of the last run durably. Their chunks must be durable in
+    /// the origin. Blocks. Removing the last exception frees the whole COW device.
     ///
     /// # Errors
-    /// [`MergeError`]. The exceptions are still there then, and it can be tried again. But where
-    /// [`is_torn`](Self::is_torn) says so they may be gone on disk: until that is known their
-    /// chunks must not be written, in either place.
+    /// [`MergeError`]. The exceptions still exist, and the caller can retry. If
+    /// [`is_torn`](Self::is_torn) returns true, they may be missing on disk. Until that is resolved
+    /// their chunks must not be written on either device.
     pub fn commit_merge(&self, run: &Run, count: u64) -> Result<(), MergeError> {
         self.committer()?.commit_merge(run, count)
     }
 
-    /// Whether it is not known which exceptions of the last run are on disk: a write that was to
-    /// forget them failed, and so did the one that was to bring them back. May wait for a write
-    /// that is under way.
+    /// Returns true if the exceptions of the last run on disk are unknown: their removal failed,
+    /// and so did restoring them. May wait for a write in flight.
     pub fn is_torn(&self) -> bool {
         self.committer().is_ok_and(Committer::is_torn)
     }
 
-    /// Brings exceptions back that a failed [`commit_merge`](Self::commit_merge) may have taken
-    /// from the disk. `then` runs once, as the callback of [`commit`](Self::commit) does: with `Ok`
-    /// when all are there durably. Never waits.
+    /// Restores exceptions that a failed [`commit_merge`](Self::commit_merge) may have removed from
+    /// disk. Never waits. `then` runs once, like the callback of [`commit`](Self::commit), with
+    /// `Ok` if all are durable.
     pub fn put_back(&self, then: impl FnOnce(device::Result<()>) + Send + 'static) {
         match &self.core {
-            StoreCore::Persistent { committer, .. } => committer.put_back(Box::new(then)),
-            // It has no record.
+            StoreCore::Persistent { committer, .. } => committer.restore_entries(Box::new(then)),
+            // A transient store has no record.
             StoreCore::Transient(_) => then(Ok(())),
         }
     }
 
-    /// The number of the merge that is under way, from before its first copy until all is in the
-    /// origin, also if the store was closed in between.
+    /// Returns the id of the merge in progress, also if the merge was interrupted by a close or
+    /// crash.
     pub fn merge_id(&self) -> Option<u64> {
         self.mark.lock().map(|mark| mark.id)
     }
 
-    /// Says on disk that a merge is under way, before anything is copied. No place may be handed
-    /// out meanwhile or later. Blocks. Gives the merge's number: the one that the disk has already,
-    /// or `new`; `None` where there is nothing to merge.
+    /// Marks the store durably before the first chunk of a merge is copied. No chunk may be
+    /// allocated during or after this. Blocks. Returns the id of the merge: an existing one, or
+    /// `new`. Returns `None` if there is nothing to merge.
     ///
     /// # Errors
-    /// [`MergeError`]; the store is not marked then. [`MergeError::Invalid`] where the disk may say
-    /// so all the same: the caller [invalidates](Self::invalidate) the store.
+    /// [`MergeError`]; the store is not marked. After [`MergeError::Invalid`] the disk may be
+    /// marked all the same, and the caller must [invalidate](Self::invalidate) the store.
     pub fn mark_merge(&self, new: u64) -> Result<Option<u64>, MergeError> {
         if let Some(id) = self.merge_id() {
             return Ok(Some(id));
@@ -290,18 +287,18 @@ impl Store {
         Ok(mark.map(|mark| mark.id))
     }
 
-    /// Says on disk that no merge is under way. Blocks.
+    /// Removes the mark of a merge durably. Blocks.
     ///
     /// # Errors
-    /// [`MergeError`]; it is not known then what the disk says.
+    /// [`MergeError`]; the mark on disk is unknown.
     pub fn unmark_merge(&self) -> Result<(), MergeError> {
         self.committer()?.unmark()?;
         *self.mark.lock() = None;
         Ok(())
     }
 
-    /// The store is closed in order while the origin holds `content`: it says so when it is
-    /// dropped. Never waits.
+    /// Schedules the record of an orderly close at the origin's version `content`. The record is
+    /// written when the store is dropped. Never waits.
     pub fn closes(&self, content: Stamp) {
         if let StoreCore::Persistent { committer, .. } = &self.core {
             let mark = *self.mark.lock();
@@ -318,12 +315,12 @@ impl Store {
 }
 
 impl Allocated {
-    /// Chunk of the COW device.
+    /// Returns the chunk of the COW device.
     pub fn chunk(&self) -> u64 {
         self.chunk
     }
 
-    /// Byte of the COW device at which it begins.
+    /// Returns the byte of the COW device at which the chunk starts.
     pub fn byte(&self) -> u64 {
         self.chunk * self.chunk_bytes
     }
@@ -331,10 +328,10 @@ impl Allocated {
 
 impl Drop for Allocated {
     fn drop(&mut self) {
-        if let Some((store, sequence)) = self.due.take()
+        if let Some((store, sequence)) = self.pending_in.take()
             && let StoreCore::Persistent { committer, .. } = &store.core
         {
-            committer.finish(sequence, Finished::Unused);
+            committer.finish(sequence, ChunkResult::Unused);
         }
     }
 }
@@ -346,7 +343,7 @@ impl Drop for Store {
             if let Some(thread) = thread.take()
                 && thread.thread().id() != thread::current().id()
             {
-                // A panic there was reported by its own hook.
+                // The panic hook reports a panic of that thread.
                 let _ = thread.join();
             }
         }

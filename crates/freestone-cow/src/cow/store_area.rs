@@ -1,80 +1,73 @@
-//! The end of the record of exceptions: where the next entries go, and from where a merge takes the
-//! last ones.
+//! End of the record of exceptions: commits append entries there, and merges remove the last ones.
 //!
-//! Only the block with the last entries is kept in memory, and only blocks that change are written,
-//! whatever the size of a chunk is. That gives the same bytes on disk as the kernel's writes of
-//! whole areas, because behind the last entry an area holds zeroes on disk already.
+//! Memory holds only the block with the last entries, and only changed blocks are written, for any
+//! chunk size. The result on disk equals the kernel's writes of whole areas, since an area holds
+//! zeroes after its last entry.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::config::Damage;
 use super::format::{BLOCK_BYTES, BLOCK_ENTRIES, ENTRY_BYTES, Entry, Layout};
-use super::store_answers::{MergeError, Run};
+use super::store_types::{MergeError, Run};
 use freestone_core::device::{Blocking, Device, Error, Flags, IoBuf, Result};
 use freestone_core::mutants::{self, Mutant};
 
-/// Most entries of a run that is merged at once: so much is read back at most, and so many chunks
-/// may have to wait.
+/// Maximum number of entries in a merged run. Limits the size of metadata reads and the number of
+/// chunks whose writes wait.
 pub const RUN_ENTRIES_MAX: u64 = 1024;
 
-/// A block of metadata.
 pub type Block = [u8; BLOCK_BYTES];
 
-/// The end of the record. Blocks in every call: it belongs to the store's thread and to a merge.
+/// End of the record. All methods block. Used by the store's thread and by a merge.
 pub struct Area {
     layout: Layout,
     device: Arc<dyn Device>,
     origin_size: u64,
     end: End,
-    /// The last run of exceptions, as a merge got it.
-    last: Option<Last>,
+    /// Last run of exceptions, as returned to a merge.
+    last: Option<LastRun>,
 }
 
-/// Where the record ends. On disk there are zeroes from there to the end of the area.
+/// Position at which the record ends. The rest of the area on disk holds zeroes.
 pub struct End {
-    /// Number of the area in which the next entry goes.
+    /// Number of the area for the next entry.
     pub area: u64,
-    /// Entries in it, less than it can hold.
+    /// Entries in that area, less than its capacity.
     pub committed: u64,
-    /// The block in which the next entry goes: the entries before that, then zeroes.
+    /// Block for the next entry: earlier entries, then zeroes.
     pub block: Box<Block>,
 }
 
-/// The last run of exceptions, with all that is needed to remove it again.
-struct Last {
+/// Last run of exceptions, with the data to remove or restore it.
+struct LastRun {
     run: Run,
-    /// The area it is in.
     area: u64,
-    /// Its entries there.
     entries: Range<u64>,
-    /// The block in which its first entry is.
-    head: Box<Block>,
-    /// A write that was to remove entries from this one on failed, so it is not known whether they
-    /// are on disk. All of them are written again, by the next removal or by putting them back,
-    /// before anything else is.
+    first_block: Box<Block>,
+    /// First entry with unknown state on disk after a failed removal. The next removal or
+    /// [`Area::restore_entries`] rewrites all entries from here, before any other write.
     torn: Option<u64>,
 }
 
 impl End {
-    /// The end of an empty record.
     pub fn empty() -> Self {
         Self { area: 0, committed: 0, block: Box::new([0; BLOCK_BYTES]) }
     }
 }
 
-impl Last {
-    /// The blocks from the one with entry `from` of the run to its end, without the entries from
-    /// `cut` on.
+impl LastRun {
+    /// Returns the blocks from the one with entry `from` to the end of the run, with zeroes instead
+    /// of the entries from `cut` on.
     fn blocks(&self, from: u64, cut: u64) -> Result<IoBuf> {
         let Range { start, end } = self.entries;
         let first = from / BLOCK_ENTRIES;
         let mut blocks = blocks_for(first, end)?;
-        // What stays: entries before the run as they are, those of the run by counting on from its
-        // first one.
+        // Entries before the run are copied from its first block. The run's own entries count up
+        // from its first one.
         let base = first * BLOCK_ENTRIES;
         let before = (start.saturating_sub(base)) as usize * ENTRY_BYTES;
-        blocks[..before].copy_from_slice(&self.head[..before]);
+        blocks[..before].copy_from_slice(&self.first_block[..before]);
         for at in start.max(base)..cut {
             let (old, new) = (self.run.old + (at - start), self.run.new + (at - start));
             Entry::new(old, new).put(&mut blocks, (at - base) as usize);
@@ -84,19 +77,18 @@ impl Last {
 }
 
 impl Area {
-    /// The end of a record that was loaded.
     pub fn new(layout: Layout, device: Arc<dyn Device>, origin_size: u64, end: End) -> Self {
         Self { layout, device, origin_size, end, last: None }
     }
 
-    /// Number of the area in which the next entry goes, and the number of entries in it.
+    /// Returns the area of the next entry, and the number of entries in it.
     pub fn position(&self) -> (u64, u64) {
         (self.end.area, self.end.committed)
     }
 
-    /// How many entries the record has, and the origin's chunk of the first one; `None` where there
-    /// is none.
-    pub fn first(&mut self) -> std::result::Result<Option<(u64, u64)>, MergeError> {
+    /// Returns the number of entries and the origin chunk of the first one, or `None` if the record
+    /// is empty.
+    pub fn first_entry(&mut self) -> std::result::Result<Option<(u64, u64)>, MergeError> {
         let entries = self.end.area * self.layout.entries() + self.end.committed;
         if entries == 0 {
             return Ok(None);
@@ -105,25 +97,24 @@ impl Area {
         Ok(Some((entries, self.entry(&block, 0, 0)?.0)))
     }
 
-    /// How many entries can be appended at once; at least one.
-    pub fn room(&self) -> usize {
+    /// Returns how many entries one append can take; at least 1.
+    pub fn free_entries(&self) -> usize {
         (self.layout.entries() - self.end.committed) as usize
     }
 
-    // ---- exceptions come ------------------------------------------------------------------------
+    // ---- adding exceptions ----------------------------------------------------------------------
 
-    /// Appends entries, at most [`room`](Self::room), and makes them durable. All that was written
-    /// to the device before is durable before they are. After an error it is unknown which of them
-    /// are on disk.
+    /// Appends at most [`free_entries`](Self::free_entries) entries and makes them durable, after a
+    /// flush of all earlier writes. After an error the entries on disk are unknown.
     pub fn append(&mut self, entries: &[Entry]) -> Result<()> {
-        assert!(entries.len() <= self.room(), "more entries than there is room for in an area");
+        assert!(entries.len() <= self.free_entries(), "append of {} entries exceeds the area", entries.len());
         if entries.is_empty() {
             return Ok(());
         }
         if self.is_torn() {
             return Err(Error::Media);
         }
-        // What is appended comes after that run.
+        // The new entries follow that run.
         self.last = None;
         let End { area, committed, .. } = self.end;
         let end = committed + entries.len() as u64;
@@ -135,7 +126,7 @@ impl Area {
         }
         let full = end == self.layout.entries();
         if full {
-            // A full area says that the next one is to be read.
+            // A full area tells readers to continue with the next one.
             let next = self.layout.area_byte(area + 1);
             self.device.write_zeroes(next, self.layout.chunk(), Flags::MAY_FREE)?;
         }
@@ -155,9 +146,9 @@ impl Area {
         Ok(())
     }
 
-    // ---- exceptions go --------------------------------------------------------------------------
+    // ---- removing exceptions --------------------------------------------------------------------
 
-    /// The exceptions at the end of the record whose chunks follow each other on both devices,
+    /// Returns the exceptions at the end of the record whose chunks are contiguous on both devices,
     /// within one area.
     pub fn last_run(&mut self) -> std::result::Result<Option<Run>, MergeError> {
         if let Some(last) = &self.last {
@@ -170,35 +161,35 @@ impl Area {
             _ => (area, committed),
         };
         let mut first = end - 1;
-        let mut head = self.read(area, first / BLOCK_ENTRIES)?;
-        let (old, new) = self.entry(&head, area, first)?;
+        let mut first_block = self.read(area, first / BLOCK_ENTRIES)?;
+        let (old, new) = self.entry(&first_block, area, first)?;
         let mut run = Run { old, new, count: 1 };
         while first > 0 && run.count < RUN_ENTRIES_MAX {
             let before = first - 1;
-            let other = if first.is_multiple_of(BLOCK_ENTRIES) {
+            let block = if first.is_multiple_of(BLOCK_ENTRIES) {
                 Some(self.read(area, before / BLOCK_ENTRIES)?)
             } else {
                 None
             };
-            let (old, new) = self.entry(other.as_ref().unwrap_or(&head), area, before)?;
+            let (old, new) = self.entry(block.as_ref().unwrap_or(&first_block), area, before)?;
             if (old + 1, new + 1) != (run.old, run.new) {
                 break;
             }
             run = Run { old, new, count: run.count + 1 };
             first = before;
-            head = other.unwrap_or(head);
+            first_block = block.unwrap_or(first_block);
         }
-        self.last = Some(Last { run, area, entries: first..end, head, torn: None });
+        self.last = Some(LastRun { run, area, entries: first..end, first_block, torn: None });
         Ok(Some(run))
     }
 
-    /// Whether it is not known which entries of the last run are on disk.
+    /// Returns true if the entries of the last run on disk are unknown.
     pub fn is_torn(&self) -> bool {
         self.last.as_ref().is_some_and(|last| last.torn.is_some())
     }
 
-    /// Removes the last `count` entries of the last run durably. After an error they are still
-    /// there for this store; whether they are on disk, [`is_torn`](Self::is_torn) tells.
+    /// Removes the last `count` entries of the last run durably. After an error the entries still
+    /// exist in memory; [`is_torn`](Self::is_torn) reports whether their state on disk is unknown.
     pub fn remove(&mut self, run: &Run, count: u64) -> std::result::Result<(), MergeError> {
         let Some(last) = self.last.as_ref().filter(|last| last.run == *run) else {
             return Err(MergeError::NotLast);
@@ -223,9 +214,9 @@ impl Area {
         Ok(())
     }
 
-    /// Writes the entries again that a removal that failed may have taken from the disk. Does
-    /// nothing where that is known.
-    pub fn put_back(&mut self) -> Result<()> {
+    /// Rewrites entries that a failed removal may have removed from disk. Does nothing if the state
+    /// on disk is known.
+    pub fn restore_entries(&mut self) -> Result<()> {
         let Some(last) = &self.last else { return Ok(()) };
         let Some(from) = last.torn else { return Ok(()) };
         let (area, blocks) = (last.area, last.blocks(from, last.entries.end)?);
@@ -266,7 +257,7 @@ impl Area {
     }
 }
 
-/// Zeroes for the blocks from block `first` to the one with the last entry before `end`.
+/// Allocates zeroed blocks, from block `first` to the block with entry `end - 1`.
 fn blocks_for(first: u64, end: u64) -> Result<IoBuf> {
     let blocks = end.div_ceil(BLOCK_ENTRIES) - first;
     IoBuf::zeroed(blocks as usize * BLOCK_BYTES)

@@ -1,45 +1,41 @@
-//! Opening a persistent exception store: everything on the device is checked before anything is
-//! written.
+//! Opening of a persistent exception store. The whole record is checked before anything is written.
 //!
-//! What is found need not be durable: the process before may have ended between a write and its
-//! answer, or the write failed, and what was read is in a cache. So what was written last, the end
-//! of the list and the header, is written again and flushed before anybody relies on it.
+//! The content just read may not be durable: the last session may have crashed between a write and
+//! its flush, or a write failed and left data in a cache. So the last writes, the end of the list
+//! and the header, are rewritten and flushed before use.
 
 use super::config::{CHUNK_BYTES_MIN, Damage, SetupError};
 use super::format::{
-    self, BLOCK_BYTES, BLOCK_ENTRIES, CHUNK_BYTES_DEFAULT, ENTRY_BYTES, Entry, FIRST_COPY, Found, Layout,
-    Mark, SECTOR_ENTRIES,
+    self, BLOCK_BYTES, BLOCK_ENTRIES, CHUNK_BYTES_DEFAULT, ENTRY_BYTES, Entry, FIRST_COPY, HeaderContent,
+    Layout, Mark, SECTOR_ENTRIES,
 };
-use super::store_answers::Exceptions;
 use super::store_area::{Block, End, RUN_ENTRIES_MAX};
+use super::store_types::Exceptions;
 use freestone_core::device::{self, Blocking, Device, Flags, Geometry, IoBuf};
 
-/// Most exceptions that are loaded: 4 GiB of memory.
+/// Maximum number of loaded exceptions, which take 4 GiB of memory.
 const ENTRIES_MAX: usize = 1 << 28;
-/// Metadata is read in pieces of this many bytes at most.
+/// Maximum size of a metadata read in bytes.
 const PIECE_BYTES: u64 = 1 << 20;
-/// Bytes of blocks that a step of a merge empties, at most, besides the one in which the list ends
-/// then.
+/// Maximum bytes of blocks that a merge step empties after the block with the new end of the list.
 const REMOVED_BYTES_MAX: u64 = RUN_ENTRIES_MAX * ENTRY_BYTES as u64;
-/// Chunks that even an empty store has: the header and an area.
+/// Chunks of an empty store: the header and an area.
 const CHUNKS_MIN: u64 = 2;
 
-/// A store that was opened.
-pub struct Loaded {
+pub struct LoadedStore {
     pub layout: Layout,
-    /// The first block.
     pub header: Box<Block>,
     pub valid: bool,
-    /// A merge was under way when it was used last.
+    /// Mark of an interrupted merge.
     pub mark: Option<Mark>,
     pub end: End,
-    /// The first chunk that was never handed out.
+    /// First chunk that was never allocated.
     pub next_free: u64,
-    /// In the order of the origin.
+    /// Exceptions in the order of the origin.
     pub exceptions: Exceptions,
 }
 
-impl Loaded {
+impl LoadedStore {
     fn empty(layout: Layout, valid: bool) -> Self {
         let end = End::empty();
         let header = Box::new(format::header(layout.chunk(), valid));
@@ -47,10 +43,10 @@ impl Loaded {
     }
 }
 
-/// Opens the store on `cow`, or makes one.
-pub fn load(cow: &dyn Device, asked: Option<u64>, origin: &Geometry) -> Result<Loaded, SetupError> {
+/// Opens the store on `cow`, or creates one.
+pub fn load(cow: &dyn Device, requested: Option<u64>, origin: &Geometry) -> Result<LoadedStore, SetupError> {
     let geometry = cow.geometry();
-    let fits = |chunk| {
+    let layout_for = |chunk| {
         let min = CHUNKS_MIN * chunk;
         let layout = Layout::new(chunk, &geometry, origin)?;
         if geometry.size < min {
@@ -58,7 +54,7 @@ pub fn load(cow: &dyn Device, asked: Option<u64>, origin: &Geometry) -> Result<L
         }
         Ok(layout)
     };
-    let wanted = asked.unwrap_or(CHUNK_BYTES_DEFAULT);
+    let wanted = requested.unwrap_or(CHUNK_BYTES_DEFAULT);
     Layout::new(wanted, &geometry, origin)?;
     if geometry.size < BLOCK_BYTES as u64 {
         return Err(SetupError::TooSmall {
@@ -68,60 +64,58 @@ pub fn load(cow: &dyn Device, asked: Option<u64>, origin: &Geometry) -> Result<L
         });
     }
     let mut block = [0; BLOCK_BYTES];
-    cow.read_at(0, &mut block).map_err(reading)?;
+    cow.read_at(0, &mut block).map_err(read_failed)?;
     match format::parse_header(&block)? {
-        Found::New => {
-            let layout = fits(wanted)?;
-            create(cow, layout).map_err(writing)?;
-            Ok(Loaded::empty(layout, true))
+        HeaderContent::New => {
+            let layout = layout_for(wanted)?;
+            create(cow, layout).map_err(write_failed)?;
+            Ok(LoadedStore::empty(layout, true))
         }
-        Found::Store { valid, chunk, mark, closed: _ } => {
-            let layout = fits(chunk)?;
-            if asked.is_some_and(|asked| asked != chunk) {
-                tracing::warn!(asked = wanted, chunk, "the exception store has a chunk size of its own");
+        HeaderContent::Store { valid, chunk, mark, closed: _ } => {
+            let layout = layout_for(chunk)?;
+            if requested.is_some_and(|requested| requested != chunk) {
+                tracing::warn!(requested = wanted, chunk, "the exception store keeps its own chunk size");
             }
             if !valid {
-                // What it lists means nothing.
-                cow.write_at(0, &block, Flags::FUA).map_err(writing)?;
-                return Ok(Loaded::empty(layout, false));
+                // The list of an invalid store is meaningless.
+                cow.write_at(0, &block, Flags::FUA).map_err(write_failed)?;
+                return Ok(LoadedStore::empty(layout, false));
             }
             let mut loaded = scan(cow, layout, &geometry, origin.size, mark)?;
-            // It may have been marked, or the mark taken away, a moment before. From now on it is
-            // in use.
+            // Makes the present mark durable, and removes the record of the close: the store is in
+            // use now.
             format::set_closed(&mut block, None);
-            cow.write_at(0, &block, Flags::FUA).map_err(writing)?;
+            cow.write_at(0, &block, Flags::FUA).map_err(write_failed)?;
             (loaded.mark, loaded.header) = (mark, Box::new(block));
             Ok(loaded)
         }
     }
 }
 
-/// What `cow` begins with, where that is understood.
-pub fn look(cow: &dyn Device) -> Result<Option<Found>, SetupError> {
+/// Parses the header of `cow`. Returns `None` if `cow` is too small or the header is unknown.
+pub fn read_header(cow: &dyn Device) -> Result<Option<HeaderContent>, SetupError> {
     let mut block = [0; BLOCK_BYTES];
     if cow.geometry().size < block.len() as u64 {
         return Ok(None);
     }
-    cow.read_at(0, &mut block).map_err(reading)?;
+    cow.read_at(0, &mut block).map_err(read_failed)?;
     Ok(format::parse_header(&block).ok())
 }
 
-/// Makes an empty store. The header comes last: before it is there, the device still begins with
-/// zeroes.
+/// Creates an empty store. The header is written last; until then the device starts with zeroes.
 fn create(cow: &dyn Device, layout: Layout) -> device::Result<()> {
     cow.write_zeroes(0, CHUNKS_MIN * layout.chunk(), Flags::MAY_FREE)?;
     cow.flush()?;
     cow.write_at(0, &format::header(layout.chunk(), true), Flags::FUA)
 }
 
-/// Reads the areas up to the end of the list.
 fn scan(
     cow: &dyn Device,
     layout: Layout,
     geometry: &Geometry,
     origin_size: u64,
     mark: Option<Mark>,
-) -> Result<Loaded, SetupError> {
+) -> Result<LoadedStore, SetupError> {
     let chunks = layout.chunks(geometry.size);
     let mut exceptions = Vec::new();
     let mut area = 0;
@@ -133,12 +127,12 @@ fn scan(
             break end;
         }
         if exceptions.len() as u64 > chunks {
-            // More than the COW device has chunks: some are used twice, which is reported below.
+            // More entries than chunks: some chunks are used twice, which `check_unique` reports.
             break (End::empty(), false);
         }
         area += 1;
     };
-    // What is left of a merge is the beginning of what it began with.
+    // The entries left by a merge are the first ones of its list.
     if let (Some(mark), Some(&(first, _))) = (mark, exceptions.first())
         && (first, true) != (mark.first, exceptions.len() as u64 <= mark.entries)
     {
@@ -147,12 +141,12 @@ fn scan(
     let next_free = exceptions.iter().map(|&(_, new)| new + 1).max();
     let next_free = layout.skip_metadata(next_free.unwrap_or(FIRST_COPY));
     check_unique(&mut exceptions)?;
-    settle(cow, layout, &end, stale).map_err(writing)?;
-    Ok(Loaded { end, next_free, exceptions, ..Loaded::empty(layout, true) })
+    rewrite_end(cow, layout, &end, stale).map_err(write_failed)?;
+    Ok(LoadedStore { end, next_free, exceptions, ..LoadedStore::empty(layout, true) })
 }
 
-/// Reads one area. If the list ends in it: where, and whether there is something behind the end,
-/// which a torn write left.
+/// Reads one area. If the list ends in it, returns the end, and whether a torn write left entries
+/// after the end.
 fn scan_area(
     cow: &dyn Device,
     layout: Layout,
@@ -166,13 +160,13 @@ fn scan_area(
     let mut found: Option<End> = None;
     let mut stale = false;
     for offset in (0..layout.chunk()).step_by(piece as usize) {
-        cow.read_at(layout.area_byte(area) + offset, &mut bytes).map_err(reading)?;
+        cow.read_at(layout.area_byte(area) + offset, &mut bytes).map_err(read_failed)?;
         exceptions.try_reserve(bytes.len() / ENTRY_BYTES).map_err(|_| SetupError::NoMemory)?;
         for (at, entry) in (offset / ENTRY_BYTES as u64..).zip(Entry::all(&bytes)) {
             let number = area * layout.entries() + at;
             match &found {
-                // Behind the end there are zeroes, or what a torn write left; but a sector is
-                // written whole.
+                // Only zeroes or the rest of a torn write follow the end. A sector is written
+                // atomically, so none can follow in the same sector.
                 Some(end) => {
                     if !entry.is_zero() && at / SECTOR_ENTRIES == end.committed / SECTOR_ENTRIES {
                         return Err(damaged(Damage::Gap { entry: area * layout.entries() + end.committed }));
@@ -200,8 +194,7 @@ fn scan_area(
     Ok(found.map(|end| (end, stale)))
 }
 
-/// No chunk may be preserved twice, and no place used twice. Leaves the exceptions in the order of
-/// the origin.
+/// Checks that no chunk of either device is used twice. Sorts the exceptions by origin chunk.
 fn check_unique(exceptions: &mut [(u64, u64)]) -> Result<(), SetupError> {
     exceptions.sort_unstable_by_key(|&(_, new)| new);
     if let Some(twice) = exceptions.windows(2).find(|pair| pair[0].1 == pair[1].1) {
@@ -214,10 +207,10 @@ fn check_unique(exceptions: &mut [(u64, u64)]) -> Result<(), SetupError> {
     Ok(())
 }
 
-/// Writes the end of the list as it was found, and flushes all that was read. Where there is
-/// something behind the end, the rest of the area becomes zeroes: what a torn write left there was
-/// never told to anybody, and would come back to life when the gap before it is filled.
-fn settle(cow: &dyn Device, layout: Layout, end: &End, stale: bool) -> device::Result<()> {
+/// Rewrites the end of the list and flushes the device. After a torn write the rest of the area is
+/// zeroed. The torn entries were never reported as durable, and would revive when later entries
+/// fill the gap.
+fn rewrite_end(cow: &dyn Device, layout: Layout, end: &End, stale: bool) -> device::Result<()> {
     let start = layout.area_byte(end.area);
     let block = end.committed / BLOCK_ENTRIES * BLOCK_BYTES as u64;
     let behind = block + BLOCK_BYTES as u64;
@@ -226,7 +219,7 @@ fn settle(cow: &dyn Device, layout: Layout, end: &End, stale: bool) -> device::R
         tracing::warn!(
             area = end.area,
             entries = end.committed,
-            "a torn write of the exception store is cleaned up"
+            "removing entries of a torn write from the exception store"
         );
     } else {
         zeroes = zeroes.min(REMOVED_BYTES_MAX);
@@ -242,10 +235,10 @@ fn damaged(damage: Damage) -> SetupError {
     SetupError::Damaged(damage)
 }
 
-fn reading(source: device::Error) -> SetupError {
+fn read_failed(source: device::Error) -> SetupError {
     SetupError::Device { what: "reading", source }
 }
 
-fn writing(source: device::Error) -> SetupError {
+fn write_failed(source: device::Error) -> SetupError {
     SetupError::Device { what: "writing", source }
 }

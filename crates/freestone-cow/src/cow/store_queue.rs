@@ -1,4 +1,4 @@
-//! What was handed out and handed in, and the thread that makes it durable in groups.
+//! Queue of allocated and committed chunks, and the thread that writes the record in groups.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,100 +9,98 @@ use super::Usage;
 use super::format::{self, Entry, Layout, Mark};
 use super::notes::Stamp;
 use super::status::SECTOR_BYTES;
-use super::store_answers::{Invalid, MergeError, NoPlace, Run, Stats};
 use super::store_area::{Area, Block};
+use super::store_types::{Invalid, MergeError, NoPlace, Run, Stats};
 use freestone_core::device::{self, Blocking, Device, Flags};
 use freestone_core::sync::{Condvar, Instant, Mutex};
 
-/// Called once with an outcome.
-type Answer<E> = Box<dyn FnOnce(Result<(), E>) + Send>;
+type Callback<E> = Box<dyn FnOnce(Result<(), E>) + Send>;
 
-/// How long after a failure the header of an invalid store is written again.
-const HEADER_AGAIN: Duration = Duration::from_millis(500);
-/// How long after the first failure who waits for that header goes on without it: a COW device that
-/// is dead for good must not take the origin with it.
-const HEADER_HOLD_MAX: Duration = Duration::from_secs(2);
-const _: () = assert!(HEADER_AGAIN.as_millis() < HEADER_HOLD_MAX.as_millis(), "it is tried again meanwhile");
+/// Interval between attempts to write the header of an invalid store.
+const HEADER_RETRY_INTERVAL: Duration = Duration::from_millis(500);
+/// Time after the first failure during which waiters wait for that header. A dead COW device must
+/// not block the origin for ever.
+const HEADER_WAIT_MAX: Duration = Duration::from_secs(2);
+const _: () = assert!(
+    HEADER_RETRY_INTERVAL.as_millis() < HEADER_WAIT_MAX.as_millis(),
+    "a retry must fit into the wait"
+);
 
-/// Called with the outcome of a commit.
-pub type Done = Answer<Invalid>;
-/// Called when the exceptions were written back, or that failed.
-pub type PutBack = Answer<device::Error>;
+pub type CommitCallback = Callback<Invalid>;
+/// Callback of restored entries.
+pub type RestoreCallback = Callback<device::Error>;
 
-/// How a place, a chunk of the COW device that was handed out, is handed back.
-pub enum Finished {
-    /// With its copy.
-    Entry(Ready),
-    /// The copy failed.
-    Failed(Done),
-    /// Nobody needed it.
+/// Result for an allocated chunk of the COW device.
+pub enum ChunkResult {
+    Entry(CopiedEntry),
+    Failed(CommitCallback),
+    /// The chunk was not needed.
     Unused,
 }
 
-/// An exception that is not durable.
-pub struct Ready {
+/// Exception with a copy, not yet durable.
+pub struct CopiedEntry {
     entry: Entry,
-    done: Done,
+    done: CommitCallback,
 }
 
-impl Finished {
-    pub fn entry(old: u64, new: u64, copied: device::Result<()>, done: Done) -> Self {
+impl ChunkResult {
+    pub fn entry(old: u64, new: u64, copied: device::Result<()>, done: CommitCallback) -> Self {
         match copied {
-            Ok(()) => Self::Entry(Ready { entry: Entry::new(old, new), done }),
+            Ok(()) => Self::Entry(CopiedEntry { entry: Entry::new(old, new), done }),
             Err(_) => Self::Failed(done),
         }
     }
 }
 
-/// What came of writing the header that says "invalid".
+/// Retry state of writing the header of an invalid store.
 #[derive(Default)]
-struct Unmarked {
-    /// The first failure, and when to try again.
+struct HeaderRetry {
+    /// Time of the first failure, and time of the next attempt.
     failed: Option<(Instant, Instant)>,
-    /// It took too long: nobody waits for it any more.
-    let_go: bool,
+    /// The wait limit has passed: nothing waits for the header any more.
+    gave_up: bool,
 }
 
-/// Places and groups. All in memory, every call is short.
+/// Allocated chunks and groups. All methods work in memory and are short.
 #[expect(clippy::struct_excessive_bools, reason = "four independent facts, each with a name")]
 pub struct Queue {
     layout: Layout,
     pub valid: bool,
-    /// The first chunk that was never handed out.
+    /// First chunk that was never allocated.
     next_free: u64,
-    /// Where the durable record ends: the area, and the entries in it.
+    /// End of the durable record: the area, and the entries in it.
     area: u64,
     committed: u64,
-    /// Entries were taken from the record and none were added since.
+    /// A merge removed entries and none were added since.
     merging: bool,
-    /// Places that were handed out, and that are not in the durable record.
-    claimed: u64,
-    /// Sequence number of the next place that is handed out.
+    /// Allocated chunks without an entry in the durable record.
+    uncommitted: u64,
+    /// Sequence number of the next allocated chunk.
     allocated: u64,
-    /// Sequence number of the place that is waited for: all before it were handed back.
-    passed: u64,
-    /// Places that were handed back before an earlier one was.
-    early: BTreeMap<u64, Finished>,
-    /// The next group: copies whose turn has come.
-    gathered: VecDeque<Ready>,
-    /// Who is to be told that the snapshot is invalid.
-    lost: Vec<Done>,
-    /// The snapshot is invalid, and the header on disk does not say so yet.
-    unmarked: Option<Unmarked>,
-    /// Nobody needs to wait for that header: the origin is written without the snapshot.
+    /// First sequence number without a result; all earlier ones have one.
+    next_sequence: u64,
+    /// Results of chunks allocated after `next_sequence`.
+    out_of_order: BTreeMap<u64, ChunkResult>,
+    /// Copies of the next group, in order.
+    group: VecDeque<CopiedEntry>,
+    /// Callbacks that wait until the COW device is marked invalid.
+    loss_callbacks: Vec<CommitCallback>,
+    /// Set while the snapshot is invalid and the header on disk is not.
+    unmarked: Option<HeaderRetry>,
+    /// The origin is written without the snapshot, so nothing waits for the header.
     released: bool,
-    /// Who waits for exceptions to be written back whose removal failed.
-    undo: Vec<PutBack>,
+    /// Callbacks that wait for entries to be restored after a failed removal.
+    restore_callbacks: Vec<RestoreCallback>,
     stop: bool,
-    /// The origin's content when the store is closed, and the mark of a merge that is under way
-    /// then.
+    /// Origin's version at the close, and the mark of a merge in progress.
     pub closing: Option<(Stamp, Option<Mark>)>,
     pub stats: Stats,
 }
 
 impl Queue {
-    /// Of a store whose first free chunk is `next_free` and whose record ends at `position`: the
-    /// area, and the entries in it.
+    /// Creates the queue of a store. `position` is the end of the record: the area, and the entries
+    /// in it.
     pub fn new(layout: Layout, valid: bool, next_free: u64, position: (u64, u64)) -> Self {
         Self {
             layout,
@@ -111,29 +109,29 @@ impl Queue {
             area: position.0,
             committed: position.1,
             merging: false,
-            claimed: 0,
+            uncommitted: 0,
             allocated: 0,
-            passed: 0,
-            early: BTreeMap::new(),
-            gathered: VecDeque::new(),
-            lost: Vec::new(),
+            next_sequence: 0,
+            out_of_order: BTreeMap::new(),
+            group: VecDeque::new(),
+            loss_callbacks: Vec::new(),
             unmarked: None,
             released: false,
-            undo: Vec::new(),
+            restore_callbacks: Vec::new(),
             stop: false,
             closing: None,
             stats: Stats::default(),
         }
     }
 
-    /// Hands out a chunk and its sequence number: one order for both.
+    /// Allocates a chunk. Returns the chunk and its sequence number.
     pub fn allocate(&mut self, size: u64) -> Result<(u64, u64), NoPlace> {
         if !self.valid {
             return Err(NoPlace::Invalid);
         }
         let chunks = self.layout.chunks(size);
-        // The entry that fills an area needs a next area.
-        let entries = self.area * self.layout.entries() + self.committed + self.claimed + 1;
+        // The entry that fills an area needs room for the next area.
+        let entries = self.area * self.layout.entries() + self.committed + self.uncommitted + 1;
         let fills = entries.is_multiple_of(self.layout.entries());
         let next_area = self.layout.area_chunk(entries / self.layout.entries());
         if self.next_free >= chunks || fills && next_area >= chunks {
@@ -141,83 +139,83 @@ impl Queue {
         }
         let chunk = self.next_free;
         self.next_free = self.layout.skip_metadata(chunk + 1);
-        self.claimed += 1;
+        self.uncommitted += 1;
         self.merging = false;
         self.allocated += 1;
         Ok((chunk, self.allocated - 1))
     }
 
-    /// A place is handed back.
-    fn finish(&mut self, sequence: u64, finished: Finished) {
+    /// Accepts the result for an allocated chunk.
+    fn finish(&mut self, sequence: u64, finished: ChunkResult) {
         let finished = match finished {
-            Finished::Failed(done) => {
-                self.lose();
-                self.lost.push(done);
+            ChunkResult::Failed(done) => {
+                self.invalidate();
+                self.loss_callbacks.push(done);
                 return;
             }
-            Finished::Entry(ready) if !self.valid => return self.lost.push(ready.done),
+            ChunkResult::Entry(entry) if !self.valid => return self.loss_callbacks.push(entry.done),
             other => other,
         };
-        if sequence != self.passed {
-            self.early.insert(sequence, finished);
+        if sequence != self.next_sequence {
+            self.out_of_order.insert(sequence, finished);
             return;
         }
         let mut next = Some(finished);
         while let Some(finished) = next {
-            self.passed += 1;
+            self.next_sequence += 1;
             match finished {
-                Finished::Entry(ready) => self.gathered.push_back(ready),
-                Finished::Failed(_) | Finished::Unused => self.claimed -= 1,
+                ChunkResult::Entry(entry) => self.group.push_back(entry),
+                ChunkResult::Failed(_) | ChunkResult::Unused => self.uncommitted -= 1,
             }
-            next = self.early.remove(&self.passed);
+            next = self.out_of_order.remove(&self.next_sequence);
         }
     }
 
-    /// Whether the group that was gathered is to be written: no copy is pending that could join it,
-    /// or it fills an area.
+    /// Returns true if the group must be written: no pending copy could join it, or it fills an
+    /// area.
     fn is_due(&self) -> bool {
-        let pending = self.allocated != self.passed;
-        let fills = self.committed + self.gathered.len() as u64 >= self.layout.entries();
-        self.valid && !self.gathered.is_empty() && (!pending || fills)
+        let pending = self.allocated != self.next_sequence;
+        let fills = self.committed + self.group.len() as u64 >= self.layout.entries();
+        self.valid && !self.group.is_empty() && (!pending || fills)
     }
 
-    /// The snapshot is invalid from now on.
-    fn lose(&mut self) {
+    fn invalidate(&mut self) {
         if self.valid {
             self.valid = false;
-            self.unmarked = Some(Unmarked::default());
+            self.unmarked = Some(HeaderRetry::default());
         }
-        self.lost.extend(self.gathered.drain(..).map(|ready| ready.done));
-        for finished in std::mem::take(&mut self.early).into_values() {
-            if let Finished::Entry(ready) = finished {
-                self.lost.push(ready.done);
+        self.loss_callbacks.extend(self.group.drain(..).map(|entry| entry.done));
+        for finished in std::mem::take(&mut self.out_of_order).into_values() {
+            if let ChunkResult::Entry(entry) = finished {
+                self.loss_callbacks.push(entry.done);
             }
         }
     }
 
-    /// When the header is to be written: at once, after a failure later, at the end once more.
+    /// Returns the time of the next attempt to write the header. The stop of the thread makes it
+    /// due at once.
     fn header_due(&self) -> Option<Instant> {
         let now = Instant::now();
         let again = self.unmarked.as_ref()?.failed.map_or(now, |(_, again)| again);
         Some(if self.stop { now } else { again })
     }
 
-    /// Writing the header failed. It stays due, else the snapshot would be opened again as a good
-    /// one; at the end that cannot be helped.
+    /// Schedules the next attempt after a failure. Without the header the snapshot would look valid
+    /// when opened again. At the stop this is the last attempt.
     fn header_failed(&mut self, error: device::Error) {
         let (now, stop) = (Instant::now(), self.stop);
         let Some(unmarked) = &mut self.unmarked else { return };
         let first = unmarked.failed.map_or(now, |(first, _)| first);
         if unmarked.failed.is_none() || stop {
-            tracing::warn!(%error, "an invalid snapshot could not be marked on its COW device");
+            tracing::warn!(%error, "writing the invalid header of a lost snapshot failed");
         }
-        unmarked.failed = Some((first, now + HEADER_AGAIN));
-        if !unmarked.let_go && now.saturating_duration_since(first) >= HEADER_HOLD_MAX {
-            unmarked.let_go = true;
+        unmarked.failed = Some((first, now + HEADER_RETRY_INTERVAL));
+        if !unmarked.gave_up && now.saturating_duration_since(first) >= HEADER_WAIT_MAX {
+            unmarked.gave_up = true;
             tracing::error!(
                 %error,
-                "the origin of an invalid snapshot is written on although the COW device does not say that it is invalid: \
-                 opened again after a crash, the snapshot must not be trusted"
+                "a lost snapshot could not be marked invalid on its COW device; the origin continues. Do not trust the \
+                 snapshot if it is opened again after a crash"
             );
         }
         if stop {
@@ -225,22 +223,21 @@ impl Queue {
         }
     }
 
-    /// Who is to be told now that the snapshot is invalid.
-    fn take_lost(&mut self) -> Vec<Done> {
-        let held = self.unmarked.as_ref().is_some_and(|unmarked| !unmarked.let_go);
-        if held && !self.released { Vec::new() } else { std::mem::take(&mut self.lost) }
+    /// Takes the callbacks that may learn now that the snapshot is invalid.
+    fn take_loss_callbacks(&mut self) -> Vec<CommitCallback> {
+        let held = self.unmarked.as_ref().is_some_and(|unmarked| !unmarked.gave_up);
+        if held && !self.released { Vec::new() } else { std::mem::take(&mut self.loss_callbacks) }
     }
 
-    /// Whether the snapshot is invalid, the disk does not say so, and nobody waits for that any
-    /// more.
+    /// Returns true if the snapshot is invalid, the disk is not marked, and nothing waits for that.
     pub fn is_unmarked(&self) -> bool {
-        self.unmarked.as_ref().is_some_and(|unmarked| unmarked.let_go)
+        self.unmarked.as_ref().is_some_and(|unmarked| unmarked.gave_up)
     }
 
     pub fn usage(&self, size: u64) -> Usage {
         let sectors = self.layout.chunk() / SECTOR_BYTES;
-        // As the kernel: while a merge goes on, as if all places had been handed out in the order
-        // of the entries.
+        // As the kernel: a merge counts as if all chunks had been allocated in the order of the
+        // entries.
         let end = self.layout.area_chunk(self.area) + self.committed + 1;
         let allocated = if self.merging { end } else { self.next_free };
         // The header, and the areas up to this one.
@@ -249,66 +246,64 @@ impl Queue {
     }
 }
 
-/// A persistent store's part that its thread shares.
+/// Part of a persistent store that its thread shares.
 ///
 /// Lock order:
-/// 1. `area`, held while metadata is read and written: by the store's thread and by a merge only.
+/// 1. `area`, held during metadata I/O, by the store's thread and by a merge.
 /// 2. `queue`, held for a few instructions.
 ///
-/// Callbacks run without either.
+/// Callbacks run without locks.
 pub struct Committer {
     pub layout: Layout,
     pub device: Arc<dyn Device>,
-    /// The first block, as it was found.
+    /// First block, as found at opening.
     pub header: Box<Block>,
     pub area: Mutex<Area>,
     pub queue: Mutex<Queue>,
-    /// The thread has something to do.
+    /// Notified when the thread has work.
     pub wake: Condvar,
 }
 
 enum Work {
     Header,
-    Lost(Vec<Done>),
+    ReportLoss(Vec<CommitCallback>),
     Group,
-    Undo(Vec<PutBack>),
+    Restore(Vec<RestoreCallback>),
 }
 
 impl Committer {
-    /// A place is handed back.
-    pub fn finish(&self, sequence: u64, finished: Finished) {
+    pub fn finish(&self, sequence: u64, finished: ChunkResult) {
         let mut queue = self.queue.lock();
         queue.finish(sequence, finished);
-        let wake = queue.is_due() || !queue.lost.is_empty();
+        let wake = queue.is_due() || !queue.loss_callbacks.is_empty();
         drop(queue);
         if wake {
             self.wake.notify_one();
         }
     }
 
-    /// The snapshot is invalid from now on; `then` is called when the disk says so, or does not let
-    /// itself be written.
-    pub fn invalidate(&self, then: Done) {
+    /// Invalidates the snapshot. `then` runs when the disk is marked, or cannot be marked in time.
+    pub fn invalidate(&self, then: CommitCallback) {
         let mut queue = self.queue.lock();
-        queue.lose();
-        queue.lost.push(then);
+        queue.invalidate();
+        queue.loss_callbacks.push(then);
         drop(queue);
         self.wake.notify_one();
     }
 
-    /// The origin has no need of the snapshot any more: who waits for the header goes on.
+    /// Stops the wait for the header: the origin does not need the snapshot any more.
     pub fn release(&self) {
         self.queue.lock().released = true;
         self.wake.notify_one();
     }
 
-    /// Has entries written again that a removal that failed may have taken from the disk.
-    pub fn put_back(&self, then: PutBack) {
-        self.queue.lock().undo.push(then);
+    /// Requests the restore of entries that a failed removal may have removed from disk.
+    pub fn restore_entries(&self, then: RestoreCallback) {
+        self.queue.lock().restore_callbacks.push(then);
         self.wake.notify_one();
     }
 
-    /// Lets the thread end when everything is done.
+    /// Tells the thread to exit after its remaining work.
     pub fn stop(&self) {
         self.queue.lock().stop = true;
         self.wake.notify_one();
@@ -316,27 +311,27 @@ impl Committer {
 
     // ---- the store's thread ---------------------------------------------------------------------
 
-    /// Makes groups durable and answers, until the store is dropped; says then that it was closed
-    /// in order, if it was.
+    /// Commits groups and runs callbacks until the store is dropped. Then records an orderly close,
+    /// if one was scheduled.
     pub fn run(&self) {
-        while let Some(work) = self.next() {
+        while let Some(work) = self.next_work() {
             match work {
                 Work::Header => match self.write_invalid() {
                     Ok(()) => self.queue.lock().unmarked = None,
                     Err(error) => self.queue.lock().header_failed(error),
                 },
-                Work::Lost(dones) => answer(dones, Err(Invalid)),
+                Work::ReportLoss(callbacks) => run_callbacks(callbacks, Err(Invalid)),
                 Work::Group => self.commit_group(),
-                Work::Undo(thens) => {
-                    let outcome = self.area.lock().put_back();
-                    answer(thens, outcome);
+                Work::Restore(callbacks) => {
+                    let outcome = self.area.lock().restore_entries();
+                    run_callbacks(callbacks, outcome);
                 }
             }
         }
-        self.close();
+        self.record_close();
     }
 
-    fn close(&self) {
+    fn record_close(&self) {
         let _area = self.area.lock();
         let closing = {
             let mut queue = self.queue.lock();
@@ -347,26 +342,26 @@ impl Committer {
         format::set_mark(&mut block, mark);
         format::set_closed(&mut block, Some(content));
         if let Err(error) = self.device.write_at(0, &block, Flags::FUA) {
-            tracing::warn!(%error, "an exception store could not be told that it was closed in order");
+            tracing::warn!(%error, "recording the orderly close of an exception store failed");
         }
     }
 
-    fn next(&self) -> Option<Work> {
+    fn next_work(&self) -> Option<Work> {
         let mut queue = self.queue.lock();
         loop {
             let header_due = queue.header_due();
             if header_due.is_some_and(|at| at <= Instant::now()) {
                 return Some(Work::Header);
             }
-            let lost = queue.take_lost();
+            let lost = queue.take_loss_callbacks();
             if !lost.is_empty() {
-                return Some(Work::Lost(lost));
+                return Some(Work::ReportLoss(lost));
             }
             if queue.is_due() {
                 return Some(Work::Group);
             }
-            if !queue.undo.is_empty() {
-                return Some(Work::Undo(std::mem::take(&mut queue.undo)));
+            if !queue.restore_callbacks.is_empty() {
+                return Some(Work::Restore(std::mem::take(&mut queue.restore_callbacks)));
             }
             if queue.stop {
                 return None;
@@ -383,70 +378,69 @@ impl Committer {
 
     fn commit_group(&self) {
         let mut area = self.area.lock();
-        let group: Vec<Ready> = {
+        let group: Vec<CopiedEntry> = {
             let mut queue = self.queue.lock();
-            let count = area.room().min(queue.gathered.len());
-            queue.gathered.drain(..count).collect()
+            let count = area.free_entries().min(queue.group.len());
+            queue.group.drain(..count).collect()
         };
         if group.is_empty() {
             // The snapshot was lost meanwhile.
             return;
         }
-        let (entries, dones): (Vec<Entry>, Vec<Done>) =
-            group.into_iter().map(|ready| (ready.entry, ready.done)).unzip();
+        let (entries, callbacks): (Vec<Entry>, Vec<CommitCallback>) =
+            group.into_iter().map(|copied| (copied.entry, copied.done)).unzip();
         let outcome = area.append(&entries);
         let mut queue = self.queue.lock();
         if let Err(error) = outcome {
             tracing::warn!(%error, "the snapshot is lost: device failed: writing its exceptions");
-            queue.lose();
+            queue.invalidate();
         } else {
             let count = entries.len() as u64;
             (queue.area, queue.committed) = area.position();
-            queue.claimed -= count;
+            queue.uncommitted -= count;
             queue.stats.exceptions += count;
             queue.stats.groups += 1;
             queue.stats.largest_group = queue.stats.largest_group.max(count);
         }
         if !queue.valid {
-            // Answered when the header says so.
-            queue.lost.extend(dones);
+            // The callbacks run after the header is written.
+            queue.loss_callbacks.extend(callbacks);
             return;
         }
         drop(queue);
         drop(area);
-        answer(dones, Ok(()));
+        run_callbacks(callbacks, Ok(()));
     }
 
-    /// Writes a header that says "invalid". Needs no flush before: nothing else on the device
-    /// counts any more.
+    /// Writes an invalid header. No flush is needed before: the rest of the device does not matter
+    /// any more.
     fn write_invalid(&self) -> device::Result<()> {
-        // A merge may be reading the header to mark it.
+        // A merge may be writing its mark to the header.
         let _area = self.area.lock();
         self.device.write_at(0, &format::header(self.layout.chunk(), false), Flags::FUA)
     }
 
     // ---- a merge's thread -----------------------------------------------------------------------
 
-    /// Marks the store durably, where there is anything to merge. All that was begun is committed.
-    /// Under the lock of the area, as all that writes the header. Where it is not known what the
-    /// disk says, the answer is [`MergeError::Invalid`].
+    /// Marks the store durably if it has anything to merge. All exceptions must be committed.
+    /// Returns [`MergeError::Invalid`] if the state on disk is unknown.
     pub fn mark(&self, id: u64) -> Result<Option<Mark>, MergeError> {
         let mut area = self.area.lock();
         if !self.queue.lock().valid {
             return Err(MergeError::Invalid);
         }
-        let Some((entries, first)) = area.first()? else { return Ok(None) };
+        let Some((entries, first)) = area.first_entry()? else { return Ok(None) };
         let mark = Mark { id, entries, first };
         if let Err(error) = self.write_mark(Some(mark)) {
-            // It may be there all the same, and the next start would go on with a merge that never
-            // began.
+            // The mark may be on disk all the same. The next start would then resume a merge that
+            // never started.
             let restored = self.write_mark(None);
             return Err(restored.map_or(MergeError::Invalid, |()| MergeError::Device(error)));
         }
         Ok(Some(mark))
     }
 
-    /// Takes the mark away durably.
+    /// Removes the mark of a merge durably.
     pub fn unmark(&self) -> Result<(), MergeError> {
         let _area = self.area.lock();
         if !self.queue.lock().valid {
@@ -469,7 +463,7 @@ impl Committer {
         area.last_run()
     }
 
-    /// Whether it is not known which exceptions of the last run are on disk.
+    /// Returns true if the exceptions of the last run on disk are unknown.
     pub fn is_torn(&self) -> bool {
         self.area.lock().is_torn()
     }
@@ -480,16 +474,15 @@ impl Committer {
             return Err(MergeError::Invalid);
         }
         if let Err(error) = area.remove(run, count) {
-            // They may be removed on disk all the same: write them back, so that memory and disk
-            // agree.
-            if let Err(error) = area.put_back() {
-                tracing::warn!(%error, "what is on disk of a step of a merge that failed is not known");
+            // The entries may be missing on disk. Restore them, so that memory and disk agree.
+            if let Err(error) = area.restore_entries() {
+                tracing::warn!(%error, "exceptions of a failed merge step could not be restored; their state on disk is unknown until a retry succeeds");
             }
             return Err(error);
         }
         let mut queue = self.queue.lock();
         (queue.area, queue.committed) = area.position();
-        queue.merging = queue.claimed == 0;
+        queue.merging = queue.uncommitted == 0;
         if queue.merging && area.position() == (0, 0) {
             queue.next_free = format::FIRST_COPY;
         }
@@ -497,9 +490,9 @@ impl Committer {
     }
 }
 
-/// Calls them all. A panic, which the panic hook reports, ends that call only.
-fn answer<E: Copy>(dones: Vec<Answer<E>>, outcome: Result<(), E>) {
-    for done in dones {
+/// Runs all callbacks. A panic ends one callback only; the panic hook reports it.
+fn run_callbacks<E: Copy>(callbacks: Vec<Callback<E>>, outcome: Result<(), E>) {
+    for done in callbacks {
         let _ = catch_unwind(AssertUnwindSafe(|| done(outcome)));
     }
 }

@@ -1,5 +1,4 @@
-//! A store without a record on disk: chunks are handed out to each CPU in runs, and lost with the
-//! process.
+//! Transient store: no record on disk. Each CPU allocates chunks from its own run.
 
 use std::ops::Range;
 
@@ -8,22 +7,22 @@ use crossbeam_utils::CachePadded;
 use super::Usage;
 use super::format::Layout;
 use super::status::SECTOR_BYTES;
-use super::store_answers::NoPlace;
+use super::store_types::NoPlace;
 use freestone_core::percpu;
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
 
-/// Places that a CPU takes at once. Writes of one CPU lie one after the other for so long.
+/// Chunks per run. The chunks of a run are contiguous, so writes of one CPU stay together.
 const RUN_PLACES: u64 = 64;
 
-/// A store without metadata (`store=N`). Places have no order that anything depends on, so each CPU
-/// has some of its own; who finds the device full takes those of another.
+/// Store without metadata (`store=N`). The order of chunks is irrelevant, so each CPU has its own.
+/// A CPU that finds the device full takes chunks of another.
 ///
 /// Lock order: a CPU's run is innermost, held for a few instructions, one at a time.
 pub struct Transient {
     layout: Layout,
-    /// The first chunk that no CPU has.
+    /// First chunk that belongs to no CPU.
     next_free: CachePadded<AtomicU64>,
-    /// By CPU: what it may hand out.
+    /// Unused chunks of each CPU.
     runs: Box<[CachePadded<Mutex<Range<u64>>>]>,
     lost: AtomicU32,
 }
@@ -42,12 +41,11 @@ impl Transient {
         self.lost.load(Ordering::SeqCst) == 0
     }
 
-    /// The snapshot is lost.
-    pub fn lose(&self) {
+    pub fn invalidate(&self) {
         self.lost.store(1, Ordering::SeqCst);
     }
 
-    /// Hands out a chunk of a device of `size` bytes.
+    /// Allocates a chunk of a device of `size` bytes.
     pub fn allocate(&self, size: u64) -> Result<u64, NoPlace> {
         if !self.is_valid() {
             return Err(NoPlace::Invalid);
@@ -59,16 +57,16 @@ impl Transient {
             }
             run.next()
         };
-        // No CPU gets a run any more, so what the others have only becomes less.
+        // The device has no further runs, so the other CPUs' runs only shrink.
         let place = own.or_else(|| self.runs.iter().find_map(|run| run.lock().next()));
         place.ok_or(NoPlace::Full)
     }
 
-    /// The next places of a device of so many chunks; empty where there are none left.
+    /// Returns the next run of a device with `chunks` chunks, or an empty one.
     fn next_run(&self, chunks: u64) -> Range<u64> {
         let end = |free: u64| chunks.min(free + RUN_PLACES);
         let next = |free: u64| (free < chunks).then(|| end(free));
-        // Relaxed: they only have to be others each time.
+        // Relaxed: only uniqueness matters.
         let taken = self.next_free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
         taken.map_or(0..0, |free| free..end(free))
     }
@@ -76,7 +74,7 @@ impl Transient {
     pub fn usage(&self, size: u64) -> Usage {
         let sectors = self.layout.chunk() / SECTOR_BYTES;
         let left: u64 = self.runs.iter().map(|run| run.lock()).map(|run| run.end - run.start).sum();
-        // Relaxed: a statistic. A CPU that took a run since is not in `left`.
+        // Relaxed: a statistic. A run that a CPU took just now is not in `left`.
         let allocated = self.next_free.load(Ordering::Relaxed).saturating_sub(left);
         Usage { allocated: allocated * sectors, total: size / SECTOR_BYTES, metadata: 0 }
     }

@@ -1,19 +1,17 @@
-//! A number of rights, each of one holder at a time, and who waits for one.
+//! A limited number of tokens, and a queue for those who wait for one.
 //!
-//! Every CPU has rights of its own, so that those who take and give do not meet; where its own are
-//! used up, another CPU's are taken. Only where somebody waits, or there are more rights than there
-//! should be, a right goes through the lock.
+//! Each CPU has a cell with tokens, to avoid contention. A CPU takes tokens from other cells when
+//! its own is empty. Tokens pass through the lock only if a waiter exists or the limit was lowered.
 //!
 //! # Protocol
-//! * Take: one from a cell that has one. None in any cell: [`wait`](Tokens::wait).
-//! * Wait: under the lock, `slow` is set; then the cells are looked at once more; then the waiter
-//!   is queued.
-//! * Give: put into a cell; then, if `slow` is set, under the lock, what is in the cells goes to
-//!   those who wait.
-//! * Either the giver sees `slow`, or the one who waits sees the right in its cell.
+//! * Take: one token from a cell. If all cells are empty, call [`wait`](Tokens::wait).
+//! * Wait: under the lock, set `slow`, check the cells again, then queue the waiter.
+//! * Give back: put the token into a cell. If `slow` is set, take the lock and serve waiters from
+//!   the cells.
+//! * Either the giver sees `slow`, or the new waiter sees the token in its cell.
 //!
-//! A right may be taken past those who wait, between the giver's two steps; the next one that is
-//! given goes to them.
+//! A taker can overtake the waiters between the two steps of a giver. The next token then goes to
+//! the first waiter.
 
 use std::collections::VecDeque;
 
@@ -21,46 +19,46 @@ use crossbeam_utils::CachePadded;
 
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering, fence};
 
-/// Rights to copy, counted by CPU. `W` is what waits for one.
+/// Tokens of one kind, spread over the CPUs. `W` is a waiter.
 ///
 /// Lock order: `state` is innermost.
 pub struct Tokens<W> {
     cells: Box<[CachePadded<AtomicU64>]>,
-    /// Somebody waits, or rights are to be withdrawn.
+    /// 1 while a waiter exists or tokens must be withdrawn.
     slow: AtomicU32,
     state: Mutex<TokensState<W>>,
 }
 
 struct TokensState<W> {
-    most: u64,
-    /// Rights that are to be withdrawn when they are given back.
+    limit: u64,
+    /// Tokens to withdraw when they are given back.
     excess: u64,
     waiting: VecDeque<W>,
 }
 
 impl<W> Tokens<W> {
-    /// `most` rights, spread over `cells` cells.
-    pub fn new(most: u64, cells: usize) -> Self {
-        let (each, rest) = (most / cells as u64, most % cells as u64);
+    /// Creates `limit` tokens, spread over `cells` cells.
+    pub fn new(limit: u64, cells: usize) -> Self {
+        let (each, rest) = (limit / cells as u64, limit % cells as u64);
         let cell = |at: usize| CachePadded::new(AtomicU64::new(each + u64::from((at as u64) < rest)));
-        let state = TokensState { most, excess: 0, waiting: VecDeque::new() };
+        let state = TokensState { limit, excess: 0, waiting: VecDeque::new() };
         Self { cells: (0..cells).map(cell).collect(), slow: AtomicU32::new(0), state: Mutex::new(state) }
     }
 
-    /// Takes a right, from the cell `near` or one after it. False: there is none.
+    /// Takes a token, preferably from cell `near`. Returns false if there is none.
     pub fn take(&self, near: usize) -> bool {
         let cells = self.cells.len();
         (0..cells).any(|n| {
             let cell = &self.cells[(near + n) % cells];
-            // Relaxed: a first look. Acquire, where one is taken: pairs with the Release of who
-            // gave it.
+            // Relaxed: a first check. Acquire, if a token is taken: pairs with the Release of its
+            // giver.
             cell.load(Ordering::Relaxed) > 0
-                // Relaxed: where it fails nothing is done.
+                // Relaxed: a failure changes nothing.
                 && cell.fetch_update(Ordering::Acquire, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
         })
     }
 
-    /// Takes a right now, or queues `waiter`; who gets rights is returned.
+    /// Queues `waiter`. Returns the waiters that got a token, perhaps this one among them.
     #[must_use]
     pub fn wait(&self, waiter: W) -> Vec<W> {
         let mut state = self.state.lock();
@@ -68,40 +66,40 @@ impl<W> Tokens<W> {
         self.serve(&mut state)
     }
 
-    /// Gives a right back, to the cell `near`. Returns who gets one now.
+    /// Gives a token back to cell `near`. Returns the waiters that got a token.
     #[must_use]
-    pub fn give(&self, near: usize) -> Vec<W> {
-        // Release: pairs with the Acquire of who takes it.
+    pub fn give_back(&self, near: usize) -> Vec<W> {
+        // Release: pairs with the Acquire of the next taker.
         self.cells[near % self.cells.len()].fetch_add(1, Ordering::Release);
         fence(Ordering::SeqCst);
-        // Relaxed: ordered after the addition by the fence, which pairs with that in `serve`.
+        // Relaxed: the fence orders this after the addition and pairs with the fence in `serve`.
         if self.slow.load(Ordering::Relaxed) == 0 {
             return Vec::new();
         }
         self.serve(&mut self.state.lock())
     }
 
-    /// From now on there are `most` rights. Returns who gets one. Those that are held stay.
+    /// Changes the limit. Tokens in use stay valid. Returns the waiters that got a token.
     #[must_use]
-    pub fn set_most(&self, most: u64) -> Vec<W> {
+    pub fn set_limit(&self, limit: u64) -> Vec<W> {
         let mut state = self.state.lock();
-        if most < state.most {
-            state.excess += state.most - most;
+        if limit < state.limit {
+            state.excess += state.limit - limit;
         } else {
-            let more = most - state.most;
-            let kept = more.min(state.excess);
-            state.excess -= kept;
-            // Release: pairs with the Acquire of who takes them.
-            self.cells[0].fetch_add(more - kept, Ordering::Release);
+            let more = limit - state.limit;
+            let reused = more.min(state.excess);
+            state.excess -= reused;
+            // Release: pairs with the Acquire of the next taker.
+            self.cells[0].fetch_add(more - reused, Ordering::Release);
         }
-        state.most = most;
+        state.limit = limit;
         self.serve(&mut state)
     }
 
-    /// Withdraws what is to be withdrawn, then serves those who wait.
+    /// Withdraws excess tokens, then serves the waiters.
     fn serve(&self, state: &mut TokensState<W>) -> Vec<W> {
-        // Relaxed: ordered before the looks at the cells by the fence, which pairs with that in
-        // `give`.
+        // Relaxed: the fence orders this before the checks of the cells and pairs with the fence in
+        // `give_back`.
         self.slow.store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         while state.excess > 0 && self.take(0) {
@@ -112,7 +110,7 @@ impl<W> Tokens<W> {
             served.extend(state.waiting.pop_front());
         }
         if state.waiting.is_empty() && state.excess == 0 {
-            // Relaxed: who sees it too late takes the lock for nothing.
+            // Relaxed: a giver that sees this late only takes the lock needlessly.
             self.slow.store(0, Ordering::Relaxed);
         }
         served
@@ -124,21 +122,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rights_go_round_and_their_number_changes() {
+    fn limit_change_serves_waiters_and_withdraws_tokens() {
         let tokens = Tokens::new(3, 2);
         assert!((0..3).all(|_| tokens.take(1)));
         assert!(!tokens.take(0));
         assert!(tokens.wait('a').is_empty() && tokens.wait('b').is_empty());
-        assert_eq!(tokens.give(1), ['a']);
-        assert_eq!(tokens.set_most(5), ['b'], "two more, one of them is left");
+        assert_eq!(tokens.give_back(1), ['a']);
+        assert_eq!(tokens.set_limit(5), ['b'], "two more, one of them is free");
         assert!(tokens.take(0) && !tokens.take(0));
-        // Five are held; three are withdrawn.
-        assert!(tokens.set_most(2).is_empty());
-        assert!((0..3).all(|_| tokens.give(0).is_empty() && !tokens.take(0)));
+        // Five tokens are in use; three are withdrawn.
+        assert!(tokens.set_limit(2).is_empty());
+        assert!((0..3).all(|_| tokens.give_back(0).is_empty() && !tokens.take(0)));
         assert!(tokens.wait('c').is_empty());
-        assert_eq!(tokens.give(1), ['c']);
-        // Two are held.
-        assert!(tokens.give(0).is_empty() && tokens.give(1).is_empty());
+        assert_eq!(tokens.give_back(1), ['c']);
+        // Two tokens are in use.
+        assert!(tokens.give_back(0).is_empty() && tokens.give_back(1).is_empty());
         assert!(tokens.take(1) && tokens.take(1) && !tokens.take(1));
     }
 }
@@ -148,9 +146,9 @@ mod models {
     use super::*;
     use freestone_core::sync::Arc;
 
-    /// One right for three who want it; whoever waits is served by whoever gives.
+    /// Three threads want one token; a thread that gives it back serves the waiters.
     #[test]
-    fn nobody_waits_for_a_right_that_is_free() {
+    fn freed_token_reaches_a_waiter() {
         loom::model(|| {
             let tokens = Arc::new(Tokens::new(1, 2));
             let served = Arc::new(AtomicU64::new(0));
@@ -159,7 +157,7 @@ mod models {
                 while rights > 0 {
                     // Relaxed: read after the joins.
                     served.fetch_add(rights as u64, Ordering::Relaxed);
-                    rights = (0..rights).map(|_| tokens.give(cpu).len()).sum();
+                    rights = (0..rights).map(|_| tokens.give_back(cpu).len()).sum();
                 }
             };
             let threads: Vec<_> = (1..3)
@@ -173,24 +171,24 @@ mod models {
             }
             // Relaxed: after the joins.
             assert_eq!(served.load(Ordering::Relaxed), 2);
-            assert!(tokens.take(0) && !tokens.take(0), "the right is there, once");
+            assert!(tokens.take(0) && !tokens.take(0), "the token must exist once");
         });
     }
 
-    /// A right is withdrawn while it is given back.
+    /// The limit is lowered while a token is given back.
     #[test]
-    fn a_right_that_is_withdrawn_is_gone() {
+    fn withdrawn_token_cannot_be_taken() {
         loom::model(|| {
             let tokens = Arc::new(Tokens::<()>::new(2, 2));
             assert!(tokens.take(0) && tokens.take(1));
             let other = Arc::clone(&tokens);
             let giver = loom::thread::spawn(move || {
-                assert!(other.give(1).is_empty());
+                assert!(other.give_back(1).is_empty());
             });
-            assert!(tokens.set_most(1).is_empty());
+            assert!(tokens.set_limit(1).is_empty());
             giver.join().unwrap();
-            assert!(tokens.give(0).is_empty());
-            assert!(tokens.take(0) && !tokens.take(0), "one is left");
+            assert!(tokens.give_back(0).is_empty());
+            assert!(tokens.take(0) && !tokens.take(0), "one token must be left");
         });
     }
 }

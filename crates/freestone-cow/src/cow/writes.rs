@@ -1,54 +1,52 @@
-//! Writes to a snapshot.
+//! Writes, write zeroes and discards of a snapshot.
 //!
-//! A write to chunks with exceptions goes to the COW device. Others are submitted, and carried on
-//! in *windows* of chunks: in a round, what has an exception is written, a chunk that is covered
-//! whole and has none is written as its own exception, and for the rest exceptions are asked for,
-//! all together; the next round finds them complete. Every chunk of the window is written once.
+//! A write to chunks with exceptions goes to the COW device. Other writes are submitted and
+//! processed in *windows* of chunks. Each round writes the chunks with an exception. A chunk that
+//! is covered completely is written as its own exception. The round requests the other exceptions
+//! together, and the next round finds them complete. Every chunk of the window is written once.
 //!
-//! Zeroes over what the snapshot shows as zeroes need no exception: where it has none, it looks at the
-//! origin's extents first.
+//! Writing zeroes where the snapshot reads as zeroes needs no exception. So such a write queries
+//! the origin's extents first.
 //!
-//! While the snapshot is merged into its origin no exception is made: what has none goes to the
-//! origin, as the origin's writes do; what has one to the COW device, tracked by chunk; what is
-//! being merged at the moment waits.
+//! During a merge no exception is made. Writes to chunks without an exception go to the origin.
+//! Writes to chunks with an exception go to the COW device and are counted per chunk. Writes to a
+//! chunk of the current run wait.
 
 use std::sync::Arc;
 
-use super::copy::{Asked, Begun};
-use super::exceptions::{Exception, Locked};
-use super::gather::{Gather, Job, Waiter};
+use super::copy::{RequestResult, StartedException};
+use super::exceptions::{Exception, LockedChunk};
 use super::origin_write::OriginWrite;
 use super::state::{Mode, Permit, Snap};
+use super::wait_group::{Continuation, WaitGroup, Waiter};
 use freestone_core::device::{Buffer, Completion, Error, Flags, IoBuf, Op, Request, Result, Tried};
 use freestone_core::handoff::{Put, progress, put, try_put};
 use freestone_core::mutants::{self, Mutant};
 use freestone_core::pin;
 use freestone_core::work_queue::WorkQueue;
 
-/// Chunks of a window.
 const WINDOW_CHUNKS: u64 = 256;
-/// Rounds on the submitting thread; later ones run on the origin's own.
+/// Rounds on the submitting thread; later rounds run on the origin's work queue.
 const ROUNDS_INLINE: u32 = 3;
-/// Runs of chunks that one try goes through.
+/// Maximum number of runs of chunks per try.
 const TRY_RUNS: u32 = 64;
 
-/// A write, write zeroes or discard under way.
+/// Write, write zeroes or discard in progress.
 struct Write {
     snap: Arc<Snap>,
-    /// What is left of it, and where that begins in the buffer.
+    /// Remaining part of the request; its data starts at `from` in the buffer.
     request: Request,
     from: usize,
     buffer: IoBuf,
     done: Completion,
-    /// The chunks of the window for which nothing more is to be done.
-    settled: [u64; WINDOW_CHUNKS as usize / 64],
+    /// Bitmap of the window's chunks that need no further action.
+    handled: [u64; WINDOW_CHUNKS as usize / 64],
     permit: Option<Permit>,
     rounds: u32,
-    /// Byte up to which the origin's extents need no further look.
-    looked_until: u64,
+    /// Byte up to which the origin's extents were queried.
+    extents_checked_until: u64,
 }
 
-/// A part of a write within one chunk.
 #[derive(Clone, Copy)]
 struct Piece {
     index: u64,
@@ -57,21 +55,20 @@ struct Piece {
     len: u64,
 }
 
-/// What is to be done once the thread is not pinned any more. Places are in bytes, `from` in the
+/// I/O to start after the thread is unpinned. Offsets are in bytes; `from` is relative to the
 /// request.
 enum Action {
-    /// Write to the COW device, which is counted at the gate.
+    /// Write to the COW device; counted at the gate.
     Cow { op: Op, at: u64, from: u64, len: u64, tracked: Option<u64> },
-    /// Write to the origin, while the snapshot plays its part.
+    /// Write to the origin, which the snapshot serves.
     Origin { from: u64, len: u64 },
     /// Copy a chunk.
-    Copy(Begun),
-    /// Write a whole chunk.
-    Whole { begun: Begun, from: u64, len: u64 },
+    Copy(StartedException),
+    /// Write a whole chunk as its exception.
+    Whole { started: StartedException, from: u64, len: u64 },
 }
 
-/// How a round was planned.
-enum Planned {
+enum RoundPlan {
     Go,
     Throttled,
     NoSpace,
@@ -79,34 +76,35 @@ enum Planned {
     Held,
 }
 
-// ---- at once ------------------------------------------------------------------------------------
+// ---- tried --------------------------------------------------------------------------------------
 
-/// Writes `data`, or zeroes where there is none, as far as chunks have exceptions and the COW
-/// device does it at once.
+/// Writes `data`, or zeroes if there is none, to chunks with exceptions, as far as the COW device
+/// does not wait.
 pub fn try_write(snap: &Arc<Snap>, request: &Request, data: Option<&[u8]>) -> Result<Tried> {
     if data.is_some_and(|data| data.len() as u64 != request.len) {
         return Err(Error::Misaligned);
     }
-    snap.writable()?;
+    snap.check_writable()?;
     // The COW device could stop within a block of the snapshot, and a part of a block cannot be
     // reported as done.
     if snap.cow_block() < snap.block() {
         return Ok(Tried::WouldBlock);
     }
-    let begun = snap.gate.enter(|mode| (mode == Some(&Mode::Normal)).then(|| snap.gate.begin()));
-    if begun.is_none() {
+    let started = snap.gate.enter(|mode| (mode == Some(&Mode::Normal)).then(|| snap.gate.begin()));
+    if started.is_none() {
         return Ok(Tried::WouldBlock);
     }
-    // No merge begins before the COW device has answered, so no exception is removed meanwhile.
+    // No merge starts before the COW device has completed the write, so no exception is removed.
     let _under_way = snap.gate.under_way();
     let chunk = snap.chunk();
     let mut done = 0;
     for _ in 0..TRY_RUNS {
         let at = request.offset + done;
-        let (place, chunks) = snap.exceptions.run(at / chunk, (request.offset + request.len).div_ceil(chunk));
-        let Some(place) = place else { break };
+        let (cow_chunk, chunks) =
+            snap.exceptions.run(at / chunk, (request.offset + request.len).div_ceil(chunk));
+        let Some(cow_chunk) = cow_chunk else { break };
         let len = (chunks * chunk - at % chunk).min(request.len - done);
-        let part = Request { offset: place * chunk + at % chunk, len, ..*request };
+        let part = Request { offset: cow_chunk * chunk + at % chunk, len, ..*request };
         let data = data.map(|data| &data[done as usize..(done + len) as usize]);
         match snap.store.device().try_io(&part, data.map_or(Buffer::None, Buffer::Write)) {
             Ok(Tried::Done) => done += len,
@@ -115,7 +113,7 @@ pub fn try_write(snap: &Arc<Snap>, request: &Request, data: Option<&[u8]>) -> Re
                 break;
             }
             Err(error) if done == 0 => return Err(error),
-            // An error shows again when the rest is tried.
+            // The rest will be submitted, and then reports this error.
             Ok(Tried::WouldBlock) | Err(_) => break,
         }
         if done == request.len {
@@ -125,29 +123,30 @@ pub fn try_write(snap: &Arc<Snap>, request: &Request, data: Option<&[u8]>) -> Re
     Ok(progress(done, request.len))
 }
 
-/// A discard that is ignored is done; others are submitted.
+/// Completes a discard that is ignored; others must be submitted.
 pub fn try_discard(snap: &Snap) -> Result<Tried> {
-    snap.writable()?;
+    snap.check_writable()?;
     let ignored = !snap.config.discard_zeroes_cow || snap.is_merging();
     Ok(if ignored { Tried::Done } else { Tried::WouldBlock })
 }
 
 // ---- submitted ----------------------------------------------------------------------------------
 
-/// Takes over a write or write zeroes.
+/// Submits a write or write zeroes.
 pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) {
     if request.op == Op::Write && buffer.len() as u64 != request.len {
         return done.complete(Err(Error::Misaligned), buffer);
     }
     let chunk = snap.chunk();
     let (first, inside) = (request.offset / chunk, request.offset % chunk);
-    // The common case needs no round: one chunk, which has its exception.
-    let place = snap.gate.enter(|mode| {
-        let one = mode == Some(&Mode::Normal) && inside + request.len <= chunk && snap.writable().is_ok();
-        let place = if one { snap.exceptions.get(first).chunk() } else { None };
-        place.inspect(|_| snap.gate.begin())
+    // Common case without a round: one chunk, which has its exception.
+    let cow_chunk = snap.gate.enter(|mode| {
+        let is_single_chunk =
+            mode == Some(&Mode::Normal) && inside + request.len <= chunk && snap.check_writable().is_ok();
+        let cow_chunk = if is_single_chunk { snap.exceptions.get(first).chunk() } else { None };
+        cow_chunk.inspect(|_| snap.gate.begin())
     });
-    let Some(place) = place else {
+    let Some(cow_chunk) = cow_chunk else {
         return Write::new(Arc::clone(snap), request, buffer, done).go(Ok(()));
     };
     let gated = Arc::clone(snap);
@@ -155,20 +154,18 @@ pub fn submit(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completio
         gated.gate.end();
         done.complete(outcome, buffer);
     });
-    let request = Request { offset: place * chunk + inside, ..request };
+    let request = Request { offset: cow_chunk * chunk + inside, ..request };
     if mutants::on(Mutant::PinnedCall) {
         return pin::pinned(|_| snap.store.device().submit(request, buffer, then));
     }
     snap.store.device().submit(request, buffer, then);
 }
 
-/// Takes over a write, write zeroes or discard that came to the origin, which this snapshot plays
-/// the part of.
-pub(super) fn take_over(snap: Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) {
+/// Submits a request of the origin that this snapshot serves.
+pub(super) fn submit_from_origin(snap: Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) {
     Write::new(snap, request, buffer, done).go(Ok(()));
 }
 
-/// Takes over a discard.
 pub fn submit_discard(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) {
     match try_discard(snap) {
         Ok(Tried::WouldBlock) => {}
@@ -178,15 +175,14 @@ pub fn submit_discard(snap: &Arc<Snap>, request: Request, buffer: IoBuf, done: C
     if !snap.config.discard_passdown_origin {
         return job.go(Ok(()));
     }
-    // No snapshot preserves anything, not even this one, as in the kernel: what is discarded is
-    // gone for all of them.
+    // No snapshot preserves anything, not even this one, as in the kernel: the discarded data is
+    // lost for all of them.
     let work_queue = Arc::clone(&snap.core.work_queue);
     let then = Completion::new(move |outcome, _| work_queue.push(move || job.go(outcome)));
     snap.core.device.submit(request, buffer, then);
 }
 
 impl Write {
-    /// A write that begins.
     fn new(snap: Arc<Snap>, request: Request, buffer: IoBuf, done: Completion) -> Self {
         Self {
             snap,
@@ -194,19 +190,19 @@ impl Write {
             from: 0,
             buffer,
             done,
-            settled: [0; 4],
+            handled: [0; 4],
             permit: None,
             rounds: 0,
-            looked_until: 0,
+            extents_checked_until: 0,
         }
     }
 
-    /// The pieces of the window.
+    /// Iterates over the pieces of the window.
     fn pieces(&self) -> impl Iterator<Item = Piece> + use<> {
         let (request, chunk) = (self.request, self.snap.chunk());
         let mut end = request.offset + request.len;
-        if self.looked_until > request.offset {
-            end = end.min(self.looked_until);
+        if self.extents_checked_until > request.offset {
+            end = end.min(self.extents_checked_until);
         }
         let first = request.offset / chunk;
         let last = end.div_ceil(chunk).min(first + WINDOW_CHUNKS);
@@ -217,17 +213,17 @@ impl Write {
         })
     }
 
-    fn is_settled(&self, piece: Piece) -> bool {
-        self.settled[(piece.index / 64) as usize] & 1 << (piece.index % 64) != 0
+    fn is_handled(&self, piece: Piece) -> bool {
+        self.handled[(piece.index / 64) as usize] & 1 << (piece.index % 64) != 0
     }
 
-    fn settle(&mut self, piece: Piece) {
-        self.settled[(piece.index / 64) as usize] |= 1 << (piece.index % 64);
+    fn set_handled(&mut self, piece: Piece) {
+        self.handled[(piece.index / 64) as usize] |= 1 << (piece.index % 64);
     }
 
-    /// Goes on to the next window if this one is through. False: nothing is left.
+    /// Moves to the next window if this one is complete. Returns false if nothing is left.
     fn advance(&mut self) -> bool {
-        if !self.pieces().all(|piece| self.is_settled(piece)) {
+        if !self.pieces().all(|piece| self.is_handled(piece)) {
             return true;
         }
         let bytes: u64 = self.pieces().map(|piece| piece.len).sum();
@@ -237,18 +233,18 @@ impl Write {
     fn skip(&mut self, bytes: u64) -> bool {
         self.request = self.request.rest(bytes);
         self.from += bytes as usize;
-        self.settled = [0; 4];
+        self.handled = [0; 4];
         self.request.len > 0
     }
 
     fn complete(self, outcome: Result<()>) {
-        // Before the completion runs, which may take long.
+        // The completion may take long, so the permit is freed first.
         drop(self.permit);
         self.done.complete(outcome, self.buffer);
     }
 }
 
-impl Job for Write {
+impl Continuation for Write {
     fn work_queue(&self) -> &Arc<WorkQueue> {
         &self.snap.core.work_queue
     }
@@ -256,17 +252,17 @@ impl Job for Write {
     fn go(mut self, mut so_far: Result<()>) {
         self.rounds = 0;
         loop {
-            let checked = if self.request.op == Op::Discard { Ok(()) } else { self.snap.writable() };
+            let checked = if self.request.op == Op::Discard { Ok(()) } else { self.snap.check_writable() };
             if let Err(error) = so_far.and(checked) {
                 return self.complete(Err(error));
             }
             if !self.advance() || self.request.op == Op::Discard && !self.skip_unowned() {
                 return self.complete(Ok(()));
             }
-            if self.is_to_look() {
+            if self.needs_extents_check() {
                 let snap = Arc::clone(&self.snap);
                 self.permit = None;
-                return snap.core.extents_queue.push(move || self.look());
+                return snap.core.extents_queue.push(move || self.check_extents());
             }
             if self.rounds == ROUNDS_INLINE {
                 let work_queue = Arc::clone(&self.snap.core.work_queue);
@@ -280,51 +276,52 @@ impl Job for Write {
 }
 
 impl Write {
-    /// Returns true if the origin's extents may show that zeroes change nothing. Ones that must be
-    /// durable are written.
-    fn is_to_look(&self) -> bool {
+    /// Returns true if the origin's extents must be queried: they may show that the zeroes change
+    /// nothing. Zeroes with FUA are always written.
+    fn needs_extents_check(&self) -> bool {
         let Request { op, flags, offset, .. } = self.request;
         op == Op::WriteZeroes
             && !flags.contains(Flags::FUA)
-            && offset >= self.looked_until
-            && self.settled == [0; 4]
+            && offset >= self.extents_checked_until
+            && self.handled == [0; 4]
             && !self.snap.is_merging()
     }
 
-    /// Skips zeroes over whole chunks without exceptions that read as zeroes, as a read would find
-    /// them: the extents count if there is still no exception afterwards. Then they are the
-    /// snapshot's, and this request has taken effect. The origin was flushed when the snapshot was
-    /// taken.
-    fn look(mut self) {
+    /// Skips whole chunks without exceptions that read as zeroes. The extents are valid if the
+    /// chunks still have no exception afterwards. Then the range reads as zeroes in the snapshot,
+    /// and the request has taken effect. The origin was flushed when the snapshot was taken.
+    fn check_extents(mut self) {
         let (snap, chunk) = (Arc::clone(&self.snap), self.snap.chunk());
         let (at, end) = (self.request.offset, self.request.offset + self.request.len);
         let state = snap.state();
-        let (place, chunks) = snap.exceptions.run(at / chunk, end.div_ceil(chunk));
+        let (cow_chunk, chunks) = snap.exceptions.run(at / chunk, end.div_ceil(chunk));
         let run_end = ((at / chunk + chunks) * chunk).min(end);
-        self.looked_until = run_end;
-        if place.is_none() {
-            let (zeroes_until, looked_until) = snap.core.leading_zeroes(at, run_end);
+        self.extents_checked_until = run_end;
+        if cow_chunk.is_none() {
+            let (zeroes_until, extents_checked_until) = snap.core.leading_zeroes(at, run_end);
             let whole = if zeroes_until == end { end } else { zeroes_until - zeroes_until % chunk };
-            let holds = if whole > at { snap.holds(at, whole - at, state) } else { Ok(true) };
-            self.looked_until = match holds {
-                // The run ends before the new exception now.
+            let is_valid =
+                if whole > at { snap.is_origin_data_valid(at, whole - at, state) } else { Ok(true) };
+            self.extents_checked_until = match is_valid {
+                // A new exception ends the run earlier now.
                 Ok(false) => at,
-                _ => looked_until.next_multiple_of(chunk).min(run_end),
+                _ => extents_checked_until.next_multiple_of(chunk).min(run_end),
             };
-            if holds == Ok(true) && whole > at && !self.skip(whole - at) {
+            if is_valid == Ok(true) && whole > at && !self.skip(whole - at) {
                 return self.complete(Ok(()));
             }
         }
         snap.core.work_queue.push(move || self.go(Ok(())));
     }
 
-    /// Skips what a discard does not touch. False: nothing is left.
+    /// Skips chunks that a discard does not change. Returns false if nothing is left.
     fn skip_unowned(&mut self) -> bool {
         let chunk = self.snap.chunk();
         loop {
             let end = self.request.offset + self.request.len;
-            let (place, chunks) = self.snap.exceptions.run(self.request.offset / chunk, end.div_ceil(chunk));
-            if place.is_some() || self.settled != [0; 4] {
+            let (cow_chunk, chunks) =
+                self.snap.exceptions.run(self.request.offset / chunk, end.div_ceil(chunk));
+            if cow_chunk.is_some() || self.handled != [0; 4] {
                 return true;
             }
             let next = (self.request.offset / chunk + chunks) * chunk;
@@ -334,47 +331,47 @@ impl Write {
         }
     }
 
-    /// One round. `None`: the job goes on elsewhere.
+    /// Runs one round. Returns `None` if the request continues elsewhere.
     fn round(self) -> Option<(Self, Result<()>)> {
         let snap = Arc::clone(&self.snap);
-        let gather = Gather::new();
+        let group = WaitGroup::new();
         let mut actions = Vec::new();
         let mut this = Some(self);
-        // The origin may have grown since the snapshot began.
+        // The origin may have grown since the snapshot was taken.
         let origin = snap.core.device.geometry().size;
-        let planned = snap.gate.enter(|mode| {
+        let plan = snap.gate.enter(|mode| {
             let Some(mode) = mode else {
                 let job = this.take();
                 snap.gate.hold(move || job.into_iter().for_each(|job| job.go(Ok(()))));
-                return Planned::Held;
+                return RoundPlan::Held;
             };
             match (&mut this, mode) {
-                (Some(job), Mode::Normal) => job.plan(origin, &gather, &mut actions),
-                (Some(job), Mode::Merging) => job.plan_merging(&gather, &mut actions),
-                (None, _) => Planned::Held,
+                (Some(job), Mode::Normal) => job.plan(origin, &group, &mut actions),
+                (Some(job), Mode::Merging) => job.plan_merging(&group, &mut actions),
+                (None, _) => RoundPlan::Held,
             }
         });
         let mut job = this?;
-        // Held while this waits, it would keep another copy from beginning.
+        // A permit held while waiting would block another copy.
         job.permit = None;
         for action in actions {
-            job.act(action, &gather);
+            job.run_action(action, &group);
         }
-        match planned {
-            Planned::Go | Planned::Held => gather.leave(job),
-            // Answered only when all that was begun has ended: it must not overtake what the user
-            // writes after the answer.
-            Planned::Failed(error) => {
-                gather.waiter().arrived(Err(error));
-                gather.leave(job)
+        match plan {
+            RoundPlan::Go | RoundPlan::Held => group.arm(job),
+            // Completed only after all started I/O has ended: that I/O must not overtake the user's
+            // next write.
+            RoundPlan::Failed(error) => {
+                group.waiter().notify(Err(error));
+                group.arm(job)
             }
-            Planned::NoSpace => {
-                snap.overflows();
-                gather.waiter().arrived(Err(Error::NoSpace));
-                gather.leave(job)
+            RoundPlan::NoSpace => {
+                snap.handle_overflow();
+                group.waiter().notify(Err(Error::NoSpace));
+                group.arm(job)
             }
-            Planned::Throttled => {
-                snap.queue(move |permit| {
+            RoundPlan::Throttled => {
+                snap.queue_for_permit(move |permit| {
                     job.permit = Some(permit);
                     job.go(Ok(()));
                 });
@@ -383,87 +380,87 @@ impl Write {
         }
     }
 
-    fn plan(&mut self, origin: u64, gather: &Arc<Gather<Self>>, actions: &mut Vec<Action>) -> Planned {
+    fn plan(&mut self, origin: u64, group: &Arc<WaitGroup<Self>>, actions: &mut Vec<Action>) -> RoundPlan {
         let snap = Arc::clone(&self.snap);
         let (chunk, op) = (snap.chunk(), self.request.op);
-        let mut asked = false;
+        let mut has_started = false;
         for piece in self.pieces() {
-            if self.is_settled(piece) {
+            if self.is_handled(piece) {
                 continue;
             }
             let from = piece.offset - self.request.offset;
-            // The origin's last chunk is whole where it is covered to the end of the origin.
+            // The origin's last chunk is covered completely if the write reaches the origin's end.
             let whole = piece.offset == piece.chunk * chunk
                 && piece.offset + piece.len == ((piece.chunk + 1) * chunk).min(origin);
             let seen = snap.exceptions.get(piece.chunk);
-            if let Some(place) = seen.chunk() {
+            if let Some(cow_chunk) = seen.chunk() {
                 let op = if op == Op::Discard && whole { Op::WriteZeroes } else { op };
-                snap.to_cow(actions, op, place * chunk + piece.offset % chunk, from, piece.len);
-                self.settle(piece);
-                asked = true;
+                snap.push_cow_write(actions, op, cow_chunk * chunk + piece.offset % chunk, from, piece.len);
+                self.set_handled(piece);
+                has_started = true;
                 continue;
             }
             if op == Op::Discard {
-                self.settle(piece);
+                self.set_handled(piece);
                 continue;
             }
-            match snap.ask(piece.chunk, seen, || gather.waiter(), &mut self.permit) {
-                Asked::Complete => {}
-                Asked::Joined => asked = true,
-                Asked::Begun(begun) if whole => {
-                    actions.push(Action::Whole { begun, from, len: piece.len });
-                    self.settle(piece);
-                    asked = true;
+            match snap.request_exception(piece.chunk, seen, || group.waiter(), &mut self.permit) {
+                RequestResult::Complete => {}
+                RequestResult::Joined => has_started = true,
+                RequestResult::Started(started) if whole => {
+                    actions.push(Action::Whole { started, from, len: piece.len });
+                    self.set_handled(piece);
+                    has_started = true;
                 }
-                Asked::Begun(begun) => {
-                    actions.push(Action::Copy(begun));
-                    asked = true;
+                RequestResult::Started(started) => {
+                    actions.push(Action::Copy(started));
+                    has_started = true;
                 }
-                Asked::Throttled if asked => break,
-                Asked::Throttled => return Planned::Throttled,
-                Asked::Full => return Planned::NoSpace,
-                Asked::Lost => return Planned::Failed(Error::Media),
-                Asked::NoMemory => return Planned::Failed(Error::NoMemory),
+                RequestResult::Throttled if has_started => break,
+                RequestResult::Throttled => return RoundPlan::Throttled,
+                RequestResult::Full => return RoundPlan::NoSpace,
+                RequestResult::Lost => return RoundPlan::Failed(Error::Media),
+                RequestResult::NoMemory => return RoundPlan::Failed(Error::NoMemory),
             }
         }
-        Planned::Go
+        RoundPlan::Go
     }
 
-    fn plan_merging(&mut self, gather: &Arc<Gather<Self>>, actions: &mut Vec<Action>) -> Planned {
+    fn plan_merging(&mut self, group: &Arc<WaitGroup<Self>>, actions: &mut Vec<Action>) -> RoundPlan {
         let snap = Arc::clone(&self.snap);
         let (chunk, op) = (snap.chunk(), self.request.op);
         for piece in self.pieces() {
-            if self.is_settled(piece) {
+            if self.is_handled(piece) {
                 continue;
             }
             let from = piece.offset - self.request.offset;
-            // The kernel swallows discards here as well.
+            // The kernel ignores discards here, too.
             if op == Op::Discard {
-                self.settle(piece);
+                self.set_handled(piece);
                 continue;
             }
             let locked = snap.exceptions.lock_present(piece.chunk);
-            match locked.as_ref().map_or(Exception::None, Locked::now) {
-                Exception::At(place) => {
-                    snap.merge.track(piece.chunk);
+            match locked.as_ref().map_or(Exception::None, LockedChunk::state) {
+                Exception::At(cow_chunk) => {
+                    snap.merge.begin_cow_write(piece.chunk);
                     snap.gate.begin();
-                    let at = place * chunk + piece.offset % chunk;
+                    let at = cow_chunk * chunk + piece.offset % chunk;
                     let tracked = Some(piece.chunk);
                     actions.push(Action::Cow { op, at, from, len: piece.len, tracked });
                 }
                 Exception::Merging(_) => {
-                    snap.wait_for_run(gather.waiter());
+                    snap.wait_for_run(group.waiter());
                     continue;
                 }
-                // Nothing is pending: the merge began when nothing was.
+                // A merge starts when no exception is pending.
                 Exception::None | Exception::Pending => match actions.last_mut() {
                     Some(Action::Origin { from: start, len }) if *start + *len == from => *len += piece.len,
                     _ => actions.push(Action::Origin { from, len: piece.len }),
                 },
             }
-            self.settle(piece);
+            self.set_handled(piece);
         }
-        Planned::Go
+        RoundPlan::Go
     }
 
     fn data(&self, from: u64, len: u64) -> Option<&[u8]> {
@@ -471,34 +468,34 @@ impl Write {
         if self.request.op == Op::Write { self.buffer.get(from..from + len as usize) } else { None }
     }
 
-    fn act(&mut self, action: Action, gather: &Arc<Gather<Self>>) {
+    fn run_action(&mut self, action: Action, group: &Arc<WaitGroup<Self>>) {
         let Request { op, flags, offset, .. } = self.request;
         match action {
-            Action::Copy(begun) => begun.copy(),
-            Action::Whole { begun, from, len } => {
-                if let Err(error) = begun.write(op, flags, len, self.data(from, len)) {
-                    gather.waiter().arrived(Err(error));
+            Action::Copy(started) => started.copy(),
+            Action::Whole { started, from, len } => {
+                if let Err(error) = started.write(op, flags, len, self.data(from, len)) {
+                    group.waiter().notify(Err(error));
                 }
             }
             Action::Cow { op, at, from, len, tracked } => {
-                let (snap, waiter) = (Arc::clone(&self.snap), gather.waiter());
+                let (snap, waiter) = (Arc::clone(&self.snap), group.waiter());
                 let (mut flags, is_merging) = (flags, tracked.is_some());
                 if op == Op::WriteZeroes && self.request.op == Op::Discard {
                     flags |= Flags::MAY_FREE;
                 }
-                // Users of an origin without a cache do not flush, so what goes to the COW device
-                // in its stead must be durable.
+                // Users of an origin without a cache do not flush, so a write to the COW device
+                // instead of the origin must be durable.
                 if is_merging && !snap.core.device.geometry().volatile_cache {
                     flags |= Flags::FUA;
                 }
                 let then = move |outcome| {
                     if let Some(chunk) = tracked {
-                        snap.merge.untrack(chunk);
+                        snap.merge.end_cow_write(chunk);
                     }
                     snap.gate.end();
-                    waiter.arrived(outcome);
+                    waiter.notify(outcome);
                 };
-                // Requests to the snapshot itself fit the COW device's blocks.
+                // Only requests of the origin may be smaller than the COW device's blocks.
                 let snap = &self.snap;
                 let device = if is_merging { &*snap.cow } else { &**snap.store.device() };
                 let data = self.data(from, len);
@@ -510,15 +507,15 @@ impl Write {
                 }
             }
             Action::Origin { from, len } => {
-                let waiter = gather.waiter();
+                let waiter = group.waiter();
                 let buffer = self.data(from, len).map_or(Ok(IoBuf::empty()), IoBuf::copy_of);
                 match buffer {
                     Ok(buffer) => {
-                        let done = Completion::new(move |outcome, _| waiter.arrived(outcome));
+                        let done = Completion::new(move |outcome, _| waiter.notify(outcome));
                         let request = Request { op, flags, offset: offset + from, len };
-                        OriginWrite::past_merge(&self.snap, request, buffer, done).go(Ok(()));
+                        OriginWrite::from_merging_snapshot(&self.snap, request, buffer, done).go(Ok(()));
                     }
-                    Err(error) => waiter.arrived(Err(error)),
+                    Err(error) => waiter.notify(Err(error)),
                 }
             }
         }
@@ -526,8 +523,8 @@ impl Write {
 }
 
 impl Snap {
-    /// Adds a write to the COW device, to the one before where it goes on there.
-    fn to_cow(&self, actions: &mut Vec<Action>, op: Op, at: u64, from: u64, len: u64) {
+    /// Adds a write to the COW device, merged with the previous one if contiguous.
+    fn push_cow_write(&self, actions: &mut Vec<Action>, op: Op, at: u64, from: u64, len: u64) {
         if let Some(Action::Cow { op: last, at: start, from: first, len: bytes, tracked: None }) =
             actions.last_mut()
             && (*last, *start + *bytes, *first + *bytes) == (op, at, from)
@@ -539,18 +536,21 @@ impl Snap {
         actions.push(Action::Cow { op, at, from, len, tracked: None });
     }
 
-    /// A write waits for the end of the run that its chunk is marked for. The chunk's slot is
-    /// locked.
+    /// Makes a write wait for the end of the run that marked its chunk. The caller holds the
+    /// chunk's slot lock.
     fn wait_for_run(self: &Arc<Self>, waiter: Waiter) {
-        if !self.merge.hold(waiter) {
+        if !self.merge.hold_write(waiter) {
             return;
         }
-        // A run failed, and the store could not write its exceptions back. It tries again.
+        // A run failed, and its exceptions were not restored. The store tries that again.
         let snap = Arc::clone(self);
         self.store.put_back(move |outcome| {
             let torn = snap.merge.torn();
             if outcome.is_ok() {
-                torn.clone().into_iter().flatten().for_each(|chunk| snap.exceptions.mark(chunk, false));
+                torn.clone()
+                    .into_iter()
+                    .flatten()
+                    .for_each(|chunk| snap.exceptions.set_merging(chunk, false));
             }
             snap.merge.end_run(torn.filter(|_| outcome.is_err()), outcome);
         });

@@ -1,14 +1,13 @@
-//! What the seed does to data: which units of a write arrive, where a misdirected one goes, which
-//! bit flips.
+//! Random changes of data: units of a torn write, the target of a misdirected one, the flipped bit.
 
 use super::decide::hash;
 
-/// Undoes the units of a write at `offset` that do not arrive: `old` comes back, or zeroes where
-/// there is none. Of two units or more at least one arrives and at least one does not.
+/// Tears a write at `offset`: restores some of its units from `old`, or zeroes them. Of two or more
+/// units at least one keeps the new data and one does not.
 pub fn tear(word: u64, unit: u64, offset: u64, data: &mut [u8], old: Option<&[u8]>) {
     let end = offset + data.len() as u64;
     let (first, units) = (offset / unit, end.div_ceil(unit) - offset / unit);
-    // One that does not arrive, and another one that does.
+    // Unit `lost` keeps the old data, unit `whole` gets the new data.
     let lost = word % units;
     let whole = (lost + 1 + (word >> 32) % units.saturating_sub(1).max(1)) % units;
     for index in 0..units {
@@ -26,11 +25,11 @@ pub fn tear(word: u64, unit: u64, offset: u64, data: &mut [u8], old: Option<&[u8
     }
 }
 
-/// Another place for `len` bytes in `space` (first byte, end) than `offset`, at a multiple of
-/// `block`, if there is one.
+/// Returns an offset for `len` bytes in `space` (first byte, end) other than `offset`, at a
+/// multiple of `block`, if one exists.
 pub fn elsewhere(word: u64, offset: u64, len: u64, block: u64, space: (u64, u64)) -> Option<u64> {
     let (start, end) = space;
-    // How many places there are besides the right one.
+    // Number of possible offsets besides the right one.
     let others = (end - start).checked_sub(len)? / block;
     if others == 0 {
         return None;
@@ -39,7 +38,6 @@ pub fn elsewhere(word: u64, offset: u64, len: u64, block: u64, space: (u64, u64)
     Some(if place >= offset { place + block } else { place })
 }
 
-/// Flips one bit.
 pub fn rot(word: u64, data: &mut [u8]) {
     if !data.is_empty() {
         let bit = word % (data.len() as u64 * 8);
@@ -52,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn some_units_arrive_and_some_do_not() {
+    fn tear_writes_some_units_only() {
         for word in 0..2000 {
             for (offset, len, unit) in [(0, 8192, 4096), (4096, 4096, 512), (512, 16 << 10, 16 << 10)] {
                 let old = vec![1; len];
@@ -77,21 +75,21 @@ mod tests {
     }
 
     #[test]
-    fn without_old_content_zeroes_come() {
+    fn tear_without_old_content_writes_zeroes() {
         let mut data = vec![2; 1024];
         tear(7, 512, 0, &mut data, None);
         assert!(data.contains(&0) && data.contains(&2));
     }
 
     #[test]
-    fn one_unit_is_not_torn() {
+    fn tear_leaves_a_single_unit_whole() {
         let mut data = vec![2; 512];
         tear(7, 512, 512, &mut data, None);
         assert!(data.iter().all(|byte| *byte == 2));
     }
 
     #[test]
-    fn every_other_place_is_found_and_the_right_one_is_not() {
+    fn elsewhere_reaches_every_offset_but_the_right_one() {
         let mut seen = [0; 8];
         for word in 0..700 {
             let place = elsewhere(hash(word, [0; 4]), 2 * 512, 512, 512, (0, 8 * 512)).unwrap();
@@ -100,7 +98,7 @@ mod tests {
         }
         assert_eq!(seen[2], 0);
         assert!(seen.iter().enumerate().all(|(at, n)| at == 2 || *n > 50), "{seen:?}");
-        assert_eq!(elsewhere(3, 0, 4096, 512, (0, 4096)), None, "it fills the device");
+        assert_eq!(elsewhere(3, 0, 4096, 512, (0, 4096)), None, "the write fills the device");
         assert_eq!(elsewhere(3, 512, 512, 512, (512, 1024)), None);
         assert_eq!(elsewhere(3, 0, 8192, 512, (0, 4096)), None);
         for word in 0..100 {
@@ -110,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn one_bit_flips() {
+    fn rot_flips_one_bit() {
         for word in 0..100 {
             let mut data = vec![0xa5; 512];
             rot(hash(word, [0; 4]), &mut data);

@@ -1,5 +1,5 @@
-//! Which rules fire at a request: a hash of the seed, the rule, the operation, the offset and how
-//! many times there.
+//! Decision which rules fire for a request: a hash of the seed, the rule, the operation, the
+//! offset, and the number of times that operation started there.
 
 use std::sync::Arc;
 
@@ -8,58 +8,58 @@ use zerocopy::IntoBytes;
 
 use super::hold::Pause;
 use super::rules::{
-    Astray, Chance, Effects, LIE_OPS, Operation, Ops, ROT_OPS, Range, Rule, Rules, STALE_OPS,
+    Chance, Effects, LIE_OPS, Operation, Ops, ROT_OPS, Range, Rule, Rules, STALE_OPS, WriteFault,
 };
-use super::stale::Old;
+use super::stale::OldContent;
 use super::tally::Tally;
 use freestone_core::device::Error;
 use freestone_core::sync::{AtomicU64, Ordering};
 
-/// What they change may be kept for stale reads. An append goes where nothing is.
+/// Operations whose old content may be kept for stale reads. An append overwrites nothing.
 const OVERWRITES: Ops = Ops::WRITES.difference(Ops::APPEND);
 
-/// A request, as far as rules look at it. Zone operations and appends have the zone's offset.
+/// Properties of a request that rules check. Zone operations and appends have their zone's offset.
 #[derive(Debug, Clone, Copy)]
-pub struct Occasion {
+pub struct RequestInfo {
     pub operation: Operation,
     pub offset: u64,
     /// Bytes of data, or to be zeroed or discarded.
     pub len: u64,
-    /// Bytes from `offset` on that it may touch: its zone for appends and zone operations, else
-    /// `len`.
+    /// Bytes from `offset` on that the request may touch: the zone for appends and zone operations,
+    /// else `len`.
     pub reach: u64,
-    /// It has the FUA flag.
+    /// The request has the FUA flag.
     pub durable: bool,
 }
 
-/// What happens to a request. By default nothing.
+/// Faults of one request, by default none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Verdict {
-    /// Nothing is done, and this is answered.
-    pub refused: Option<Error>,
-    /// It is done, in whatever way, and this is answered.
-    pub answer: Option<Error>,
-    /// How a write strays, and the random word for that.
-    pub astray: Option<(Astray, u64)>,
-    /// A flush is not done, FUA is taken away.
+pub struct Decision {
+    /// Fails the request with this error without doing anything.
+    pub fail_before: Option<Error>,
+    /// Fails the request with this error after doing it.
+    pub fail_after: Option<Error>,
+    /// Fault of a write, and its random number.
+    pub write_fault: Option<(WriteFault, u64)>,
+    /// Skips a flush, or removes the FUA flag.
     pub lie: bool,
-    /// A read returns old content.
+    /// Lets a read return old content.
     pub stale: bool,
-    /// The random word that chooses the bit.
+    /// Random number that chooses the bit to flip.
     pub rot: Option<u64>,
     pub pause: Pause,
 }
 
-/// Rules at work.
-pub struct Active {
-    live: Box<[Live]>,
+/// Rules in use, with their counters.
+pub struct ActiveRules {
+    active: Box<[ActiveRule]>,
     seed: u64,
     tally: Option<Tally>,
-    /// Kept for stale reads, where a rule has them.
-    pub old: Option<Arc<Old>>,
+    /// Old content for stale reads, if a rule needs it.
+    pub old: Option<Arc<OldContent>>,
 }
 
-struct Live {
+struct ActiveRule {
     rule: Rule,
     ops: Ops,
     threshold: u128,
@@ -67,66 +67,65 @@ struct Live {
     fired: AtomicU64,
 }
 
-impl Active {
-    /// `block` is the logical block of the device.
+impl ActiveRules {
+    /// Creates the counters of `rules`. `block` is the logical block of the device.
     pub fn new(rules: Rules, seed: u64, block: u32) -> Self {
-        let live: Box<[Live]> = rules.0.into_iter().map(Live::new).collect();
-        let tally = live.iter().any(|live| live.rule.counts()).then(Tally::default);
-        let stale = live.iter().filter(|live| live.rule.effects.stale);
+        let active: Box<[ActiveRule]> = rules.0.into_iter().map(ActiveRule::new).collect();
+        let tally = active.iter().any(|active| active.rule.needs_counts()).then(Tally::default);
+        let stale = active.iter().filter(|active| active.rule.effects.stale);
         let ranges: Vec<Range> =
-            stale.map(|live| live.rule.range.unwrap_or(Range { offset: 0, len: u64::MAX })).collect();
-        let old = (!ranges.is_empty()).then(|| Arc::new(Old::new(ranges, block)));
-        Self { live, seed, tally, old }
+            stale.map(|active| active.rule.range.unwrap_or(Range { offset: 0, len: u64::MAX })).collect();
+        let old = (!ranges.is_empty()).then(|| Arc::new(OldContent::new(ranges, block)));
+        Self { active, seed, tally, old }
     }
 
-    /// The operations that are looked at.
     pub fn ops(&self) -> Ops {
         let kept = if self.old.is_some() { OVERWRITES } else { Ops::empty() };
-        self.live.iter().fold(kept, |ops, live| ops | live.ops)
+        self.active.iter().fold(kept, |ops, active| ops | active.ops)
     }
 
-    /// Whether something may have to be done about the request, which need not be a possible one.
+    /// Returns true if a rule may fire for the request, valid or not, or old content must be kept.
     /// Counts nothing.
-    pub fn meets(&self, occasion: &Occasion) -> bool {
-        self.keeps(occasion) || self.live.iter().any(|live| live.applicable(occasion).is_some())
+    pub fn matches(&self, info: &RequestInfo) -> bool {
+        self.keeps_old(info) || self.active.iter().any(|active| active.applicable(info).is_some())
     }
 
-    /// Whether what the request overwrites is to be kept.
-    fn keeps(&self, occasion: &Occasion) -> bool {
-        OVERWRITES.contains(occasion.operation.set())
-            && self.old.as_ref().is_some_and(|old| old.wants(occasion.offset, occasion.len))
+    /// Returns true if the content overwritten by the request must be kept.
+    fn keeps_old(&self, info: &RequestInfo) -> bool {
+        OVERWRITES.contains(info.operation.set())
+            && self.old.as_ref().is_some_and(|old| old.wants(info.offset, info.len))
     }
 
-    /// Counts the request, and says what happens to it.
-    pub fn decide(&self, occasion: &Occasion) -> Verdict {
-        let mut verdict = Verdict::default();
-        for (number, live) in (0..).zip(&self.live) {
-            if let Some(effects) = live.applicable(occasion)
-                && let Some(word) = self.fires(number, live, occasion)
+    /// Counts the request and returns its faults.
+    pub fn decide(&self, info: &RequestInfo) -> Decision {
+        let mut decision = Decision::default();
+        for (number, active) in (0..).zip(&self.active) {
+            if let Some(effects) = active.applicable(info)
+                && let Some(word) = self.fires(number, active, info)
             {
-                verdict.add(effects, word);
+                decision.add(effects, word);
             }
         }
-        verdict
+        decision
     }
 
-    /// The random word of a rule that fires.
-    fn fires(&self, number: u64, live: &Live, occasion: &Occasion) -> Option<u64> {
-        let (rule, operation) = (&live.rule, occasion.operation as u64);
-        // Relaxed: a number that is given out once; nothing is published by it.
-        let before = live.matched.fetch_add(1, Ordering::Relaxed);
+    /// Counts the request for one rule. Returns the random number of the rule if it fires.
+    fn fires(&self, number: u64, active: &ActiveRule, info: &RequestInfo) -> Option<u64> {
+        let (rule, operation) = (&active.rule, info.operation as u64);
+        // Relaxed: each number is used once; nothing is published with it.
+        let before = active.matched.fetch_add(1, Ordering::Relaxed);
         let nth = match &self.tally {
-            Some(tally) if rule.counts() => {
-                let key = [number, operation, occasion.offset];
+            Some(tally) if rule.needs_counts() => {
+                let key = [number, operation, info.offset];
                 tally.count(xxh3_64_with_seed(key.as_bytes(), self.seed))
             }
             _ => 1,
         };
-        let word = hash(self.seed, [number, operation, occasion.offset, nth]);
+        let word = hash(self.seed, [number, operation, info.offset, nth]);
         let fires = before >= rule.after.unwrap_or(0)
             && rule.nth.is_none_or(|wanted| wanted == nth)
-            && u128::from(word) < live.threshold
-            && live.may_fire();
+            && u128::from(word) < active.threshold
+            && active.try_fire();
         fires.then_some(word)
     }
 
@@ -135,49 +134,49 @@ impl Active {
     }
 
     pub fn rules(&self) -> Rules {
-        Rules(self.live.iter().map(|live| live.rule.clone()).collect())
+        Rules(self.active.iter().map(|active| active.rule.clone()).collect())
     }
 
-    /// For each rule how often it could have fired, and how often it did.
+    /// Returns each rule with its numbers of matched and fired requests.
     pub fn counts(&self) -> impl Iterator<Item = (&Rule, u64, u64)> {
-        self.live.iter().map(|live| {
-            // Acquire: pairs with the Release in `may_fire`: what fired has been counted as
-            // matching before.
-            let fired = live.fired.load(Ordering::Acquire);
-            // Relaxed: read after `fired`, so it is never less.
-            (&live.rule, live.matched.load(Ordering::Relaxed), fired)
+        self.active.iter().map(|active| {
+            // Acquire: pairs with the Release in `try_fire`, so `matched` includes every fired
+            // request.
+            let fired = active.fired.load(Ordering::Acquire);
+            // Relaxed: loaded after `fired`, so the number is never smaller.
+            (&active.rule, active.matched.load(Ordering::Relaxed), fired)
         })
     }
 
-    /// How many requests were taken for the first at their offset because too many offsets are
-    /// known.
+    /// Returns how many requests were counted as the first at their offset because the table was
+    /// full.
     pub fn uncounted(&self) -> u64 {
         self.tally.as_ref().map_or(0, Tally::uncounted)
     }
 }
 
-impl Live {
+impl ActiveRule {
     fn new(rule: Rule) -> Self {
         let (ops, threshold) = (rule.ops(), rule.chance.map_or(1 << 64, Chance::threshold));
         Self { rule, ops, threshold, matched: AtomicU64::new(0), fired: AtomicU64::new(0) }
     }
 
-    /// What of the rule's effects this request can have.
-    fn applicable(&self, occasion: &Occasion) -> Option<Effects> {
-        let Occasion { operation, offset, len, reach, durable } = *occasion;
+    /// Returns the rule's effects that apply to this request, if any.
+    fn applicable(&self, info: &RequestInfo) -> Option<Effects> {
+        let RequestInfo { operation, offset, len, reach, durable } = *info;
         let set = operation.set();
-        if !self.ops.contains(set) || self.rule.range.is_some_and(|range| !range.meets(offset, reach)) {
+        if !self.ops.contains(set) || self.rule.range.is_some_and(|range| !range.overlaps(offset, reach)) {
             return None;
         }
         let mut effects = self.rule.effects;
-        effects.astray = effects.astray.filter(|astray| match astray {
-            // One unit arrives or does not: it cannot be torn.
-            Astray::Torn(unit) => {
+        effects.write_fault = effects.write_fault.filter(|write_fault| match write_fault {
+            // A write within one unit cannot be torn.
+            WriteFault::Torn(unit) => {
                 let unit = u64::from(*unit);
-                astray.ops().contains(set)
+                write_fault.ops().contains(set)
                     && offset / unit != offset.saturating_add(len.saturating_sub(1)) / unit
             }
-            Astray::Lost | Astray::Misdirected => astray.ops().contains(set),
+            WriteFault::Lost | WriteFault::Misdirected => write_fault.ops().contains(set),
         });
         effects.lie &= LIE_OPS.contains(set) && (durable || operation == Operation::Flush);
         effects.stale &= STALE_OPS.contains(set);
@@ -185,26 +184,27 @@ impl Live {
         (effects != Effects::default()).then_some(effects)
     }
 
-    /// Takes one of the times that are left.
-    fn may_fire(&self) -> bool {
+    /// Uses up one of the rule's `times`. Returns false if none is left.
+    fn try_fire(&self) -> bool {
         let most = self.rule.times.unwrap_or(u64::MAX);
-        // Release: pairs with the Acquire in `counts`. The word decides by itself who is within the
-        // limit.
+        // Release: pairs with the Acquire in `counts`. The word alone decides which requests are
+        // within the limit.
         self.fired
             .fetch_update(Ordering::Release, Ordering::Relaxed, |fired| (fired < most).then_some(fired + 1))
             .is_ok()
     }
 }
 
-impl Verdict {
-    /// Of what several rules do, the first counts; of pauses the longest.
+impl Decision {
+    /// Adds the effects of another rule: the first one of each kind wins, and the longest pause.
     fn add(&mut self, effects: Effects, word: u64) {
-        let Effects { error, delay, hang, astray, lie, stale, rot } = effects;
-        match astray {
-            Some(_) => self.answer = self.answer.or(error),
-            None => self.refused = self.refused.or(error),
+        let Effects { error, delay, hang, write_fault, lie, stale, rot } = effects;
+        match write_fault {
+            Some(_) => self.fail_after = self.fail_after.or(error),
+            None => self.fail_before = self.fail_before.or(error),
         }
-        self.astray = self.astray.or(astray.map(|astray| (astray, hash(word, [1, 0, 0, 0]))));
+        self.write_fault =
+            self.write_fault.or(write_fault.map(|write_fault| (write_fault, hash(word, [1, 0, 0, 0]))));
         self.lie |= lie;
         self.stale |= stale;
         self.rot = self.rot.or(rot.then(|| hash(word, [2, 0, 0, 0])));
@@ -217,8 +217,8 @@ impl Verdict {
     }
 }
 
-/// Every choice is one of these. What a seed does stays the same from version to version: the words
-/// are hashed as little-endian bytes with XXH3.
+/// Hashes a decision. Must stay the same in every version, so that seeds stay valid: XXH3 over the
+/// words as little-endian bytes.
 pub fn hash(seed: u64, words: [u64; 4]) -> u64 {
     xxh3_64_with_seed(words.map(u64::to_le).as_bytes(), seed)
 }

@@ -1,6 +1,6 @@
-//! Answers that are held back: until a moment (delay), or until somebody lets go of them (hang).
+//! Held completions: delayed until a time, or hung until they are released.
 //!
-//! Lock order: `held` is innermost. Answers are given outside of it.
+//! Lock order: `held` is innermost. Completions run without it.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
@@ -10,19 +10,19 @@ use freestone_core::device::{Error, Result};
 use freestone_core::sync::{Condvar, Instant, Mutex};
 use freestone_core::timer;
 
-/// How long an answer is held back.
+/// How long a completion is held.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Pause {
     #[default]
     No,
-    /// It is given no earlier.
+    /// Until this time.
     Until(Instant),
-    /// It is given when it is let go.
+    /// Until it is released.
     Hang,
 }
 
 impl Pause {
-    /// The longer one.
+    /// Returns the longer pause.
     pub fn and(self, other: Self) -> Self {
         match (self, other) {
             (Self::Hang, _) | (_, Self::Hang) => Self::Hang,
@@ -31,78 +31,83 @@ impl Pause {
         }
     }
 
-    /// A delay from now on.
+    /// Returns a delay that starts now.
     pub fn of(delay: Duration) -> Self {
-        // A moment that the clock cannot name does not come.
+        // A time beyond the clock's range never comes.
         Instant::now().checked_add(delay).map_or(Self::Hang, Self::Until)
     }
 }
 
-/// Gives the answer: as it is, or [`Error::Gone`] in its place.
-type Give = Box<dyn FnOnce(Result<()>) + Send>;
+/// Runs a completion, with `Ok` or with [`Error::Gone`] instead of its outcome.
+type CompleteFn = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// The answers that one device holds back.
+/// Held completions of one device.
 #[derive(Default)]
 pub struct Hold {
-    held: Mutex<Held>,
-    /// Threads wait here that a zone operation blocks.
+    held: Mutex<HeldRequests>,
+    /// Wakes the threads of zone operations.
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Held {
-    answers: BTreeMap<u64, Answer>,
+struct HeldRequests {
+    requests: BTreeMap<u64, HeldRequest>,
     next: u64,
-    /// Threads that hang.
+    /// Threads of hung zone operations.
     threads: u64,
-    /// How often hanging requests were let go.
+    /// Number of calls of `release`.
     releases: u64,
     closed: bool,
 }
 
-struct Answer {
+struct HeldRequest {
     hangs: bool,
-    give: Give,
+    complete: CompleteFn,
 }
 
 impl Hold {
-    /// Has the answer given when its time has come, with `Ok`; with [`Error::Gone`] where the
-    /// device ends before.
-    pub fn give(self: &Arc<Self>, pause: Pause, give: impl FnOnce(Result<()>) + Send + 'static) {
+    /// Runs a completion with `Ok` after `pause`, or with [`Error::Gone`] if the device is closed
+    /// earlier.
+    pub fn complete_after(
+        self: &Arc<Self>,
+        pause: Pause,
+        complete: impl FnOnce(Result<()>) + Send + 'static,
+    ) {
         let when = match pause {
             Pause::Hang => None,
             Pause::Until(when) if when > Instant::now() => Some(when),
-            Pause::No | Pause::Until(_) => return give(Ok(())),
+            Pause::No | Pause::Until(_) => return complete(Ok(())),
         };
         let id;
         {
             let mut held = self.held.lock();
             if held.closed {
                 drop(held);
-                return give(Err(Error::Gone));
+                return complete(Err(Error::Gone));
             }
             id = held.next;
             held.next += 1;
-            held.answers.insert(id, Answer { hangs: when.is_none(), give: Box::new(give) });
+            held.requests.insert(id, HeldRequest { hangs: when.is_none(), complete: Box::new(complete) });
         }
         if let Some(when) = when {
             let hold = Arc::downgrade(self);
             let due = timer::at(when, move || {
                 if let Some(hold) = hold.upgrade() {
-                    hold.due(id);
+                    hold.complete_now(id);
                 }
             });
             if due.is_err() {
-                // Cannot be: the timer runs since the device was made. Early is better than never.
-                self.due(id);
+                // Cannot fail: the timer runs since the device was made. Completing early is better
+                // than never.
+                self.complete_now(id);
             }
         }
     }
 
-    fn due(&self, id: u64) {
-        let answer = self.held.lock().answers.remove(&id);
-        if let Some(answer) = answer {
-            (answer.give)(Ok(()));
+    fn complete_now(&self, id: u64) {
+        let request = self.held.lock().requests.remove(&id);
+        if let Some(request) = request {
+            (request.complete)(Ok(()));
         }
     }
 
@@ -137,41 +142,41 @@ impl Hold {
         outcome
     }
 
-    /// Lets go of what hangs; how much it was.
+    /// Releases all hung requests and returns their number.
     pub fn release(&self) -> u64 {
         let (released, threads) = {
             let mut held = self.held.lock();
             held.releases += 1;
-            let all = std::mem::take(&mut held.answers);
+            let all = std::mem::take(&mut held.requests);
             let (released, kept): (BTreeMap<_, _>, BTreeMap<_, _>) =
-                all.into_iter().partition(|(_, answer)| answer.hangs);
-            held.answers = kept;
+                all.into_iter().partition(|(_, request)| request.hangs);
+            held.requests = kept;
             (released, held.threads)
         };
         self.changed.notify_all();
         let count = released.len() as u64 + threads;
-        for answer in released.into_values() {
-            (answer.give)(Ok(()));
+        for request in released.into_values() {
+            (request.complete)(Ok(()));
         }
         count
     }
 
-    /// How much hangs.
+    /// Returns the number of hung requests.
     pub fn hanging(&self) -> u64 {
         let held = self.held.lock();
-        held.answers.values().filter(|answer| answer.hangs).count() as u64 + held.threads
+        held.requests.values().filter(|request| request.hangs).count() as u64 + held.threads
     }
 
-    /// Answers everything with [`Error::Gone`], and what comes later too.
+    /// Fails all held requests and later ones with [`Error::Gone`].
     pub fn close(&self) {
         let all = {
             let mut held = self.held.lock();
             held.closed = true;
-            std::mem::take(&mut held.answers)
+            std::mem::take(&mut held.requests)
         };
         self.changed.notify_all();
-        for answer in all.into_values() {
-            (answer.give)(Err(Error::Gone));
+        for request in all.into_values() {
+            (request.complete)(Err(Error::Gone));
         }
     }
 }

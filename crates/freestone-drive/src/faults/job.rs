@@ -1,29 +1,29 @@
-//! A submitted request on its way: what is done to it before the device below, and to its answer.
+//! Execution of a submitted request with its faults.
 
 use std::sync::Arc;
 
 use super::data;
-use super::decide::Verdict;
+use super::decide::Decision;
 use super::hold::Hold;
-use super::rules::Astray;
-use super::stale::{OLD_REQUEST_BYTES_MAX, Old};
+use super::rules::WriteFault;
+use super::stale::{OLD_REQUEST_BYTES_MAX, OldContent};
 use super::zoned::{append_elsewhere, is_sequential};
 use freestone_core::device::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
 use freestone_core::work_queue::WorkQueue;
 
-/// What requests work on.
+/// Device below, and what its requests share.
 #[derive(Clone)]
 pub struct Below {
     pub device: Arc<dyn Device>,
     pub hold: Arc<Hold>,
-    carry: Arc<Carry>,
+    work_queue: Arc<SharedQueue>,
 }
 
-/// A completion must not call the device, and a write that follows a read does: on this thread,
-/// which ends with the last that could give it a task.
-struct Carry(Arc<WorkQueue>);
+/// Work queue for calls of the device after a completion, which must not call it directly. Stopped
+/// with its last user.
+struct SharedQueue(Arc<WorkQueue>);
 
-impl Drop for Carry {
+impl Drop for SharedQueue {
     fn drop(&mut self) {
         self.0.stop();
     }
@@ -31,55 +31,53 @@ impl Drop for Carry {
 
 impl Below {
     pub fn new(device: Arc<dyn Device>) -> Self {
-        Self { device, hold: Arc::default(), carry: Arc::new(Carry(WorkQueue::new("faults"))) }
+        Self { device, hold: Arc::default(), work_queue: Arc::new(SharedQueue(WorkQueue::new("faults"))) }
     }
 }
 
-/// A request with what was decided about it.
-pub struct Job {
+pub struct FaultyRequest {
     pub below: Below,
     pub request: Request,
     pub buffer: IoBuf,
     pub done: Completion,
-    pub verdict: Verdict,
-    /// Old content, where it is kept.
-    pub old: Option<Arc<Old>>,
+    pub decision: Decision,
+    /// Old content for stale reads, if a rule needs it.
+    pub old: Option<Arc<OldContent>>,
 }
 
-impl Job {
-    /// Starts it.
+impl FaultyRequest {
     pub fn run(self) {
-        if let Some(error) = self.verdict.refused {
-            return self.answer(Err(error));
+        if let Some(error) = self.decision.fail_before {
+            return self.complete(Err(error));
         }
         match self.request.op {
             Op::Read => self.read(),
-            Op::Flush if self.verdict.lie => self.answer(Ok(())),
-            Op::Flush => self.put(None, 0),
+            Op::Flush if self.decision.lie => self.complete(Ok(())),
+            Op::Flush => self.submit_below(None, 0),
             Op::Write | Op::WriteZeroes | Op::Discard => self.write(),
         }
     }
 
-    /// Answers without the device below.
-    fn answer(self, outcome: Result<()>) {
-        let Self { below, buffer, done, verdict, .. } = self;
-        give(&below.hold, &verdict, outcome, buffer, done);
+    /// Completes the request without the device below.
+    fn complete(self, outcome: Result<()>) {
+        let Self { below, buffer, done, decision, .. } = self;
+        complete_held(&below.hold, &decision, outcome, buffer, done);
     }
 
     fn read(self) {
-        let Self { below: Below { device, hold, .. }, request, buffer, done, verdict, old } = self;
-        // What waits at the device below must not own that device: its last owner would be a thread
-        // of its own.
+        let Self { below: Below { device, hold, .. }, request, buffer, done, decision, old } = self;
+        // This completion must not own the device below: the last owner would then be a thread of
+        // that device.
         let done = Completion::new(move |outcome, mut buffer| {
             if outcome.is_ok() {
-                if let Some(old) = old.filter(|_| verdict.stale) {
+                if let Some(old) = old.filter(|_| decision.stale) {
                     old.recall(request.offset, &mut buffer);
                 }
-                if let Some(word) = verdict.rot {
+                if let Some(word) = decision.rot {
                     data::rot(word, &mut buffer);
                 }
             }
-            give(&hold, &verdict, outcome, buffer, done);
+            complete_held(&hold, &decision, outcome, buffer, done);
         });
         device.submit(request, buffer, done);
     }
@@ -87,29 +85,31 @@ impl Job {
     fn write(mut self) {
         let device = Arc::clone(&self.below.device);
         let sequential = is_sequential(&*device, self.request.offset);
-        if self.verdict.lie {
+        if self.decision.lie {
             self.request.flags.remove(Flags::FUA);
         }
-        if let Some(word) = self.verdict.rot {
+        if let Some(word) = self.decision.rot {
             data::rot(word, &mut self.buffer);
         }
         let mut torn = false;
-        match self.verdict.astray {
+        match self.decision.write_fault {
             None => {}
-            Some((Astray::Lost, _)) if sequential && self.request.op != Op::Discard => self.buffer.fill(0),
-            Some((Astray::Lost, _)) => return self.answer(Ok(())),
-            Some((Astray::Torn(unit), word)) if sequential => {
+            Some((WriteFault::Lost, _)) if sequential && self.request.op != Op::Discard => {
+                self.buffer.fill(0);
+            }
+            Some((WriteFault::Lost, _)) => return self.complete(Ok(())),
+            Some((WriteFault::Torn(unit), word)) if sequential => {
                 data::tear(word, u64::from(unit), self.request.offset, &mut self.buffer, None);
             }
-            Some((Astray::Torn(_), _)) => torn = true,
-            Some((Astray::Misdirected, word)) if sequential => {
+            Some((WriteFault::Torn(_), _)) => torn = true,
+            Some((WriteFault::Misdirected, word)) if sequential => {
                 append_elsewhere(&*device, word, self.request.offset, &self.buffer, self.request.flags);
                 self.buffer.fill(0);
             }
-            Some((Astray::Misdirected, word)) => {
+            Some((WriteFault::Misdirected, word)) => {
                 let Some(place) = elsewhere(&*device, word, &self.request) else {
-                    // There is no other place: it does not arrive.
-                    return self.answer(Ok(()));
+                    // There is no other offset: the data is lost.
+                    return self.complete(Ok(()));
                 };
                 self.request.offset = place;
             }
@@ -117,68 +117,68 @@ impl Job {
         let Request { offset, len, .. } = self.request;
         self.old = self.old.take().filter(|old| !sequential && old.wants(offset, len));
         match (torn, &self.old) {
-            (true, _) => self.fetch(len),
-            (false, Some(_)) => self.fetch(len.min(OLD_REQUEST_BYTES_MAX)),
-            (false, None) => self.put(None, 0),
+            (true, _) => self.fetch_old(len),
+            (false, Some(_)) => self.fetch_old(len.min(OLD_REQUEST_BYTES_MAX)),
+            (false, None) => self.submit_below(None, 0),
         }
     }
 
-    /// Reads what the first `len` bytes of the write are about to overwrite, then writes.
-    fn fetch(self, len: u64) {
+    /// Reads the content that the first `len` bytes of the write overwrite, then writes.
+    fn fetch_old(self, len: u64) {
         let mut old = match IoBuf::zeroed(len as usize) {
             Ok(old) => old,
-            Err(error) => return self.answer(Err(error)),
+            Err(error) => return self.complete(Err(error)),
         };
         let device = Arc::clone(&self.below.device);
         let all = Request::read(self.request.offset, len);
         let mut done = 0;
         loop {
             match device.try_io(&all.rest(done), Buffer::Read(&mut old[done as usize..])) {
-                Ok(Tried::Done) => return self.fetched(Ok(()), old),
+                Ok(Tried::Done) => return self.write_fetched(Ok(()), old),
                 Ok(Tried::Partly(more)) => done += more,
                 Ok(Tried::WouldBlock) => break,
-                Err(error) => return self.fetched(Err(error), old),
+                Err(error) => return self.write_fetched(Err(error), old),
             }
         }
-        let work_queue = Arc::clone(&self.below.carry.0);
+        let work_queue = Arc::clone(&self.below.work_queue.0);
         if work_queue.start().is_err() {
-            return self.answer(Err(Error::NoMemory));
+            return self.complete(Err(Error::NoMemory));
         }
         let then = Completion::new(move |outcome, old| {
-            work_queue.push(move || self.fetched(outcome, old));
+            work_queue.push(move || self.write_fetched(outcome, old));
         });
         device.submit(all, old, then);
     }
 
-    fn fetched(mut self, outcome: Result<()>, old: IoBuf) {
-        if let Some((Astray::Torn(unit), word)) = self.verdict.astray {
+    fn write_fetched(mut self, outcome: Result<()>, old: IoBuf) {
+        if let Some((WriteFault::Torn(unit), word)) = self.decision.write_fault {
             if let Err(error) = outcome {
-                return self.answer(Err(error));
+                return self.complete(Err(error));
             }
             data::tear(word, u64::from(unit), self.request.offset, &mut self.buffer, Some(&old));
         }
-        // What could not be read is not known; it is overwritten all the same.
+        // Content that could not be read is unknown. The write happens all the same.
         let known = if outcome.is_ok() { (old.len() as u64).min(OLD_REQUEST_BYTES_MAX) } else { 0 };
-        self.put(Some(old), known as usize);
+        self.submit_below(Some(old), known as usize);
     }
 
-    /// Gives the request to the device below. The first `known` bytes of `before` are what it
-    /// overwrites.
-    fn put(self, before: Option<IoBuf>, known: usize) {
-        let Self { below: Below { device, hold, .. }, request, buffer, done, verdict, old } = self;
-        // As in `read`: this owns no device.
+    /// Submits the request to the device below. The first `known` bytes of `before` are the content
+    /// that it overwrites.
+    fn submit_below(self, before: Option<IoBuf>, known: usize) {
+        let Self { below: Below { device, hold, .. }, request, buffer, done, decision, old } = self;
+        // As in `read`: this must not own the device.
         let done = Completion::new(move |outcome, buffer| {
             if let (Ok(()), Some(old)) = (outcome, old) {
                 let before = before.as_deref().unwrap_or_default();
                 old.keep(request.offset, &before[..known], request.len);
             }
-            give(&hold, &verdict, outcome, buffer, done);
+            complete_held(&hold, &decision, outcome, buffer, done);
         });
         device.submit(request, buffer, done);
     }
 }
 
-/// Another place for a write outside of sequential zones: anywhere, or in its zone.
+/// Returns another offset for a write outside of sequential zones: on the device, or in its zone.
 fn elsewhere(device: &dyn Device, word: u64, request: &Request) -> Option<u64> {
     let geometry = device.geometry();
     let space = match geometry.zones {
@@ -191,8 +191,14 @@ fn elsewhere(device: &dyn Device, word: u64, request: &Request) -> Option<u64> {
     data::elsewhere(word, request.offset, request.len, u64::from(geometry.logical_block), space)
 }
 
-/// Answers, when it is time.
-fn give(hold: &Arc<Hold>, verdict: &Verdict, outcome: Result<()>, buffer: IoBuf, done: Completion) {
-    let outcome = outcome.and_then(|()| verdict.answer.map_or(Ok(()), Err::<(), Error>));
-    hold.give(verdict.pause, move |held| done.complete(held.and(outcome), buffer));
+/// Completes the request after its pause.
+fn complete_held(
+    hold: &Arc<Hold>,
+    decision: &Decision,
+    outcome: Result<()>,
+    buffer: IoBuf,
+    done: Completion,
+) {
+    let outcome = outcome.and_then(|()| decision.fail_after.map_or(Ok(()), Err::<(), Error>));
+    hold.complete_after(decision.pause, move |held| done.complete(held.and(outcome), buffer));
 }

@@ -1,4 +1,4 @@
-//! Sizes, times, probabilities and counts in the text of rules.
+//! Parsing and formatting of sizes, times, probabilities and counts in rules.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,22 +8,22 @@ use thiserror::Error;
 use super::rules::{Chance, DELAY_SECONDS_MAX, NTH_MAX, Range};
 use crate::quantity::{self, Wrong};
 
-/// Units of sizes; here bytes have one, too.
+/// Units of sizes, including `B` for bytes.
 const SIZES: [(&str, u64); 5] = {
     let [t, g, m, k] = quantity::SIZES;
     [t, g, m, k, ("B", 1)]
 };
-/// Units of times, from large to small: name, nanoseconds.
+/// Units of times with their nanoseconds, largest first.
 const TIMES: [(&str, u64); 4] = [("s", 1_000_000_000), ("ms", 1_000_000), ("us", 1000), ("ns", 1)];
 const DELAY_NANOS_MAX: u64 = DELAY_SECONDS_MAX * 1_000_000_000;
-/// Most digits behind the point of a probability.
+/// Maximum number of decimal places of a probability.
 const FRACTION_DIGITS_MAX: usize = 9;
 
-/// Why a value was not understood. Each is half a sentence.
+/// Errors from parsing a value. Each message follows the value in a sentence.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[expect(missing_docs, reason = "each variant's message is its documentation")]
 pub enum QuantityError {
-    #[error("a place is OFFSET+LENGTH, as in 1M+64K")]
+    #[error("a range is OFFSET+LENGTH, as in 1M+64K")]
     Range,
     #[error("\"{0}\" has no unit; give one of K, M, G, T (1024-based) or B for bytes, as in {0}B or {0}M")]
     BareSize(String),
@@ -33,7 +33,7 @@ pub enum QuantityError {
     Size(String),
     #[error("the length must be more than 0")]
     NoLength,
-    #[error("a device ends before that")]
+    #[error("the range exceeds the largest device")]
     TooFar,
     #[error("\"{0}\" has no unit; give one of ns, us, ms, s, as in {0}ms")]
     BareTime(String),
@@ -45,7 +45,7 @@ pub enum QuantityError {
     Chance,
     #[error("does that mean {0}% or {0}/1000? Give 1%, 1/1000 or 0.01")]
     BareChance(String),
-    #[error("at most {FRACTION_DIGITS_MAX} digits behind the point")]
+    #[error("at most {FRACTION_DIGITS_MAX} decimal places")]
     Digits,
     #[error("give a whole number from 1 to {NTH_MAX}")]
     Nth,
@@ -53,14 +53,14 @@ pub enum QuantityError {
     Count,
 }
 
-/// `1M+64K`.
+/// Parses a range such as `1M+64K`.
 pub(super) fn range(text: &str) -> Result<Range, QuantityError> {
     let (offset, len) = text.split_once('+').ok_or(QuantityError::Range)?;
     let (offset, len) = (size(offset)?, size(len)?);
     if len == 0 {
         return Err(QuantityError::NoLength);
     }
-    // Offsets in files are signed.
+    // File offsets are signed.
     let end = offset.checked_add(len).filter(|&end| i64::try_from(end).is_ok());
     end.map(|_| Range { offset, len }).ok_or(QuantityError::TooFar)
 }
@@ -75,7 +75,7 @@ fn size(text: &str) -> Result<u64, QuantityError> {
     }
 }
 
-/// `20ms`.
+/// Parses a time such as `20ms`.
 pub(super) fn delay(text: &str) -> Result<Duration, QuantityError> {
     match quantity::parse(text, &TIMES) {
         Ok(nanos) if (1..=DELAY_NANOS_MAX).contains(&nanos) => Ok(Duration::from_nanos(nanos)),
@@ -85,7 +85,7 @@ pub(super) fn delay(text: &str) -> Result<Duration, QuantityError> {
     }
 }
 
-/// `1%`, `0.5%`, `1/1000`, `0.01`.
+/// Parses a probability: `1%`, `0.5%`, `1/1000` or `0.01`.
 pub(super) fn chance(text: &str) -> Result<Chance, QuantityError> {
     if let Some((count, of)) = text.split_once('/') {
         let number =
@@ -104,11 +104,11 @@ pub(super) fn chance(text: &str) -> Result<Chance, QuantityError> {
     Chance::new(count, of).ok_or(QuantityError::Chance)
 }
 
-/// `12.5` as 125 / 10.
+/// Parses a decimal number as a fraction: `12.5` as 125 / 10.
 fn decimal(text: &str) -> Result<(u64, u64), QuantityError> {
     let (whole, part) = text.split_once('.').unwrap_or((text, ""));
     let are_digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
-    // More digits before the point are no probability either.
+    // More integer digits cannot be a probability.
     if (whole.is_empty() && part.is_empty()) || whole.len() > 4 || !are_digits(whole) || !are_digits(part) {
         return Err(QuantityError::Chance);
     }
@@ -121,12 +121,12 @@ fn decimal(text: &str) -> Result<(u64, u64), QuantityError> {
     Ok((whole * of + part, of))
 }
 
-/// Which time at an offset, from 1 on.
+/// Parses the value of `nth`, starting at 1.
 pub(super) fn nth(text: &str) -> Result<u64, QuantityError> {
     count(text).ok().filter(|&nth| nth <= NTH_MAX).ok_or(QuantityError::Nth)
 }
 
-/// A number of at least 1.
+/// Parses a count of at least 1.
 pub(super) fn count(text: &str) -> Result<u64, QuantityError> {
     let number = text.parse().ok().filter(|&number| number > 0 && !text.starts_with('+'));
     number.ok_or(QuantityError::Count)

@@ -1,5 +1,4 @@
-//! What a rule says: on which operations, what happens, where and when. Its text is
-//! [`text`](super::text)'s.
+//! Rules: operations, effects and conditions. [`text`](super::text) parses and formats them.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,14 +7,14 @@ use bitflags::bitflags;
 
 use freestone_core::device::Error;
 
-/// Most rules at once: every request is held against each.
+/// Maximum number of rules; every request is checked against each.
 pub const RULES_MAX: usize = 64;
-/// Longest delay.
+/// Longest delay in seconds.
 pub const DELAY_SECONDS_MAX: u64 = 3600;
-/// Largest `nth`: as far as the times at an offset are counted.
+/// Largest `nth`: the limit of the counters per offset.
 pub const NTH_MAX: u64 = super::tally::COUNT_MAX - 1;
 
-/// What can be made to fail: the operations of a device and of its zones.
+/// Operations of a device and its zones that can fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Operation {
     Read,
@@ -45,9 +44,9 @@ bitflags! {
         const FINISH = 1 << 8;
         const RESET = 1 << 9;
 
-        /// They bring data.
+        /// Operations that carry data.
         const DATA = Self::WRITE.bits() | Self::APPEND.bits();
-        /// They change what is read afterwards.
+        /// Operations that change later reads.
         const WRITES = Self::DATA.bits() | Self::ZEROES.bits() | Self::DISCARD.bits();
     }
 }
@@ -81,13 +80,12 @@ impl Operation {
         }
     }
 
-    /// The set of this one.
+    /// Returns the set with this operation only.
     pub const fn set(self) -> Ops {
         Ops::from_bits_truncate(1 << self as u32)
     }
 }
 
-/// The word that a rule begins with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Target {
     One(Operation),
@@ -105,39 +103,35 @@ impl Target {
     }
 }
 
-/// A write that does not arrive as it was sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Astray {
-    /// Some units of this many bytes arrive.
+pub(super) enum WriteFault {
+    /// Only some units of this many bytes are written.
     Torn(u32),
-    /// Nothing arrives.
     Lost,
-    /// It arrives elsewhere.
     Misdirected,
 }
 
-/// What a rule does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[expect(clippy::struct_excessive_bools, reason = "independent effects, each with a name")]
 pub(super) struct Effects {
     pub error: Option<Error>,
     pub delay: Option<Duration>,
     pub hang: bool,
-    pub astray: Option<Astray>,
+    pub write_fault: Option<WriteFault>,
     pub lie: bool,
     pub stale: bool,
     pub rot: bool,
 }
 
 impl Effects {
-    /// The operations that at least one of the effects can be had by.
+    /// Returns the operations to which at least one of the effects applies.
     pub fn ops(&self) -> Ops {
         let mut ops = Ops::empty();
         if self.error.is_some() || self.delay.is_some() || self.hang {
             ops = Ops::all();
         }
-        if let Some(astray) = self.astray {
-            ops |= astray.ops();
+        if let Some(write_fault) = self.write_fault {
+            ops |= write_fault.ops();
         }
         for (given, of) in [(self.lie, LIE_OPS), (self.stale, STALE_OPS), (self.rot, ROT_OPS)] {
             if given {
@@ -147,13 +141,13 @@ impl Effects {
         ops
     }
 
-    /// Whether the seed chooses more than whether the rule fires.
-    pub const fn are_chosen(&self) -> bool {
-        matches!(self.astray, Some(Astray::Torn(_) | Astray::Misdirected)) || self.rot
+    /// Returns true if the effects themselves need random numbers.
+    pub const fn are_random(&self) -> bool {
+        matches!(self.write_fault, Some(WriteFault::Torn(_) | WriteFault::Misdirected)) || self.rot
     }
 }
 
-impl Astray {
+impl WriteFault {
     pub const fn ops(self) -> Ops {
         match self {
             Self::Torn(_) | Self::Misdirected => Ops::DATA,
@@ -162,12 +156,12 @@ impl Astray {
     }
 }
 
-/// A flush is not done; of what is written, the FUA flag goes missing.
+/// Operations of `lie`: a flush is skipped, a write loses its FUA flag.
 pub(super) const LIE_OPS: Ops = Ops::WRITES.union(Ops::FLUSH);
 pub(super) const STALE_OPS: Ops = Ops::READ;
 pub(super) const ROT_OPS: Ops = Ops::DATA.union(Ops::READ);
 
-/// A probability as a reduced fraction, above 0, at most 1.
+/// Probability as a reduced fraction, above 0 and at most 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Chance {
     pub count: u64,
@@ -175,7 +169,7 @@ pub(super) struct Chance {
 }
 
 impl Chance {
-    /// `None` where it is not above 0 and at most 1.
+    /// Returns `None` unless the fraction is above 0 and at most 1.
     pub fn new(count: u64, of: u64) -> Option<Self> {
         if count == 0 || count > of {
             return None;
@@ -187,13 +181,13 @@ impl Chance {
         Some(Self { count: count / a, of: of / a })
     }
 
-    /// A random 64-bit word below this comes with the probability.
+    /// Returns the limit below which a random 64-bit number falls with this probability.
     pub fn threshold(self) -> u128 {
         (u128::from(self.count) << 64) / u128::from(self.of)
     }
 }
 
-/// A place: bytes from `offset` on.
+/// Range of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Range {
     pub offset: u64,
@@ -201,13 +195,13 @@ pub(super) struct Range {
 }
 
 impl Range {
-    /// Whether `[offset, offset + len)` and this have a byte in common.
-    pub const fn meets(self, offset: u64, len: u64) -> bool {
+    /// Returns true if `[offset, offset + len)` and this range overlap.
+    pub const fn overlaps(self, offset: u64, len: u64) -> bool {
         offset < self.offset.saturating_add(self.len) && self.offset < offset.saturating_add(len)
     }
 }
 
-/// One rule. It is made from text and written as text: see [the module](super).
+/// Fault rule. For its text see the [module](super).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
     pub(super) target: Target,
@@ -220,35 +214,35 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// The operations that the rule can fire at.
+    /// Returns the operations for which the rule can fire.
     pub(super) fn ops(&self) -> Ops {
         let ops = self.target.ops() & self.effects.ops();
-        // A flush has no place.
+        // A flush has no offset.
         if self.range.is_some() { ops - Ops::FLUSH } else { ops }
     }
 
-    /// Whether it depends on how many times something was done at an offset.
-    pub(super) const fn counts(&self) -> bool {
-        self.nth.is_some() || self.chance.is_some() || self.effects.are_chosen()
+    /// Returns true if the rule depends on the number of operations at an offset.
+    pub(super) const fn needs_counts(&self) -> bool {
+        self.nth.is_some() || self.chance.is_some() || self.effects.are_random()
     }
 }
 
-/// Rules in the order in which they are asked; perhaps none.
+/// List of rules, in the order of evaluation.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Rules(pub(super) Vec<Rule>);
 
 impl Rules {
-    /// No rule: nothing is injected.
+    /// Returns an empty list, which injects nothing.
     pub const fn none() -> Self {
         Self(Vec::new())
     }
 
-    /// Whether there is no rule.
+    /// Returns true if there is no rule.
     pub const fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The rules, in order.
+    /// Iterates over the rules in order.
     pub fn iter(&self) -> std::slice::Iter<'_, Rule> {
         self.0.iter()
     }
@@ -262,7 +256,7 @@ impl<'a> IntoIterator for &'a Rules {
     }
 }
 
-/// The text from which the same rules are read.
+/// Formats the rules so that parsing returns the same rules.
 impl fmt::Display for Rules {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (at, rule) in self.0.iter().enumerate() {

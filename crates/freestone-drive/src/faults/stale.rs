@@ -1,37 +1,36 @@
-//! What was there before: old content, kept for stale reads.
+//! Old content, kept for stale reads.
 //!
-//! Lock order: `kept` is innermost, held for copies of one request's blocks. Only devices with a
-//! `stale` rule come here.
+//! Lock order: `kept` is innermost, held to copy one request's blocks. Only used by devices with a
+//! `stale` rule.
 
 use std::collections::{HashMap, VecDeque};
 
 use super::rules::Range;
 use freestone_core::sync::Mutex;
 
-/// Most old content that one device keeps, in bytes. Above it the block that has been kept longest
-/// is dropped.
+/// Maximum old content per device in bytes. Beyond it the oldest block is dropped.
 pub const OLD_BYTES_MAX: usize = 64 << 20;
-/// Most that one request has kept, in bytes from its start: bounds what requests in flight take.
+/// Maximum old content per request in bytes, from its start. Limits the memory of requests in
+/// flight.
 pub const OLD_REQUEST_BYTES_MAX: u64 = 4 << 20;
 
-/// Old content by block.
-pub struct Old {
+/// Old content per block.
+pub struct OldContent {
     ranges: Vec<Range>,
     block: u64,
     blocks_max: usize,
-    kept: Mutex<Kept>,
+    kept: Mutex<KeptBlocks>,
 }
 
 #[derive(Default)]
-struct Kept {
+struct KeptBlocks {
     blocks: HashMap<u64, Box<[u8]>>,
-    /// Blocks in the order in which they were first kept. One that was forgotten since may still
-    /// stand here.
+    /// Blocks in the order of their first insertion. May still contain removed blocks.
     order: VecDeque<u64>,
 }
 
-impl Old {
-    /// For stale reads of these ranges.
+impl OldContent {
+    /// Creates an empty store for stale reads of `ranges`.
     pub fn new(ranges: Vec<Range>, block: u32) -> Self {
         Self::with(ranges, block, OLD_BYTES_MAX)
     }
@@ -41,13 +40,13 @@ impl Old {
         Self { ranges, block: u64::from(block), blocks_max, kept: Mutex::default() }
     }
 
-    /// Whether what lies here is kept when it is overwritten.
+    /// Returns true if old content of this range must be kept.
     pub fn wants(&self, offset: u64, len: u64) -> bool {
-        self.ranges.iter().any(|range| range.meets(offset, len))
+        self.ranges.iter().any(|range| range.overlaps(offset, len))
     }
 
-    /// Keeps `data`, which was at `offset` until it was overwritten. Of the bytes behind it up to
-    /// `len` nothing is known any more.
+    /// Keeps `data`, the old content at `offset`. Old content of the remaining bytes up to `len` is
+    /// unknown and dropped.
     pub fn keep(&self, offset: u64, data: &[u8], len: u64) {
         let block = self.block as usize;
         let first = offset / self.block;
@@ -80,7 +79,7 @@ impl Old {
         }
     }
 
-    /// Puts what was before over what was read at `offset`; whether there was anything.
+    /// Copies old content over the data read at `offset`. Returns true if there was any.
     pub fn recall(&self, offset: u64, data: &mut [u8]) -> bool {
         let kept = self.kept.lock();
         let mut any = false;
@@ -98,33 +97,33 @@ impl Old {
 mod tests {
     use super::*;
 
-    fn old(blocks: usize) -> Old {
-        Old::with(vec![Range { offset: 512, len: 1 << 20 }], 512, blocks * 512)
+    fn old(blocks: usize) -> OldContent {
+        OldContent::with(vec![Range { offset: 512, len: 1 << 20 }], 512, blocks * 512)
     }
 
-    fn at(old: &Old, block: u64) -> Option<u8> {
+    fn at(old: &OldContent, block: u64) -> Option<u8> {
         let mut data = [0xff; 512];
         old.recall(block * 512, &mut data).then_some(data[0])
     }
 
     #[test]
-    fn what_was_there_last_comes_back() {
+    fn recall_returns_last_overwritten_content() {
         let old = old(100);
         old.keep(0, &[1; 1536], 1536);
         old.keep(1024, &[2; 512], 512);
         assert_eq!(
             [0, 1, 2, 3].map(|block| at(&old, block)),
             [None, Some(1), Some(2), None],
-            "block 0 is outside"
+            "block 0 is outside of the range"
         );
     }
 
     #[test]
-    fn it_is_bounded_and_the_oldest_goes() {
+    fn kept_blocks_are_limited_and_oldest_dropped() {
         let old = old(10);
         for block in 1..=1000 {
             old.keep(block * 512, &[block as u8; 512], 512);
-            // Kept again and again: takes no more room.
+            // Keeping a block again takes no more room.
             old.keep(block * 512, &[block as u8; 512], 512);
             let kept = old.kept.lock();
             assert!(kept.blocks.len() <= 10 && kept.order.len() <= 10);
@@ -135,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_any_more_is_forgotten() {
+    fn unknown_content_is_dropped() {
         let old = old(100);
         old.keep(512, &[1; 512 * 8], 512 * 8);
         old.keep(1024, &[2; 512], 2048);

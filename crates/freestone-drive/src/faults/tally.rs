@@ -1,26 +1,22 @@
-//! How many times something was done at an offset: counts of many keys in a table of fixed size,
-//! without a lock.
+//! Counters per key (operations at an offset) in a lock-free table of fixed size.
 //!
-//! A cell holds the upper bits of its key's hash and the count. A key belongs into the first free
-//! cell of a window that its hash chooses; cells are never given back, so a key is found where it
-//! was put. Where the window is full the key is not counted: each time counts as its first,
-//! whatever other threads do.
+//! A cell holds the upper bits of a key's hash and a count. A key uses the first free cell of a
+//! window chosen by its hash. Cells are never freed, so a key stays in its cell. If the window is
+//! full the key is not counted: each time counts as the first, whatever other threads do.
 
 use zerocopy::FromZeros;
 
 use freestone_core::sync::{AtomicU64, Ordering};
 
-/// Cells of a table, 8 bytes each. Memory that no key has reached costs nothing.
+/// Cells of a table, 8 bytes each. Untouched memory costs nothing.
 const CELLS: usize = 1 << 20;
-/// Cells that are looked at for one key. Windows are full where the table as a whole is at about
-/// nine tenths.
+/// Cells searched for one key. Windows fill up when the table is about nine tenths full.
 const WINDOW_CELLS: usize = 64;
-/// Lower bits of a cell, which count.
+/// Lower bits of a cell, which hold the count.
 const COUNT_BITS: u32 = 24;
-/// The highest count; it stays there.
+/// Largest count; a counter stays there.
 pub const COUNT_MAX: u64 = (1 << COUNT_BITS) - 1;
 
-/// Counts by key.
 pub struct Tally {
     cells: Box<[AtomicU64]>,
     uncounted: AtomicU64,
@@ -33,30 +29,30 @@ impl Default for Tally {
 }
 
 impl Tally {
-    /// A table of `cells`, a power of two. Without memory for it nothing is counted.
+    /// Creates a table of `cells`, a power of two. Without memory for it nothing is counted.
     fn new(cells: usize) -> Self {
-        // Zeroed by the system, page by page as it is reached.
+        // The system zeroes the pages on first use.
         let cells = <[AtomicU64]>::new_box_zeroed_with_elems(cells).unwrap_or_default();
         Self { cells, uncounted: AtomicU64::new(0) }
     }
 
-    /// Counts the key that has this hash: 1 for the first time.
+    /// Counts the key with this hash. Returns 1 for the first time.
     pub fn count(&self, hash: u64) -> u64 {
         let tag = hash >> COUNT_BITS;
         for step in 0..WINDOW_CELLS.min(self.cells.len()) {
             let cell = &self.cells[(hash as usize).wrapping_add(step) & (self.cells.len() - 1)];
-            // Relaxed: a cell is complete in itself, nothing is published by it.
+            // Relaxed: a cell is complete in itself; nothing is published with it.
             let mut seen = cell.load(Ordering::Relaxed);
             while seen == 0 || seen >> COUNT_BITS == tag {
                 let count = seen & COUNT_MAX;
                 if count == COUNT_MAX {
                     return count;
                 }
-                // Relaxed: as above.
+                // Relaxed: as for the load.
                 match cell.compare_exchange_weak(
                     seen,
                     (tag << COUNT_BITS) | (count + 1),
-                    // Relaxed: as above; each number is given out once because one word changes
+                    // Relaxed: as for the load. Each number is used once because the cell changes
                     // atomically.
                     Ordering::Relaxed,
                     Ordering::Relaxed,
@@ -71,7 +67,7 @@ impl Tally {
         1
     }
 
-    /// How often a key found no cell.
+    /// Returns how many times a key found no cell.
     pub fn uncounted(&self) -> u64 {
         // Relaxed: a statistic.
         self.uncounted.load(Ordering::Relaxed)
@@ -92,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn half_full_it_is_exact() {
+    fn counts_are_exact_in_half_full_table() {
         let tally = Tally::default();
         for time in 1..=3 {
             for key in 0..CELLS as u64 / 2 {
@@ -103,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn full_it_counts_whom_it_knows_and_no_one_else() {
+    fn full_table_counts_only_known_keys() {
         let tally = Tally::new(256);
         for key in 0..10_000 {
             assert_eq!(tally.count(hash(key)), 1, "key {key}");
@@ -116,22 +112,22 @@ mod tests {
                 other => panic!("key {key} was counted {other} times"),
             }
         }
-        assert_eq!(known, 256, "every cell has a key");
+        assert_eq!(known, 256, "every cell must have a key");
         assert_eq!(tally.uncounted(), 2 * (10_000 - 256));
     }
 
     #[test]
-    fn a_count_ends_at_its_highest() {
+    fn count_saturates_at_maximum() {
         let tally = Tally::new(64);
         for _ in 0..COUNT_MAX + 2 {
             tally.count(hash(1));
         }
         assert_eq!(tally.count(hash(1)), COUNT_MAX);
-        assert_eq!(tally.count(hash(2)), 1, "the neighbour is not touched");
+        assert_eq!(tally.count(hash(2)), 1, "the neighbour changed");
     }
 
     #[test]
-    fn every_number_is_given_out_once() {
+    fn concurrent_counts_are_unique() {
         const THREADS: u64 = 4;
         const KEYS: u64 = 50;
         const ROUNDS: u64 = 200;

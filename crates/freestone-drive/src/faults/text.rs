@@ -1,4 +1,4 @@
-//! The text of rules: read, with a sentence for what was not understood, and written.
+//! Parsing and formatting of rules, with error messages for users.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,53 +8,53 @@ use thiserror::Error;
 
 use super::quantity::{self, QuantityError};
 use super::rules::{
-    Astray, Effects, LIE_OPS, Operation, Ops, ROT_OPS, RULES_MAX, Rule, Rules, STALE_OPS, Target,
+    Effects, LIE_OPS, Operation, Ops, ROT_OPS, RULES_MAX, Rule, Rules, STALE_OPS, Target, WriteFault,
 };
-use freestone_core::device::Error as Answer;
+use freestone_core::device::Error as DeviceError;
 
 const EFFECTS: [&str; 9] =
     ["error=", "delay=", "hang", "torn=", "lost", "misdirected", "lie", "stale", "rot"];
 const CONDITIONS: [&str; 5] = ["at=", "chance=", "nth=", "times=", "after="];
-/// Units of a torn write: what the user types, bytes.
+/// Units of a torn write: their spelling, and bytes.
 const UNITS: [(&str, u32); 3] = [("512", 512), ("4K", 4 << 10), ("16K", 16 << 10)];
-/// Names of answers. The first of each answer is the one that is written.
-const ERRNOS: [(&str, Answer); 11] = [
-    ("EIO", Answer::Media),
-    ("ENOSPC", Answer::NoSpace),
-    ("ENOMEM", Answer::NoMemory),
-    ("EROFS", Answer::ReadOnly),
-    ("EPERM", Answer::ReadOnly),
-    ("EINVAL", Answer::Misaligned),
-    ("EOPNOTSUPP", Answer::Unsupported),
-    ("ENOTSUP", Answer::Unsupported),
-    ("ESHUTDOWN", Answer::Gone),
-    ("ETOOMANYREFS", Answer::ZoneTooManyOpen),
-    ("EOVERFLOW", Answer::ZoneTooManyActive),
+/// Names of errors. Formatting uses the first name of each error.
+const ERRNOS: [(&str, DeviceError); 11] = [
+    ("EIO", DeviceError::Media),
+    ("ENOSPC", DeviceError::NoSpace),
+    ("ENOMEM", DeviceError::NoMemory),
+    ("EROFS", DeviceError::ReadOnly),
+    ("EPERM", DeviceError::ReadOnly),
+    ("EINVAL", DeviceError::Misaligned),
+    ("EOPNOTSUPP", DeviceError::Unsupported),
+    ("ENOTSUP", DeviceError::Unsupported),
+    ("ESHUTDOWN", DeviceError::Gone),
+    ("ETOOMANYREFS", DeviceError::ZoneTooManyOpen),
+    ("EOVERFLOW", DeviceError::ZoneTooManyActive),
 ];
-/// How much of a rule an error repeats, in characters.
+/// Maximum length of a rule quoted in an error, in characters.
 const QUOTE_CHARS_MAX: usize = 80;
 
-/// Why rules were not understood: which one, and what about it.
+/// Errors from parsing rules: which rule, and the problem.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("fault rule {number} (\"{rule}\"): {problem}")]
 pub struct RuleError {
-    /// Its number, from 1 on.
+    /// Number of the rule, starting at 1.
     pub number: usize,
-    /// Its text; the beginning, where it is long.
+    /// Text of the rule, shortened if long.
     pub rule: String,
-    /// What is wrong.
+    /// Problem found in the rule.
     pub problem: Problem,
 }
 
-/// What is wrong with a rule. Each is half a sentence that follows the rule.
+/// Problems of a rule. Each message follows the rule's text in a sentence.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[expect(missing_docs, reason = "each variant's message is its documentation")]
 pub enum Problem {
-    #[error("\"{word}\" is not an operation; there are {}{}", targets(), meant(word, &target_words()))]
+    #[error("\"{word}\" is not an operation; there are {}{}", targets(), suggest(word, &target_words()))]
     Operation { word: String },
     #[error(
         "\"{word}\" is neither an effect ({}) nor a condition ({}){}",
-        EFFECTS.join(" "), CONDITIONS.join(" "), meant(word, &keys())
+        EFFECTS.join(" "), CONDITIONS.join(" "), suggest(word, &keys())
     )]
     Word { word: String },
     #[error("{key} needs a value, as in {key}={example}")]
@@ -65,7 +65,7 @@ pub enum Problem {
     Twice(String),
     #[error("it has no effect; there are {}", EFFECTS.join(" "))]
     NoEffect,
-    #[error("error={name} is nothing that a device answers; it answers {}{}", errnos(), meant(name, &errno_words()))]
+    #[error("error={name} is not a known error; use one of {}{}", errnos(), suggest(name, &errno_words()))]
     Errno { name: String },
     #[error("torn={0} is not a unit; there are 512, 4K and 16K")]
     Unit(String),
@@ -75,11 +75,9 @@ pub enum Problem {
     NotFor { effect: &'static str, allowed: String, target: &'static str },
     #[error("{0} and {1} exclude each other")]
     Both(&'static str, &'static str),
-    #[error(
-        "a request that is answered with an error leaves nothing to do for {0}; torn= and misdirected go with error="
-    )]
+    #[error("{0} has no effect with error=; only torn= and misdirected can be combined with error=")]
     NothingLeft(&'static str),
-    #[error("a flush has no place that at= could name")]
+    #[error("at= does not apply to flush, which has no offset")]
     FlushAt,
     #[error("there are more than {RULES_MAX} rules")]
     TooMany,
@@ -105,7 +103,7 @@ impl FromStr for Rules {
     }
 }
 
-// ---- reading ------------------------------------------------------------------------------------
+// ---- parsing ------------------------------------------------------------------------------------
 
 fn parse(text: &str) -> Result<Rule, Problem> {
     let mut words = text.split_whitespace();
@@ -133,23 +131,25 @@ fn parse(text: &str) -> Result<Rule, Problem> {
     Ok(rule)
 }
 
-/// Adds a word to the rule; false where it is there already.
+/// Adds a word to the rule. Returns false if the rule has it already.
 fn add(rule: &mut Rule, key: &str, value: Option<&str>, word: &str) -> Result<bool, Problem> {
     let needed = |example| {
         let value = value.filter(|value| !value.is_empty());
         value.ok_or_else(|| Problem::NoValue { key: key.into(), example })
     };
-    let alone = || match value {
+    let no_value = || match value {
         None => Ok(()),
         Some(_) => Err(Problem::Value { key: key.into() }),
     };
-    let stray = |astray: Astray, effects: &mut Effects| match effects.astray {
-        Some(other) if astray.name() != other.name() => Err(Problem::Both(other.name(), astray.name())),
-        _ => Ok(effects.astray.replace(astray).is_none()),
+    let stray = |write_fault: WriteFault, effects: &mut Effects| match effects.write_fault {
+        Some(other) if write_fault.name() != other.name() => {
+            Err(Problem::Both(other.name(), write_fault.name()))
+        }
+        _ => Ok(effects.write_fault.replace(write_fault).is_none()),
     };
     let effects = &mut rule.effects;
     Ok(match key {
-        "error" => effects.error.replace(answer(needed("EIO")?)?).is_none(),
+        "error" => effects.error.replace(parse_error(needed("EIO")?)?).is_none(),
         "delay" => {
             let delay = quantity_of("delay", needed("20ms")?, quantity::delay)?;
             effects.delay.replace(delay).is_none()
@@ -158,14 +158,14 @@ fn add(rule: &mut Rule, key: &str, value: Option<&str>, word: &str) -> Result<bo
             let value = needed("4K")?;
             let unit = UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(value));
             let (_, unit) = unit.ok_or_else(|| Problem::Unit(value.into()))?;
-            stray(Astray::Torn(*unit), effects)?
+            stray(WriteFault::Torn(*unit), effects)?
         }
-        "hang" => alone().map(|()| !std::mem::replace(&mut effects.hang, true))?,
-        "lie" => alone().map(|()| !std::mem::replace(&mut effects.lie, true))?,
-        "stale" => alone().map(|()| !std::mem::replace(&mut effects.stale, true))?,
-        "rot" => alone().map(|()| !std::mem::replace(&mut effects.rot, true))?,
-        "lost" => alone().and_then(|()| stray(Astray::Lost, effects))?,
-        "misdirected" => alone().and_then(|()| stray(Astray::Misdirected, effects))?,
+        "hang" => no_value().map(|()| !std::mem::replace(&mut effects.hang, true))?,
+        "lie" => no_value().map(|()| !std::mem::replace(&mut effects.lie, true))?,
+        "stale" => no_value().map(|()| !std::mem::replace(&mut effects.stale, true))?,
+        "rot" => no_value().map(|()| !std::mem::replace(&mut effects.rot, true))?,
+        "lost" => no_value().and_then(|()| stray(WriteFault::Lost, effects))?,
+        "misdirected" => no_value().and_then(|()| stray(WriteFault::Misdirected, effects))?,
         "at" => rule.range.replace(quantity_of("at", needed("1M+64K")?, quantity::range)?).is_none(),
         "chance" => rule.chance.replace(quantity_of("chance", needed("1%")?, quantity::chance)?).is_none(),
         "nth" => rule.nth.replace(quantity_of("nth", needed("3")?, quantity::nth)?).is_none(),
@@ -183,34 +183,37 @@ fn quantity_of<T>(
     parse(value).map_err(|problem| Problem::Quantity { key, value: value.into(), problem })
 }
 
-fn answer(name: &str) -> Result<Answer, Problem> {
+fn parse_error(name: &str) -> Result<DeviceError, Problem> {
     let found = ERRNOS.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
     found.map(|(_, error)| *error).ok_or_else(|| Problem::Errno { name: name.into() })
 }
 
-/// Whether effects, operations and conditions fit each other.
+/// Checks that effects, operations and conditions fit together.
 fn check(rule: &Rule) -> Result<(), Problem> {
-    let Effects { error, delay, hang, astray, lie, stale, rot } = rule.effects;
+    let Effects { error, delay, hang, write_fault, lie, stale, rot } = rule.effects;
     if rule.effects == Effects::default() {
         return Err(Problem::NoEffect);
     }
-    let astray = astray.map(|astray| (astray.name(), astray.ops()));
+    let write_fault = write_fault.map(|write_fault| (write_fault.name(), write_fault.ops()));
     let of = |given: bool, name: &'static str, ops: Ops| given.then_some((name, ops));
-    let limited = [astray, of(lie, "lie", LIE_OPS), of(stale, "stale", STALE_OPS), of(rot, "rot", ROT_OPS)];
+    let limited =
+        [write_fault, of(lie, "lie", LIE_OPS), of(stale, "stale", STALE_OPS), of(rot, "rot", ROT_OPS)];
     for (effect, ops) in limited.into_iter().flatten() {
         if !ops.intersects(rule.target.ops()) {
             let allowed = Operation::ALL.iter().filter(|operation| ops.contains(operation.set()));
             let allowed = allowed.map(|operation| operation.name()).collect::<Vec<_>>().join(", ");
             return Err(Problem::NotFor { effect, allowed, target: rule.target.name() });
         }
-        if error.is_some() && !matches!(rule.effects.astray, Some(Astray::Torn(_) | Astray::Misdirected)) {
+        if error.is_some()
+            && !matches!(rule.effects.write_fault, Some(WriteFault::Torn(_) | WriteFault::Misdirected))
+        {
             return Err(Problem::NothingLeft(effect));
         }
     }
     if delay.is_some() && hang {
         return Err(Problem::Both("delay", "hang"));
     }
-    if rot && rule.effects.astray == Some(Astray::Lost) {
+    if rot && rule.effects.write_fault == Some(WriteFault::Lost) {
         return Err(Problem::Both("lost", "rot"));
     }
     if rule.range.is_some() && rule.target == Target::One(Operation::Flush) {
@@ -219,23 +222,23 @@ fn check(rule: &Rule) -> Result<(), Problem> {
     Ok(())
 }
 
-// ---- writing ------------------------------------------------------------------------------------
+// ---- formatting ---------------------------------------------------------------------------------
 
-/// The text from which the same rule is read.
+/// Formats the rule so that parsing returns the same rule.
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Effects { error, delay, hang, astray, lie, stale, rot } = self.effects;
+        let Effects { error, delay, hang, write_fault, lie, stale, rot } = self.effects;
         f.write_str(self.target.name())?;
         if let Some(error) = error {
             let name = ERRNOS.iter().find(|(_, known)| *known == error).map_or("EIO", |(name, _)| name);
             write!(f, " error={name}")?;
         }
-        match astray {
-            Some(Astray::Torn(unit)) => {
+        match write_fault {
+            Some(WriteFault::Torn(unit)) => {
                 let name = UNITS.iter().find(|(_, bytes)| *bytes == unit).map_or("512", |(name, _)| name);
                 write!(f, " torn={name}")?;
             }
-            Some(astray) => write!(f, " {}", astray.name())?,
+            Some(write_fault) => write!(f, " {}", write_fault.name())?,
             None => {}
         }
         for (given, name) in [(lie, "lie"), (stale, "stale"), (rot, "rot"), (hang, "hang")] {
@@ -244,7 +247,7 @@ impl fmt::Display for Rule {
             }
         }
         if let Some(delay) = delay {
-            write!(f, " delay={}", Written(delay))?;
+            write!(f, " delay={}", DisplayDelay(delay))?;
         }
         if let Some(range) = self.range {
             write!(f, " at={range}")?;
@@ -261,10 +264,9 @@ impl fmt::Display for Rule {
     }
 }
 
-/// A time in the largest unit that divides it.
-struct Written(Duration);
+struct DisplayDelay(Duration);
 
-impl fmt::Display for Written {
+impl fmt::Display for DisplayDelay {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         quantity::write_delay(self.0, f)
     }
@@ -290,7 +292,7 @@ impl Target {
     }
 }
 
-impl Astray {
+impl WriteFault {
     const fn name(self) -> &'static str {
         match self {
             Self::Torn(_) => "torn",
@@ -320,10 +322,10 @@ fn keys() -> Vec<&'static str> {
     EFFECTS.iter().chain(&CONDITIONS).map(|word| word.trim_end_matches('=')).collect()
 }
 
-/// `; write?` where one of the words is near what was typed.
-fn meant(typed: &str, words: &[&'static str]) -> String {
+/// Returns a suggestion such as `; write?` if one of the words is similar to the typed one.
+fn suggest(typed: &str, words: &[&'static str]) -> String {
     let typed = typed.split('=').next().unwrap_or_default();
-    // Longer ones are no slip of the finger, and comparing takes quadratic time.
+    // Longer words are not typing errors, and the comparison takes quadratic time.
     let lower = typed.chars().take(QUOTE_CHARS_MAX).collect::<String>().to_lowercase();
     let distance = |word: &str| strsim::damerau_levenshtein(&lower, &word.to_lowercase());
     let best = words.iter().map(|word| (distance(word), *word)).min_by_key(|(distance, _)| *distance);

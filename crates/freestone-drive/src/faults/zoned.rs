@@ -1,17 +1,17 @@
-//! Faults of zones: their operations, appends, and writes at a write pointer that stray.
+//! Faults of zones: zone operations, appends, and faulty writes at a write pointer.
 
 use std::sync::Arc;
 
-use super::decide::Occasion;
+use super::decide::RequestInfo;
 use super::hold::Hold;
-use super::rules::{Astray, Operation};
+use super::rules::{Operation, WriteFault};
 use super::{Faults, data};
 use freestone_core::device::zoned::{
     AppendCompletion, Zone, ZoneCondition, ZoneGeometry, ZoneOp, ZoneType, Zoned,
 };
 use freestone_core::device::{Device, Error, Flags, IoBuf, Result};
 
-/// Zones that are looked at for one with room for a write that strays.
+/// Maximum number of zones searched for room for a misdirected write.
 const ZONES_LOOKED_AT_MAX: usize = 4096;
 
 impl Faults {
@@ -19,15 +19,15 @@ impl Faults {
         self.below.device.zoned().ok_or(Error::Unsupported)
     }
 
-    /// The zones, where one starts at `offset`.
+    /// Returns the zone geometry if a zone starts at `offset`.
     fn zones_at(&self, offset: u64) -> Option<ZoneGeometry> {
         let geometry = self.below.device.geometry();
         geometry.zones.filter(|zones| offset < geometry.size && offset.is_multiple_of(zones.zone_size))
     }
 
-    /// The append as rules see it, if one may fire at it. What the device below refuses is none of
-    /// theirs.
-    fn append_occasion(&self, offset: u64, len: usize, flags: Flags) -> Option<Occasion> {
+    /// Returns the properties of an append for the rules, if one may fire. Invalid appends fail in
+    /// the device below instead.
+    fn append_info(&self, offset: u64, len: usize, flags: Flags) -> Option<RequestInfo> {
         if !self.watches(Operation::Append) {
             return None;
         }
@@ -37,17 +37,17 @@ impl Faults {
         let is_valid = len > 0 && len.is_multiple_of(block) && len <= u64::from(zones.max_append);
         let durable = flags.contains(Flags::FUA);
         let reach = zones.zone_size;
-        is_valid.then_some(Occasion { operation: Operation::Append, offset, len, reach, durable })
+        is_valid.then_some(RequestInfo { operation: Operation::Append, offset, len, reach, durable })
     }
 
-    /// Does a zone operation, or not, and lets the calling thread wait.
-    fn blocking(&self, occasion: &Occasion, operate: impl FnOnce() -> Result<()>) -> Result<()> {
-        let verdict = self.decide(occasion);
-        let outcome = match verdict.refused {
+    /// Runs a zone operation with its faults, and blocks the calling thread for the pause.
+    fn blocking(&self, info: &RequestInfo, operate: impl FnOnce() -> Result<()>) -> Result<()> {
+        let decision = self.decide(info);
+        let outcome = match decision.fail_before {
             Some(error) => Err(error),
             None => operate(),
         };
-        self.below.hold.wait(verdict.pause)?;
+        self.below.hold.wait(decision.pause)?;
         outcome
     }
 }
@@ -67,8 +67,8 @@ impl Zoned for Faults {
         };
         match self.zones_at(offset) {
             Some(zones) if self.watches(operation) => {
-                let occasion = Occasion { operation, offset, len: 0, reach: zones.zone_size, durable: false };
-                self.blocking(&occasion, || below.zone_op(op, offset))
+                let info = RequestInfo { operation, offset, len: 0, reach: zones.zone_size, durable: false };
+                self.blocking(&info, || below.zone_op(op, offset))
             }
             _ => below.zone_op(op, offset),
         }
@@ -80,13 +80,13 @@ impl Zoned for Faults {
             return below.reset_all();
         }
         let reach = below.geometry().size;
-        let occasion = Occasion { operation: Operation::Reset, offset: 0, len: 0, reach, durable: false };
-        self.blocking(&occasion, || below.reset_all())
+        let info = RequestInfo { operation: Operation::Reset, offset: 0, len: 0, reach, durable: false };
+        self.blocking(&info, || below.reset_all())
     }
 
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
-        match self.append_occasion(offset, data.len(), flags) {
-            Some(occasion) if self.meets(&occasion) => Ok(None),
+        match self.append_info(offset, data.len(), flags) {
+            Some(info) if self.matches(&info) => Ok(None),
             _ => self.below_zoned()?.try_append(offset, data, flags),
         }
     }
@@ -96,49 +96,48 @@ impl Zoned for Faults {
             Ok(below) => below,
             Err(error) => return done(Err(error)),
         };
-        let verdict = match self.append_occasion(offset, data.len(), flags) {
-            Some(occasion) => self.decide(&occasion),
+        let decision = match self.append_info(offset, data.len(), flags) {
+            Some(info) => self.decide(&info),
             None => return below.submit_append(offset, data, flags, done),
         };
         let hold = Arc::clone(&self.below.hold);
-        if let Some(error) = verdict.refused {
-            return give(&hold, verdict.pause, Err(error), done);
+        if let Some(error) = decision.fail_before {
+            return complete_held(&hold, decision.pause, Err(error), done);
         }
-        if verdict.lie {
+        if decision.lie {
             flags.remove(Flags::FUA);
         }
-        if let Some(word) = verdict.rot {
+        if let Some(word) = decision.rot {
             data::rot(word, &mut data);
         }
-        match verdict.astray {
+        match decision.write_fault {
             None => {}
-            Some((Astray::Torn(unit), word)) => {
+            Some((WriteFault::Torn(unit), word)) => {
                 data::tear(word, u64::from(unit), offset, &mut data, None);
             }
-            Some((Astray::Lost, _)) => data.fill(0),
-            Some((Astray::Misdirected, word)) => {
+            Some((WriteFault::Lost, _)) => data.fill(0),
+            Some((WriteFault::Misdirected, word)) => {
                 append_elsewhere(&*self.below.device, word, offset, &data, flags);
                 data.fill(0);
             }
         }
         let done = Box::new(move |outcome: Result<u64>| {
-            let outcome = outcome.and_then(|at| verdict.answer.map_or(Ok(at), Err));
-            give(&hold, verdict.pause, outcome, done);
+            let outcome = outcome.and_then(|at| decision.fail_after.map_or(Ok(at), Err));
+            complete_held(&hold, decision.pause, outcome, done);
         });
         below.submit_append(offset, data, flags, done);
     }
 }
 
-/// Answers, when it is time.
-fn give(hold: &Arc<Hold>, pause: super::hold::Pause, outcome: Result<u64>, done: AppendCompletion) {
-    hold.give(pause, move |held| done(held.and(outcome)));
+/// Completes an append after its pause.
+fn complete_held(hold: &Arc<Hold>, pause: super::hold::Pause, outcome: Result<u64>, done: AppendCompletion) {
+    hold.complete_after(pause, move |held| done(held.and(outcome)));
 }
 
-/// Whether the zone that holds `offset` is written at its write pointer only.
 pub fn is_sequential(device: &dyn Device, offset: u64) -> bool {
     let mut sequential = false;
     if let Some(zoned) = device.zoned() {
-        // A report fails outside of the device only; then the request will too.
+        // A report fails only beyond the device's end, and the request then fails, too.
         let _ = zoned.report(offset, &mut |zone| {
             sequential = zone.kind == ZoneType::SequentialRequired;
             false
@@ -147,8 +146,8 @@ pub fn is_sequential(device: &dyn Device, offset: u64) -> bool {
     sequential
 }
 
-/// Appends data that was meant for the zone at `offset` to another one which the seed chooses, if
-/// one has room; nobody hears what comes of it.
+/// Appends data intended for the zone at `offset` to a random other zone with room, if there is
+/// one. The result is ignored.
 pub fn append_elsewhere(device: &dyn Device, word: u64, offset: u64, data: &[u8], flags: Flags) {
     let (Some(geometry), Some(zoned)) = (device.geometry().zones, device.zoned()) else { return };
     if data.len() as u64 > u64::from(geometry.max_append) {
@@ -158,7 +157,7 @@ pub fn append_elsewhere(device: &dyn Device, word: u64, offset: u64, data: &[u8]
     let mut looked_at = 0;
     let mut found = None;
     for from in [first, 0] {
-        // As in `is_sequential`.
+        // A failure is ignored, as in `is_sequential`.
         let _ = zoned.report(from, &mut |zone| {
             looked_at += 1;
             if has_room(&zone, offset, data.len() as u64) {

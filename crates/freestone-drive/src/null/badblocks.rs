@@ -1,7 +1,8 @@
-//! Bad blocks: ranges of sectors on which reads, writes, discards and write zeroes fail.
+//! Bad blocks: sector ranges in which reads, writes, discards and write zeroes fail.
 //!
-//! Flushes and zone operations are not checked, as in the kernel. Nor are appends: where they go is
-//! known only when they are done. So bad blocks lie below the zones, which write to them.
+//! Flushes and zone operations are not checked, as in the kernel. Appends are not checked either,
+//! since their location is unknown until they complete. So bad blocks lie below the zones layer,
+//! which writes to them.
 
 use std::sync::{Arc, PoisonError};
 
@@ -12,48 +13,48 @@ use freestone_core::device::{
 };
 use freestone_core::sync::{AtomicU64, Ordering, RwLock};
 
-/// Ranges a device may have; neighbours are one.
+/// Maximum number of ranges; adjacent ranges are merged.
 pub const BAD_RANGES_MAX: usize = 512;
-/// What the numbers of a range count, whatever the logical block.
+/// Unit of range numbers, for any logical block.
 const SECTOR_BYTES: u64 = 512;
 
-/// How bad blocks behave.
+/// Behavior of bad blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BadConfig {
-    /// `badblocks_once`: the range that failed a request is good again. (Only that: a request that
-    /// touches two fails twice.)
+    /// `badblocks_once`: a range becomes good after it failed one request. A request that touches
+    /// two ranges fails twice.
     pub once: bool,
-    /// `badblocks_partial_io`: the blocks before the first bad one are transferred before the
-    /// request fails.
+    /// `badblocks_partial_io`: transfers the blocks before the first bad one, then fails the
+    /// request.
     pub partial_io: bool,
 }
 
-/// Why the ranges were not changed.
+/// Errors from changing the ranges.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum BadError {
-    /// Not of the form.
+    /// The text does not match the syntax.
     #[error(
-        "badblocks takes +FIRST-LAST or -FIRST-LAST in sectors of 512 bytes, such as +8-15, and got \"{0}\""
+        "badblocks expects +FIRST-LAST or -FIRST-LAST in sectors of 512 bytes, such as +8-15, not \"{0}\""
     )]
     Text(String),
-    /// First and last sector are the wrong way round.
-    #[error("badblocks: {first}-{last} ends before it begins")]
+    /// The first sector is after the last one.
+    #[error("badblocks: first sector {first} is after last sector {last}")]
     Backwards {
-        /// The first sector.
+        /// First sector.
         first: u64,
-        /// The last sector.
+        /// Last sector.
         last: u64,
     },
-    /// The range is not on the device.
+    /// The range exceeds the device.
     #[error("badblocks: sector {last} is beyond the device, which has {sectors} sectors of 512 bytes")]
     Beyond {
-        /// The last sector of the range.
+        /// Last sector of the range.
         last: u64,
-        /// How many there are.
+        /// Number of sectors of the device.
         sectors: u64,
     },
     /// Too many ranges.
-    #[error("badblocks: there would be more than {BAD_RANGES_MAX} separate ranges")]
+    #[error("badblocks: at most {BAD_RANGES_MAX} separate ranges are supported")]
     TooMany,
 }
 
@@ -64,49 +65,48 @@ struct Range {
     end: u64,
 }
 
-/// A device with bad blocks; none at first.
+/// Device with bad blocks, initially none.
 pub struct BadBlocks {
     inner: Arc<dyn Device>,
     config: BadConfig,
-    /// How many ranges there are: requests look at this first.
+    /// Number of ranges. Requests check this before they take the lock.
     count: AtomicU64,
-    /// In order, with something good between each two. Lock order: innermost; held for a look or a
+    /// Sorted ranges, separated by good sectors. Lock order: innermost, held for a search or a
     /// change.
     ranges: RwLock<Vec<Range>>,
 }
 
-/// A request that touches a bad block.
+/// Bad range touched by a request.
 struct Hit {
-    /// Bytes before it that are transferred.
+    /// Bytes to transfer before the failure.
     before: u64,
     range: Range,
 }
 
 impl BadBlocks {
-    /// A device without bad blocks so far.
+    /// Wraps `inner` without bad blocks.
     pub fn new(inner: Arc<dyn Device>, config: BadConfig) -> Self {
         Self { inner, config, count: AtomicU64::new(0), ranges: RwLock::default() }
     }
 
-    /// The device below, whose blocks are all good: what a zone operation does to the data looks at
-    /// no bad block, as in the kernel.
+    /// Returns the device below. Zone operations use it: they ignore bad blocks, as in the kernel.
     pub(crate) fn below(&self) -> &Arc<dyn Device> {
         &self.inner
     }
 
-    /// Adds (`+8-15`) or takes away (`-8-15`) a range of sectors of 512 bytes, both ends included.
-    /// It may overlap what is there already, or is not there.
+    /// Adds (`+8-15`) or removes (`-8-15`) a range of 512-byte sectors, both ends included. The
+    /// range may overlap existing ones.
     ///
     /// # Errors
-    /// The text, a range that is not on the device, too many ranges; nothing is changed.
+    /// Invalid text, a range beyond the device, or too many ranges. Nothing is changed.
     pub fn change(&self, text: &str) -> std::result::Result<(), BadError> {
         self.change_all(&[text])
     }
 
-    /// Makes several changes, one after the other: all of them, or none.
+    /// Applies several changes in order, or none of them.
     ///
     /// # Errors
-    /// As [`change`](Self::change), of the first that cannot be.
+    /// Those of [`change`](Self::change) for the first invalid text.
     pub fn change_all(&self, texts: &[impl AsRef<str>]) -> std::result::Result<(), BadError> {
         let sectors = self.inner.geometry().size / SECTOR_BYTES;
         let mut ranges = self.ranges.write().unwrap_or_else(PoisonError::into_inner);
@@ -126,15 +126,15 @@ impl BadBlocks {
         Ok(())
     }
 
-    /// The first and last sector, of 512 bytes, of every range, in order.
+    /// Returns the first and last 512-byte sector of every range, in order.
     pub fn ranges(&self) -> Vec<(u64, u64)> {
         let ranges = self.ranges.read().unwrap_or_else(PoisonError::into_inner);
         ranges.iter().map(|range| (range.first, range.end - 1)).collect()
     }
 
-    /// How many bytes of a read, write or discard would be transferred before it fails: whole
-    /// blocks before the first bad one where `partial_io` is set, else 0. `None` where no bad block
-    /// is touched.
+    /// Returns how many bytes of a read, write or discard would be transferred before it fails, or
+    /// `None` without a bad block. With `partial_io` these are the blocks before the first bad one,
+    /// else 0.
     #[inline]
     pub fn verdict(&self, offset: u64, len: u64) -> Option<u64> {
         self.hit(offset, len).map(|hit| hit.before)
@@ -142,8 +142,8 @@ impl BadBlocks {
 
     #[inline]
     fn hit(&self, offset: u64, len: u64) -> Option<Hit> {
-        // Relaxed: a range that is added while a request runs may or may not meet it; who waits for
-        // the addition to return, and then issues a request, has that order from elsewhere.
+        // Relaxed: a concurrent request may miss a new range. A caller that issues a request after
+        // the change returned has that order from elsewhere.
         if self.count.load(Ordering::Relaxed) == 0 { None } else { self.find(offset, len) }
     }
 
@@ -161,11 +161,11 @@ impl BadBlocks {
         Some(Hit { before, range })
     }
 
-    /// The request fails because of this range.
+    /// Returns the error for a request that failed in `range`.
     fn fail(&self, range: Range) -> Error {
         if self.config.once {
             let mut ranges = self.ranges.write().unwrap_or_else(PoisonError::into_inner);
-            // Where it was changed meanwhile it is no longer the one that failed.
+            // A range that was changed meanwhile is not removed.
             ranges.retain(|other| *other != range);
             self.publish(&ranges);
         }
@@ -173,18 +173,18 @@ impl BadBlocks {
     }
 
     fn publish(&self, ranges: &[Range]) {
-        // Relaxed: see `hit`; the ranges themselves are read under their lock.
+        // Relaxed: see `hit`. The lock protects the ranges themselves.
         self.count.store(ranges.len() as u64, Ordering::Relaxed);
     }
 
-    /// What a valid request hits.
+    /// Returns the bad range of a valid request.
     #[inline]
-    fn checked(&self, request: &Request) -> Option<Hit> {
+    fn find_hit(&self, request: &Request) -> Option<Hit> {
         if request.op == Op::Flush {
             return None;
         }
         let hit = self.hit(request.offset, request.len)?;
-        // A request that is refused anyway fails for its own reason.
+        // An invalid request fails with its own error instead.
         request.check(&self.inner.geometry()).is_ok().then_some(hit)
     }
 }
@@ -209,20 +209,20 @@ fn parse(text: &str) -> std::result::Result<(bool, Range), BadError> {
     Ok((bad, Range { first, end }))
 }
 
-/// The ranges with another one, which swallows what it touches.
+/// Returns the ranges with `new` added and merged with its neighbours.
 fn added(ranges: &[Range], new: Range) -> Vec<Range> {
-    let (touched, mut kept): (Vec<Range>, Vec<Range>) =
+    let (touched, mut others): (Vec<Range>, Vec<Range>) =
         ranges.iter().partition(|range| range.first <= new.end && new.first <= range.end);
     let first = touched.first().map_or(new.first, |range| range.first.min(new.first));
     let end = touched.last().map_or(new.end, |range| range.end.max(new.end));
-    kept.insert(kept.partition_point(|range| range.end < first), Range { first, end });
-    kept
+    others.insert(others.partition_point(|range| range.end < first), Range { first, end });
+    others
 }
 
-/// The ranges without what lies in `gone`.
-fn removed(ranges: &[Range], gone: Range) -> Vec<Range> {
+/// Returns the ranges without the sectors in `cut`.
+fn removed(ranges: &[Range], cut: Range) -> Vec<Range> {
     let parts = ranges.iter().flat_map(|&Range { first, end }| {
-        [Range { first, end: end.min(gone.first) }, Range { first: first.max(gone.end), end }]
+        [Range { first, end: end.min(cut.first) }, Range { first: first.max(cut.end), end }]
     });
     parts.filter(|range| range.first < range.end).collect()
 }
@@ -235,7 +235,7 @@ impl Device for BadBlocks {
 
     #[inline]
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        match self.checked(request) {
+        match self.find_hit(request) {
             None => self.inner.try_io(request, buffer),
             Some(Hit { before: 0, range }) => Err(self.fail(range)),
             Some(Hit { before, range }) => {
@@ -247,7 +247,7 @@ impl Device for BadBlocks {
                 };
                 match self.inner.try_io(&part, buffer)? {
                     Tried::Done => Err(self.fail(range)),
-                    // The caller comes again with the rest.
+                    // The caller retries the rest.
                     other => Ok(other),
                 }
             }
@@ -255,11 +255,11 @@ impl Device for BadBlocks {
     }
 
     fn submit(&self, request: Request, mut buffer: IoBuf, done: Completion) {
-        match self.checked(&request) {
+        match self.find_hit(&request) {
             None => self.inner.submit(request, buffer, done),
             Some(Hit { before: 0, range }) => done.complete(Err(self.fail(range)), buffer),
             Some(Hit { before, range }) => {
-                // It fails in any case: the range is used up now, while this is at hand.
+                // The request fails in any case, so a one-time range is used up now.
                 let error = self.fail(range);
                 let full = buffer.len();
                 buffer.show(before as usize);

@@ -1,8 +1,8 @@
-//! A drive in plain memory: `memory_backed=1`.
+//! Drive in plain memory (`memory_backed=1`).
 //!
-//! What was never written takes nothing, and reads do not change that. A request locks the pages
-//! that it copies, and nothing wider; a page's lock covers its copy, so every logical block is read
-//! as it was before a write or after it.
+//! Unwritten pages take no memory, and reads do not change that. A request locks the pages that it
+//! copies. The lock covers the copy, so a read sees each logical block before or after a concurrent
+//! write.
 
 use super::pages::{PAGE, Pages};
 use super::{Config, SetupError};
@@ -15,61 +15,65 @@ use freestone_core::pin::{self, Swap};
 use freestone_core::slot::MAX_SLOTS;
 use freestone_core::zeroes::{ZEROES, ZEROES_BYTES};
 
-/// Largest device in bytes: 256 TiB. Of that, 1 TiB can be written, counted in regions of 2 MiB
-/// that hold anything.
+/// Largest device in bytes: 256 TiB. At most 1 TiB of it can hold data, counted in regions of 2
+/// MiB.
 pub const MEMORY_BYTES_MAX: u64 = MAX_SLOTS * PAGE;
 
-/// Bytes that one try copies, to keep its work bounded: some 200 us, or a millisecond where the
-/// memory is new.
+/// Maximum bytes copied per try: about 200 us, or a millisecond for new memory.
 const TRY_BYTES_MAX: u64 = 1 << 20;
-/// The same for zeroes that take memory, which are written like data.
+/// Maximum bytes per try of zeroes that take memory; they are written like data.
 const ZEROES_TRY_BYTES_MAX: u64 = 256 << 10;
-/// Regions of 2 MiB that one try discards, and gives back to the system where that is due: up to
+/// Maximum regions of 2 MiB discarded per try, including the return of memory to the system: up to
 /// two milliseconds.
 const TRY_LEAVES: u32 = 4;
-/// Regions of 2 MiB that one call describes.
+/// Maximum regions of 2 MiB described per call.
 const EXTENT_LEAVES: u32 = 64;
 
-/// A drive that keeps its data uncompressed in memory.
+/// Drive that stores data uncompressed in memory.
 ///
-/// Discarded pages keep their memory for the next writes, up to 16 MiB and an eighth of what holds
-/// data; what is more goes back to the system. A write that finds no memory is [`Error::NoMemory`].
+/// Discarded pages keep their memory for later writes: up to 16 MiB plus an eighth of the data. The
+/// rest returns to the system. A write without memory fails with [`Error::NoMemory`].
 pub struct Memory {
     geometry: Geometry,
     pages: Swap<Pages>,
 }
 
 impl Memory {
-    /// An empty drive.
+    /// Creates an empty drive.
     ///
     /// # Errors
-    /// The configuration; no memory for its tables.
+    /// The configuration is invalid, or memory for tables is missing.
     pub fn new(config: Config) -> std::result::Result<Self, SetupError> {
         let geometry = config.geometry(MEMORY_BYTES_MAX)?;
         Ok(Self { geometry, pages: Swap::new(Box::new(Pages::new()?)) })
     }
 
-    /// Bytes of memory that it takes, tables and kept memory included.
+    /// Returns the memory used in bytes, including tables and retained pages.
     pub fn used_bytes(&self) -> u64 {
         pin::pinned(|pin| self.pages.load(pin).used_bytes())
     }
 
-    /// Wipes it. Nobody is held up: requests in flight finish on the old content, whose memory is
-    /// free when this returns.
+    /// Returns true if nothing was written since the drive was created or erased.
+    pub fn is_untouched(&self) -> bool {
+        pin::pinned(|pin| self.pages.load(pin).is_untouched())
+    }
+
+    /// Erases the drive. Requests in flight finish on the old content without waiting. The old
+    /// memory is free when this returns.
     ///
     /// # Errors
-    /// [`Error::NoMemory`]; nothing was wiped.
+    /// [`Error::NoMemory`]; nothing was erased.
     pub fn reset(&self) -> Result<()> {
         let pages = Pages::new().map_err(|error| {
-            // What a request may fail with cannot name the reason.
-            client_log!(error, "a null device cannot be wiped: {error}");
+            // The request's error cannot carry the reason, so it is logged.
+            client_log!(error, "resetting a null device failed: {error}");
             Error::NoMemory
         })?;
         drop(self.pages.replace(Box::new(pages)));
         Ok(())
     }
 
-    /// What one try does of `len` bytes.
+    /// Limits `len` to one request.
     fn bounded(&self, len: u64) -> u64 {
         match self.geometry.max_request {
             0 => len,
@@ -93,7 +97,7 @@ impl Device for Memory {
             pin::pinned(|pin| {
                 let pages = self.pages.load(pin);
                 let end = pages.clear(offset, offset + len, TRY_LEAVES);
-                pages.give_back(TRY_LEAVES + 1);
+                pages.release_retained(TRY_LEAVES + 1);
                 end - offset
             })
         };
@@ -107,7 +111,7 @@ impl Device for Memory {
                 copied
             }
             (Op::Read | Op::Write, _) => return Err(Error::Misaligned),
-            // Not offered: a hint that is not taken.
+            // Discards are not offered: the hint is ignored.
             (Op::Discard, _) if self.geometry.discard_granularity == 0 => request.len,
             (Op::Discard, _) => cleared(),
             (Op::WriteZeroes, _) if flags.contains(Flags::MAY_FREE) => cleared(),
@@ -160,7 +164,7 @@ impl Device for Memory {
     }
 }
 
-/// What lies in `[offset, end)`, or in the first part of it.
+/// Returns the extents of `[offset, end)`, or of the first part of it.
 fn runs(pages: &Pages, offset: u64, end: u64) -> Vec<Extent> {
     let mut runs: Vec<Extent> = Vec::new();
     let mut add = |from: u64, to: u64, kind| match runs.last_mut() {

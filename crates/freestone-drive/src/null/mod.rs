@@ -1,18 +1,16 @@
-//! Test drives, after the kernel's `null_blk`: a device that stores nothing, one in plain memory,
-//! and what can be put over them.
+//! Test drives modelled on the kernel's `null_blk`.
 //!
-//! * [`Null`] forgets what is written: the yardstick of every export, and the floor of the
-//!   contract's own cost.
-//! * [`Memory`] keeps it (`memory_backed=1`), uncompressed, with a lock per page.
-//! * [`BadBlocks`] fails what touches bad sectors; [`Paced`] limits the bandwidth and delays
-//!   answers.
+//! * [`Null`] stores nothing. It is the baseline for measuring exports and the device contract.
+//! * [`Memory`] stores data uncompressed in memory (`memory_backed=1`), with a lock per page.
+//! * [`BadBlocks`] fails requests to bad sectors. [`Paced`] limits the bandwidth and delays
+//!   completions.
 //!
-//! Where they differ from the kernel's driver on purpose:
-//! * A read of what was never written is zeroes, also without backing (kernel: the reader's buffer
-//!   stays as it is). A reader that does not look asks for that with [`Flags::UNREAD`].
-//! * Memory is locked by the page (kernel: one lock a device around every copy).
-//! * `mbps` admits a request of any size (kernel: none above 20 ms' worth).
-//! * Write zeroes is offered, and a discard without backing is answered.
+//! Intentional differences from the kernel's driver:
+//! * Unwritten data reads as zeroes, also without backing. (The kernel leaves the buffer unchanged;
+//!   [`Flags::UNREAD`] requests that here.)
+//! * Memory is locked per page. (The kernel takes one lock per device around every copy.)
+//! * `mbps` admits requests of any size. (The kernel admits none above its budget of 20 ms.)
+//! * Write zeroes is supported, and a discard without backing succeeds.
 
 mod badblocks;
 mod memory;
@@ -30,36 +28,34 @@ use freestone_core::device::{
     Tried, range_end,
 };
 
-/// Largest size in bytes: what a signed 64-bit file offset can address, which clients use.
+/// Largest size in bytes: the range of a signed 64-bit file offset, which clients use.
 pub const MAX_SIZE_BYTES: u64 = i64::MAX as u64;
 
-/// What a [`Null`] or a [`Memory`] looks like.
+/// Configuration of a [`Null`] or [`Memory`] device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// Bytes: 1 block to [`MAX_SIZE_BYTES`] ([`MEMORY_BYTES_MAX`] with memory), a multiple of
-    /// `logical_block`.
+    /// Size in bytes: a multiple of `logical_block` from 1 block to [`MAX_SIZE_BYTES`], or to
+    /// [`MEMORY_BYTES_MAX`] for [`Memory`].
     pub size: u64,
-    /// Bytes: a power of two from 512 to 4096.
+    /// Logical block in bytes: a power of two from 512 to 4096.
     pub logical_block: u32,
-    /// Clients are told that the disk turns.
+    /// Reports the disk as rotational.
     pub rotational: bool,
-    /// Only reads are served.
+    /// Rejects writes.
     pub read_only: bool,
-    /// Discards are offered, down to a block; else they are answered and free nothing.
+    /// Supports discards down to a block. Without it discards succeed but free nothing.
     pub discard: bool,
-    /// Largest request that is done at once, in bytes, a multiple of `logical_block`; 0 is no
-    /// limit.
+    /// Largest request done at once, in bytes: a multiple of `logical_block`, or 0 for no limit.
     pub max_request: u32,
 }
 
 impl Config {
-    /// A writable device of `size` bytes in blocks of `logical_block` bytes, with discards and
-    /// without a limit.
+    /// Returns the configuration of a writable device with discards and without a request limit.
     pub const fn plain(size: u64, logical_block: u32) -> Self {
         Self { size, logical_block, rotational: false, read_only: false, discard: true, max_request: 0 }
     }
 
-    /// The geometry of such a device of at most `largest` bytes.
+    /// Returns the geometry of the device. `largest` is the size limit in bytes.
     fn geometry(&self, largest: u64) -> std::result::Result<Geometry, SetupError> {
         let &Self { size, logical_block: block, rotational, read_only, discard, max_request } = self;
         if !block.is_power_of_two() || !(512..=4096).contains(&block) {
@@ -90,48 +86,48 @@ impl Config {
     }
 }
 
-/// Why a device could not be made.
+/// Errors from creating a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum SetupError {
-    /// The block is impossible.
+    /// The logical block is not supported.
     #[error("logical_block is {0}; it must be 512, 1024, 2048 or 4096")]
     LogicalBlock(u32),
-    /// The size is impossible.
+    /// The size is not supported.
     #[error("size is {size} bytes; it must be a multiple of {block} bytes from {block} to {largest}")]
     Size {
-        /// What was asked for.
+        /// Requested size in bytes.
         size: u64,
-        /// The logical block.
+        /// Logical block in bytes.
         block: u32,
-        /// The most there can be.
+        /// Largest supported size in bytes.
         largest: u64,
     },
-    /// The largest request is not whole blocks.
+    /// The request limit is not a multiple of the logical block.
     #[error("max_request is {max_request} bytes; it must be a multiple of {block} bytes, or 0 for no limit")]
     MaxRequest {
-        /// What was asked for.
+        /// Requested limit in bytes.
         max_request: u32,
-        /// The logical block.
+        /// Logical block in bytes.
         block: u32,
     },
-    /// The file that holds the memory could not be created.
+    /// The memory file could not be created.
     #[error("cannot create a memory file: {0}")]
     MemoryFile(Errno),
-    /// No memory for tables.
+    /// Out of memory for tables.
     #[error("out of memory")]
     NoMemory,
 }
 
-/// Forgets what is written and answers everything inline.
+/// Device that discards written data and completes every request inline.
 pub struct Null {
     geometry: Geometry,
 }
 
 impl Null {
-    /// Makes the device.
+    /// Creates the device.
     ///
     /// # Errors
-    /// The configuration.
+    /// The configuration is invalid.
     pub fn new(config: Config) -> std::result::Result<Self, SetupError> {
         Ok(Self { geometry: config.geometry(MAX_SIZE_BYTES)? })
     }
@@ -180,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn impossible_configurations_are_refused() {
+    fn invalid_configurations_are_rejected() {
         let make = |size, logical_block| Null::new(Config::plain(size, logical_block)).map(|_| ());
         for block in [0, 1, 256, 513, 1000, 8192, u32::MAX] {
             assert_eq!(make(1 << 20, block), Err(SetupError::LogicalBlock(block)));
@@ -197,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn the_geometry_is_what_was_asked_for() {
+    fn geometry_matches_configuration() {
         let config = Config {
             rotational: true,
             read_only: true,
@@ -213,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_are_zeroes_unless_nobody_looks() {
+    fn reads_return_zeroes_except_unread() {
         let null = Null::new(Config::plain(1 << 20, 512)).unwrap();
         let mut out = [7; 512];
         let unread = Request::read(0, 512).with(Flags::UNREAD);
@@ -224,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn larger_requests_are_done_in_pieces() {
+    fn requests_above_the_limit_complete_partially() {
         let null = Null::new(Config { max_request: 1024, ..Config::plain(1 << 20, 512) }).unwrap();
         let mut out = [7; 2560];
         let request = Request::read(0, 2560);

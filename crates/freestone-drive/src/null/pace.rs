@@ -1,8 +1,8 @@
-//! A device slowed down: a limit of its bandwidth, and a least time for every answer.
+//! Device with a bandwidth limit and a minimum completion time.
 //!
-//! What is asked is done at once, in the order in which it came; only the answers wait, with the
-//! timer, so that a request in flight costs no thread, and 64 of them take as long as one. Who
-//! issues requests bounds how many there are.
+//! Requests run at once, in order of arrival. The timer delays their completions, so a request in
+//! flight needs no thread, and 64 requests take as long as one. The submitters bound the number of
+//! requests.
 
 use std::io;
 use std::sync::Arc;
@@ -18,27 +18,26 @@ use freestone_core::timer;
 
 /// Largest bandwidth limit in MiB/s, as in the kernel.
 pub const MBPS_MAX: u32 = 40960;
-/// Longest delay of answers: twice what clients commonly wait for one.
+/// Longest completion delay: twice the usual timeout of clients.
 pub const COMPLETION_MAX: Duration = Duration::from_secs(60);
-/// What a device that was idle has in store, in time: a tick of the kernel's.
+/// Unused budget that an idle device accumulates, as time: the kernel's tick.
 const BURST: Duration = Duration::from_millis(20);
 
-/// How a device is slowed down.
+/// Configuration of the limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PaceConfig {
-    /// MiB of data a second, read, written and appended together; 0 is no limit. (Discards, zeroes
-    /// and flushes move no data.)
+    /// Bandwidth of reads, writes and appends together, in MiB/s; 0 is no limit. Discards, zeroes
+    /// and flushes move no data.
     pub mbps: u32,
-    /// `completion_nsec`: a request that is valid is answered no earlier than this after it was
-    /// issued, flushes too.
+    /// `completion_nsec`: minimum time between submission and completion of a valid request,
+    /// flushes included.
     pub completion: Duration,
 }
 
-/// A device that takes its time.
+/// Device with limited bandwidth and delayed completions.
 ///
-/// The limit is a bucket of tokens that carries debt: a request of any size begins when nothing is
-/// owed any more, and leaves what it costs to those after it. (The kernel's never admits more than
-/// it hands out in 20 ms.)
+/// The limit is a token bucket that allows debt. A request of any size starts when no debt is left,
+/// and its cost delays later requests. (The kernel never admits more than its budget of 20 ms.)
 pub struct Paced {
     inner: Arc<dyn Device>,
     bucket: Option<Bucket>,
@@ -46,11 +45,11 @@ pub struct Paced {
 }
 
 impl Paced {
-    /// Slows `inner` down.
+    /// Wraps `inner`.
     ///
     /// # Errors
-    /// [`InvalidInput`](io::ErrorKind::InvalidInput) where `mbps` is above [`MBPS_MAX`] or
-    /// `completion` above [`COMPLETION_MAX`]; the timer's thread could not be started.
+    /// [`InvalidInput`](io::ErrorKind::InvalidInput) if `mbps` exceeds [`MBPS_MAX`] or `completion`
+    /// exceeds [`COMPLETION_MAX`]. An I/O error if the timer thread could not be started.
     pub fn new(inner: Arc<dyn Device>, config: PaceConfig) -> io::Result<Self> {
         let invalid = |what: String| Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         let PaceConfig { mbps, completion } = config;
@@ -58,16 +57,17 @@ impl Paced {
             return invalid(format!("mbps is {mbps}; it must be 1 to {MBPS_MAX}, or 0 for no limit"));
         }
         if completion > COMPLETION_MAX {
-            return invalid(format!("completion_nsec is {}; it is at most a minute", completion.as_nanos()));
+            let (nanos, max) = (completion.as_nanos(), COMPLETION_MAX.as_nanos());
+            return invalid(format!("completion_nsec is {nanos}; it must be at most {max} (a minute)"));
         }
         timer::start()?;
         Ok(Self { inner, bucket: (mbps > 0).then(|| Bucket::new(mbps)), completion })
     }
 
-    /// Runs `work`, which tells how many of `bytes` it moved at once, if it may begin now; what was
-    /// not moved is not paid.
+    /// Runs `work` if it may start now. `moved` returns how many of `bytes` were transferred; the
+    /// rest is refunded.
     #[inline]
-    fn try_now<T>(
+    fn try_run<T>(
         &self,
         bytes: u64,
         moved: impl FnOnce(&Result<T>) -> u64,
@@ -78,7 +78,7 @@ impl Paced {
         }
         let Some(bucket) = self.bucket.as_ref().filter(|_| bytes > 0) else { return Some(work()) };
         let paid = bucket.cost(bytes);
-        if !bucket.admits(paid) {
+        if !bucket.try_charge(paid) {
             return None;
         }
         let outcome = work();
@@ -89,11 +89,11 @@ impl Paced {
         Some(outcome)
     }
 
-    /// When a request of so many bytes of data may be answered.
-    fn due(&self, bytes: u64) -> Instant {
+    /// Returns the earliest completion time of a request with `bytes` of data.
+    fn completion_time(&self, bytes: u64) -> Instant {
         let earliest = Instant::now() + self.completion;
         match &self.bucket {
-            Some(bucket) if bytes > 0 => earliest.max(bucket.turn(bucket.cost(bytes))),
+            Some(bucket) if bytes > 0 => earliest.max(bucket.charge(bucket.cost(bytes))),
             _ => earliest,
         }
     }
@@ -103,27 +103,25 @@ impl Paced {
     }
 }
 
-/// The bytes of data that a request moves.
 #[inline]
 fn data_bytes(request: &Request) -> u64 {
     if matches!(request.op, Op::Read | Op::Write) { request.len } else { 0 }
 }
 
-/// Answers no earlier than `due`.
-fn answer(due: Instant, answer: impl FnOnce() + Send + 'static) {
+fn complete_at(due: Instant, complete: impl FnOnce() + Send + 'static) {
     if Instant::now() >= due {
-        answer();
+        complete();
     } else {
-        // It cannot fail: the timer runs since the device was made.
-        let _ = timer::at(due, answer);
+        // Cannot fail: `Paced::new` started the timer.
+        let _ = timer::at(due, complete);
     }
 }
 
-/// See [`Paced`]. Times are nanoseconds since `begin`.
+/// Token bucket of [`Paced`]. Times are in nanoseconds since `begin`.
 struct Bucket {
     begin: Instant,
     bytes_per_second: u64,
-    /// When everything that was admitted is paid.
+    /// Time at which the cost of all admitted requests is paid.
     paid_at: AtomicU64,
 }
 
@@ -132,7 +130,7 @@ impl Bucket {
         Self { begin: Instant::now(), bytes_per_second: u64::from(mbps) << 20, paid_at: AtomicU64::new(0) }
     }
 
-    /// How long so many bytes take.
+    /// Returns the time that `bytes` take.
     #[inline]
     fn cost(&self, bytes: u64) -> u64 {
         let nanos = (u128::from(bytes) * 1_000_000_000).div_ceil(u128::from(self.bytes_per_second));
@@ -143,34 +141,34 @@ impl Bucket {
         u64::try_from(self.begin.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// What is owed after another `cost`, where `paid_at` and `now` are as given. Little is saved
-    /// up.
-    fn after(paid_at: u64, now: u64, cost: u64) -> u64 {
+    /// Returns the new `paid_at` after another `cost`. An idle device accumulates at most
+    /// [`BURST`].
+    fn paid_after(paid_at: u64, now: u64, cost: u64) -> u64 {
         paid_at.max(now.saturating_sub(BURST.as_nanos() as u64)).saturating_add(cost)
     }
 
-    /// Charges `cost` if nothing is owed now.
+    /// Charges `cost` if there is no debt.
     #[inline]
-    fn admits(&self, cost: u64) -> bool {
+    fn try_charge(&self, cost: u64) -> bool {
         let now = self.now();
-        let charge = |paid_at| (paid_at <= now).then(|| Self::after(paid_at, now, cost));
-        // Relaxed: nothing else goes with the number; each charge is one exchange.
+        let charge = |paid_at| (paid_at <= now).then(|| Self::paid_after(paid_at, now, cost));
+        // Relaxed: the number stands alone; each charge is one exchange.
         self.paid_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, charge).is_ok()
     }
 
-    /// Charges `cost`; the moment from which on nothing before it is owed.
-    fn turn(&self, cost: u64) -> Instant {
+    /// Charges `cost`. Returns the time at which the debt before it is paid.
+    fn charge(&self, cost: u64) -> Instant {
         let now = self.now();
-        // Relaxed: as above.
-        let turn = self.paid_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |paid_at| {
-            Some(Self::after(paid_at, now, cost))
+        // Relaxed: as in `try_charge`.
+        let paid_at = self.paid_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |paid_at| {
+            Some(Self::paid_after(paid_at, now, cost))
         });
-        let (Ok(turn) | Err(turn)) = turn;
-        self.begin.checked_add(Duration::from_nanos(turn)).unwrap_or(self.begin)
+        let (Ok(paid_at) | Err(paid_at)) = paid_at;
+        self.begin.checked_add(Duration::from_nanos(paid_at)).unwrap_or(self.begin)
     }
 
     fn refund(&self, cost: u64) {
-        // Relaxed: as above. It was charged, so it is there.
+        // Relaxed: as in `try_charge`. The amount was charged before, so this cannot underflow.
         self.paid_at.fetch_sub(cost, Ordering::Relaxed);
     }
 }
@@ -187,9 +185,9 @@ impl Device for Paced {
             Ok(Tried::Partly(bytes)) => *bytes,
             Ok(Tried::Done) | Err(_) => request.len,
         };
-        // What is refused costs nothing.
+        // An invalid request costs nothing.
         request.check(&self.geometry())?;
-        let tried = self.try_now(data_bytes(request), moved, || self.inner.try_io(request, buffer));
+        let tried = self.try_run(data_bytes(request), moved, || self.inner.try_io(request, buffer));
         tried.unwrap_or(Ok(Tried::WouldBlock))
     }
 
@@ -197,9 +195,9 @@ impl Device for Paced {
         if let Err(error) = request.check(&self.geometry()) {
             return done.complete(Err(error), buffer);
         }
-        let due = self.due(data_bytes(&request));
+        let due = self.completion_time(data_bytes(&request));
         let done =
-            Completion::new(move |outcome, buffer| answer(due, move || done.complete(outcome, buffer)));
+            Completion::new(move |outcome, buffer| complete_at(due, move || done.complete(outcome, buffer)));
         self.inner.submit(request, buffer, done);
     }
 
@@ -220,7 +218,7 @@ impl Device for Paced {
     }
 }
 
-/// Appends are data; zone operations and reports are not slowed down.
+/// Appends count as data. Zone operations and reports are not limited.
 impl Zoned for Paced {
     fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
         self.inner_zones()?.report(offset, row)
@@ -238,7 +236,7 @@ impl Zoned for Paced {
         let zones = self.inner_zones()?;
         let bytes = data.len() as u64;
         let moved = |outcome: &Result<Option<u64>>| if matches!(outcome, Ok(None)) { 0 } else { bytes };
-        self.try_now(bytes, moved, || zones.try_append(offset, data, flags)).unwrap_or(Ok(None))
+        self.try_run(bytes, moved, || zones.try_append(offset, data, flags)).unwrap_or(Ok(None))
     }
 
     fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
@@ -246,8 +244,8 @@ impl Zoned for Paced {
             Ok(zones) => zones,
             Err(error) => return done(Err(error)),
         };
-        let due = self.due(data.len() as u64);
-        let done = Box::new(move |outcome| answer(due, move || done(outcome)));
+        let due = self.completion_time(data.len() as u64);
+        let done = Box::new(move |outcome| complete_at(due, move || done(outcome)));
         zones.submit_append(offset, data, flags, done);
     }
 }

@@ -1,11 +1,11 @@
-//! The pages of a [`Memory`](super::Memory): where they lie, and how they are copied.
+//! Pages of a [`Memory`](super::Memory) drive: their location and copying.
 //!
-//! The slots are the RAM disk's. Pages that neighbour on the device neighbour in memory: every leaf
-//! of the table has one unit of 2 MiB of address space, taken with the first write to it, so that a
-//! request is copied in a few long runs (page by page takes a third longer). Memory is taken by the
-//! page, with the first write to that.
+//! The slots are those of the RAM disk. Each leaf of the table has one unit of 2 MiB of address
+//! space, allocated at its first write. So adjacent pages of the device are adjacent in memory, and
+//! a request copies a few long runs. (Copying page by page takes a third longer.) Memory is
+//! allocated per page at its first write.
 //!
-//! Lock order: slots of the table in ascending order, up to [`RUN_PAGES`] of them; then a slot of
+//! Lock order: slots of the table in ascending order, at most [`RUN_PAGES`] of them; then a slot of
 //! `units`, or `stale`; then the arena.
 #![expect(unsafe_code)]
 // UNSAFETY: copies from and to the memory of an arena, which slot locks guard.
@@ -21,25 +21,24 @@ use freestone_core::slot::{Common, Kind, LEAF_SLOTS, LOCATION_BITS, Leaf, SlotGu
 use freestone_core::sync::{Arc, Mutex};
 
 pub const PAGE: u64 = PAGE_BYTES as u64;
-/// Address space of a leaf's pages.
+/// Address space of a leaf's pages in bytes.
 const UNIT_BYTES: u64 = LEAF_SLOTS * PAGE;
-/// What a word's location counts.
+/// Unit of a slot's location in bytes.
 const LOCATION_UNIT_BYTES: u64 = 16;
-/// Pages that are locked at once, to be copied or given back to the system in one go. Who waits for
-/// one of them waits some 20 us.
+/// Maximum number of pages locked at once, to copy or release them in one step. A waiter for one of
+/// them waits about 20 us.
 const RUN_PAGES: usize = 32;
-/// Memory without content that is kept for the next writes, beside an eighth of what holds data: a
-/// page that comes anew from the system takes several times as long as a copy.
-const KEPT_BYTES_MAX: u64 = 16 << 20;
+/// Memory without data that is retained for later writes, in addition to an eighth of the data. A
+/// new page from the system takes several times as long as a copy.
+const RETAINED_BYTES_MAX: u64 = 16 << 20;
 
-/// What is in a slot.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Page {
-    /// Reads as zeroes. The place that it would have in memory is a hole, or holds zeroes.
+    /// Reads as zeroes. The page's memory is a hole or zeroed.
     None,
-    /// Reads as zeroes. Memory that holds something else is still there, at this place.
-    Kept(u64),
-    /// Data, at this place.
+    /// Reads as zeroes. The memory at this offset is retained and holds old data.
+    Retained(u64),
+    /// Data at this offset.
     Data(u64),
 }
 
@@ -49,7 +48,7 @@ impl Page {
         let at = word.location() * LOCATION_UNIT_BYTES;
         match word.kind() {
             Kind::Huge => Self::Data(at),
-            Kind::Pattern => Self::Kept(at),
+            Kind::Pattern => Self::Retained(at),
             _ => Self::None,
         }
     }
@@ -58,7 +57,7 @@ impl Page {
     fn word(self) -> Word {
         match self {
             Self::None => Word::EMPTY,
-            Self::Kept(at) => Word::pattern(at / LOCATION_UNIT_BYTES),
+            Self::Retained(at) => Word::pattern(at / LOCATION_UNIT_BYTES),
             Self::Data(at) => Word::huge(at / LOCATION_UNIT_BYTES),
         }
     }
@@ -69,30 +68,34 @@ impl Page {
     }
 }
 
-/// Pages with data.
 const DATA: usize = 0;
-/// Pages of memory without.
-const KEPT: usize = 1;
+const RETAINED: usize = 1;
 
-/// The pages of a memory-backed device. Never shrinks but by discards; a reset exchanges it whole.
+/// Pages of a memory-backed device. Only discards release memory; a reset replaces the whole
+/// object.
 pub struct Pages {
     table: Table,
-    /// For every leaf its unit: its place as a location, marked idle while the leaf waits in
-    /// `stale`. Places stay.
+    /// Unit of each leaf, as a location. The idle mark means that the leaf is in `stale`. Units
+    /// never move.
     units: Table,
     arena: Arena,
     common: Arc<Common>,
     counters: Counters<2>,
-    /// Leaves with kept pages, those first that were discarded first.
+    /// Leaves with retained pages, oldest discards first.
     stale: Mutex<VecDeque<u64>>,
 }
 
-/// Locked neighbours. Unlocked in the order in which they were locked.
-type Locked<'l, 'a> = &'l mut [Option<SlotGuard<'a>>];
+/// Locked slots of adjacent pages, unlocked in the order of locking.
+type LockedPages<'l, 'a> = &'l mut [Option<SlotGuard<'a>>];
 
-/// Locks `count` slots, which lie in one leaf, and hands them to `work`.
+/// Locks `count` slots of one leaf and passes them to `work`.
 #[inline]
-fn with_locked<'a, R>(leaf: Leaf<'a>, first: u64, count: usize, work: impl FnOnce(Locked<'_, 'a>) -> R) -> R {
+fn with_locked<'a, R>(
+    leaf: Leaf<'a>,
+    first: u64,
+    count: usize,
+    work: impl FnOnce(LockedPages<'_, 'a>) -> R,
+) -> R {
     if count == 1 {
         return work(&mut [Some(leaf.lock(first))]);
     }
@@ -104,7 +107,6 @@ fn with_locked<'a, R>(leaf: Leaf<'a>, first: u64, count: usize, work: impl FnOnc
 }
 
 impl Pages {
-    /// Nothing in use.
     pub fn new() -> std::result::Result<Self, SetupError> {
         let common = Arc::new(Common::new().map_err(SetupError::MemoryFile)?);
         let table = |id| Table::new(id, Arc::clone(&common)).map_err(|_| SetupError::NoMemory);
@@ -118,8 +120,8 @@ impl Pages {
         })
     }
 
-    /// Where the memory of `slot` is, or will be.
-    fn home(&self, slot: u64) -> Result<u64> {
+    /// Returns the offset of the memory of `slot`, allocating its unit if necessary.
+    fn memory_of(&self, slot: u64) -> Result<u64> {
         let number = slot / LEAF_SLOTS;
         let guard = self.units.leaf_or_new(number)?.lock(number);
         let unit = if let Page::Data(at) = Page::of(guard.word()) {
@@ -130,6 +132,11 @@ impl Pages {
             at
         };
         Ok(unit + slot % LEAF_SLOTS * PAGE)
+    }
+
+    /// Returns true if nothing was ever written.
+    pub fn is_untouched(&self) -> bool {
+        self.arena.handed_out() == 0
     }
 
     // ---- requests -------------------------------------------------------------------------------
@@ -151,12 +158,11 @@ impl Pages {
         }
     }
 
-    /// Reads from `at` on while what it finds is of one kind; returns how much that was.
+    /// Reads a run of pages of one kind. Returns its length.
     #[inline]
     fn read_run(&self, leaf: Leaf<'_>, at: u64, into: &mut [u8]) -> usize {
         let (slot, count, bytes) = run(at, into.len());
-        // Who read a page as empty did so before a write to it was answered: no lock is needed for
-        // that.
+        // A page seen as empty needs no lock: a write to it has not completed yet.
         let is_data = |slot| Page::of(leaf.peek(slot)).is_data();
         let data = is_data(slot);
         let same = (1..count).take_while(|&n| is_data(slot + n as u64) == data).count() + 1;
@@ -169,17 +175,17 @@ impl Pages {
         with_locked(leaf, slot, same, |guards| {
             let pages = guards.iter().flatten().map(|guard| Page::of(guard.word()));
             match Page::of(first_word(guards)) {
-                Page::Data(place) if pages.clone().all(Page::is_data) => {
-                    // SAFETY: `guards` are the locks of all these pages.
-                    unsafe { self.copy_out(place + at % PAGE, into) };
+                Page::Data(offset) if pages.clone().all(Page::is_data) => {
+                    // SAFETY: `guards` hold the locks of all these pages.
+                    unsafe { self.copy_out(offset + at % PAGE, into) };
                 }
-                // Some were discarded meanwhile.
+                // Some pages were discarded meanwhile.
                 _ => {
                     for (n, page) in pages.enumerate() {
                         let (part, within) = part_of(at, bytes, n);
                         match page {
-                            // SAFETY: a part of one page, which is locked.
-                            Page::Data(place) => unsafe { self.copy_out(place + within, &mut into[part]) },
+                            // SAFETY: a part of one page, whose lock is held.
+                            Page::Data(offset) => unsafe { self.copy_out(offset + within, &mut into[part]) },
                             _ => into[part].fill(0),
                         }
                     }
@@ -192,7 +198,7 @@ impl Pages {
     /// Stores `data` at byte `offset`.
     ///
     /// # Errors
-    /// No memory; every page is written or as it was.
+    /// Out of memory. Every page is either written or unchanged.
     pub fn write(&self, offset: u64, data: &[u8]) -> Result<()> {
         let mut done = 0;
         while done < data.len() {
@@ -200,9 +206,9 @@ impl Pages {
             let (slot, count, bytes) = run(at, data.len() - done);
             let leaf = self.table.leaf_or_new(slot)?;
             if (0..count).any(|n| Page::of(leaf.peek(slot + n as u64)) == Page::None) {
-                // Brought in at once, and so that a lack of memory is an error and not a signal.
-                // What is there already stays.
-                self.arena.populate(self.home(slot)?, count as u64 * PAGE)?;
+                // Populates the pages in one call, and turns a lack of memory into an error instead
+                // of a signal. Existing pages stay.
+                self.arena.populate(self.memory_of(slot)?, count as u64 * PAGE)?;
             }
             self.write_run(leaf, slot, count, at, &data[done..done + bytes])?;
             done += bytes;
@@ -214,29 +220,29 @@ impl Pages {
     fn write_run(&self, leaf: Leaf<'_>, slot: u64, count: usize, at: u64, data: &[u8]) -> Result<()> {
         with_locked(leaf, slot, count, |guards| {
             let start = match Page::of(first_word(guards)) {
-                Page::Data(place) | Page::Kept(place) => place,
-                Page::None => self.home(slot)?,
+                Page::Data(offset) | Page::Retained(offset) => offset,
+                Page::None => self.memory_of(slot)?,
             };
-            // What a request leaves of its first and last page was something else before.
+            // The request covers its first and last page partly; the rest must read as zeroes.
             for n in [0, count - 1] {
-                if let Some(Page::Kept(place)) = guards[n].as_ref().map(|guard| Page::of(guard.word())) {
+                if let Some(Page::Retained(offset)) = guards[n].as_ref().map(|guard| Page::of(guard.word())) {
                     let (part, within) = part_of(at, data.len(), n);
                     let behind = within + part.len() as u64;
-                    // SAFETY: parts of one page, which is locked.
+                    // SAFETY: parts of one page, whose lock is held.
                     unsafe {
-                        self.zero(place, within);
-                        self.zero(place + behind, PAGE - behind);
+                        self.zero(offset, within);
+                        self.zero(offset + behind, PAGE - behind);
                     }
                 }
             }
-            // SAFETY: `guards` are the locks of all these pages, which lie in one unit.
+            // SAFETY: `guards` hold the locks of all these pages, which lie in one unit.
             unsafe { self.copy_in(start + at % PAGE, data) };
             let (mut new, mut reused) = (0, 0);
             for (n, guard) in guards.iter_mut().enumerate() {
                 let Some(guard) = guard.take() else { continue };
                 match Page::of(guard.word()) {
                     Page::Data(_) => continue,
-                    Page::Kept(_) => reused += 1,
+                    Page::Retained(_) => reused += 1,
                     Page::None => {}
                 }
                 new += 1;
@@ -244,14 +250,15 @@ impl Pages {
             }
             if new > 0 {
                 self.counters.add(DATA, new);
-                self.counters.add(KEPT, -reused);
+                self.counters.add(RETAINED, -reused);
             }
             Ok(())
         })
     }
 
-    /// Makes `[offset, end)` read as zeroes, from the front on, and stops early once it did much;
-    /// returns where. The memory of pages of zeroes is free for others.
+    /// Zeroes `[offset, end)` from its start, for at most `leaves_max` leaves. Returns the end of
+    /// the cleared part. Pages that are zero afterwards become retained pages, whose memory can be
+    /// released.
     pub fn clear(&self, offset: u64, end: u64, leaves_max: u32) -> u64 {
         let mut at = offset;
         for _ in 0..leaves_max {
@@ -277,15 +284,15 @@ impl Pages {
             let stop = to.min((slot + 1) * PAGE);
             if Page::of(leaf.peek(slot)).is_data() {
                 let guard = leaf.lock(slot);
-                if let Page::Data(place) = Page::of(guard.word()) {
+                if let Page::Data(offset) = Page::of(guard.word()) {
                     let whole = stop - at == PAGE;
                     if !whole {
-                        // SAFETY: a part of one page, which is locked.
-                        unsafe { self.zero(place + at % PAGE, stop - at) };
+                        // SAFETY: a part of one page, whose lock is held.
+                        unsafe { self.zero(offset + at % PAGE, stop - at) };
                     }
-                    // SAFETY: the page is locked.
-                    if whole || unsafe { self.is_zero(place) } {
-                        guard.publish(Page::Kept(place).word());
+                    // SAFETY: the page's lock is held.
+                    if whole || unsafe { self.is_zero(offset) } {
+                        guard.publish(Page::Retained(offset).word());
                         freed += 1;
                     }
                 }
@@ -293,39 +300,38 @@ impl Pages {
             at = stop;
         }
         if freed > 0 {
-            self.counters.add(KEPT, freed);
+            self.counters.add(RETAINED, freed);
             self.counters.add(DATA, -freed);
-            self.note_stale(from / PAGE / LEAF_SLOTS);
+            self.queue_stale(from / PAGE / LEAF_SLOTS);
         }
     }
 
-    /// Whether the page that holds byte `at` of the device has data.
+    /// Returns true if the page with byte `at` of the device holds data.
     pub fn has_data(&self, at: u64) -> bool {
         let slot = at / PAGE;
         self.table.leaf(slot).is_some_and(|leaf| Page::of(leaf.peek(slot)).is_data())
     }
 
-    /// The first byte at or after `at` of which there is a leaf; `end` where there is none before
-    /// it.
+    /// Returns the first byte at or after `at` with a leaf, or `end` if there is none before it.
     pub fn next_leaf(&self, at: u64, end: u64) -> u64 {
         let present = self.table.next_present(at / PAGE, end.div_ceil(PAGE));
         present.map_or(end, |slot| at.max(slot * PAGE))
     }
 
-    /// The end of the region of 2 MiB that holds byte `at`.
+    /// Returns the end of the 2 MiB region with byte `at`.
     pub fn leaf_end(at: u64) -> u64 {
         (at / UNIT_BYTES + 1) * UNIT_BYTES
     }
 
-    // ---- giving memory back ---------------------------------------------------------------------
+    // ---- releasing memory -----------------------------------------------------------------------
 
-    /// Bytes of memory that it takes, tables included.
+    /// Returns the memory used in bytes, tables included.
     pub fn used_bytes(&self) -> u64 {
-        (self.counters.get(DATA) + self.counters.get(KEPT)) * PAGE + self.common.nodes.bytes()
+        (self.counters.get(DATA) + self.counters.get(RETAINED)) * PAGE + self.common.nodes.bytes()
     }
 
-    /// A leaf has kept pages.
-    fn note_stale(&self, number: u64) {
+    /// Queues a leaf with retained pages.
+    fn queue_stale(&self, number: u64) {
         let Some(unit) = self.units.leaf(number) else { return };
         if unit.peek(number).is_idle() {
             return;
@@ -338,10 +344,11 @@ impl Pages {
         }
     }
 
-    /// Where too much memory is kept: gives that of up to `leaves` leaves back to the system.
-    pub fn give_back(&self, leaves: u32) {
+    /// Releases the retained pages of up to `leaves` leaves to the system, if too many are
+    /// retained.
+    pub fn release_retained(&self, leaves: u32) {
         for _ in 0..leaves {
-            if self.counters.get(KEPT) * PAGE <= KEPT_BYTES_MAX + self.counters.get(DATA) * PAGE / 8 {
+            if self.counters.get(RETAINED) * PAGE <= RETAINED_BYTES_MAX + self.counters.get(DATA) * PAGE / 8 {
                 return;
             }
             let Some(number) = self.stale.lock().pop_front() else { return };
@@ -351,18 +358,18 @@ impl Pages {
                 guard.publish(word.with_idle(false));
             }
             if let Some(leaf) = self.table.leaf(number * LEAF_SLOTS) {
-                self.give_leaf_back(leaf, number * LEAF_SLOTS);
+                self.release_leaf(leaf, number * LEAF_SLOTS);
             }
         }
     }
 
-    fn give_leaf_back(&self, leaf: Leaf<'_>, first: u64) {
-        let is_kept = |slot: u64| matches!(Page::of(leaf.peek(slot)), Page::Kept(_));
+    fn release_leaf(&self, leaf: Leaf<'_>, first: u64) {
+        let is_retained = |slot: u64| matches!(Page::of(leaf.peek(slot)), Page::Retained(_));
         let end = first + LEAF_SLOTS;
         let mut slot = first;
         while slot < end {
             let most = (end - slot).min(RUN_PAGES as u64);
-            let count = (slot..slot + most).take_while(|&slot| is_kept(slot)).count();
+            let count = (slot..slot + most).take_while(|&slot| is_retained(slot)).count();
             if count == 0 {
                 slot += 1;
                 continue;
@@ -372,35 +379,36 @@ impl Pages {
         }
     }
 
-    /// Gives back what is still kept of these pages.
-    fn punch(&self, guards: Locked<'_, '_>) {
-        let place = |guard: &Option<SlotGuard<'_>>| match guard.as_ref().map(|guard| Page::of(guard.word())) {
-            Some(Page::Kept(place)) => Some(place),
+    /// Releases those of the locked pages that are still retained.
+    fn punch(&self, guards: LockedPages<'_, '_>) {
+        let offset = |guard: &Option<SlotGuard<'_>>| match guard.as_ref().map(|guard| Page::of(guard.word()))
+        {
+            Some(Page::Retained(offset)) => Some(offset),
             _ => None,
         };
-        let mut gone = 0;
-        // Some may hold data again: they part the others.
-        for run in guards.chunk_by_mut(|a, b| place(a).is_some() && place(b).is_some()) {
-            let Some(start) = place(&run[0]) else { continue };
-            // SAFETY: the run's locks are held, so nobody touches its pages; they lie in one unit
-            // of ours.
+        let mut released = 0;
+        // Pages that hold data again separate the runs.
+        for run in guards.chunk_by_mut(|a, b| offset(a).is_some() && offset(b).is_some()) {
+            let Some(start) = offset(&run[0]) else { continue };
+            // SAFETY: the run's locks are held, so no other thread accesses its pages, which lie in
+            // one unit of this arena.
             unsafe { self.arena.release(start, run.len() as u64 * PAGE) };
             for guard in run.iter_mut().filter_map(Option::take) {
                 guard.publish(Page::None.word());
-                gone += 1;
+                released += 1;
             }
         }
-        self.counters.add(KEPT, -gone);
+        self.counters.add(RETAINED, -released);
     }
 
     // ---- bytes ----------------------------------------------------------------------------------
 
     /// # Safety
-    /// The bytes are of pages of one unit, whose locks the caller holds.
+    /// The bytes belong to pages of one unit, whose locks the caller holds.
     #[inline]
     unsafe fn copy_out(&self, from: u64, into: &mut [u8]) {
         let from = self.arena.at(from).as_ptr();
-        // SAFETY: mapped; nobody changes what is locked meanwhile.
+        // SAFETY: mapped; the locks prevent changes meanwhile.
         unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
     }
 
@@ -409,7 +417,7 @@ impl Pages {
     #[inline]
     unsafe fn copy_in(&self, to: u64, data: &[u8]) {
         let to = self.arena.at(to).as_ptr();
-        // SAFETY: mapped; nobody looks at what is locked meanwhile.
+        // SAFETY: mapped; the locks prevent accesses meanwhile.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, data.len()) };
     }
 
@@ -417,20 +425,20 @@ impl Pages {
     /// As [`copy_out`](Self::copy_out).
     unsafe fn zero(&self, from: u64, bytes: u64) {
         if bytes == 0 {
-            // There may be nothing at its end.
+            // An empty range may start at the end of the arena.
             return;
         }
         // SAFETY: as in copy_in.
         unsafe { std::ptr::write_bytes(self.arena.at(from).as_ptr(), 0, bytes as usize) };
     }
 
-    /// Whether a page holds nothing but zeroes.
+    /// Returns true if a page holds only zeroes.
     ///
     /// # Safety
-    /// The caller holds its lock.
-    unsafe fn is_zero(&self, place: u64) -> bool {
-        // SAFETY: as in copy_out, a whole page.
-        let page = unsafe { std::slice::from_raw_parts(self.arena.at(place).as_ptr(), PAGE_BYTES) };
+    /// The caller holds the page's lock.
+    unsafe fn is_zero(&self, offset: u64) -> bool {
+        // SAFETY: as in `copy_out`, for a whole page.
+        let page = unsafe { std::slice::from_raw_parts(self.arena.at(offset).as_ptr(), PAGE_BYTES) };
         page.iter().all(|&byte| byte == 0)
     }
 }
@@ -438,8 +446,8 @@ impl Pages {
 const _: () = assert!(UNIT_BYTES.is_power_of_two());
 const _: () = assert!(LOCATION_UNIT_BYTES << LOCATION_BITS == 1 << 40, "Memory's documentation says 1 TiB");
 
-/// The run of pages that `len` bytes at `at` begin with, inside one leaf: its first slot, its
-/// slots, its bytes.
+/// Returns the run of pages at the start of `len` bytes at `at`, within one leaf: first slot,
+/// number of slots, bytes.
 #[inline]
 fn run(at: u64, len: usize) -> (u64, usize, usize) {
     let slot = at / PAGE;
@@ -449,8 +457,8 @@ fn run(at: u64, len: usize) -> (u64, usize, usize) {
     (slot, count, bytes)
 }
 
-/// What `len` bytes at `at` have of the `n`th page that they touch, and where in that page it
-/// begins.
+/// Returns the part of `len` bytes at `at` that lies in the `n`th page, and its start within that
+/// page.
 fn part_of(at: u64, len: usize, n: usize) -> (std::ops::Range<usize>, u64) {
     let head = (at % PAGE) as usize;
     let from = (n * PAGE_BYTES).saturating_sub(head);

@@ -1,5 +1,4 @@
-//! The unflushed blocks of the whole device: which shard holds what, how much there is, and who may
-//! write below.
+//! Cache of a device's unflushed blocks, in shards, and claims to write ranges below.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -7,68 +6,68 @@ use std::ops::Range;
 use crossbeam_utils::CachePadded;
 
 use super::UNIT_MAX_BYTES;
-use super::record::{Recorder, What};
+use super::record::{EntryKind, Recorder};
 use super::shard::{Block, Content, Kind, Shard, ZERO_COST_BYTES};
 use freestone_core::device::{Error, Flags, IoBuf, Op, Request, Result};
 use freestone_core::sync::{AtomicU64, Mutex, MutexGuard, Ordering::SeqCst};
 
-/// Parts of the cache with a lock of their own; a set of them is a `u64`.
+/// Number of shards, each with its own lock. A set of shards is a `u64`.
 const SHARDS: usize = 64;
-/// Neighbouring blocks that share a shard, in bytes: the longest write below.
+/// Size of a region: adjacent blocks in one shard. Also the longest write below.
 const REGION_BYTES: u64 = 128 << 10;
 const _: () = assert!(UNIT_MAX_BYTES as u64 <= REGION_BYTES, "the blocks of a unit share a shard");
 
-/// The unflushed blocks.
+/// Unflushed blocks of a device.
 ///
 /// Lock order: shards in the order of their numbers, then the recorder's queue.
 pub struct Cache {
-    /// log2 of a block in bytes.
+    /// log2 of the block size in bytes.
     shift: u32,
-    /// log2 of the blocks that a cut does not tear.
+    /// log2 of the blocks per unit that a cut does not tear.
     unit_shift: u32,
     capacity: u64,
-    shards: Box<[CachePadded<Cell>]>,
-    /// Gives every version and every claim its moment.
+    shards: Box<[CachePadded<ShardCell>]>,
+    /// Source of the moments of versions and claims.
     clock: AtomicU64,
-    /// Bytes of `capacity` that are taken.
+    /// Used bytes of `capacity`.
     used: AtomicU64,
     pub record: Option<Recorder>,
 }
 
-struct Cell {
+struct ShardCell {
     shard: Mutex<Shard>,
-    /// Order of its oldest block, `u64::MAX` where it is empty. Written under the lock.
+    /// Order of the shard's oldest block, or `u64::MAX` if empty. Written under the lock.
     oldest: AtomicU64,
 }
 
-/// The right to write a range of blocks below.
+/// Claim: the exclusive right to write a range of blocks below.
 #[derive(Debug)]
-pub struct Claimed {
-    /// Moment of the claim, and its name: what was cached of the range before is older than what is
-    /// being written.
+pub struct ClaimedRange {
+    /// Moment and id of the claim. Cached versions of the range from before it are older than the
+    /// written data.
     moment: u64,
     pub blocks: Range<u64>,
     mask: u64,
-    /// Its place in the recording.
+    /// Slot in the recording.
     slot: Option<u64>,
 }
 
-/// The shards of a set, locked.
-struct Locked<'a> {
+struct LockedShards<'a> {
     mask: u64,
     guards: Vec<MutexGuard<'a, Shard>>,
 }
 
-impl Locked<'_> {
+impl LockedShards<'_> {
     fn of(&mut self, shard: usize) -> &mut Shard {
         &mut self.guards[(self.mask & ((1 << shard) - 1)).count_ones() as usize]
     }
 }
 
 impl Cache {
-    /// `unit_bytes`: what a cut does not tear, a power of two from one block to a region.
+    /// Creates an empty cache. `unit_bytes`, which a cut does not tear, is a power of two from a
+    /// block to a region.
     pub fn new(block_bytes: u32, unit_bytes: u32, capacity: u64, record: Option<Recorder>) -> Self {
-        let cell = || Cell { shard: Mutex::default(), oldest: AtomicU64::new(u64::MAX) };
+        let cell = || ShardCell { shard: Mutex::default(), oldest: AtomicU64::new(u64::MAX) };
         Self {
             shift: block_bytes.trailing_zeros(),
             unit_shift: unit_bytes.trailing_zeros() - block_bytes.trailing_zeros(),
@@ -84,27 +83,24 @@ impl Cache {
         1 << self.shift
     }
 
-    /// What a cut does not tear, in bytes.
     pub const fn unit_bytes(&self) -> u64 {
         1 << (self.shift + self.unit_shift)
     }
 
-    /// The unit of a block.
     pub const fn unit_of(&self, block: u64) -> u64 {
         block >> self.unit_shift
     }
 
-    /// The first block of its unit.
+    /// Returns the first block of the unit with `block`.
     const fn unit_start(&self, block: u64) -> u64 {
         self.unit_of(block) << self.unit_shift
     }
 
-    /// The first block that is not before this one and begins a unit.
+    /// Rounds `block` up to the start of a unit.
     const fn unit_end(&self, block: u64) -> u64 {
         self.unit_start(block + (1 << self.unit_shift) - 1)
     }
 
-    /// The blocks of a range of bytes.
     pub const fn blocks(&self, offset: u64, len: u64) -> Range<u64> {
         offset >> self.shift..(offset + len) >> self.shift
     }
@@ -117,13 +113,12 @@ impl Cache {
         self.capacity
     }
 
-    /// A moment after everything that is cached now.
+    /// Returns a moment after everything cached now.
     pub fn now(&self) -> u64 {
         self.clock.load(SeqCst)
     }
 
-    /// Bytes that can still be cached.
-    pub fn room(&self) -> u64 {
+    pub fn free_bytes(&self) -> u64 {
         self.capacity.saturating_sub(self.used())
     }
 
@@ -131,12 +126,13 @@ impl Cache {
         REGION_BYTES >> self.shift
     }
 
-    /// The shard of a block. Regions are spread, so that a stride does not meet in one shard.
+    /// Returns the shard of a block. Regions are hashed, so that strided accesses use different
+    /// shards.
     const fn shard_of(&self, block: u64) -> usize {
         ((block / self.region_blocks()).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SHARDS.ilog2())) as usize
     }
 
-    /// The regions of a range, each with its shard.
+    /// Iterates over the regions of a range, each with its shard.
     fn regions(&self, blocks: Range<u64>) -> impl Iterator<Item = (usize, Range<u64>)> {
         let region = self.region_blocks();
         let mut at = blocks.start;
@@ -149,16 +145,16 @@ impl Cache {
     }
 
     fn mask(&self, blocks: &Range<u64>) -> u64 {
-        // So many regions are in nearly every shard.
+        // A range of so many regions touches nearly every shard.
         if (blocks.end - blocks.start) / self.region_blocks() > 4 * SHARDS as u64 {
             return u64::MAX;
         }
         self.regions(blocks.clone()).fold(0, |mask, (shard, _)| mask | 1 << shard)
     }
 
-    fn lock(&self, mask: u64) -> Locked<'_> {
+    fn lock(&self, mask: u64) -> LockedShards<'_> {
         let guards = bits(mask).map(|shard| self.shards[shard].shard.lock()).collect();
-        Locked { mask, guards }
+        LockedShards { mask, guards }
     }
 
     fn note_oldest(&self, shard: usize, held: &Shard) {
@@ -167,8 +163,8 @@ impl Cache {
 
     // ---- writes ---------------------------------------------------------------------------------
 
-    /// Caches as much from the start of a write (`data`) or zeroing as there is room for, up to the
-    /// end of a unit. Returns the bytes; 0 is no room.
+    /// Caches the start of a write (`data`) or zeroing, as much as there is room for, up to the end
+    /// of a unit. Returns the bytes; 0 means no room.
     pub fn insert(&self, request: &Request, data: Option<&[u8]>) -> Result<u64> {
         let Request { op, flags, offset, len } = *request;
         if self.is_log_full() {
@@ -191,17 +187,17 @@ impl Cache {
             self.used.fetch_sub(count * cost, SeqCst);
         })?;
         let what = match data {
-            // Only a recording needs a copy of its own.
-            Some(_) if self.record.is_none() => What::Zeroes,
-            Some(data) => What::Data(data[..bytes as usize].into()),
-            None if op == Op::Discard => What::Discard,
-            None => What::Zeroes,
+            // Only a recording needs its own copy of the data.
+            Some(_) if self.record.is_none() => EntryKind::Zeroes,
+            Some(data) => EntryKind::Data(data[..bytes as usize].into()),
+            None if op == Op::Discard => EntryKind::Discard,
+            None => EntryKind::Zeroes,
         };
         let blocks = self.blocks(offset, bytes);
         let mut contents = contents.into_iter();
         let mut locked = self.lock(self.mask(&blocks));
-        // Under the locks: the moments of a block's versions grow, and the recording has the same
-        // order.
+        // Under the locks, so that the versions of a block have ascending moments, and the
+        // recording has the same order.
         let now = self.clock.fetch_add(1, SeqCst);
         for (shard, part) in self.regions(blocks) {
             let held = locked.of(shard);
@@ -216,14 +212,13 @@ impl Cache {
         Ok(bytes)
     }
 
-    /// Whether the log has to catch up before more is written.
+    /// Returns true if writes must wait for the log.
     pub fn is_log_full(&self) -> bool {
         self.record.as_ref().is_some_and(Recorder::is_full)
     }
 
-    /// Takes room for the first of these blocks, up to the end of a unit: no version of a unit is
-    /// a part of a write to it. For a unit at least where nothing is cached, so that any capacity
-    /// works.
+    /// Reserves room for the first of these blocks, up to the end of a unit, so that no version of
+    /// a unit is a part of a write. An empty cache grants at least one unit, so any capacity works.
     fn reserve(&self, blocks: Range<u64>, cost: u64) -> u64 {
         let count = blocks.end - blocks.start;
         let mut used = self.used.load(SeqCst);
@@ -247,8 +242,8 @@ impl Cache {
 
     // ---- reads ----------------------------------------------------------------------------------
 
-    /// Copies what is cached of `[offset, offset + out.len())` into `out` and returns the byte
-    /// ranges in it that are not. What the device below then has of those is as new, or newer.
+    /// Copies cached data of `[offset, offset + out.len())` to `out`. Returns the byte ranges that
+    /// are not cached. The device below then has their newest content, or newer.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Vec<Range<usize>> {
         let len = out.len();
         if self.used() == 0 {
@@ -274,8 +269,9 @@ impl Cache {
         missing
     }
 
-    /// The first cached blocks of a range, about `most`, and up to which block that is all.
-    pub fn look(&self, blocks: Range<u64>, most: usize) -> (Vec<(u64, Kind)>, u64) {
+    /// Returns about `most` of the first cached blocks of a range, and the block up to which the
+    /// list is complete.
+    pub fn cached_kinds(&self, blocks: Range<u64>, most: usize) -> (Vec<(u64, Kind)>, u64) {
         let mut found = Vec::new();
         let mut end = blocks.end;
         for cell in &self.shards {
@@ -295,9 +291,8 @@ impl Cache {
 
     // ---- claims ---------------------------------------------------------------------------------
 
-    /// Claims a range for a write that goes past the cache; `None` where a part of it is being
-    /// written below.
-    pub fn claim(&self, blocks: Range<u64>, what: impl FnOnce() -> Recorded) -> Option<Claimed> {
+    /// Claims a range for a write past the cache. Returns `None` if a part is being written below.
+    pub fn claim(&self, blocks: Range<u64>, what: impl FnOnce() -> WriteRecord) -> Option<ClaimedRange> {
         let mask = self.mask(&blocks);
         let mut locked = self.lock(mask);
         if locked.guards.iter().any(|held| held.is_claimed(&blocks)) {
@@ -308,18 +303,18 @@ impl Cache {
             held.claim(moment, blocks.clone());
         }
         let slot = self.record.as_ref().map(|record| {
-            let Recorded { offset, len, what, fua } = what();
+            let WriteRecord { offset, len, what, fua } = what();
             record.open(offset, len, what, fua)
         });
-        Some(Claimed { moment, blocks, mask, slot })
+        Some(ClaimedRange { moment, blocks, mask, slot })
     }
 
-    /// Claims the oldest run before `bound` in any shard, or in `within`, and copies it.
+    /// Claims and copies the oldest run before `bound`, in any shard or within `within`.
     pub fn claim_run(&self, bound: u64, within: Option<&Range<u64>>) -> Result<Option<Run>> {
         let region = self.region_blocks();
         let mut left: u64 = u64::MAX;
         loop {
-            // The shard with the oldest block first; one where all is claimed is passed over.
+            // Starts with the oldest shard. A shard whose runs are all claimed is skipped.
             let ages = bits(left).map(|shard| (self.shards[shard].oldest.load(SeqCst), shard));
             let Some((age, shard)) = ages.min() else { return Ok(None) };
             if age >= bound {
@@ -340,11 +335,11 @@ impl Cache {
             for (out, (_, cached)) in parts.zip(held.range(blocks.clone())) {
                 cached.newest().copy_to(out);
             }
-            // Under the shard's lock: later than every version here, earlier than every one to
-            // come.
+            // Under the shard's lock: later than every version here, and earlier than every future
+            // one.
             let moment = self.clock.fetch_add(1, SeqCst);
             held.claim(moment, blocks.clone());
-            let claimed = Claimed { moment, blocks, mask: 1 << shard, slot: None };
+            let claimed = ClaimedRange { moment, blocks, mask: 1 << shard, slot: None };
             let request = match kind {
                 Kind::Bytes => Request::write(offset, len),
                 Kind::Zeroes => Request::new(Op::WriteZeroes, offset, len),
@@ -354,21 +349,21 @@ impl Cache {
         }
     }
 
-    /// Gives a claim back. The first `done` bytes of it are below: of the units that this reaches
-    /// into, nothing that is older than the claim can be lost any more, or they would be torn.
-    pub fn release(&self, claimed: Claimed, done: u64, failed: bool) {
-        let Claimed { moment, blocks, mask, slot } = claimed;
+    /// Releases a claim whose first `done` bytes were written below. A cut must not lose older
+    /// versions of the units that this part touches, or they would be torn.
+    pub fn release(&self, claimed: ClaimedRange, done: u64, failed: bool) {
+        let ClaimedRange { moment, blocks, mask, slot } = claimed;
         let settled = blocks.start + (done >> self.shift);
         let mut freed = 0;
         for shard in bits(mask) {
             let mut held = self.shards[shard].shard.lock();
-            freed += held.settle(blocks.start..settled, moment);
+            freed += held.forget_before(blocks.start..settled, moment);
             if settled > blocks.start {
                 held.secure(self.unit_start(blocks.start)..blocks.start, moment);
                 held.secure(settled..self.unit_end(settled), moment);
             }
             if failed {
-                // Not `now`: a flush that is issued after this must find the blocks before its
+                // A new moment instead of `now`: a later flush must find the blocks before its
                 // bound.
                 held.put_off(settled..blocks.end, self.clock.fetch_add(1, SeqCst));
             }
@@ -381,7 +376,7 @@ impl Cache {
         self.used.fetch_sub(freed, SeqCst);
     }
 
-    /// Whether something of `within`, or of all, was unflushed at `bound` and still is.
+    /// Returns true if blocks of `within`, or any blocks, from before `bound` are still unflushed.
     pub fn has_before(&self, bound: u64, within: Option<&Range<u64>>) -> bool {
         self.shards.iter().any(|cell| {
             cell.oldest.load(SeqCst) < bound
@@ -389,7 +384,7 @@ impl Cache {
         })
     }
 
-    /// Takes everything out. For a device whose power is off: nobody is here, nothing is claimed.
+    /// Removes and returns all blocks. Requires that the power is off, so nothing is claimed.
     pub fn take(&self) -> BTreeMap<u64, Block> {
         let mut all = BTreeMap::new();
         for (shard, cell) in self.shards.iter().enumerate() {
@@ -402,18 +397,18 @@ impl Cache {
     }
 }
 
-/// Blocks that are to be written below.
+/// Claimed blocks to write below.
 pub struct Run {
-    pub claimed: Claimed,
+    pub claimed: ClaimedRange,
     pub request: Request,
     pub data: IoBuf,
 }
 
-/// A write past the cache, as the recording shows it.
-pub struct Recorded {
+/// Write past the cache, for the recording.
+pub struct WriteRecord {
     pub offset: u64,
     pub len: u64,
-    pub what: What,
+    pub what: EntryKind,
     pub fua: bool,
 }
 

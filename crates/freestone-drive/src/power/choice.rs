@@ -1,33 +1,32 @@
-//! What a power cut leaves of a unit, which it does not tear: a hash of seed and unit decides, so the
-//! same seed gives the same loss, whatever the order of the units.
+//! Random decision about a unit at a power cut: a hash of seed and unit. The same seed gives the
+//! same loss in any order of units.
 
-/// The chance, in 256ths, that a unit loses all that is unflushed: at least [`LOSS_MIN`], below
-/// `LOSS_MIN + LOSS_SPAN`. It differs from seed to seed, so that some cuts lose nearly all and some
-/// nearly nothing.
+/// Limits of the probability, in 256ths, that a unit loses all unflushed writes: at least
+/// [`LOSS_MIN`], below `LOSS_MIN + LOSS_SPAN`. The seed chooses it, so some cuts lose nearly
+/// everything and some nearly nothing.
 const LOSS_MIN: u64 = 16;
 const LOSS_SPAN: u64 = 224;
 
-/// Decides for all units of one cut.
 #[derive(Debug, Clone, Copy)]
-pub struct Choice {
+pub struct CutChoice {
     seed: u64,
     loss: u64,
 }
 
-impl Choice {
+impl CutChoice {
     pub const fn new(seed: u64) -> Self {
         Self { seed, loss: LOSS_MIN + mix(seed ^ 0x6c6f_7373) % LOSS_SPAN }
     }
 
-    /// What becomes of a unit to which `versions` unflushed writes came (at least one): `None` for
-    /// its old content, else the last of them that happened, 0 for the oldest.
+    /// Decides about a unit with `versions` unflushed writes (at least one). Returns `None` for the
+    /// old content, else the last write that happened, 0 for the oldest.
     pub const fn of(&self, unit: u64, versions: u64) -> Option<u64> {
         let word = mix(mix(self.seed).wrapping_add(unit));
         if word % 256 < self.loss { None } else { Some((word >> 8) % versions) }
     }
 }
 
-/// The finisher of splitmix64: every bit of the result depends on every bit of the input.
+/// Finisher of splitmix64: every input bit affects every output bit.
 const fn mix(word: u64) -> u64 {
     let word = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -40,10 +39,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_outcome_happens_and_seeds_differ_in_how_much_they_lose() {
+    fn choices_cover_all_outcomes_and_loss_varies_by_seed() {
         let mut losses = Vec::new();
         for seed in 0..200 {
-            let choice = Choice::new(seed);
+            let choice = CutChoice::new(seed);
             let mut counts = [0_u64; 4];
             for block in 0..2000 {
                 match choice.of(block, 3) {

@@ -1,4 +1,4 @@
-//! Whether the calling thread is answering requests: what it drops then must not wait for answers.
+//! Detection of threads that are completing requests, which must not wait for completions.
 
 use std::cell::Cell;
 
@@ -6,23 +6,23 @@ thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Ends what [`inside`] began, also where that panics.
-struct Leave;
+/// Guard that ends [`inside`], also after a panic.
+struct InsideGuard;
 
-impl Drop for Leave {
+impl Drop for InsideGuard {
     fn drop(&mut self) {
         DEPTH.set(DEPTH.get() - 1);
     }
 }
 
-/// Runs `work`, which answers requests.
+/// Runs `work`, which completes requests.
 pub fn inside<R>(work: impl FnOnce() -> R) -> R {
     DEPTH.set(DEPTH.get() + 1);
-    let _leave = Leave;
+    let _guard = InsideGuard;
     work()
 }
 
-/// Whether the thread is inside of [`inside`].
+/// Returns true if the thread is inside of [`inside`].
 pub fn is_inside() -> bool {
     DEPTH.get() > 0
 }

@@ -1,9 +1,9 @@
-//! A power that goes off by itself when so many writes or flushes were answered. From then on
-//! nothing is done and nothing answered, until somebody cuts the power.
+//! Countdown that switches the power off after a number of writes or flushes. From then on requests
+//! neither run nor complete, until the power is cut.
 //!
-//! While it counts, every request takes the lock here, so the count is exact whoever sends them. A
-//! request takes its number when it comes; one that fails, or is only tried, gives it back. Behind
-//! the last one nothing is let in: the device has had so many, and no more.
+//! During the countdown every request takes this lock, so the count is exact with any number of
+//! submitters. A request takes a number when it comes, and returns it if it fails or a try does not
+//! complete it. No request enters after the last number: the device gets exactly that many.
 
 use std::fmt;
 use std::mem;
@@ -11,12 +11,12 @@ use std::mem;
 use freestone_core::device::{Completion, Error, IoBuf, Op, Request, Result};
 use freestone_core::sync::{AtomicU32, Mutex, Ordering::SeqCst};
 
-/// When the power goes off by itself.
+/// Event after which the power goes off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum After {
-    /// After so many more requests that change content: writes, zeroes, discards.
+    /// After this many further writes, write zeroes or discards.
     Writes(u64),
-    /// After so many more flushes.
+    /// After this many further flushes.
     Flushes(u64),
 }
 
@@ -48,29 +48,28 @@ impl fmt::Display for After {
     }
 }
 
-/// What is done at the moment.
-pub type Then = Box<dyn FnOnce() + Send>;
+/// Action that runs when the power goes off.
+pub type PowerOffAction = Box<dyn FnOnce() + Send>;
 
-/// A request that waits.
-pub type Held = (Request, IoBuf, Completion);
+pub type HeldRequest = (Request, IoBuf, Completion);
 
 #[derive(Default)]
 pub struct Countdown {
-    /// 1: not every request may go on. Changed under the lock.
+    /// 1 while requests must be checked. Changed under the lock.
     runs: AtomicU32,
-    /// Lock order: last. Held for a look or a change.
+    /// Lock order: last. Held for a check or a change.
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
     phase: Phase,
-    /// Numbers the countdowns: what was let in by an earlier one counts for nothing.
+    /// Number of the countdown. Requests admitted by an earlier one do not count.
     round: u64,
-    /// Requests that took a number and are not answered.
+    /// Requests in flight that took a number.
     running: u64,
-    held: Vec<Held>,
-    /// A return to the past has failed half way: the power stays off until one succeeds.
+    held: Vec<HeldRequest>,
+    /// A visit failed midway: the power stays off until one succeeds.
     half_set_back: bool,
 }
 
@@ -78,50 +77,50 @@ struct State {
 enum Phase {
     #[default]
     Idle,
-    /// What can still be let in.
-    Counting(After, Then),
-    /// The moment has come: requests wait.
+    /// Remaining numbers, and the action at the end.
+    Counting(After, PowerOffAction),
+    /// The countdown elapsed: requests wait.
     Off,
-    /// The power is being cut: requests are answered `Gone`.
+    /// The power is being cut: requests fail with `Gone`.
     Gone,
 }
 
-/// Whether a request may go on.
-pub enum Pass {
+/// Decision about a request.
+pub enum Admission {
     Free,
-    /// It took a number, in this round.
+    /// The request took a number in this round.
     Counted(u64),
     Wait,
     Gone,
 }
 
 impl State {
-    fn enter(&mut self, op: Op) -> Pass {
+    fn enter(&mut self, op: Op) -> Admission {
         match &mut self.phase {
-            Phase::Idle => Pass::Free,
-            Phase::Gone => Pass::Gone,
-            Phase::Off => Pass::Wait,
+            Phase::Idle => Admission::Free,
+            Phase::Gone => Admission::Gone,
+            Phase::Off => Admission::Wait,
             Phase::Counting(after, _) => match (after.counts(op), after.left()) {
-                // The last ones are running.
-                (_, 0) => Pass::Wait,
+                // The last counted requests are in flight.
+                (_, 0) => Admission::Wait,
                 (true, left) => {
                     *left -= 1;
                     self.running += 1;
-                    Pass::Counted(self.round)
+                    Admission::Counted(self.round)
                 }
-                (false, _) => Pass::Free,
+                (false, _) => Admission::Free,
             },
         }
     }
 }
 
 impl Countdown {
-    /// Whether requests have to ask.
+    /// Returns true if requests must call [`enter`](Self::enter).
     pub fn runs(&self) -> bool {
         self.runs.load(SeqCst) != 0
     }
 
-    /// How many are left.
+    /// Returns the remaining number, including requests in flight.
     pub fn left(&self) -> Option<After> {
         let state = self.state.lock();
         let Phase::Counting(mut after, _) = state.phase else { return None };
@@ -129,11 +128,11 @@ impl Countdown {
         Some(after)
     }
 
-    /// Begins to count.
+    /// Starts a countdown.
     ///
     /// # Errors
-    /// [`Error::Gone`]: the power is just going off.
-    pub fn begin(&self, after: After, then: Then) -> Result<()> {
+    /// [`Error::Gone`] if the power is just going off.
+    pub fn begin(&self, after: After, then: PowerOffAction) -> Result<()> {
         let mut state = self.state.lock();
         if matches!(state.phase, Phase::Off | Phase::Gone) {
             return Err(Error::Gone);
@@ -145,16 +144,16 @@ impl Countdown {
         Ok(())
     }
 
-    /// From now on requests are answered `Gone`, as are those that are returned.
-    pub fn let_go(&self) -> Vec<Held> {
+    /// Lets requests fail with `Gone` from now on. Returns the held requests, which must fail, too.
+    pub fn let_go(&self) -> Vec<HeldRequest> {
         let mut state = self.state.lock();
         state.phase = Phase::Gone;
         self.runs.store(1, SeqCst);
         mem::take(&mut state.held)
     }
 
-    /// Nothing is counted any more. What is returned can go on.
-    pub fn stop(&self) -> Vec<Held> {
+    /// Cancels the countdown. Returns the held requests, which may continue.
+    pub fn stop(&self) -> Vec<HeldRequest> {
         let mut state = self.state.lock();
         if !state.half_set_back {
             state.phase = Phase::Idle;
@@ -163,14 +162,15 @@ impl Countdown {
         mem::take(&mut state.held)
     }
 
-    /// The device is half set back. As [`let_go`](Self::let_go), until [`set_whole`](Self::set_whole).
-    pub fn stay_off(&self) -> Vec<Held> {
+    /// Marks the device as partly restored. Same effect as [`let_go`](Self::let_go), until
+    /// [`set_consistent`](Self::set_consistent).
+    pub fn stay_off(&self) -> Vec<HeldRequest> {
         self.state.lock().half_set_back = true;
         self.let_go()
     }
 
-    /// The device is as it was at one moment; the power may be on again.
-    pub fn set_whole(&self) {
+    /// Marks the device as consistent again. The power may be on.
+    pub fn set_consistent(&self) {
         let mut state = self.state.lock();
         if mem::take(&mut state.half_set_back) {
             state.phase = Phase::Idle;
@@ -178,29 +178,28 @@ impl Countdown {
         }
     }
 
-    /// Returns true if a return to the past has failed half way and none has succeeded since.
+    /// Returns true if a visit failed midway and none has succeeded since.
     pub fn is_half_set_back(&self) -> bool {
         self.state.lock().half_set_back
     }
 
-    /// Whether a request that is tried may go on.
-    pub fn enter(&self, op: Op) -> Pass {
+    pub fn enter(&self, op: Op) -> Admission {
         self.state.lock().enter(op)
     }
 
-    /// Whether one that is submitted may; keeps one that has to wait.
-    pub fn enter_or_hold(&self, held: &mut Option<Held>) -> Pass {
+    /// Decides about a submitted request, and holds it if it must wait.
+    pub fn enter_or_hold(&self, held: &mut Option<HeldRequest>) -> Admission {
         let mut state = self.state.lock();
-        let pass = held.as_ref().map_or(Pass::Gone, |(request, ..)| state.enter(request.op));
-        if matches!(pass, Pass::Wait) {
+        let pass = held.as_ref().map_or(Admission::Gone, |(request, ..)| state.enter(request.op));
+        if matches!(pass, Admission::Wait) {
             state.held.extend(held.take());
         }
         pass
     }
 
-    /// A request that took a number in `round` is `done`, or gives it back. Returns what is to be
-    /// called, once the power is off, or what can go on.
-    pub fn leave(&self, round: u64, done: bool) -> (Option<Then>, Vec<Held>) {
+    /// Ends a request that took a number in `round`. The number is returned unless `done`. Returns
+    /// the action if the power is off now, or the requests that may continue.
+    pub fn finish(&self, round: u64, done: bool) -> (Option<PowerOffAction>, Vec<HeldRequest>) {
         let mut state = self.state.lock();
         if state.round != round {
             return (None, Vec::new());
@@ -218,7 +217,7 @@ impl Countdown {
 }
 
 impl Phase {
-    fn then(self) -> Option<Then> {
+    fn then(self) -> Option<PowerOffAction> {
         if let Self::Counting(_, then) = self { Some(then) } else { None }
     }
 }

@@ -1,40 +1,40 @@
-//! Requests while a [countdown](super::countdown) runs.
+//! Requests during a [countdown](super::countdown).
 
 use std::sync::Arc;
 
-use super::countdown::{Held, Pass, Then};
+use super::countdown::{Admission, HeldRequest, PowerOffAction};
 use super::drain::PowerShared;
 use freestone_core::device::{Buffer, Completion, Error, IoBuf, Request, Result, Tried};
 
-/// Answers requests that waited with [`Gone`](Error::Gone).
-pub fn refuse(held: Vec<Held>) {
+/// Fails held requests with [`Gone`](Error::Gone).
+pub fn fail_held(held: Vec<HeldRequest>) {
     for (_, buffer, done) in held {
         done.complete(Err(Error::Gone), buffer);
     }
 }
 
 impl PowerShared {
-    /// Answers what waits for the power to be cut, and what comes until
+    /// Fails the requests held by the countdown, and new ones until
     /// [`stop_counting`](Self::stop_counting).
     pub fn let_go(&self) {
-        refuse(self.countdown.let_go());
+        fail_held(self.countdown.let_go());
     }
 
-    /// Nothing is counted any more. What waits goes on.
+    /// Cancels the countdown. Held requests continue.
     pub fn stop_counting(self: &Arc<Self>) {
-        self.go_on(self.countdown.stop());
+        self.resubmit(self.countdown.stop());
     }
 
     #[cold]
     pub fn try_counted(self: &Arc<Self>, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         match self.countdown.enter(request.op) {
-            Pass::Free => self.try_io(request, buffer),
-            Pass::Wait => Ok(Tried::WouldBlock),
-            Pass::Gone => Err(Error::Gone),
-            Pass::Counted(round) => {
+            Admission::Free => self.try_io(request, buffer),
+            Admission::Wait => Ok(Tried::WouldBlock),
+            Admission::Gone => Err(Error::Gone),
+            Admission::Counted(round) => {
                 let outcome = self.try_io(request, buffer);
-                let left = self.countdown.leave(round, outcome == Ok(Tried::Done));
-                self.counted(left);
+                let left = self.countdown.finish(round, outcome == Ok(Tried::Done));
+                self.finish_counted(left);
                 outcome
             }
         }
@@ -46,30 +46,30 @@ impl PowerShared {
         let pass = self.countdown.enter_or_hold(&mut parts);
         let Some((request, buffer, done)) = parts else { return };
         match pass {
-            Pass::Gone | Pass::Wait => done.complete(Err(Error::Gone), buffer),
-            Pass::Free => self.submit(request, buffer, done),
-            Pass::Counted(round) => {
+            Admission::Gone | Admission::Wait => done.complete(Err(Error::Gone), buffer),
+            Admission::Free => self.submit(request, buffer, done),
+            Admission::Counted(round) => {
                 let shared = Arc::clone(self);
                 let done = Completion::new(move |outcome, buffer| {
-                    // Who has the answer finds it counted; the power goes off behind it.
-                    let left = shared.countdown.leave(round, outcome.is_ok());
+                    // The completion sees the request counted; the power goes off after it.
+                    let left = shared.countdown.finish(round, outcome.is_ok());
                     done.complete(outcome, buffer);
-                    shared.counted(left);
+                    shared.finish_counted(left);
                 });
                 self.submit(request, buffer, done);
             }
         }
     }
 
-    /// What follows when a request that took a number has left.
-    fn counted(self: &Arc<Self>, (then, held): (Option<Then>, Vec<Held>)) {
+    /// Runs the action of an elapsed countdown, and resubmits requests that may continue.
+    fn finish_counted(self: &Arc<Self>, (then, held): (Option<PowerOffAction>, Vec<HeldRequest>)) {
         if let Some(then) = then {
             then();
         }
-        self.go_on(held);
+        self.resubmit(held);
     }
 
-    fn go_on(self: &Arc<Self>, held: Vec<Held>) {
+    fn resubmit(self: &Arc<Self>, held: Vec<HeldRequest>) {
         for (request, buffer, done) in held {
             self.submit_counted(request, buffer, done);
         }

@@ -1,49 +1,48 @@
-//! What goes below: unflushed blocks when there is no room or a flush wants them, and writes past
-//! the cache.
+//! Writes to the device below: unflushed blocks, for room or for a flush, and writes past the
+//! cache.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::bell::Bell;
-use super::cache::{Cache, Claimed, Recorded, Run};
+use super::cache::{Cache, ClaimedRange, Run, WriteRecord};
 use super::completion;
 use super::countdown::Countdown;
+use super::events::EventCounter;
 use super::queue::Queue;
-use super::record::What;
+use super::record::EntryKind;
 use freestone_core::device::{Buffer, Completion, Device, Error, Flags, IoBuf, Op, Request, Result, Tried};
 use freestone_core::freeze_gate::FreezeGate;
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering::SeqCst};
 
-/// A flush on the caller's thread writes at most this much below.
+/// Maximum unflushed data that a flush writes on the caller's thread, in bytes.
 const FLUSH_INLINE_MAX_BYTES: u64 = 1 << 20;
 
-/// What [`Power`](super::Power), its worker and its requests below share.
+/// State shared by [`Power`](super::Power), its worker and its requests below.
 ///
-/// Lock order: `change`; then the worker's queue; then `failures`; then the cache's. No lock is
-/// held across a call of the device below or a completion, but for `change`, which only whoever
-/// switches the power takes.
+/// Lock order: `change`; then the worker's queue; then `failures`; then those of the cache. Only
+/// `change`, taken by power switches, is held during calls of the device below and completions.
 pub struct PowerShared {
     pub inner: Arc<dyn Device>,
     pub cache: Cache,
-    pub bell: Arc<Bell>,
+    pub events: Arc<EventCounter>,
     pub queue: Queue,
-    /// Closed while the power is off. What runs here on whatever thread is under way at it.
+    /// Closed while the power is off. Entered by all work on requests.
     pub power: FreezeGate<()>,
-    /// Requests that the device below has.
+    /// Requests in flight to the device below.
     pub in_flight: AtomicU64,
-    /// Bytes of unflushed blocks that the device below is writing.
+    /// Bytes of unflushed blocks in flight to the device below.
     pub draining: AtomicU64,
     failures: Mutex<Failures>,
-    /// Lock order: last; see there.
+    /// Lock order: last.
     pub countdown: Countdown,
-    /// Held by who switches the power off, until it is on again.
+    /// Held while the power is switched off, until it is on again.
     pub change: Mutex<()>,
-    /// 1: the power is off for a wipe only, which is no loss of power. Who comes waits for the end
-    /// of it, and what was there before goes on. Changed under `change`, while the gate is open.
+    /// 1 if the power is off for a reset only, which is not a power loss. New requests then wait,
+    /// and older ones continue. Changed under `change`, while the gate is open.
     pub wiping: AtomicU32,
 }
 
-/// Unflushed blocks that could not be written below. They stay and are tried again.
+/// Count of failed writes of unflushed blocks. The blocks stay cached and are retried.
 #[derive(Debug, Clone, Copy)]
 pub struct Failures {
     pub count: u64,
@@ -51,11 +50,11 @@ pub struct Failures {
 }
 
 impl PowerShared {
-    pub fn new(inner: Arc<dyn Device>, cache: Cache, bell: Arc<Bell>) -> Self {
+    pub fn new(inner: Arc<dyn Device>, cache: Cache, events: Arc<EventCounter>) -> Self {
         Self {
             inner,
             cache,
-            bell,
+            events,
             queue: Queue::default(),
             power: FreezeGate::new(()),
             in_flight: AtomicU64::new(0),
@@ -71,20 +70,20 @@ impl PowerShared {
         *self.failures.lock()
     }
 
-    /// What a flush has to wait for: all that is unflushed before the first number, and no failure
-    /// after the second.
-    pub fn moment(&self) -> (u64, u64) {
+    /// Returns the conditions of a flush: the bound before which everything must be written, and
+    /// the failure count so far.
+    pub fn flush_bound(&self) -> (u64, u64) {
         let failures = self.failures.lock();
         (self.cache.now(), failures.count)
     }
 
-    /// The error of a failure since `before`.
+    /// Returns the last error if a write failed since the count was `before`.
     pub fn failed_since(&self, before: u64) -> Option<Error> {
         let now = self.failures();
         (now.count != before).then_some(now.last)
     }
 
-    /// Submits to the device below. The power does not go off before `then` is through.
+    /// Submits a request to the device below. The power does not go off before `then` has returned.
     pub fn below(
         self: &Arc<Self>,
         request: Request,
@@ -96,26 +95,25 @@ impl PowerShared {
         let done = Completion::new(move |outcome, buffer| {
             completion::inside(|| then(&shared, outcome, buffer));
             shared.in_flight.fetch_sub(1, SeqCst);
-            shared.bell.ring();
+            shared.events.notify();
         });
         self.inner.submit(request, buffer, done);
     }
 
     // ---- unflushed blocks -----------------------------------------------------------------------
 
-    /// Submits a run.
     pub fn drain(self: &Arc<Self>, run: Run) {
         let Run { claimed, request, data } = run;
         self.draining.fetch_add(request.len, SeqCst);
         self.below(request, data, move |shared, outcome, _| {
             shared.draining.fetch_sub(request.len, SeqCst);
-            shared.drained(claimed, if outcome.is_ok() { request.len } else { 0 }, outcome.err());
+            shared.finish_drain(claimed, if outcome.is_ok() { request.len } else { 0 }, outcome.err());
         });
     }
 
-    /// A failure is counted, and the blocks get a later place, in one moment: a flush finds them
-    /// before its bound, or it finds the failure.
-    fn drained(&self, claimed: Claimed, done: u64, error: Option<Error>) {
+    /// Counts a failure and moves its blocks to a later position, under one lock. So a flush finds
+    /// either the blocks before its bound, or the failure.
+    fn finish_drain(&self, claimed: ClaimedRange, done: u64, error: Option<Error>) {
         let Some(error) = error else { return self.cache.release(claimed, done, false) };
         let mut failures = self.failures.lock();
         failures.count += 1;
@@ -123,7 +121,8 @@ impl PowerShared {
         self.cache.release(claimed, done, true);
     }
 
-    /// Writes a run on this thread, as far as that goes. Whether all of it is below.
+    /// Writes a run on this thread, as far as possible without waiting. Returns true if all of it
+    /// is below.
     fn drain_inline(&self, run: Run) -> Result<bool> {
         let Run { claimed, request, data } = run;
         let mut done = 0;
@@ -139,22 +138,23 @@ impl PowerShared {
                 Err(error) => break Err(error),
             }
         };
-        self.drained(claimed, done, outcome.err());
-        self.bell.ring();
+        self.finish_drain(claimed, done, outcome.err());
+        self.events.notify();
         outcome
     }
 
-    /// Makes room for `len` bytes on this thread, as far as that goes.
+    /// Writes blocks below on this thread, to make room for `len` bytes, as far as possible without
+    /// waiting.
     ///
     /// # Errors
-    /// Nothing could be written below.
+    /// The last failure, if no write succeeded.
     pub fn make_room_inline(&self, len: u64) -> Result<()> {
-        // What fails gets a later place: each block is tried once.
+        // Failed blocks move past the bound, so each block is tried once.
         let bound = self.cache.now();
         let want = len.min(self.cache.capacity());
         let mut failed = None;
         let mut wrote = false;
-        while self.cache.room() < want {
+        while self.cache.free_bytes() < want {
             let Some(run) = self.cache.claim_run(bound, None)? else { break };
             match self.drain_inline(run) {
                 Ok(true) => wrote = true,
@@ -175,7 +175,7 @@ impl PowerShared {
     }
 
     fn flush_inline(&self) -> Result<Tried> {
-        let (bound, failures) = self.moment();
+        let (bound, failures) = self.flush_bound();
         if self.cache.has_before(bound, None) {
             if self.cache.used() > FLUSH_INLINE_MAX_BYTES {
                 return Ok(Tried::WouldBlock);
@@ -185,7 +185,7 @@ impl PowerShared {
                     return Ok(Tried::WouldBlock);
                 }
             }
-            // Others may be writing some.
+            // Other threads may be writing some blocks.
             if self.cache.has_before(bound, None) {
                 return Ok(Tried::WouldBlock);
             }
@@ -196,10 +196,10 @@ impl PowerShared {
         self.inner.try_io(&Request::flush(), Buffer::None)
     }
 
-    /// Takes the flush's place in the recording. Before its bound is asked for: what stands before
-    /// it there is covered by it.
+    /// Opens the flush's slot in the recording. Must come before
+    /// [`flush_bound`](Self::flush_bound): the flush covers every entry before the slot.
     pub fn open_flush(&self) -> Option<u64> {
-        self.cache.record.as_ref().map(|record| record.open(0, 0, What::Flush, false))
+        self.cache.record.as_ref().map(|record| record.open(0, 0, EntryKind::Flush, false))
     }
 
     pub fn close_flush(&self, slot: Option<u64>, done: bool) {
@@ -210,7 +210,7 @@ impl PowerShared {
 
     // ---- writes past the cache ------------------------------------------------------------------
 
-    pub fn try_through(self: &Arc<Self>, request: Request, buffer: Buffer<'_>) -> Result<Tried> {
+    pub fn try_past_cache(self: &Arc<Self>, request: Request, buffer: Buffer<'_>) -> Result<Tried> {
         let data = if let Buffer::Write(data) = buffer { Some(data) } else { None };
         if self.cache.is_log_full() {
             return Ok(Tried::WouldBlock);
@@ -226,18 +226,20 @@ impl PowerShared {
             Ok(Tried::WouldBlock) | Err(_) => 0,
         };
         self.cache.release(claimed, done, false);
-        self.bell.ring();
+        self.events.notify();
         outcome
     }
 
-    /// A write past the cache stopped after `part` bytes, `into` bytes into a unit. What is below
-    /// of that unit cannot be taken back, so the device below gets the rest of it, and nobody else
-    /// writes there until that is done: a cut waits for it and finds the unit whole. The request
-    /// goes on with the unit as if nothing of it were done.
+    /// Completes a unit of a write past the cache that stopped after `part` bytes, `into` bytes
+    /// into a unit.
+    ///
+    /// The part of the unit below cannot be undone, so the rest is written below, too. The claim is
+    /// held meanwhile. So a cut waits and finds the unit whole. The request continues as if nothing
+    /// of the unit were done.
     #[cold]
     fn finish_unit(
         self: &Arc<Self>,
-        claimed: Claimed,
+        claimed: ClaimedRange,
         request: Request,
         data: Option<&[u8]>,
         (part, into): (u64, u64),
@@ -258,9 +260,9 @@ impl PowerShared {
         Ok(if whole == 0 { Tried::WouldBlock } else { Tried::Partly(whole) })
     }
 
-    /// Submits a write past the cache; gives it back where another write to the range is on its
-    /// way, or the log has to catch up.
-    pub fn through(
+    /// Submits a write past the cache. Returns it if another write to the range is in flight, or
+    /// the log is full.
+    pub fn submit_past_cache(
         self: &Arc<Self>,
         request: Request,
         buffer: IoBuf,
@@ -276,26 +278,26 @@ impl PowerShared {
         None
     }
 
-    fn claim(&self, request: &Request, data: Option<&[u8]>) -> Option<Claimed> {
+    fn claim(&self, request: &Request, data: Option<&[u8]>) -> Option<ClaimedRange> {
         let Request { op, flags, offset, len } = *request;
         self.cache.claim(self.cache.blocks(offset, len), || {
             let what = match data {
-                Some(data) => What::Data(data.into()),
-                None if op == Op::Discard => What::Discard,
-                None => What::Zeroes,
+                Some(data) => EntryKind::Data(data.into()),
+                None if op == Op::Discard => EntryKind::Discard,
+                None => EntryKind::Zeroes,
             };
-            Recorded { offset, len, what, fua: flags.contains(Flags::FUA) }
+            WriteRecord { offset, len, what, fua: flags.contains(Flags::FUA) }
         })
     }
 
-    /// Whether something that was unflushed at `bound` still is.
+    /// Returns true if blocks from before `bound` are still unflushed.
     pub fn is_unflushed(&self, bound: u64, within: Option<&Range<u64>>) -> bool {
         self.cache.has_before(bound, within)
     }
 }
 
-/// A discard becomes zeroes to the byte: what the cache knew of a range is forgotten with it, so
-/// the old data below must not come to light where a discard passes something over.
+/// Turns a discard into zeroes of the exact range. The cache forgets the range, so a partial
+/// discard below would reveal old data.
 fn as_zeroes(request: Request) -> Request {
     if request.op != Op::Discard {
         return request;

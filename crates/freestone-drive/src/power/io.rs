@@ -1,11 +1,11 @@
-//! The request path: what is done from memory, what is handed below, what the worker gets.
+//! Request path: served from memory, sent below, or passed to the worker.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::drain::PowerShared;
 use super::log::APART_MAX_BLOCKS;
-use super::queue::{Job, Settle};
+use super::queue::{Job, WriteOut};
 use super::shard::Kind;
 use freestone_core::device::{
     Buffer, Completion, Error, Extent, ExtentKind, Flags, Geometry, IoBuf, Op, Request, Result, Tried,
@@ -14,18 +14,16 @@ use freestone_core::device::{
 use freestone_core::freeze_gate::UnderWay;
 use freestone_core::sync::Ordering::SeqCst;
 
-/// The most that one try reads or writes, in bytes.
+/// Maximum bytes read or written per try.
 const PIECE_BYTES: u64 = 1 << 20;
-/// About how many unflushed blocks one call of `extents` looks at.
+/// Approximate maximum of unflushed blocks checked per call of `extents`.
 const LOOK_MAX_BLOCKS: usize = 4096;
 
-/// Whether a request may go on.
-pub enum Admitted<'a> {
-    /// The power is on, and does not go off as long as this lives.
+pub enum PowerAdmission<'a> {
+    /// The power is on, and stays on while this exists.
     On(UnderWay<'a, ()>),
-    /// After a wipe.
+    /// The power is off for a reset: the request must wait.
     Later,
-    /// The power is off.
     Off,
 }
 
@@ -34,9 +32,9 @@ impl PowerShared {
         Geometry { volatile_cache: true, ..self.inner.geometry() }
     }
 
-    /// Whether a request may go on, on this thread. `wait` is told, pinned, that it has to wait for
-    /// the end of a wipe.
-    pub fn admit(&self, wait: impl FnOnce()) -> Admitted<'_> {
+    /// Decides whether a request may run on this thread. Calls `wait`, pinned, if the request must
+    /// wait for the end of a reset.
+    pub fn admit(&self, wait: impl FnOnce()) -> PowerAdmission<'_> {
         let begun = self.power.enter(|open| match open {
             Some(()) => {
                 self.power.begin();
@@ -49,9 +47,9 @@ impl PowerShared {
             None => None,
         });
         match begun {
-            Some(true) => Admitted::On(self.power.under_way()),
-            Some(false) => Admitted::Later,
-            None => Admitted::Off,
+            Some(true) => PowerAdmission::On(self.power.under_way()),
+            Some(false) => PowerAdmission::Later,
+            None => PowerAdmission::Off,
         }
     }
 
@@ -59,16 +57,16 @@ impl PowerShared {
         let geometry = self.geometry();
         request.check(&geometry)?;
         let _under_way = match self.admit(|| {}) {
-            Admitted::On(under_way) => under_way,
-            Admitted::Later => return Ok(Tried::WouldBlock),
-            Admitted::Off => return Err(Error::Gone),
+            PowerAdmission::On(under_way) => under_way,
+            PowerAdmission::Later => return Ok(Tried::WouldBlock),
+            PowerAdmission::Off => return Err(Error::Gone),
         };
         match (request.op, buffer) {
             (Op::Read, Buffer::Read(out)) => self.try_read(request, out),
             (Op::Read, _) | (Op::Write, Buffer::None | Buffer::Read(_)) => Err(Error::Misaligned),
             (Op::Flush, _) => self.try_flush(),
             (Op::Discard, _) if ignores_discards(&geometry) => Ok(Tried::Done),
-            (_, buffer) if self.goes_past(request) => self.try_through(*request, buffer),
+            (_, buffer) if self.bypasses_cache(request) => self.try_past_cache(*request, buffer),
             (_, Buffer::Write(data)) => self.try_write(request, Some(data)),
             (_, _) => self.try_write(request, None),
         }
@@ -87,23 +85,23 @@ impl PowerShared {
             }
         });
         let Some((buffer, done)) = parts else { return };
-        let Admitted::On(_under_way) = admitted else { return done.complete(Err(Error::Gone), buffer) };
+        let PowerAdmission::On(_under_way) = admitted else { return done.complete(Err(Error::Gone), buffer) };
         match request.op {
             Op::Read => self.read(request, buffer, done),
             Op::Flush => self.flush(done),
             Op::Discard if ignores_discards(&geometry) => done.complete(Ok(()), buffer),
-            _ if self.goes_past(&request) => {
-                if let Some((buffer, done)) = self.through(request, buffer, done) {
-                    self.enqueue(Job::Through { request, buffer, done });
+            _ if self.bypasses_cache(&request) => {
+                if let Some((buffer, done)) = self.submit_past_cache(request, buffer, done) {
+                    self.enqueue(Job::PastCache { request, buffer, done });
                 }
             }
             _ => self.write(request, buffer, done),
         }
     }
 
-    /// Whether a write goes below at once: one that has to be durable, and a range so long that
-    /// keeping its blocks apart would take more than it is worth.
-    fn goes_past(&self, request: &Request) -> bool {
+    /// Returns true if a write goes below at once: with FUA, or for a range of zeroes too long to
+    /// keep in blocks.
+    fn bypasses_cache(&self, request: &Request) -> bool {
         request.flags.contains(Flags::FUA)
             || (request.op != Op::Write && request.len / self.cache.block_bytes() > APART_MAX_BLOCKS)
     }
@@ -115,7 +113,7 @@ impl PowerShared {
             return Ok(Tried::WouldBlock);
         }
         let piece = match data {
-            // Up to the end of a unit.
+            // Ends at a unit boundary.
             Some(_) if request.len > PIECE_BYTES => {
                 let past = (request.offset + PIECE_BYTES) % self.cache.unit_bytes();
                 Request { len: PIECE_BYTES - past, ..*request }
@@ -127,8 +125,8 @@ impl PowerShared {
             self.make_room_inline(piece.len)?;
             done = self.cache.insert(&piece, data)?;
         }
-        // Somebody may wait for room, and for what was cached here to be written below for that.
-        self.bell.ring();
+        // A waiter for room may need the blocks cached here to be written below.
+        self.events.notify();
         Ok(match done {
             0 => Tried::WouldBlock,
             done if done == request.len => Tried::Done,
@@ -146,7 +144,7 @@ impl PowerShared {
                 Err(error) => return done.complete(Err(error), buffer),
             }
             if at == request.len {
-                self.bell.ring();
+                self.events.notify();
                 return done.complete(Ok(()), buffer);
             }
         }
@@ -184,8 +182,8 @@ impl PowerShared {
         if missing.len() == 1 && first.len() == buffer.len() {
             return self.below(request, buffer, move |_, outcome, buffer| done.complete(outcome, buffer));
         }
-        // One read of all that is between, into memory of its own: what is cached stays as it was
-        // found.
+        // One read of everything in between, into separate memory: cached data in the buffer must
+        // not change.
         let span = first.start..last.end;
         let part = Request::read(request.offset + span.start as u64, span.len() as u64);
         let below = match IoBuf::zeroed(span.len()) {
@@ -207,10 +205,10 @@ impl PowerShared {
 
     fn flush(self: &Arc<Self>, done: Completion) {
         let slot = self.open_flush();
-        let (bound, failures) = self.moment();
+        let (bound, failures) = self.flush_bound();
         if self.is_unflushed(bound, None) {
-            let settle = Settle { bound, within: None, flush: true, slot, failures, done };
-            self.enqueue(Job::Settle(settle));
+            let write_out = WriteOut { bound, within: None, flush: true, slot, failures, done };
+            self.enqueue(Job::WriteOut(write_out));
         } else if let Some(error) = self.failed_since(failures) {
             self.close_flush(slot, false);
             done.complete(Err(error), IoBuf::empty());
@@ -219,22 +217,22 @@ impl PowerShared {
         }
     }
 
-    /// Has what is unflushed of `within` written below.
-    pub fn settle(self: &Arc<Self>, within: Range<u64>, done: Completion) {
+    /// Writes the unflushed blocks of `within` below.
+    pub fn write_out(self: &Arc<Self>, within: Range<u64>, done: Completion) {
         let mut parts = Some((within, done));
         let admitted = self.admit(|| {
             if let Some((within, done)) = parts.take() {
                 let shared = Arc::clone(self);
-                self.power.hold(move || shared.settle(within, done));
+                self.power.hold(move || shared.write_out(within, done));
             }
         });
         let Some((within, done)) = parts else { return };
-        let Admitted::On(_under_way) = admitted else {
+        let PowerAdmission::On(_under_way) = admitted else {
             return done.complete(Err(Error::Gone), IoBuf::empty());
         };
-        let (bound, failures) = self.moment();
+        let (bound, failures) = self.flush_bound();
         let within = Some(within);
-        self.enqueue(Job::Settle(Settle { bound, within, flush: false, slot: None, failures, done }));
+        self.enqueue(Job::WriteOut(WriteOut { bound, within, flush: false, slot: None, failures, done }));
     }
 
     // ---- extents --------------------------------------------------------------------------------
@@ -246,13 +244,13 @@ impl PowerShared {
             return self.inner.extents(offset, len, row);
         }
         let block = self.cache.block_bytes();
-        // The cache first: what is not there then is below.
-        let (cached, known) = self.cache.look(offset / block..end.div_ceil(block), LOOK_MAX_BLOCKS);
+        // The cache is checked first: blocks missing there are below.
+        let (cached, known) = self.cache.cached_kinds(offset / block..end.div_ceil(block), LOOK_MAX_BLOCKS);
         let end = end.min(known * block);
         let mut cached = cached.into_iter().peekable();
         let mut at = offset;
         while at < end {
-            // What is cached here, or what is below up to the next cached block.
+            // Either the cached block here, or the extents below up to the next cached block.
             if let Some((number, kind)) = cached.next_if(|(number, _)| number * block <= at) {
                 let kind = match kind {
                     Kind::Bytes => ExtentKind::Data,
@@ -282,8 +280,7 @@ impl PowerShared {
     }
 }
 
-/// Whether discards are hints that nobody takes: the device below frees nothing, or writing zeroes
-/// instead would be work.
+/// Returns true if discards are ignored: the device below frees nothing, or writes zeroes slowly.
 const fn ignores_discards(geometry: &Geometry) -> bool {
     geometry.discard_granularity == 0 || !geometry.fast_zeroes
 }

@@ -1,30 +1,32 @@
-//! Power loss that repeats from a seed, over any device, and a log of every write.
+//! Simulated power loss over any device, reproducible from a seed, and a log of all writes.
 //!
-//! A [`Power`] keeps unflushed writes apart from the device below, as the volatile cache of a drive
-//! does. Each write that was not made durable leaves a version of each of its blocks in memory. A
-//! flush writes the newest below and flushes the device below; a write with FUA goes below at once,
-//! and so does a range of zeroes of more than 4096 blocks. When [`Power::cut`] takes the power
-//! away, each unit of [`Config::unit`] bytes ends as it was below or as it was after any of the
-//! unflushed writes to it, whatever its neighbours do: a hash of the seed and the unit's number
-//! decides. No write to a unit is torn.
+//! [`Power`] keeps unflushed writes in memory like the volatile cache of a drive. Each write that
+//! is not yet durable adds a version of its blocks. A flush writes the newest versions to the
+//! device below and flushes that. A write with FUA goes below at once, and so does a range of
+//! zeroes of more than 4096 blocks.
 //!
-//! The cache is bounded; when it is full its oldest blocks are written below, with what lies beside
-//! them. That only means that a cut cannot take them back: a drive may write its cache whenever it
-//! likes. Where a part of a unit went below, a cut takes back nothing of the rest that is as old.
+//! [`Power::cut`] cuts the power. Each unit of [`Config::unit`] bytes then has its content below,
+//! or its content after one of the unflushed writes. A hash of the seed and the unit's number
+//! decides, independently per unit. No write to a unit is torn.
 //!
-//! Discards become zeroes, for every byte of them; where the device below frees nothing, or writing
-//! zeroes is work, a discard does nothing. A failed write below keeps the blocks unflushed: the
-//! flush that wanted it is answered with the error, and the next one tries again.
+//! The cache is bounded. A full cache writes its oldest blocks below, together with their
+//! neighbours. A cut cannot lose those any more; a drive may also write its cache at any time. If a
+//! part of a unit was written below, a cut does not lose equally old writes to the rest of the
+//! unit.
 //!
-//! With [`Config::record`] everything is logged in dm-log-writes' format: see [`log`].
+//! Discards become exact zeroes. If the device below frees nothing, or writes zeroes slowly, a
+//! discard does nothing. A failed write below keeps its blocks unflushed: the flush fails, and the
+//! next one tries again.
+//!
+//! [`Config::record`] logs everything in dm-log-writes' format: see [`log`].
 
-mod bell;
 mod cache;
 mod choice;
 mod completion;
 mod countdown;
 mod counted;
 mod drain;
+mod events;
 mod io;
 pub mod log;
 mod queue;
@@ -38,10 +40,10 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
-use bell::Bell;
 use cache::Cache;
 pub use countdown::After;
 use drain::PowerShared;
+use events::EventCounter;
 use freestone_core::device::{
     self, Buffer, Completion, Device, Error as DeviceError, Extent, Geometry, IoBuf, Request, Result, Tried,
 };
@@ -51,108 +53,108 @@ use freestone_core::sync::{
 };
 use record::Recorder;
 
-/// [`Config::capacity`] where none is given, in bytes.
+/// Default of [`Config::capacity`] in bytes.
 pub const CAPACITY_DEFAULT_BYTES: u64 = 64 << 20;
 
-/// The largest [`Config::unit`] in bytes.
+/// Largest [`Config::unit`] in bytes.
 pub const UNIT_MAX_BYTES: u32 = 64 << 10;
 
-/// How a [`Power`] is made.
+/// Configuration of a [`Power`].
 #[derive(Debug, Default)]
 pub struct Config {
-    /// Bytes of unflushed data that are kept, 0 for [`CAPACITY_DEFAULT_BYTES`]. One block is kept
-    /// with any capacity (a whole unit); a block of zeroes counts 64 bytes.
+    /// Maximum unflushed data in bytes; 0 for [`CAPACITY_DEFAULT_BYTES`]. Any capacity holds one
+    /// unit. A block of zeroes counts as 64 bytes.
     pub capacity: u64,
-    /// What a cut does not tear: a power of two from the device's logical block to
-    /// [`UNIT_MAX_BYTES`]. 0 for its physical block (or [`UNIT_MAX_BYTES`], where that is larger).
+    /// Unit that a cut does not tear, in bytes: a power of two from the device's logical block to
+    /// [`UNIT_MAX_BYTES`]. 0 for the physical block, at most [`UNIT_MAX_BYTES`].
     pub unit: u32,
-    /// Where every write, discard and flush is recorded.
+    /// Log for all writes, discards and flushes.
     pub record: Option<log::Writer>,
 }
 
-/// What a cut did.
+/// Result of a power cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cut {
-    /// The seed it was made with.
+    /// Seed of the cut.
     pub seed: u64,
-    /// Unflushed units that ended as after one of the writes since.
+    /// Unflushed units that ended with the content of an unflushed write.
     pub kept_blocks: u64,
-    /// Unflushed units that ended as they were before.
+    /// Unflushed units that ended with their content below.
     pub lost_blocks: u64,
 }
 
-/// A moment of a recording.
+/// Point in a recording.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Point {
-    /// After this many entries of the log; 0 is where the recording began.
+    /// After this many entries of the log; 0 is the start of the recording.
     Entry(u64),
     /// At the first mark with this text.
     Mark(String),
 }
 
-/// What a visit did.
+/// Result of a visit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Visited {
-    /// Entries before the point.
+    /// Entries before the point, including the mark of a [`Point::Mark`].
     pub entries: u64,
-    /// Where the power was cut there: what that did.
+    /// Result of the power cut at the point, if one was requested.
     pub cut: Option<log::CutPoint>,
 }
 
-/// How a recording is doing.
+/// Status of a recording.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recording {
     /// Entries in the file.
     pub entries: u64,
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     pub bytes: u64,
-    /// Why nothing is recorded any more, where that is so. What was recorded before stays good.
+    /// Reason why the recording stopped, if it did. Earlier entries stay valid.
     pub stopped: Option<String>,
 }
 
-/// Why a mark was not set or a point not visited.
+/// Errors from setting a mark or visiting a point.
 #[derive(Debug, Error)]
 pub enum RecordError {
-    /// There is no log.
+    /// The device has no recording.
     #[error("nothing is recorded: the device was made without a file to record to")]
     NotRecording,
-    /// The log ended before.
+    /// The recording has stopped.
     #[error("the recording has stopped: {0}")]
     Stopped(String),
-    /// The text is no mark.
+    /// The text cannot be a mark.
     #[error("a mark is text of 1 to {max} bytes without NUL, and not \"{beginning}\"", beginning = log::BEGINNING)]
     BadMark {
         /// Longest mark in bytes.
         max: usize,
     },
-    /// The log.
+    /// The log failed.
     #[error(transparent)]
     Log(#[from] log::Error),
-    /// The device below could not be set back.
-    #[error("the device could not be set back: {0}")]
+    /// Resetting the device below failed.
+    #[error("the device could not be reset: {0}")]
     Device(#[from] device::Error),
-    /// A visit failed after it began: the device has a part of the content.
+    /// A visit failed after it started: the device is partly restored.
     #[error(
-        "the power stays off, as the device is half set back: {0}; go to a point again, or reset the device"
+        "the power stays off, since the device is only partly restored: {0}; visit a point again, or reset the device"
     )]
     HalfSetBack(Box<RecordError>),
 }
 
-/// Keeps unflushed writes apart from the device below. See the [module](self).
+/// Device that keeps unflushed writes in memory. See the [module](self).
 ///
-/// Dropped, it writes all of them below, flushes, and waits for that: a clean shutdown is no power
-/// loss. (Not when it is dropped by one of its own completions, which cannot wait.)
+/// Dropping it is a clean shutdown: it writes all unflushed data below, flushes, and waits for
+/// that. It does not wait inside one of its own completions.
 pub struct Power {
     shared: Arc<PowerShared>,
     worker: Option<JoinHandle<()>>,
 }
 
 impl Power {
-    /// Decorates `inner`, which from now on must be used through this only.
+    /// Wraps `inner`, which must not be used directly from now on.
     ///
     /// # Errors
-    /// The device below has zones (put the zones on top); its blocks are no multiples of the unit;
-    /// the log's head could not be written; no thread was to be had.
+    /// The device below has zones (the zones layer must lie on top), or `unit` is invalid. The
+    /// log's header could not be written, or a thread could not be started.
     pub fn new(inner: Arc<dyn Device>, config: Config) -> std::io::Result<Self> {
         let geometry = inner.geometry();
         if geometry.zones.is_some() {
@@ -169,11 +171,11 @@ impl Power {
             return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, why));
         }
         let capacity = if config.capacity == 0 { CAPACITY_DEFAULT_BYTES } else { config.capacity };
-        let bell = Arc::new(Bell::default());
-        let start = |writer| Recorder::start(writer, geometry.logical_block, Arc::clone(&bell));
+        let events = Arc::new(EventCounter::default());
+        let start = |writer| Recorder::start(writer, geometry.logical_block, Arc::clone(&events));
         let record = config.record.map(start).transpose()?;
         let cache = Cache::new(geometry.logical_block, unit, capacity, record);
-        let shared = Arc::new(PowerShared::new(inner, cache, bell));
+        let shared = Arc::new(PowerShared::new(inner, cache, events));
         let work = {
             let shared = Arc::clone(&shared);
             move || shared.work()
@@ -182,82 +184,85 @@ impl Power {
         Ok(Self { shared, worker: Some(worker) })
     }
 
-    /// Bytes of the capacity that unflushed blocks take.
+    /// Returns how many bytes of the capacity are in use.
     pub fn unflushed_bytes(&self) -> u64 {
         self.shared.cache.used()
     }
 
-    /// What a cut does not tear, in bytes.
+    /// Returns the unit that a cut does not tear, in bytes.
     pub fn unit(&self) -> u64 {
         self.shared.cache.unit_bytes()
     }
 
-    /// Writes what is unflushed of these bytes below, so that it survives the next cut. Waits for
-    /// the device below.
+    /// Writes unflushed data of a range to the device below, so that it survives the next cut.
+    /// Blocks.
     ///
     /// # Errors
-    /// Those of a write to the range; what the device below answers; [`Gone`](DeviceError::Gone)
-    /// while the power is off.
+    /// The range is invalid, the device below failed, or [`Gone`](DeviceError::Gone) while the
+    /// power is off.
     pub fn keep(&self, offset: u64, len: u64) -> Result<()> {
         Request::write(offset, len).check_place(self.geometry().size, self.geometry().logical_block)?;
-        let (tell, told) = mpsc::sync_channel(1);
+        let (sender, receiver) = mpsc::sync_channel(1);
         let done = Completion::new(move |outcome, _| {
-            // Waited for below.
-            let _ = tell.send(outcome);
+            // The receiver waits below.
+            let _ = sender.send(outcome);
         });
-        self.shared.settle(self.shared.cache.blocks(offset, len), done);
-        told.recv().unwrap_or(Err(DeviceError::Gone))
+        self.shared.write_out(self.shared.cache.blocks(offset, len), done);
+        receiver.recv().unwrap_or(Err(DeviceError::Gone))
     }
 
-    /// Cuts the power. Requests that wait are answered [`Gone`](DeviceError::Gone), and so is what
-    /// comes before the power is back; what the device below is doing is waited for. Returns when
-    /// the device is as after the reboot. The same requests and the same seed leave the same
-    /// content.
+    /// Cuts the power, and returns after the simulated reboot. Blocks until the device below has
+    /// completed its requests.
+    ///
+    /// Waiting requests fail with [`Gone`](DeviceError::Gone), and so do new ones until the power
+    /// is back. The same requests and seed leave the same content.
     ///
     /// # Errors
-    /// A block that should have survived could not be written, and is as before, or the device
-    /// below could not be flushed; the device is [half set back](Self::is_half_set_back). [`Gone`](DeviceError::Gone): it answered nothing of what it was
-    /// doing for 10 s, and nothing was lost. The power is back all the same.
+    /// A block that should have survived could not be written and has its old content, or the
+    /// device below could not be flushed. [`Gone`](DeviceError::Gone) if the device below completed
+    /// nothing for 10 s; nothing was lost. The power is back in these cases.
+    /// [`Media`](DeviceError::Media) if the device is [partly restored](Self::is_half_set_back).
     pub fn cut(&self, seed: u64) -> Result<Cut> {
         self.shared.cut(seed)
     }
 
-    /// Switches the power off by itself after so many more writes or flushes: what comes then is
-    /// not answered, and `then` is called once, on a thread that answers requests, which must not
-    /// wait: it has somebody else [`cut`](Self::cut) the power, with which the device is back. A
-    /// cut before that ends the count, and so does another call of this.
+    /// Switches the power off after a number of further writes or flushes.
+    ///
+    /// Later requests do not complete. `then` runs once, on a thread that completes requests, so it
+    /// must not wait. It must have another thread [`cut`](Self::cut) the power, which brings the
+    /// device back. An earlier cut or another call cancels the countdown.
     ///
     /// # Errors
-    /// [`Gone`](DeviceError::Gone): the power is just going off.
+    /// [`Gone`](DeviceError::Gone) if the power is just going off.
     pub fn cut_after(&self, after: After, then: impl FnOnce() + Send + 'static) -> Result<()> {
         self.shared.countdown.begin(after, Box::new(then))
     }
 
-    /// Returns true if a visit has failed half way and neither a visit nor a reset has succeeded
-    /// since.
+    /// Returns true if a visit failed midway, and no visit or reset has succeeded since.
     pub fn is_half_set_back(&self) -> bool {
         self.shared.countdown.is_half_set_back()
     }
 
-    /// How many writes or flushes are left until the power goes off by itself.
+    /// Returns the remaining writes or flushes of the countdown.
     pub fn cuts_after(&self) -> Option<After> {
         self.shared.countdown.left()
     }
 
-    /// Answers [`Gone`](DeviceError::Gone) to what is not answered because the power went off by
-    /// itself, and to what comes until it is cut or [`keep_on`](Self::keep_on) is called.
+    /// Fails the requests held by an elapsed countdown with [`Gone`](DeviceError::Gone). Later
+    /// requests fail, too, until the power is cut or [`keep_on`](Self::keep_on) is called.
     pub fn let_go(&self) {
         self.shared.let_go();
     }
 
-    /// The power does not go off by itself, or not for good: what waits for that goes on.
+    /// Cancels the countdown or the power-off that it caused. Held requests continue.
     pub fn keep_on(&self) {
         self.shared.stop_counting();
     }
 
-    /// Drops all that is unflushed and has `below` wipe the device below, to what it was when the
-    /// recording began, where there is one: the recording goes on. This is no loss of power:
-    /// requests that wait are finished before, and what comes meanwhile waits for the end of it.
+    /// Drops all unflushed data, and calls `below` to reset the device below to its content at the
+    /// start of the recording. The recording continues.
+    ///
+    /// A reset is not a power loss: it first finishes waiting requests, and holds new ones.
     ///
     /// # Errors
     /// Those of `below`; [`Gone`](DeviceError::Gone) as for a [`cut`](Self::cut).
@@ -265,29 +270,33 @@ impl Power {
         self.shared.reset(below)
     }
 
-    /// Puts a mark into the log, behind all that was answered. Returns its entry's number, counted
-    /// from 0 as `replay-log` does, when it is durable in the file.
+    /// Adds a mark to the log, after all completed requests, and waits until it is durable.
+    ///
+    /// Returns the number of entries including the mark: [`Point::Entry`] with this number is the
+    /// same point as [`Point::Mark`]. `replay-log` numbers entries from 0.
     ///
     /// # Errors
-    /// All but those of the device.
+    /// Every [`RecordError`] except those of the device.
     pub fn mark(&self, text: &str) -> std::result::Result<u64, RecordError> {
         self.shared.cache.record.as_ref().ok_or(RecordError::NotRecording)?.mark(text)
     }
 
-    /// How the recording is doing, where there is one.
+    /// Returns the status of the recording, if there is one.
     pub fn recording(&self) -> Option<Recording> {
         self.shared.cache.record.as_ref().map(Recorder::status)
     }
 
-    /// Brings the device to its state at `point`, as after a reboot there: what is unflushed is
-    /// dropped, `reset` has to set the device below back to what it was when the recording began,
-    /// and the log is replayed. With a seed, the power is cut there: of what was written since the
-    /// last flush before, the seed decides. Recording ends, the log stays for more visits.
+    /// Restores the device to its state at `point`, as after a reboot there. Recording stops; the
+    /// log stays for further visits.
+    ///
+    /// Unflushed data is dropped, `reset` must reset the device below to its content at the start
+    /// of the recording, and the log is replayed. `cut` is the seed of a power cut at the point,
+    /// which decides on the writes since the last flush.
     ///
     /// # Errors
-    /// A point that is not in the log, or a log that is damaged before it, before anything is done.
-    /// [`RecordError::HalfSetBack`] of `reset` and of the replay: the power stays off, and requests
-    /// are answered [`Gone`](DeviceError::Gone), until a visit or a [`reset`](Self::reset)
+    /// The point is not in the log, or the log is damaged before it; nothing was done.
+    /// [`RecordError::HalfSetBack`] if `reset` or the replay failed. The power then stays off, and
+    /// requests fail with [`Gone`](DeviceError::Gone), until a visit or a [`reset`](Self::reset)
     /// succeeds.
     pub fn visit(
         &self,
@@ -330,23 +339,23 @@ impl Device for Power {
 impl Drop for Power {
     fn drop(&mut self) {
         self.shared.let_go();
-        let (tell, told) = mpsc::sync_channel(1);
+        let (sender, receiver) = mpsc::sync_channel(1);
         let done = Completion::new(move |outcome, _| {
-            // Nobody listens where nobody can wait.
-            let _ = tell.send(outcome);
+            // The receiver is not read if this thread cannot wait.
+            let _ = sender.send(outcome);
         });
         self.shared.submit(Request::flush(), IoBuf::empty(), done);
         let worker = self.worker.take();
-        // What answers requests may be the thread that has to answer this one.
+        // This thread may be the one that must complete the flush.
         let can_wait = !completion::is_inside();
-        if can_wait && let Ok(Err(error)) = told.recv() {
+        if can_wait && let Ok(Err(error)) = receiver.recv() {
             tracing::error!(%error, "unflushed writes were lost when the device was closed");
         }
         self.shared.stop_worker();
         if let Some(worker) = worker.filter(|_| can_wait) {
-            // A panic there was reported by its own hook.
+            // The panic hook reports a panic of that thread.
             let _ = worker.join();
-            // A completion on its way out may hold what is shared a moment longer.
+            // A late completion may keep `shared` alive a moment longer.
             if let Some(record) = &self.shared.cache.record {
                 record.finish();
             }

@@ -1,17 +1,15 @@
-//! Requests that the worker carries on.
+//! Requests that the worker continues.
 
 use std::ops::Range;
 
 use freestone_core::device::{Completion, IoBuf, Request};
 use freestone_core::sync::{AtomicU64, Mutex, Ordering::SeqCst};
 
-/// What waits for the worker.
 #[derive(Default)]
 pub struct Queue {
     pub state: Mutex<QueueState>,
-    /// Jobs that are not answered.
     pub pending: AtomicU64,
-    /// Of those, writes that wait for room. New ones do not pass them.
+    /// Writes among them that wait for room. New writes do not overtake them.
     pub waiting: AtomicU64,
 }
 
@@ -22,7 +20,7 @@ pub struct QueueState {
 }
 
 pub enum Job {
-    /// A write to the cache, `at` bytes of which are there.
+    /// Write to the cache; the first `at` bytes are cached.
     Write {
         request: Request,
         buffer: IoBuf,
@@ -30,17 +28,17 @@ pub enum Job {
         failures: u64,
         done: Completion,
     },
-    Through {
+    PastCache {
         request: Request,
         buffer: IoBuf,
         done: Completion,
     },
-    Settle(Settle),
+    WriteOut(WriteOut),
 }
 
-/// What was unflushed at `bound`, of `within` or all, has to be below; then a flush, where that is
-/// wanted.
-pub struct Settle {
+/// Flush or write-out: all data unflushed at `bound`, within `within` or everywhere, must be
+/// written below. Then a flush follows if `flush` is set.
+pub struct WriteOut {
     pub bound: u64,
     pub within: Option<Range<u64>>,
     pub flush: bool,

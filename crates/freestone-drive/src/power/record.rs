@@ -1,10 +1,9 @@
-//! The recording: entries in the order in which the writes took effect, written to the log by a
-//! thread.
+//! Recording: entries in the order of their effect, written to the log by a thread.
 //!
-//! A flush takes its place when it is issued, and so does a write past the cache; what comes behind
-//! such an entry is written when that is answered, or is known to have failed. So before a flush in
-//! the log stand the writes that were answered before it was issued, and none that were issued
-//! after its answer; and replaying the whole log gives the device's content.
+//! A flush takes its slot when it is submitted, and so does a write past the cache. Later entries
+//! are written after that request has completed or failed. So the entries before a flush include
+//! all writes completed before the flush was submitted. They include no write submitted after the
+//! flush completed. Replaying the whole log gives the device's content.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,7 +11,7 @@ use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
-use super::bell::Bell;
+use super::events::EventCounter;
 use super::log::{self, Writer, format};
 use super::{RecordError, Recording};
 use freestone_core::pin::wait;
@@ -21,16 +20,15 @@ use freestone_core::sync::{
     thread::{self, JoinHandle},
 };
 
-/// Data that waits to be written to the log; with more, the device lets its clients wait.
+/// Maximum data that waits for the log, in bytes. Beyond it the device delays its clients.
 const HELD_MAX_BYTES: u64 = 32 << 20;
-/// What an entry costs beside its data.
+/// Cost of an entry besides its data, in bytes.
 const ENTRY_BYTES: u64 = 128;
-/// How much the thread takes from the queue at a time.
+/// Bytes that the thread takes from the queue at once.
 const BATCH_BYTES: u64 = 4 << 20;
 
-/// What was done.
 #[derive(Debug)]
-pub enum What {
+pub enum EntryKind {
     Data(Box<[u8]>),
     Zeroes,
     Discard,
@@ -42,30 +40,29 @@ pub enum What {
 struct Entry {
     offset: u64,
     len: u64,
-    what: What,
+    what: EntryKind,
     fua: bool,
 }
 
 #[derive(Debug)]
 enum Slot {
-    /// Taken by a request that is not answered.
+    /// Slot of a request in flight.
     Open(Entry),
     Ready(Entry),
-    /// Its request failed.
     Void,
 }
 
 impl Slot {
     const fn cost(&self) -> u64 {
         match self {
-            Self::Open(Entry { what: What::Data(data), .. })
-            | Self::Ready(Entry { what: What::Data(data), .. }) => ENTRY_BYTES + data.len() as u64,
+            Self::Open(Entry { what: EntryKind::Data(data), .. })
+            | Self::Ready(Entry { what: EntryKind::Data(data), .. }) => ENTRY_BYTES + data.len() as u64,
             _ => ENTRY_BYTES,
         }
     }
 }
 
-/// Takes entries; dropped, it writes what is ready and ends the log.
+/// Recorder of entries. Dropping it writes the completed entries and ends the log.
 #[derive(Debug)]
 pub struct Recorder {
     shared: Arc<RecordShared>,
@@ -78,10 +75,10 @@ struct RecordShared {
     state: Mutex<RecordState>,
     changed: Condvar,
     held: AtomicU64,
-    /// `state.stopped` is set.
+    /// True if `state.stopped` is set.
     stopped: AtomicBool,
     block_bytes: u32,
-    bell: Arc<Bell>,
+    events: Arc<EventCounter>,
     path: std::path::PathBuf,
 }
 
@@ -93,17 +90,18 @@ struct RecordState {
     entries: u64,
     bytes: u64,
     stopped: Option<String>,
-    /// The thread is writing what it took.
+    /// The thread is writing a batch.
     writing: bool,
-    /// What is there is written, and nothing after that.
+    /// Existing entries are written, but no new ones are accepted.
     closing: bool,
-    /// The thread writes no more: what is closed after that stays.
+    /// The thread has exited. Slots closed after that stay.
     ended: bool,
 }
 
 impl Recorder {
-    /// Writes the head of the log and starts the thread. `bell` rings when there is room again.
-    pub fn start(mut writer: Writer, block_bytes: u32, bell: Arc<Bell>) -> io::Result<Self> {
+    /// Writes the log's header and starts the thread. `events` is notified when there is room
+    /// again.
+    pub fn start(mut writer: Writer, block_bytes: u32, events: Arc<EventCounter>) -> io::Result<Self> {
         writer.begin(block_bytes).map_err(io::Error::other)?;
         let shared = Arc::new(RecordShared {
             state: Mutex::new(RecordState { bytes: writer.bytes(), ..RecordState::default() }),
@@ -111,7 +109,7 @@ impl Recorder {
             held: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
             block_bytes,
-            bell,
+            events,
             path: writer.path().into(),
         });
         let run = {
@@ -122,23 +120,22 @@ impl Recorder {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Whether clients have to wait until more of the log is written.
+    /// Returns true if clients must wait for the log.
     pub fn is_full(&self) -> bool {
         self.shared.held.load(SeqCst) > HELD_MAX_BYTES
     }
 
-    /// Whether anything is still recorded.
+    /// Returns true unless the recording has stopped.
     pub fn is_running(&self) -> bool {
         !self.shared.stopped.load(SeqCst)
     }
 
-    /// Adds what has been done.
-    pub fn push(&self, offset: u64, len: u64, what: What) {
+    pub fn push(&self, offset: u64, len: u64, what: EntryKind) {
         self.add(Slot::Ready(Entry { offset, len, what, fua: false }));
     }
 
-    /// Takes a place for what is being done; [`close`](Self::close) says what became of it.
-    pub fn open(&self, offset: u64, len: u64, what: What, fua: bool) -> u64 {
+    /// Opens a slot for a request in flight. [`close`](Self::close) reports its result.
+    pub fn open(&self, offset: u64, len: u64, what: EntryKind, fua: bool) -> u64 {
         self.add(Slot::Open(Entry { offset, len, what, fua }))
     }
 
@@ -153,11 +150,11 @@ impl Recorder {
         number
     }
 
-    /// The first `done` bytes of the request at `slot` were done.
+    /// Closes the slot of a request of which the first `done` bytes were done.
     pub fn close(&self, slot: u64, done: u64) {
-        self.settle(slot, |mut entry| {
+        self.close_slot(slot, |mut entry| {
             entry.len = entry.len.min(done);
-            if let What::Data(data) = &mut entry.what
+            if let EntryKind::Data(data) = &mut entry.what
                 && data.len() as u64 > entry.len
             {
                 *data = data[..entry.len as usize].into();
@@ -166,12 +163,11 @@ impl Recorder {
         });
     }
 
-    /// The flush at `slot` was answered.
     pub fn close_flush(&self, slot: u64, done: bool) {
-        self.settle(slot, |entry| if done { Slot::Ready(entry) } else { Slot::Void });
+        self.close_slot(slot, |entry| if done { Slot::Ready(entry) } else { Slot::Void });
     }
 
-    fn settle(&self, slot: u64, become_: impl FnOnce(Entry) -> Slot) {
+    fn close_slot(&self, slot: u64, closed: impl FnOnce(Entry) -> Slot) {
         let mut state = self.shared.state.lock();
         let Some(at) = slot.checked_sub(state.first) else { return };
         if let Some(place) = state.slots.get_mut(at as usize)
@@ -179,31 +175,30 @@ impl Recorder {
             && let before = place.cost()
             && let Slot::Open(entry) = mem::replace(place, Slot::Void)
         {
-            *place = become_(entry);
+            *place = closed(entry);
             self.shared.held.fetch_sub(before - place.cost(), SeqCst);
             self.shared.changed.notify_all();
         }
     }
 
-    /// Puts a mark behind all that was answered, and returns its number when it is in the file for
-    /// good.
+    /// Adds a mark after all completed requests, and waits until it is durable. Returns the number
+    /// of entries including the mark.
     pub fn mark(&self, text: &str) -> Result<u64, RecordError> {
         let max = format::mark_max_bytes(self.shared.block_bytes);
         if text.is_empty() || text.len() > max || text.contains('\0') || text == log::BEGINNING {
             return Err(RecordError::BadMark { max });
         }
-        let (tell, told) = mpsc::sync_channel(1);
-        self.push(0, 0, What::Mark(text.as_bytes().into(), Some(tell)));
-        // The sender is dropped where the recording stops.
-        told.recv().map_err(|_| self.why_stopped())
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.push(0, 0, EntryKind::Mark(text.as_bytes().into(), Some(sender)));
+        // The sender is dropped if the recording stops.
+        receiver.recv().map_err(|_| self.why_stopped())
     }
 
-    /// A mark of our own; nobody waits for it.
+    /// Adds a mark of the program itself, without waiting.
     pub fn note(&self, text: &str) {
-        self.push(0, 0, What::Mark(text.as_bytes().into(), None));
+        self.push(0, 0, EntryKind::Mark(text.as_bytes().into(), None));
     }
 
-    /// Waits until there is room.
     pub fn wait_for_room(&self) {
         let mut state = self.shared.state.lock();
         while self.is_full() && state.stopped.is_none() {
@@ -216,8 +211,8 @@ impl Recorder {
         RecordError::Stopped(state.stopped.clone().unwrap_or_else(|| "the device is going away".into()))
     }
 
-    /// Writes all that is ready and records nothing more, for this reason. The device's power is
-    /// off, so nothing is open.
+    /// Writes all entries and stops the recording for the reason `why`. The power is off, so no
+    /// slot is open.
     pub fn stop(&self, why: &str) {
         let mut state = self.shared.state.lock();
         while state.stopped.is_none() && (state.writing || !state.slots.is_empty()) {
@@ -226,7 +221,7 @@ impl Recorder {
         self.shared.stop(&mut state, why);
     }
 
-    /// Writes all that is ready; nothing more is taken. What is still open belongs to nobody.
+    /// Writes the completed entries and accepts no more. Slots that are still open are abandoned.
     pub fn finish(&self) {
         let mut state = self.shared.state.lock();
         state.closing = true;
@@ -254,14 +249,14 @@ impl RecordShared {
         state.stopped.get_or_insert_with(|| why.into());
         self.stopped.store(true, SeqCst);
         state.first += state.slots.len() as u64;
-        // Drops the senders of marks as well: those who wait for them are told.
+        // Also drops the senders of marks, which wakes their waiters.
         state.slots.clear();
         self.held.store(0, SeqCst);
         self.changed.notify_all();
-        self.bell.ring();
+        self.events.notify();
     }
 
-    /// The thread: takes what is ready from the front of the queue, writes it, counts it.
+    /// Runs the thread: takes completed entries from the front of the queue and writes them.
     fn run(&self, mut writer: Writer) {
         loop {
             let mut state = self.state.lock();
@@ -304,39 +299,39 @@ impl RecordShared {
             self.held.fetch_sub(cost, SeqCst);
             self.changed.notify_all();
             drop(state);
-            for (tell, entry) in marks {
-                // Who asked waits for it; the channel has room for one.
-                let _ = tell.send(entry);
+            for (sender, entry) in marks {
+                // The channel has room for one message, and its receiver waits.
+                let _ = sender.send(entry);
             }
-            self.bell.ring();
+            self.events.notify();
         }
     }
 }
 
-/// Who waits for a mark, and its number.
+/// Waiters for marks, with the number of entries up to each mark.
 type Marks = Vec<(mpsc::SyncSender<u64>, u64)>;
 
 fn write(writer: &mut Writer, batch: Vec<Entry>, block_bytes: u32) -> Result<Marks, log::Error> {
     let block = u64::from(block_bytes);
-    let mut told = Vec::new();
+    let mut marks = Vec::new();
     let mut marked = false;
     for Entry { offset, len, what, fua } in batch {
         let fua = if fua { format::FUA } else { 0 };
         let (sector, sectors) = (offset / block, len / block);
         match what {
-            What::Data(data) => writer.data(sector, fua, &data),
-            What::Zeroes => writer.zeroes(sector, sectors, fua)?,
-            What::Discard => writer.discard(sector, sectors, fua)?,
-            What::Flush => writer.flush(),
-            What::Mark(text, tell) => {
+            EntryKind::Data(data) => writer.data(sector, fua, &data),
+            EntryKind::Zeroes => writer.zeroes(sector, sectors, fua)?,
+            EntryKind::Discard => writer.discard(sector, sectors, fua)?,
+            EntryKind::Flush => writer.flush(),
+            EntryKind::Mark(text, sender) => {
                 marked = true;
-                told.extend(tell.map(|tell| (tell, writer.next_entry())));
                 writer.mark(&text);
+                marks.extend(sender.map(|sender| (sender, writer.next_entry())));
             }
         }
     }
     writer.commit(marked)?;
-    Ok(told)
+    Ok(marks)
 }
 
 impl Drop for Recorder {
@@ -344,7 +339,7 @@ impl Drop for Recorder {
         self.shared.state.lock().closing = true;
         self.shared.changed.notify_all();
         if let Some(thread) = self.thread.take() {
-            // A panic there was reported by its own hook.
+            // The panic hook reports a panic of that thread.
             let _ = thread.join();
         }
     }
@@ -362,41 +357,41 @@ mod tests {
     use freestone_core::device::{Blocking, Flags};
     use freestone_ram::ram::{self, Family};
 
-    /// A completion that is still on its way when the device ends.
+    /// A completion may still be running when the device is dropped.
     #[test]
-    fn what_is_closed_after_the_end_is_not_waited_for() {
+    fn slot_closed_after_the_end_does_not_block_finish() {
         let file = File::from(memfd_create("log", MemfdFlags::empty()).unwrap());
         let writer = Writer::on(file, Path::new("the log"));
         let recorder = Arc::new(Recorder::start(writer, 512, Arc::default()).unwrap());
-        let slot = recorder.open(0, 512, What::Data(vec![1; 512].into()), false);
+        let slot = recorder.open(0, 512, EntryKind::Data(vec![1; 512].into()), false);
         recorder.finish();
         while !recorder.shared.state.lock().ended {
             thread::yield_now();
         }
         recorder.close(slot, 512);
-        let (tell, told) = mpsc::sync_channel(1);
+        let (sender, receiver) = mpsc::sync_channel(1);
         let finishes = Arc::clone(&recorder);
         thread::spawn(move || {
             finishes.finish();
-            tell.send(()).unwrap();
+            sender.send(()).unwrap();
         });
-        assert_eq!(told.recv_timeout(std::time::Duration::from_secs(10)), Ok(()));
+        assert_eq!(receiver.recv_timeout(std::time::Duration::from_secs(10)), Ok(()));
     }
 
     #[test]
-    fn a_full_disk_ends_the_recording_and_not_the_device() {
+    fn full_disk_stops_recording_but_not_device() {
         let file = File::from(memfd_create("log", MemfdFlags::ALLOW_SEALING).unwrap());
         let disk = file.try_clone().unwrap();
         let below = Family::new(ram::Config::default()).unwrap().ram(1 << 20).unwrap();
         let record = Some(Writer::on(file, Path::new("the log")));
         let device = Power::new(Arc::new(below), Config { record, ..Config::default() }).unwrap();
         device.write_at(0, &[1; 4096], Flags::empty()).unwrap();
-        assert_eq!(device.mark("before").unwrap(), 1);
+        assert_eq!(device.mark("before").unwrap(), 2);
         let good = device.recording().unwrap();
         assert_eq!(good.stopped, None);
-        // From now on the file cannot grow.
+        // The file cannot grow from here on.
         fcntl_add_seals(&disk, SealFlags::GROW).unwrap();
-        // More than may wait to be written: nobody waits for ever.
+        // More data than may wait for the log: no write may wait for ever.
         for round in 0..80_u64 {
             device.write_at(round % 2 * 4096, &vec![2; 512 << 10], Flags::empty()).unwrap();
         }
@@ -405,7 +400,7 @@ mod tests {
         assert!(error.starts_with("the recording has stopped: the log: "), "{error}");
         let after = device.recording().unwrap();
         assert!(after.stopped.is_some());
-        assert_eq!((after.entries, after.bytes), (good.entries, good.bytes), "what was recorded stays good");
+        assert_eq!((after.entries, after.bytes), (good.entries, good.bytes), "earlier entries changed");
         assert!(device.visit(&Point::Entry(0), None, &|| Ok(())).is_err());
         device.cut(1).unwrap();
         let mut data = [0; 4096];

@@ -1,21 +1,19 @@
-//! One shard of the unflushed blocks: their versions, their age, and what is being written below.
+//! Shard of the unflushed blocks: their versions, their order, and the claims.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// What a block holds.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Content {
     /// One block of data.
     Bytes(Box<[u8]>),
-    /// Zeroes.
     Zeroes {
-        /// They may become a hole.
+        /// The zeroes may become a hole.
         free: bool,
     },
 }
 
-/// What is written below together.
+/// Kind of content. Only blocks of one kind are written below together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Bytes,
@@ -23,11 +21,11 @@ pub enum Kind {
     Hole,
 }
 
-/// Bytes that a block of zeroes costs: about what its place in the maps takes.
+/// Cost of a block of zeroes in bytes: about the size of its map entries.
 pub const ZERO_COST_BYTES: u64 = 64;
 
 impl Content {
-    /// Bytes of the capacity that it takes.
+    /// Returns the bytes of capacity used.
     pub fn cost(&self) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes.len() as u64,
@@ -35,7 +33,7 @@ impl Content {
         }
     }
 
-    /// Puts it into `out`, one block.
+    /// Copies the content to `out`, one block.
     pub fn copy_to(&self, out: &mut [u8]) {
         match self {
             Self::Bytes(bytes) => out.copy_from_slice(bytes),
@@ -52,16 +50,16 @@ impl Content {
     }
 }
 
-/// A block with content that the device below does not have. Never without a version.
+/// Unflushed block. Has at least one version.
 #[derive(Debug)]
 pub struct Block {
-    /// Its place in the order of eviction: the moment when it came, or of the last failure to write
-    /// it below. Never later than a flush that has to write it.
+    /// Position in the order of eviction: the moment of the first version, or of the last failed
+    /// write below. Never later than the bound of a flush that must write the block.
     order: u64,
-    /// No version from before this moment can be lost: another part of the unit, as it was then, is
+    /// Versions from before this moment cannot be lost: another part of the unit from that time is
     /// below.
     pub floor: u64,
-    /// The moment of each version and what was written, oldest first; moments grow.
+    /// Moments and contents of the versions, oldest first.
     pub versions: Vec<(u64, Content)>,
 }
 
@@ -71,26 +69,26 @@ impl Block {
     }
 }
 
-/// A range of blocks that is being written below. Nobody else writes any of them there meanwhile,
-/// so nothing older comes after something newer.
+/// Range of blocks that is being written below. Claims never overlap, so older data cannot
+/// overwrite newer data.
 #[derive(Debug)]
 struct Claim {
     id: u64,
     blocks: Range<u64>,
 }
 
-/// A shard. Its lock is held for looks at the maps and copies of at most one region, never across a
-/// call of the device below.
+/// Shard of the cache. The lock is held for map accesses and copies of at most one region, never
+/// during calls of the device below.
 #[derive(Debug, Default)]
 pub struct Shard {
     blocks: BTreeMap<u64, Block>,
-    /// (`order`, block) of every block.
+    /// `(order, block)` of every block.
     by_order: BTreeSet<(u64, u64)>,
     claims: Vec<Claim>,
 }
 
 impl Shard {
-    /// Adds a version, as of `now`, which is later than every version before.
+    /// Adds a version at `now`, which is later than every earlier version.
     pub fn push(&mut self, block: u64, now: u64, content: Content) {
         let entry = self.blocks.entry(block).or_insert_with(|| {
             self.by_order.insert((now, block));
@@ -99,17 +97,16 @@ impl Shard {
         entry.versions.push((now, content));
     }
 
-    /// The unflushed blocks of `range`, in order.
+    /// Iterates over the unflushed blocks of `range`, in order.
     pub fn range(&self, range: Range<u64>) -> impl Iterator<Item = (u64, &Block)> {
         self.blocks.range(range).map(|(block, held)| (*block, held))
     }
 
-    /// The order of the oldest block.
     pub fn oldest(&self) -> Option<u64> {
         self.by_order.first().map(|(order, _)| *order)
     }
 
-    /// Whether a part of `range` is being written below.
+    /// Returns true if a part of `range` is being written below.
     pub fn is_claimed(&self, range: &Range<u64>) -> bool {
         self.claims.iter().any(|claim| claim.blocks.start < range.end && range.start < claim.blocks.end)
     }
@@ -122,15 +119,15 @@ impl Shard {
         self.claims.retain(|claim| claim.id != id);
     }
 
-    /// The oldest block that is not claimed, with its unclaimed neighbours of one kind within
-    /// `region` blocks, if its order is before `bound`.
+    /// Returns the run around the oldest unclaimed block from before `bound`: its unclaimed
+    /// neighbours of the same kind within a region of `region` blocks.
     pub fn oldest_run(&self, bound: u64, region: u64) -> Option<Range<u64>> {
         let before = self.by_order.range(..(bound, 0));
         let (_, block) = before.into_iter().find(|(_, block)| !self.is_claimed(&(*block..block + 1)))?;
         Some(self.run_around(*block, region))
     }
 
-    /// The first unclaimed block of `range` that was unflushed at `bound`, with its neighbours in
+    /// Returns the run around the first unclaimed block of `range` from before `bound`, limited to
     /// `range`.
     pub fn first_run(&self, range: Range<u64>, bound: u64, region: u64) -> Option<Range<u64>> {
         let wanted =
@@ -140,7 +137,7 @@ impl Shard {
         Some(run.start.max(range.start)..run.end.min(range.end))
     }
 
-    /// Whether something of `range` was unflushed at `bound` and still is.
+    /// Returns true if blocks of `range` from before `bound` are still unflushed.
     pub fn has_before(&self, range: Range<u64>, bound: u64) -> bool {
         self.blocks.range(range).any(|(_, block)| block.order < bound)
     }
@@ -158,9 +155,9 @@ impl Shard {
         first..end
     }
 
-    /// Forgets what of `range` is older than `bound`: the device below has it, or something newer.
-    /// Returns the bytes of capacity that came free.
-    pub fn settle(&mut self, range: Range<u64>, bound: u64) -> u64 {
+    /// Removes the versions of `range` from before `bound`: the device below has them or newer
+    /// data. Returns the freed bytes of capacity.
+    pub fn forget_before(&mut self, range: Range<u64>, bound: u64) -> u64 {
         let mut freed = 0;
         let mut empty = Vec::new();
         for (&number, block) in self.blocks.range_mut(range) {
@@ -184,15 +181,15 @@ impl Shard {
         freed
     }
 
-    /// From now on no cut loses what is older than `bound` of the blocks of `range`.
+    /// Makes the versions of `range` from before `bound` safe from cuts.
     pub fn secure(&mut self, range: Range<u64>, bound: u64) {
         for (_, block) in self.blocks.range_mut(range) {
             block.floor = block.floor.max(bound);
         }
     }
 
-    /// Moves the blocks of `range` to the end of the order: they could not be written below, others
-    /// get their turn.
+    /// Moves the blocks of `range` to the end of the order after a failed write below, so that
+    /// other blocks come first.
     pub fn put_off(&mut self, range: Range<u64>, now: u64) {
         for (&number, block) in self.blocks.range_mut(range) {
             self.by_order.remove(&(block.order, number));
@@ -201,7 +198,7 @@ impl Shard {
         }
     }
 
-    /// Takes everything out.
+    /// Removes and returns all blocks.
     pub fn take(&mut self) -> BTreeMap<u64, Block> {
         self.by_order.clear();
         std::mem::take(&mut self.blocks)

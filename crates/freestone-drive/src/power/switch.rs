@@ -1,36 +1,36 @@
-//! Power off, and on again: cuts, resets, and visits of the past.
+//! Power off and on: cuts, resets, and visits of earlier points.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
-use super::choice::Choice;
-use super::counted::refuse;
+use super::choice::CutChoice;
+use super::counted::fail_held;
 use super::drain::PowerShared;
 use super::log::{self, Reader};
-use super::record::{Recorder, What};
+use super::record::{EntryKind, Recorder};
 use super::shard::{Block, Content, Kind};
 use super::{Cut, Point, RecordError, Visited};
 use freestone_core::device::{Blocking, Error, Flags, Result};
 use freestone_core::sync::{Instant, MutexGuard};
 
-/// What is written or read at a time when the power is off.
+/// Size of reads and writes while the power is off, in bytes.
 const RUN_MAX_BYTES: u64 = 1 << 20;
-/// How long the device below may answer nothing of what it has, until a change of the power is
-/// given up.
+/// Time without any completion below after which a power switch gives up.
 const QUIET_MAX: Duration = Duration::from_secs(10);
 
-/// While it lives the power is off: no request runs, none comes in, the device below has none.
-struct Off<'a> {
+/// Guard that keeps the power off. No request runs or enters, and the device below has none in
+/// flight.
+struct PowerOffGuard<'a> {
     shared: &'a PowerShared,
     change: Option<MutexGuard<'a, ()>>,
 }
 
-impl Drop for Off<'_> {
+impl Drop for PowerOffGuard<'_> {
     fn drop(&mut self) {
         let held = self.shared.power.open();
-        // Whoever found it closed has looked at this.
+        // Requests that found the gate closed have read this already.
         self.shared.wiping.store(0, SeqCst);
         self.change = None;
         for task in held {
@@ -40,33 +40,33 @@ impl Drop for Off<'_> {
 }
 
 impl PowerShared {
-    /// Switches the power off. Requests that wait are answered `Gone`; those that the device below
-    /// has are answered as it answers them. For a `wipe` they all go on until they are done, and
-    /// who comes waits.
+    /// Switches the power off. Waiting requests fail with `Gone`; requests in flight below complete
+    /// normally. For a reset (`wipe`) all requests complete first, and new ones wait.
     ///
     /// # Errors
-    /// [`Error::Gone`]: nothing of it is answered for [`QUIET_MAX`]. The power is on again, and nothing else has changed.
-    fn switch_off(&self, wipe: bool) -> Result<Off<'_>> {
+    /// [`Error::Gone`] if the device below completes nothing for [`QUIET_MAX`]. The power is then
+    /// on again, and nothing has changed.
+    fn switch_off(&self, wipe: bool) -> Result<PowerOffGuard<'_>> {
         let change = Some(self.change.lock());
         self.wiping.store(u32::from(wipe), SeqCst);
         let quiet = self.power.close_within(QUIET_MAX);
-        let off = Off { shared: self, change };
+        let off = PowerOffGuard { shared: self, change };
         if !quiet {
             return Err(Error::Gone);
         }
-        self.bell.listen();
-        self.bell.ring_loud();
+        self.events.listen();
+        self.events.notify_always();
         let quiet = loop {
-            let seen = self.bell.count();
+            let seen = self.events.count();
             if self.in_flight.load(SeqCst) == 0 && self.queue.is_empty() {
                 break true;
             }
-            self.bell.wait_until(seen, Instant::now() + QUIET_MAX);
-            if self.bell.count() == seen {
+            self.events.wait_until(seen, Instant::now() + QUIET_MAX);
+            if self.events.count() == seen {
                 break false;
             }
         };
-        self.bell.leave();
+        self.events.stop_listening();
         if quiet { Ok(off) } else { Err(Error::Gone) }
     }
 
@@ -75,16 +75,16 @@ impl PowerShared {
             return Err(Error::Media);
         }
         self.let_go();
-        let cut = self.lose(seed);
+        let cut = self.cut_now(seed);
         self.stop_counting();
         cut
     }
 
-    fn lose(&self, seed: u64) -> Result<Cut> {
+    fn cut_now(&self, seed: u64) -> Result<Cut> {
         let _off = self.switch_off(false)?;
-        let choice = Choice::new(seed);
+        let choice = CutChoice::new(seed);
         let mut cut = Cut { seed, kept_blocks: 0, lost_blocks: 0 };
-        // Blocks that did not end as their newest version, which is what the recording has last.
+        // Blocks that did not end as their newest version, which the recording has last.
         let mut set_back = Vec::new();
         let mut kept = BTreeMap::new();
         let mut blocks = self.cache.take().into_iter().peekable();
@@ -108,13 +108,14 @@ impl PowerShared {
         if let Some(record) = &self.cache.record {
             self.record_cut(record, seed, &set_back);
         }
-        // A reboot takes nothing more.
+        // A reboot loses nothing more.
         let flushed = self.inner.flush();
         written.and(flushed).map(|()| cut)
     }
 
-    /// Writes what a cut keeps. What fails may have happened or not, and either is one of its
-    /// possible ends; the recording has to look (`unsure`), and the first error is told.
+    /// Writes the blocks that a cut keeps, and returns the first error. A failed write may have
+    /// happened or not; both are valid results of the cut. Adds such blocks to `unsure`, so that
+    /// the recording reads them.
     fn write_kept(&self, kept: &BTreeMap<u64, Content>, unsure: &mut Vec<u64>) -> Result<()> {
         let block = self.cache.block_bytes();
         let mut outcome = Ok(());
@@ -147,8 +148,8 @@ impl PowerShared {
         outcome
     }
 
-    /// Records what a cut left where that is not what was written last, so that the log still
-    /// replays to what is there.
+    /// Records the content that a cut left, if it is not the last one written, so that the log
+    /// still replays to it.
     fn record_cut(&self, record: &Recorder, seed: u64, set_back: &[u64]) {
         if !record.is_running() {
             return;
@@ -160,19 +161,19 @@ impl PowerShared {
             record.wait_for_room();
             let mut data = vec![0; run.len() * block as usize];
             if let Err(error) = self.inner.read_at(run[0] * block, &mut data) {
-                record.stop(&format!("after the power cut, what was left could not be read: {error}"));
+                record.stop(&format!("reading the blocks that a power cut left failed: {error}"));
                 return;
             }
-            record.push(run[0] * block, data.len() as u64, What::Data(data.into_boxed_slice()));
+            record.push(run[0] * block, data.len() as u64, EntryKind::Data(data.into_boxed_slice()));
         }
-        record.push(0, 0, What::Flush);
+        record.push(0, 0, EntryKind::Flush);
     }
 
     pub fn reset(&self, below: &dyn Fn() -> Result<()>) -> Result<()> {
         let _off = self.switch_off(true)?;
         self.cache.take();
         below()?;
-        self.countdown.set_whole();
+        self.countdown.set_consistent();
         if let Some(record) = &self.cache.record {
             record.note(log::BEGINNING);
         }
@@ -186,7 +187,7 @@ impl PowerShared {
         reset: &dyn Fn() -> Result<()>,
     ) -> std::result::Result<Visited, RecordError> {
         let record = self.cache.record.as_ref().ok_or(RecordError::NotRecording)?;
-        // A point that is not there, and a log that is damaged before it, cost nothing.
+        // Checks the point and the log before anything changes.
         let mut reader = Reader::open(record.path())?;
         let entries = match point {
             Point::Entry(asked) => *asked,
@@ -196,24 +197,25 @@ impl PowerShared {
         let plan = log::Plan::new(&mut reader, entries, self.inner.geometry().size, cut)?;
         let _off = self.switch_off(false)?;
         self.cache.take();
-        record.stop("a point of the past was visited");
+        record.stop("an earlier point was visited");
         let replayed =
             reset().map_err(RecordError::Device).and_then(|()| Ok(plan.run(&mut reader, &*self.inner)?));
         match replayed {
             Ok(cut) => {
-                self.countdown.set_whole();
+                self.countdown.set_consistent();
                 Ok(Visited { entries, cut })
             }
             Err(error) => {
-                refuse(self.countdown.stay_off());
+                fail_held(self.countdown.stay_off());
                 Err(RecordError::HalfSetBack(Box::new(error)))
             }
         }
     }
 }
 
-/// The moment up to which the writes to a unit happened, of which `parts` are unflushed.
-fn decide(choice: Choice, unit: u64, parts: &[(u64, Block)], cut: &mut Cut) -> u64 {
+/// Returns the moment before which the writes to a unit happened. `parts` are the unit's unflushed
+/// blocks.
+fn decide(choice: CutChoice, unit: u64, parts: &[(u64, Block)], cut: &mut Cut) -> u64 {
     let floor = parts.iter().map(|(_, block)| block.floor).max().unwrap_or_default();
     let versions = parts.iter().flat_map(|(_, block)| &block.versions);
     let mut open: Vec<u64> = versions.map(|(moment, _)| *moment).filter(|moment| *moment >= floor).collect();
@@ -240,7 +242,7 @@ fn add(data: &mut Vec<u8>, content: &Content) {
     }
 }
 
-/// So that the worker's thread may be started with it.
+/// Checks that the worker's thread can own the state.
 const _: fn() = || {
     fn shared_between_threads<T: Send + Sync>() {}
     shared_between_threads::<Arc<PowerShared>>();

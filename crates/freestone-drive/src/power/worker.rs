@@ -1,5 +1,5 @@
-//! The worker: one thread for a device, for requests that wait for room, for a range, or for a
-//! flush. It waits for nothing but the bell, so a slow request below holds up only what needs it.
+//! Worker thread of a device, for requests that wait for room, for a range, or for a flush. The
+//! worker waits only for events, so a slow request below delays only its dependents.
 
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,44 +7,43 @@ use std::sync::Arc;
 
 use super::completion;
 use super::drain::PowerShared;
-use super::io::Admitted;
-use super::queue::{Job, Settle};
+use super::io::PowerAdmission;
+use super::queue::{Job, WriteOut};
 use freestone_core::device::{Completion, Error, IoBuf, Op, Request};
 use freestone_core::sync::Ordering::SeqCst;
 
-/// Unflushed bytes that are written below at a time.
+/// Maximum unflushed bytes in flight below.
 const WINDOW_BYTES: u64 = 8 << 20;
 
 impl PowerShared {
-    /// Hands a job to the worker. Called with the power on, under a pin.
+    /// Passes a job to the worker. Requires that the power is on; called under a pin.
     pub fn enqueue(&self, job: Job) {
         self.queue.pending.fetch_add(1, SeqCst);
         if matches!(job, Job::Write { .. }) {
             self.queue.waiting.fetch_add(1, SeqCst);
         }
-        self.bell.listen();
+        self.events.listen();
         self.queue.state.lock().jobs.push(job);
-        self.bell.ring_loud();
+        self.events.notify_always();
     }
 
-    fn finished(&self) {
+    fn finish_job(&self) {
         self.queue.pending.fetch_sub(1, SeqCst);
-        self.bell.leave();
-        // Whoever switches the power off listens.
-        self.bell.ring();
+        self.events.stop_listening();
+        // A power switch listens.
+        self.events.notify();
     }
 
-    /// The worker ends when it has nothing to do any more.
+    /// Tells the worker to exit after its last job.
     pub fn stop_worker(&self) {
         self.queue.state.lock().stop = true;
-        self.bell.ring_loud();
+        self.events.notify_always();
     }
 
-    /// The worker's thread.
     pub fn work(self: &Arc<Self>) {
         let mut jobs = Vec::new();
         loop {
-            let seen = self.bell.count();
+            let seen = self.events.count();
             let stop = {
                 let mut state = self.queue.state.lock();
                 jobs.append(&mut state.jobs);
@@ -57,61 +56,61 @@ impl PowerShared {
             let mut room = true;
             for job in mem::take(&mut jobs) {
                 match job {
-                    job if matches!(admitted, Admitted::Off) => self.answer_gone(job),
+                    job if matches!(admitted, PowerAdmission::Off) => self.fail_gone(job),
                     job @ Job::Write { .. } if !room => jobs.push(job),
                     job => {
-                        let left = self.step_or_lose(job);
+                        let left = self.step_catching_panics(job);
                         room &= !matches!(left, Some(Job::Write { .. }));
                         jobs.extend(left);
                     }
                 }
             }
             drop(admitted);
-            // The last job may have rung for nobody.
+            // The last job's event may have had no listener.
             if !(stop && jobs.is_empty()) {
-                self.bell.wait(seen);
+                self.events.wait(seen);
             }
         }
     }
 
-    fn answer_gone(&self, job: Job) {
+    fn fail_gone(&self, job: Job) {
         match job {
             Job::Write { buffer, done, .. } => {
                 done.complete(Err(Error::Gone), buffer);
                 self.queue.waiting.fetch_sub(1, SeqCst);
             }
-            Job::Through { buffer, done, .. } => done.complete(Err(Error::Gone), buffer),
-            Job::Settle(settle) => {
-                self.close_flush(settle.slot, false);
-                settle.done.complete(Err(Error::Gone), IoBuf::empty());
+            Job::PastCache { buffer, done, .. } => done.complete(Err(Error::Gone), buffer),
+            Job::WriteOut(write_out) => {
+                self.close_flush(write_out.slot, false);
+                write_out.done.complete(Err(Error::Gone), IoBuf::empty());
             }
         }
-        self.finished();
+        self.finish_job();
     }
 
-    /// A step. One whose completion panics is over; the panic was reported by its hook, and is not
-    /// the other requests' affair.
-    fn step_or_lose(self: &Arc<Self>, job: Job) -> Option<Job> {
+    /// Runs a step. A job whose completion panics is finished: the panic hook has reported it, and
+    /// other requests continue.
+    fn step_catching_panics(self: &Arc<Self>, job: Job) -> Option<Job> {
         let step = AssertUnwindSafe(|| completion::inside(|| self.step(job)));
         catch_unwind(step).unwrap_or_else(|_| {
-            self.finished();
+            self.finish_job();
             None
         })
     }
 
-    /// Does what can be done of a job; gives back what is left.
+    /// Runs a job as far as possible. Returns the rest of it.
     fn step(self: &Arc<Self>, job: Job) -> Option<Job> {
         let left = match job {
             Job::Write { request, buffer, at, failures, done } => {
                 self.step_write(request, buffer, at, failures, done)
             }
-            Job::Through { request, buffer, done } => self
-                .through(request, buffer, done)
-                .map(|(buffer, done)| Job::Through { request, buffer, done }),
-            Job::Settle(settle) => self.step_settle(settle).map(Job::Settle),
+            Job::PastCache { request, buffer, done } => self
+                .submit_past_cache(request, buffer, done)
+                .map(|(buffer, done)| Job::PastCache { request, buffer, done }),
+            Job::WriteOut(write_out) => self.step_write_out(write_out).map(Job::WriteOut),
         };
         if left.is_none() {
-            self.finished();
+            self.finish_job();
         }
         left
     }
@@ -150,13 +149,13 @@ impl PowerShared {
         None
     }
 
-    /// Has enough written below that there is room for `len` bytes, or that the cache is empty.
+    /// Starts writes below until there is room for `len` bytes, or nothing left to write.
     fn make_room(self: &Arc<Self>, len: u64) -> Result<(), Error> {
-        // What fails gets a later place: each block is tried once, also by a device that answers at
-        // once.
+        // Failed blocks move past the bound, so each block is tried once, also with a device that
+        // completes inline.
         let bound = self.cache.now();
         let want = len.min(self.cache.capacity()).min(WINDOW_BYTES);
-        while self.cache.room() + self.draining.load(SeqCst) < want {
+        while self.cache.free_bytes() + self.draining.load(SeqCst) < want {
             match self.cache.claim_run(bound, None)? {
                 Some(run) => self.drain(run),
                 None => break,
@@ -165,32 +164,32 @@ impl PowerShared {
         Ok(())
     }
 
-    fn step_settle(self: &Arc<Self>, settle: Settle) -> Option<Settle> {
-        let within = settle.within.as_ref();
+    fn step_write_out(self: &Arc<Self>, write_out: WriteOut) -> Option<WriteOut> {
+        let within = write_out.within.as_ref();
         let mut error = None;
         while error.is_none() && self.draining.load(SeqCst) < WINDOW_BYTES {
-            match self.cache.claim_run(settle.bound, within) {
+            match self.cache.claim_run(write_out.bound, within) {
                 Ok(Some(run)) => self.drain(run),
                 Ok(None) => break,
                 Err(failed) => error = Some(failed),
             }
         }
-        // In this order: what failed is counted before it is put off.
-        let unflushed = self.is_unflushed(settle.bound, within);
-        let error = error.or_else(|| self.failed_since(settle.failures));
+        // Checked before the failures: a failure is counted before its blocks are moved.
+        let unflushed = self.is_unflushed(write_out.bound, within);
+        let error = error.or_else(|| self.failed_since(write_out.failures));
         match error {
             Some(error) => {
-                self.close_flush(settle.slot, false);
-                settle.done.complete(Err(error), IoBuf::empty());
+                self.close_flush(write_out.slot, false);
+                write_out.done.complete(Err(error), IoBuf::empty());
                 None
             }
-            None if unflushed => Some(settle),
-            None if settle.flush => {
-                self.flush_below(settle.slot, settle.done);
+            None if unflushed => Some(write_out),
+            None if write_out.flush => {
+                self.flush_below(write_out.slot, write_out.done);
                 None
             }
             None => {
-                settle.done.complete(Ok(()), IoBuf::empty());
+                write_out.done.complete(Ok(()), IoBuf::empty());
                 None
             }
         }

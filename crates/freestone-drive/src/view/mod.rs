@@ -1,4 +1,4 @@
-//! Devices that show another device differently: read-only, or with other limits of requests.
+//! Views of a device: read-only, or with other request limits.
 
 mod read_only;
 mod shaped;

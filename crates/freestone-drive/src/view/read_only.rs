@@ -6,7 +6,7 @@ use freestone_core::device::{
     Buffer, Changes, Completion, Device, Extent, Geometry, IoBuf, Request, Result, Tried,
 };
 
-/// Rejects writes and discards, and reports itself as read-only.
+/// Device that rejects writes and discards, and reports itself as read-only.
 pub struct ReadOnly(pub Arc<dyn Device>);
 
 impl Device for ReadOnly {

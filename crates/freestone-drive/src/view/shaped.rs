@@ -1,4 +1,4 @@
-//! A view of a device with another block size, discard granularity or largest request.
+//! View of a device with another block size, discard granularity or request limit.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use freestone_core::device::{
     Buffer, Completion, Device, Extent, Geometry, IoBuf, Op, Request, Result, Tried,
 };
 
-/// A device with the size and content of another, and a geometry of its own. Its logical blocks must
-/// not be smaller than those of the device below.
+/// Device with the size and content of another, and its own geometry. The logical block must not be
+/// smaller than that of the device below.
 pub struct Shaped {
     inner: Arc<dyn Device>,
     geometry: Geometry,
@@ -21,7 +21,7 @@ impl Shaped {
         Self { inner, geometry }
     }
 
-    /// Returns true if the request is a discard and the view offers none: discards then succeed without effect.
+    /// Returns true for a discard if the view offers none. Such discards succeed without effect.
     fn is_ignored(&self, request: &Request) -> bool {
         request.op == Op::Discard && self.geometry.discard_granularity == 0
     }

@@ -1,4 +1,4 @@
-//! What a zoned device is made of, and what cannot be made.
+//! Configuration of a zoned device, and its validation.
 
 use std::io;
 
@@ -9,42 +9,40 @@ use super::layout::Layout;
 pub use super::layout::ZONE_SIZE_MAX_BYTES;
 use freestone_core::device::Geometry;
 
-/// The most zones a device may have. Bounds the memory of the table (128 bytes a zone up to 65 536
-/// zones, then 8).
+/// Maximum number of zones. Limits the memory of the table: 128 bytes per zone up to 65 536 zones,
+/// then 8.
 pub const ZONES_MAX: u64 = 1 << 24;
 
-/// Zones of a device; the parameters of `null_blk` by their own names. Sizes in bytes.
+/// Configuration of zones, with the parameter names of `null_blk`. Sizes are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// Distance between two zone starts: a power of two from one logical block to the size of the
-    /// device, at most [`ZONE_SIZE_MAX_BYTES`]. A zone at the end of the device may be shorter
-    /// where every zone can be written to its end.
+    /// Zone size: a power of two from the logical block to the size of the device, at most
+    /// [`ZONE_SIZE_MAX_BYTES`]. The last zone may be shorter if `zone_capacity` is `zone_size`.
     pub zone_size: u64,
-    /// How much of a zone can be written: at most `zone_size`, a multiple of the logical block; 0
-    /// is `zone_size`.
+    /// Writable bytes per zone: a multiple of the logical block, at most `zone_size`; 0 for
+    /// `zone_size`.
     pub zone_capacity: u64,
-    /// Conventional zones at the start of the device. At least one zone stays sequential: more than
-    /// that is cut down.
+    /// Number of conventional zones at the start of the device. Reduced so that at least one zone
+    /// is sequential.
     pub zone_nr_conv: u32,
-    /// Sequential zones that may be open at once; 0, or as many as there are, is no limit. Never
-    /// more than `zone_max_active`, where that limits.
+    /// Maximum number of open sequential zones; 0 or all of them is no limit. Reduced to
+    /// `zone_max_active` if that is a limit.
     pub zone_max_open: u32,
-    /// Sequential zones that may be open or closed at once; 0, or as many as there are, is no
-    /// limit.
+    /// Maximum number of open or closed sequential zones; 0 or all of them is no limit.
     pub zone_max_active: u32,
-    /// The largest append: rounded down to blocks, at most the capacity of a zone; 0 where append
-    /// is not offered.
+    /// Largest append, rounded down to blocks and reduced to the capacity of a zone; 0 disables
+    /// append.
     pub zone_append_max: u64,
-    /// Sequential zones are full when the device is made.
+    /// Sequential zones are full when the device is created.
     pub zone_full: bool,
-    /// The device below stores what is written. Where it does not, as the bare null device, reads
-    /// are the device's own answer; where it does, what lies behind a write pointer reads as bytes
-    /// of 0xFF.
+    /// The device below stores data. Data beyond a write pointer then reads as bytes of 0xFF.
+    /// Without storage, as with the plain null device, all data reads as the device below returns
+    /// it.
     pub stores: bool,
 }
 
 impl Default for Config {
-    /// The kernel's: zones of 256 MiB, all sequential, no limits.
+    /// Returns the kernel's defaults: zones of 256 MiB, all sequential, no limits.
     fn default() -> Self {
         Self {
             zone_size: 256 << 20,
@@ -59,62 +57,62 @@ impl Default for Config {
     }
 }
 
-/// Why zones could not be made.
+/// Errors from creating zones.
 #[derive(Debug, Error)]
 pub enum SetupError {
-    /// The size of a zone is impossible.
+    /// The zone size is not supported.
     #[error(
         "zone_size is {zone_size} bytes; it must be a power of two from {block} bytes to the size of the device ({size} bytes), \
          and at most {ZONE_SIZE_MAX_BYTES}"
     )]
     ZoneSize {
-        /// What was asked for.
+        /// Requested zone size.
         zone_size: u64,
-        /// The logical block.
+        /// Logical block.
         block: u32,
-        /// The size of the device.
+        /// Size of the device.
         size: u64,
     },
-    /// So many zones are impossible.
+    /// The device would have too many zones.
     #[error("zone_size {zone_size} gives {zones} zones; at most {ZONES_MAX} are possible")]
     TooManyZones {
-        /// What was asked for.
+        /// Requested zone size.
         zone_size: u64,
-        /// How many zones that makes.
+        /// Resulting number of zones.
         zones: u64,
     },
-    /// The capacity of a zone is impossible.
+    /// The zone capacity is not supported.
     #[error(
         "zone_capacity is {capacity} bytes; it must be a multiple of {block} bytes and at most zone_size ({zone_size} bytes)"
     )]
     Capacity {
-        /// What was asked for.
+        /// Requested capacity.
         capacity: u64,
-        /// The logical block.
+        /// Logical block.
         block: u32,
-        /// The size of a zone.
+        /// Zone size.
         zone_size: u64,
     },
-    /// The last zone is shorter, and zones cannot be written to their ends.
+    /// The last zone is shorter, and `zone_capacity` is smaller than `zone_size`.
     #[error(
         "the device has {size} bytes, which leaves a last zone of {last} bytes; a shorter last zone is possible only where \
          zone_capacity is zone_size ({zone_size} bytes)"
     )]
     ShortLastZone {
-        /// The size of the device.
+        /// Size of the device.
         size: u64,
-        /// The length of the last zone.
+        /// Length of the last zone.
         last: u64,
-        /// The size of a zone.
+        /// Zone size.
         zone_size: u64,
     },
-    /// The device below has zones itself.
+    /// The device below is zoned already.
     #[error("the device has zones already")]
     Zoned,
-    /// The table does not fit into memory.
+    /// Out of memory for the table.
     #[error("there is no memory for {0} zones")]
     NoMemory(u32),
-    /// The zone state file.
+    /// The zone state file failed.
     #[error("the zone state file: {0}")]
     State(#[from] StateError),
     /// A thread could not be started.
@@ -123,13 +121,13 @@ pub enum SetupError {
 }
 
 impl Layout {
-    /// Checks a configuration for a device.
+    /// Validates a configuration for the device `below`.
     pub fn new(config: &Config, below: &Geometry) -> Result<Self, SetupError> {
         if below.zones.is_some() {
             return Err(SetupError::Zoned);
         }
         let block = below.logical_block;
-        // What a write pointer says was written must be there.
+        // Written data must stay readable, so a padded last block is not used.
         let size = below.size - if below.padding > 0 { u64::from(block) } else { 0 };
         let (zone_size, whole) = (config.zone_size, u64::from(block));
         if !zone_size.is_power_of_two() || zone_size < whole || zone_size > size.min(ZONE_SIZE_MAX_BYTES) {
@@ -154,8 +152,8 @@ impl Layout {
         let max_active = limit(config.zone_max_active);
         let max_open = match max_active {
             0 => limit(config.zone_max_open),
-            // As in the kernel: no limit of its own stays none, and more than may be active is cut
-            // down.
+            // As in the kernel: no limit stays no limit, and a higher limit is reduced to
+            // `max_active`.
             _ => config.zone_max_open.min(max_active),
         };
         let max_append = config.zone_append_max.min(capacity).min(u64::from(u32::MAX)) & !(whole - 1);
@@ -188,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_zones_are_refused() {
+    fn invalid_configurations_are_rejected() {
         let layout = |size: u64, config: Config| Layout::new(&config, &below(size)).map(|_| ());
         let zones = |zone_size| Config { zone_size, ..Config::default() };
         for zone_size in [0, 1, 2048, 4097, 12288, 2 << 20, u64::MAX, 1 << 63] {
@@ -210,8 +208,8 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_cut_down_as_in_the_kernel() {
-        // 16 zones. Asked for: conventional, open, active; given: the same.
+    fn limits_are_reduced_as_in_kernel() {
+        // 16 zones. Requested and resulting: conventional, open, active.
         let rows = [
             ((0, 0, 0), (0, 0, 0)),
             ((0, 16, 0), (0, 0, 0)),

@@ -1,43 +1,42 @@
-//! What a zoned device did so far, and how its zones are.
+//! Counters of a zoned device.
 
 use freestone_core::device::Counted;
 use freestone_core::device::zoned::ZoneCondition;
 
-/// Zones of each condition now, and what was done since the device was made.
+/// Number of zones per condition, and operations since the device was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ZoneCounts {
     /// Conventional zones.
     pub conventional: u32,
     /// Empty zones.
     pub empty: u32,
-    /// Zones that a write opened.
+    /// Implicitly open zones.
     pub implicit_open: u32,
-    /// Zones that were opened by an operation.
+    /// Explicitly open zones.
     pub explicit_open: u32,
     /// Closed zones.
     pub closed: u32,
     /// Full zones.
     pub full: u32,
-    /// Zones that are only read.
+    /// Read-only zones.
     pub read_only: u32,
-    /// Zones that are neither read nor written.
+    /// Offline zones.
     pub offline: u32,
-    /// Reads, writes, appends, flushes; errors of zone operations are among its errors.
+    /// Reads, writes, appends and flushes. The errors include those of zone operations.
     pub ops: Counted,
-    /// Zones that were opened by an operation.
+    /// Zones opened by an operation.
     pub opens: u64,
-    /// Zones that were closed by an operation.
+    /// Zones closed by an operation.
     pub closes: u64,
-    /// Zones that were finished by an operation.
+    /// Zones finished by an operation.
     pub finishes: u64,
-    /// Zones that were reset, one by one or all at once.
+    /// Zones reset, one by one or all at once.
     pub resets: u64,
-    /// Zones that were closed because another one was opened.
+    /// Zones closed implicitly to open another one.
     pub implicit_closes: u64,
 }
 
 impl ZoneCounts {
-    /// Counts a zone.
     pub(super) fn add(&mut self, condition: ZoneCondition) {
         *match condition {
             ZoneCondition::NotWritePointer => &mut self.conventional,
@@ -51,18 +50,18 @@ impl ZoneCounts {
         } += 1;
     }
 
-    /// Zones that count against the limit of open zones.
+    /// Returns the zones that count as open.
     pub fn open(&self) -> u32 {
         self.implicit_open + self.explicit_open
     }
 
-    /// Zones that count against the limit of active zones.
+    /// Returns the zones that count as active.
     pub fn active(&self) -> u32 {
         self.open() + self.closed
     }
 }
 
-// Counters of zone operations, each with one cell a CPU.
+// Indexes of the per-CPU counters of zone operations.
 pub const OPENS: usize = 0;
 pub const CLOSES: usize = 1;
 pub const FINISHES: usize = 2;

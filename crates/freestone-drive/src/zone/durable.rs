@@ -1,13 +1,12 @@
-//! What of the zones would survive a power cut: for each zone a write pointer that never exceeds
-//! durable data.
+//! Durable state of the zones: for each zone a write pointer that never exceeds durable data.
 //!
-//! A flush notes the write pointers, flushes the device below, and then takes what it noted for
-//! durable; with a state file, after that is in the file. A reset is made durable first of all. So
-//! two of them can overlap, and each zone's generation tells which one is newer.
+//! A flush collects the write pointers, flushes the device below, and then records them as durable.
+//! With a state file it writes them to the file first. A reset is made durable before anything
+//! else. Flushes and resets may overlap; the generation of each zone shows which one is newer.
 //!
-//! A write of the state file that failed may have happened. For us the zones are then as durable as
-//! they were before, and what the file says of them is suspect: whatever is made durable next, if
-//! only by a flush, has that written again as well, or fails too.
+//! A failed write of the state file may have happened. The zones then count as durable as before,
+//! and the file's content is suspect. The next operation that makes anything durable, even a flush,
+//! rewrites the suspect part or fails.
 
 use std::sync::Arc;
 
@@ -20,18 +19,18 @@ use freestone_core::client_log;
 use freestone_core::device::{Blocking, Error, Flags, Request, Result, Tried};
 use freestone_core::sync::Mutex;
 
-/// A zone, a generation of it, and what is to become durable of that.
+/// A zone, its generation, and the mark to make durable.
 pub type Noted = (u32, u16, Mark);
 
-/// What is durable of all zones.
 pub struct Durable {
-    /// Innermost. With a state file it is held while that is written: by threads that may wait.
+    /// Lock order: innermost. With a state file the lock is held during its writes, by threads that
+    /// may wait.
     kept: Mutex<Kept>,
     pub has_file: bool,
 }
 
 struct Kept {
-    /// Of each zone the generation that is durable, and the mark.
+    /// Durable generation and mark of each zone.
     zones: Vec<(u16, Mark)>,
     file: Option<StateFile>,
 }
@@ -56,13 +55,13 @@ impl Kept {
             .collect()
     }
 
-    /// Whether the file says what is known here.
+    /// Returns true if the content of the file is known.
     fn is_certain(&self) -> bool {
         self.file.as_ref().is_none_or(StateFile::is_certain)
     }
 
-    /// Takes over what is news, and has it durable in the file, with all that is suspect there. If
-    /// that fails, nothing of it is known to be durable.
+    /// Records newer marks (or `all`) and writes them to the file, together with its suspect part.
+    /// After an error none of them counts as durable.
     fn take(&mut self, noted: Vec<Noted>, all: bool) -> Result<()> {
         let mut before = Vec::new();
         for noted in noted {
@@ -87,30 +86,31 @@ impl Kept {
 }
 
 impl Durable {
-    /// All zones are durable as they are in the table.
+    /// Creates the state: all zones are durable as in the table.
     pub fn new(table: &Table, file: Option<StateFile>) -> Self {
         let zones = (0..table.layout.zones).map(|zone| (0, Mark::of(table.look(zone)))).collect();
         Self { has_file: file.is_some(), kept: Mutex::new(Kept { zones, file }) }
     }
 
-    /// What is not durable yet.
+    /// Returns the marks that are not durable yet.
     pub fn note(&self, table: &Table) -> Vec<Noted> {
         self.kept.lock().note(table)
     }
 
-    /// As [`note`](Self::note), unless that would wait, or there is something to write.
+    /// Returns the marks like [`note`](Self::note), or `None` if that would wait or the file must
+    /// be written.
     fn try_note(&self, table: &Table) -> Option<Vec<Noted>> {
         let kept = self.kept.try_lock()?;
         let noted = kept.note(table);
         (!self.has_file || noted.is_empty() && kept.is_certain()).then_some(noted)
     }
 
-    /// The device below was flushed after this was noted. May wait where there is a file.
+    /// Records marks collected before a flush of the device below. May wait if there is a file.
     pub fn commit(&self, noted: Vec<Noted>) -> Result<()> {
         self.kept.lock().take(noted, false)
     }
 
-    /// A single zone is durable up to here. For devices without a file, where nothing can fail.
+    /// Records a newer mark of one zone. Only for devices without a file, so this cannot fail.
     fn raise(&self, noted: Noted) {
         debug_assert!(!self.has_file);
         let mut kept = self.kept.lock();
@@ -119,26 +119,24 @@ impl Durable {
         }
     }
 
-    /// Makes this durable, whatever it was before: for who owns the zones. May wait where there is
-    /// a file.
+    /// Records marks of zones that the caller owns, newer or not. May wait if there is a file.
     pub fn force(&self, marks: Vec<Noted>) -> Result<()> {
         self.kept.lock().take(marks, true)
     }
 
-    /// What is durable of a zone.
     pub fn mark(&self, zone: u32) -> Mark {
         self.kept.lock().zones[zone as usize].1
     }
 }
 
 impl Inner {
-    /// Whether the zones are kept in a state file.
+    /// Returns true if the zones have a state file.
     #[inline]
     pub fn is_recorded(&self) -> bool {
         self.durable.as_ref().is_some_and(|durable| durable.has_file)
     }
 
-    /// After a write with [`Flags::FUA`]: a power cut keeps it, and so what lies below it in its
+    /// Records that a write with [`Flags::FUA`] is durable, and so is all data before it in its
     /// zone.
     #[inline]
     pub fn wrote_through(&self, zone: u32, word: Word, request: &Request) {
@@ -149,29 +147,27 @@ impl Inner {
         }
     }
 
-    /// Flushes without waiting.
     pub fn try_flush(&self, request: &Request) -> Result<Tried> {
         let Some(durable) = &self.durable else {
             return self.backing.try_io(request, freestone_core::device::Buffer::None);
         };
         let Some(noted) = durable.try_note(&self.table) else { return Ok(Tried::WouldBlock) };
         let tried = self.backing.try_io(request, freestone_core::device::Buffer::None)?;
-        // With nothing to take over, the lock is not waited for.
+        // Without new marks this does not wait for the lock.
         if tried == Tried::Done && !noted.is_empty() {
             durable.commit(noted)?;
         }
         Ok(tried)
     }
 
-    /// Makes durable what was written, and then what is known of it. Waits.
+    /// Flushes the device below, then makes the marks durable. Blocks.
     pub fn sync(&self) -> Result<()> {
         let noted = self.durable.as_ref().map(|durable| (durable, durable.note(&self.table)));
         self.backing.flush()?;
         noted.map_or(Ok(()), |(durable, noted)| durable.commit(noted))
     }
 
-    /// Has [`sync`](Self::sync) done by the thread for it, and then tells. Those that come while it
-    /// is busy are done together.
+    /// Runs [`sync`](Self::sync) on its thread, then calls `done`. Concurrent calls share one sync.
     pub fn sync_later(self: &Arc<Self>, done: impl FnOnce(Result<()>) + Send + 'static) {
         self.unsynced.lock().push(Box::new(done));
         let inner = Arc::clone(self);
@@ -186,14 +182,14 @@ impl Inner {
             }
         });
         if !taken {
-            // The device is gone. Each is answered so by being dropped.
+            // The device is gone. Dropping the callbacks reports that.
             let waiting = std::mem::take(&mut *self.unsynced.lock());
             drop(waiting);
         }
     }
 }
 
-/// What a state file says of the zones, as words.
+/// Converts the marks of a state file to words.
 pub fn words(layout: &super::layout::Layout, marks: &[Mark]) -> std::result::Result<Vec<Word>, StateError> {
     let word = |(zone, mark): (u32, &Mark)| {
         if !layout.is_sequential(zone) {

@@ -1,16 +1,14 @@
-//! What lies where: as the device below says, but what is behind a write pointer reads as bytes
-//! that are no zeroes.
+//! Extents: those of the device below, but data (not zeroes) beyond a write pointer.
 
 use super::{Inner, ZoneCondition};
 use freestone_core::device::{Extent, ExtentKind, Result, range_end};
 
-/// Rows that are taken from the device below before they are handed on, and zones that are
-/// described in one call.
+/// Maximum number of extents collected before they are returned, and of zones described per call.
 const ROWS_MAX: usize = 64;
 const ZONES_MAX: u32 = 1024;
 
 impl Inner {
-    /// Describes a range, as `Device::extents` does.
+    /// Describes a range, like `Device::extents`.
     pub fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         let layout = &self.table.layout;
         let end = range_end(offset, len, layout.size)?;
@@ -23,7 +21,7 @@ impl Inner {
             let to = end.min(layout.start(zone) + layout.len(zone));
             let (described, more) = self.zone_extents(zone, at, to - at, row)?;
             at += described;
-            // A zone that was not described to its end is a place to stop as good as any.
+            // A zone that was not described completely ends the call.
             if !more || at < to || at == end {
                 break;
             }
@@ -31,7 +29,8 @@ impl Inner {
         Ok(at - offset)
     }
 
-    /// Describes a part of one zone. How far that came, and whether the caller wants more.
+    /// Describes a part of one zone. Returns the described length, and true if the caller wants
+    /// more.
     fn zone_extents(
         &self,
         zone: u32,
@@ -55,7 +54,7 @@ impl Inner {
                     rows.len() < ROWS_MAX
                 })?;
             }
-            if self.table.is_still(zone, word) {
+            if self.table.is_same_generation(zone, word) {
                 break real;
             }
         };

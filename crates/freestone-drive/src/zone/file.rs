@@ -1,4 +1,4 @@
-//! The zone state file: what is durable of each zone.
+//! Zone state file: the durable state of each zone.
 //!
 //! | bytes | content |
 //! |---|---|
@@ -7,14 +7,13 @@
 //! | 8192 + 8192 g | the same, second copy |
 //!
 //! All numbers are little-endian. A change of a zone writes its group with the next sequence number
-//! over the older copy, and then syncs the file; so a write that a crash tears, in whatever way,
-//! leaves the newer copy as it was, with all its zones. Of two good copies the one with the higher
-//! number counts. A mark is described at [`Mark`].
+//! over the older copy, then syncs the file. So a torn write leaves the newer copy with all its
+//! zones intact. Of two valid copies the one with the higher sequence number counts. For marks see
+//! [`Mark`].
 //!
-//! A write that failed may have happened: its groups are suspect until they were written again, at
-//! the same place, so that the older copy stays good. Nor need what is found in the file be durable
-//! (the process before may have ended between a write and its sync): it is written again when the
-//! file is opened.
+//! A failed write may have happened. Its groups are suspect until they are rewritten at the same
+//! place, so the older copy stays valid. The content found at opening may not be durable either, if
+//! the last process ended between a write and its sync. So it is rewritten at opening.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -41,40 +40,37 @@ use freestone_core::replace::{MadeFile, MayGo, Place, STATE_PREFIX};
 const MAGIC: [u8; 16] = *b"freestone zones\n";
 const VERSION: u32 = 1;
 const BLOCK_BYTES: u64 = 4096;
-/// No file of ours gets so far: what does is damaged, and the numbers after it would soon be the
-/// lower ones.
+/// Upper limit of sequence numbers. No valid file reaches it; beyond it the numbers would soon wrap
+/// around.
 const SEQUENCE_MAX: u64 = 1 << 62;
-/// Zones of a group.
 const GROUP_ZONES: usize = 510;
 
-/// The first block.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Header {
     magic: [u8; 16],
     version: U32,
     logical_block: U32,
-    /// Bytes.
+    /// Size of the device in bytes.
     size: U64,
-    /// Bytes.
+    /// Zone size in bytes.
     zone_size: U64,
-    /// Bytes.
+    /// Zone capacity in bytes.
     zone_capacity: U64,
     zones: U32,
     conventional: U32,
-    /// A random number that is part of every group's checksum: groups of another file are none of
-    /// this one.
+    /// Random number, part of every group's checksum: groups of another file are invalid here.
     id: U64,
-    /// XXH3 of all before it.
+    /// XXH3 of the fields before it.
     checksum: U64,
 }
 
-/// A block of zones.
+/// Block with the marks of a group of zones.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Group {
     sequence: U64,
-    /// XXH3 of sequence and marks, seeded with the file's id and the group's number.
+    /// XXH3 of sequence number and marks, seeded with the file's id and the group's number.
     checksum: U64,
     marks: [U64; GROUP_ZONES],
 }
@@ -82,51 +78,50 @@ struct Group {
 const _: () = assert!(size_of::<Group>() == BLOCK_BYTES as usize);
 const _: () = assert!(size_of::<Header>() <= BLOCK_BYTES as usize);
 
-/// Why the zone state file could not be used.
+/// Errors from opening or writing the zone state file.
 #[derive(Debug, Error)]
 pub enum StateError {
-    /// The system's.
+    /// The file failed.
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// The device it is on.
+    /// The device that holds the state failed.
     #[error("the device it is on: {0}")]
     Device(#[from] device::Error),
-    /// Something else.
+    /// The file is not a zone state file.
     #[error("it is no zone state file")]
     Foreign,
-    /// Made by a later Freestone.
+    /// A later version of Freestone created the file.
     #[error("it has version {0}; this Freestone knows version {VERSION}")]
     Newer(u32),
-    /// Another process has it.
+    /// Another process uses the file.
     #[error("another process uses it")]
     InUse,
-    /// It belongs to a device with other zones.
+    /// The file belongs to a device with other zones.
     #[error("it is for a device with {what} {found}; this one has {wanted}")]
     Geometry {
-        /// Which number differs.
+        /// Parameter that differs.
         what: &'static str,
-        /// In the file.
+        /// Value in the file.
         found: u64,
-        /// Of the device.
+        /// Value of the device.
         wanted: u64,
     },
-    /// A part that no crash leaves like this.
+    /// The file is damaged; a crash cannot cause this.
     #[error("it is damaged: {0}")]
     Damaged(&'static str),
-    /// A zone that no crash leaves like this.
+    /// The mark of a zone is impossible; a crash cannot cause this.
     #[error("it is damaged: what it says of zone {0} is impossible")]
     BadMark(u32),
-    /// The device that it is to be kept on is too small, or cannot be written.
+    /// The device for the state is too small or read-only.
     #[error("it needs a writable device of {needed} bytes; this one has {size}")]
     TooSmall {
-        /// Bytes it takes.
+        /// Required size in bytes.
         needed: u64,
-        /// Bytes there are.
+        /// Size of the device in bytes.
         size: u64,
     },
 }
 
-/// What the state is kept on.
 enum Medium {
     File(File),
     Device(Arc<dyn Device>),
@@ -155,13 +150,13 @@ impl Medium {
     }
 }
 
-/// Returns true if a zone state file lies at `path`.
+/// Returns true if a zone state file exists at `path`.
 ///
 /// # Errors
-/// A file lies there, or may, and cannot be read; or a symbolic link that leads nowhere, as to a
-/// file system that is not mounted.
+/// A file at `path` cannot be read, or `path` is a symbolic link without a target, for example into
+/// a file system that is not mounted.
 pub fn is_state_file(path: &Path) -> io::Result<bool> {
-    // Opening a pipe would wait for its other end.
+    // Opening a pipe would block until its other end is open.
     let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
     let file = match File::options().read(true).custom_flags(flags.bits().cast_signed()).open(path) {
         Ok(file) => file,
@@ -185,7 +180,7 @@ pub fn is_state_file(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Returns true if nothing lies at `path`, not even a symbolic link.
+/// Returns true if nothing exists at `path`, not even a symbolic link.
 fn is_absent(path: &Path) -> io::Result<bool> {
     match fs::symlink_metadata(path) {
         Ok(_) => Ok(false),
@@ -194,34 +189,33 @@ fn is_absent(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// An open zone state file.
 pub struct StateFile {
     medium: Medium,
     id: u64,
     zones: u32,
-    /// Of each group the number of its newer copy.
+    /// Sequence number of each group's newer copy.
     sequences: Vec<u64>,
-    /// Groups of which a write failed: the copy after that may be in the file, or a part of it.
+    /// Groups with a failed write: the file may contain their next copy, or a part of it.
     suspect: BTreeSet<u64>,
-    /// Of a file.
+    /// Registration of the file as open in this process; `None` on a device.
     held: Option<Held>,
 }
 
-/// An open zone state file and every zone's mark.
+/// Open zone state file and every zone's mark.
 pub type Opened = (StateFile, Vec<Mark>);
 
 impl Drop for StateFile {
     fn drop(&mut self) {
         if let Medium::File(file) = &self.medium {
-            // Closing would do, but a program that is just being started has the file until it
-            // runs.
+            // Closing is not enough: a child process that was just forked holds the file until it
+            // calls exec.
             file_locks::unlock(file.as_fd());
         }
     }
 }
 
 impl StateFile {
-    /// Opens the state at `path`, or makes it, with `fresh` of every zone, if nothing lies there.
+    /// Opens the state at `path`, or creates it with the marks `fresh` if nothing exists there.
     /// Returns every zone's mark, and the file if it is new.
     pub fn open(
         path: &Path,
@@ -258,14 +252,14 @@ impl StateFile {
         })?;
         let held = Held::new(&rustix::fs::fstat(&file).map_err(io::Error::from)?);
         let len = file.metadata()?.len();
-        // Whoever made it may have ended before its name was durable.
+        // The creator may have crashed before the file's name was durable.
         Place::new(path)?.keep_name()?;
         let (mut state, marks) = Self::load(Medium::File(file), len, layout)?;
         state.held = Some(held);
         Ok((state, marks))
     }
 
-    /// Opens the state on `device`, or makes it where the device begins with zeroes.
+    /// Opens the state on `device`, or creates it if the device starts with zeroes.
     pub fn open_on(
         device: Arc<dyn Device>,
         layout: &Layout,
@@ -285,7 +279,7 @@ impl StateFile {
         Self::load(medium, needed, layout)
     }
 
-    /// Writes a new state: the header last, so that what was not finished has none.
+    /// Writes a new state, the header last: an unfinished state has no header.
     fn make(medium: &Medium, layout: &Layout, fresh: impl Fn(u32) -> Mark) -> Result<(), StateError> {
         let id = freestone_core::unique::number();
         for group in 0..groups(layout.zones) {
@@ -340,7 +334,7 @@ impl StateFile {
         Ok((file, marks))
     }
 
-    /// The newer of the good copies of a group.
+    /// Returns the newer valid copy of a group.
     fn load_group(medium: &Medium, id: u64, group: u64) -> Result<Box<Group>, StateError> {
         let mut newest: Option<Box<Group>> = None;
         for copy in [0, 1] {
@@ -348,7 +342,7 @@ impl StateFile {
                 Group::new_box_zeroed().map_err(|_| StateError::Device(device::Error::NoMemory))?;
             medium.read(place(group, copy), found.as_mut_bytes())?;
             let sequence = found.sequence.get();
-            // A copy that stands in the other's place was not written by us.
+            // The parity of the sequence number must match the copy's place.
             let good = found.checksum.get() == found.sum(id, group)
                 && sequence % 2 == copy
                 && sequence < SEQUENCE_MAX;
@@ -359,14 +353,14 @@ impl StateFile {
         newest.ok_or(StateError::Damaged("both copies of a group of zones are bad"))
     }
 
-    /// Whether it is known what is in the file.
+    /// Returns true if the content of the file is known.
     pub fn is_certain(&self) -> bool {
         self.suspect.is_empty()
     }
 
-    /// Makes the marks of these zones, as `mark` has them, durable, and those of all groups that
-    /// are suspect. After an error the file holds, for each of these groups, the marks that were
-    /// durable before, or these, or some of an earlier failed write.
+    /// Makes the marks of these zones durable, and those of all suspect groups. `mark` returns the
+    /// marks. After an error the file holds, for each of these groups, the old marks, the new ones,
+    /// or those of an earlier failed write.
     pub fn write(
         &mut self,
         zones: impl Iterator<Item = u32>,
@@ -402,7 +396,7 @@ impl Header {
         if self.magic != MAGIC {
             return Err(StateError::Foreign);
         }
-        // A later version may have its checksum elsewhere.
+        // A later version may store its checksum elsewhere.
         if self.version.get() > VERSION {
             return Err(StateError::Newer(self.version.get()));
         }
@@ -433,7 +427,7 @@ impl Group {
     }
 }
 
-/// A group as it is written.
+/// Returns a group as stored in the file.
 fn block(id: u64, group: u64, sequence: u64, zones: u32, mark: &impl Fn(u32) -> Mark) -> Group {
     let mut block =
         Group { sequence: U64::new(sequence), checksum: U64::ZERO, marks: [U64::ZERO; GROUP_ZONES] };
@@ -445,17 +439,16 @@ fn block(id: u64, group: u64, sequence: u64, zones: u32, mark: &impl Fn(u32) -> 
     block
 }
 
-/// Groups of so many zones.
 fn groups(zones: u32) -> u64 {
     u64::from(zones).div_ceil(GROUP_ZONES as u64)
 }
 
-/// Bytes of a state of so many zones.
+/// Returns the size of the state of `zones` zones in bytes.
 fn bytes(zones: u32) -> u64 {
     BLOCK_BYTES * (1 + 2 * groups(zones))
 }
 
-/// Where the copy of a group with this sequence number is.
+/// Returns the offset of a group's copy with this sequence number.
 fn place(group: u64, sequence: u64) -> u64 {
     BLOCK_BYTES * (1 + 2 * group + sequence % 2)
 }

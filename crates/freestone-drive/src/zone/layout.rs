@@ -1,35 +1,33 @@
-//! Where the zones of a device are.
+//! Geometry of the zones of a device.
 
 use freestone_core::device::ZoneGeometry;
 
-/// The largest zone in bytes: what a zone's word has room for.
+/// Largest zone in bytes, limited by the pointer field of a zone's word.
 pub const ZONE_SIZE_MAX_BYTES: u64 = 1 << 49;
 
-/// All that does not change.
+/// Constant geometry and limits of a device.
 #[derive(Debug, Clone, Copy)]
 pub struct Layout {
-    /// Bytes of the device.
+    /// Size of the device in bytes.
     pub size: u64,
-    /// Bytes of the logical block.
+    /// Logical block in bytes.
     pub block: u32,
-    /// Two to this power is the size of a zone.
+    /// log2 of the zone size in bytes.
     pub zone_shift: u32,
-    /// Bytes that can be written of a zone; of a shorter last one less.
+    /// Writable bytes of a zone; a shorter last zone has fewer.
     pub capacity: u64,
-    /// Zones.
     pub zones: u32,
-    /// The first zones, which are conventional.
+    /// Number of conventional zones, which come first.
     pub conventional: u32,
-    /// 0 is no limit.
+    /// Maximum number of open zones; 0 is no limit.
     pub max_open: u32,
-    /// 0 is no limit.
+    /// Maximum number of active zones; 0 is no limit.
     pub max_active: u32,
-    /// Bytes; 0: not offered.
+    /// Largest append in bytes; 0 if append is not supported.
     pub max_append: u32,
 }
 
 impl Layout {
-    /// What exports are told.
     pub fn geometry(&self) -> ZoneGeometry {
         ZoneGeometry {
             zone_size: self.zone_size(),
@@ -40,43 +38,41 @@ impl Layout {
         }
     }
 
-    /// Bytes between two zone starts.
+    /// Returns the zone size in bytes.
     #[inline]
     pub const fn zone_size(&self) -> u64 {
         1 << self.zone_shift
     }
 
-    /// The zone of a byte of the device.
+    /// Returns the zone with byte `offset` of the device.
     #[inline]
     pub const fn zone_of(&self, offset: u64) -> u32 {
         (offset >> self.zone_shift) as u32
     }
 
-    /// Where a zone starts.
+    /// Returns the first byte of a zone.
     #[inline]
     pub const fn start(&self, zone: u32) -> u64 {
         (zone as u64) << self.zone_shift
     }
 
-    /// Bytes of a zone.
+    /// Returns the length of a zone in bytes.
     #[inline]
     pub fn len(&self, zone: u32) -> u64 {
         self.zone_size().min(self.size - self.start(zone))
     }
 
-    /// Bytes of a zone that can be written.
+    /// Returns the writable bytes of a zone.
     #[inline]
     pub fn capacity(&self, zone: u32) -> u64 {
         self.capacity.min(self.size - self.start(zone))
     }
 
-    /// Whether a zone is written at its write pointer only.
     #[inline]
     pub const fn is_sequential(&self, zone: u32) -> bool {
         zone >= self.conventional
     }
 
-    /// Whether open or active zones are limited.
     #[inline]
     pub const fn is_limited(&self) -> bool {
         self.max_open != 0 || self.max_active != 0

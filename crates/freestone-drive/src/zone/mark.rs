@@ -1,10 +1,10 @@
-//! What the state file says of a zone.
+//! State of a zone in the state file.
 
 use super::ZoneCondition;
 use super::word::{SECTOR_SHIFT, Word};
 
-/// What is durable of a zone, as the state file has it: two bits of kind over 41 of the write
-/// pointer in sectors. Within one generation of a zone marks only grow.
+/// Durable state of a zone, as stored in the state file: two bits of kind above 41 bits of write
+/// pointer in sectors. Marks only grow within one generation of a zone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mark(pub u64);
 
@@ -16,10 +16,9 @@ const READ_ONLY: u64 = 2;
 const OFFLINE: u64 = 3;
 
 impl Mark {
-    /// Of an empty zone.
     pub const EMPTY: Self = Self(0);
 
-    /// What is to become durable of a zone: open and closed are the same there.
+    /// Returns the mark of a zone's word. Open and closed zones have the same mark.
     pub fn of(word: Word) -> Self {
         let kind = match word.condition() {
             ZoneCondition::Full => FULL,
@@ -30,18 +29,18 @@ impl Mark {
         Self(kind << KIND_SHIFT | word.pointer() >> SECTOR_SHIFT)
     }
 
-    /// The write pointer in bytes from the start of the zone; 0 of a zone that has none.
+    /// Returns the write pointer in bytes from the start of the zone; 0 if the zone has none.
     pub const fn pointer(self) -> u64 {
         (self.0 & POINTER_MASK) << SECTOR_SHIFT
     }
 
-    /// Whether the zone was full, or had no write pointer any more.
+    /// Returns true if the zone is full or has no write pointer.
     pub const fn is_final(self) -> bool {
         self.0 >> KIND_SHIFT != WRITTEN
     }
 
-    /// The zone after a restart: what was open is closed. `None`: no zone of this capacity and
-    /// length leaves such a mark.
+    /// Returns the zone's word after a restart, which closes open zones. Returns `None` if the mark
+    /// is impossible for a zone of this capacity and length.
     pub fn word(self, capacity: u64, len: u64, block: u64) -> Option<Word> {
         let pointer = self.pointer();
         let (condition, good) = match self.0 >> KIND_SHIFT {

@@ -1,14 +1,15 @@
-//! Zones over any device: write pointers, conditions, limits, one lock per zone.
+//! Zones over any device: write pointers, conditions, limits, and a lock per zone.
 //!
-//! [`Zones`] gives a device the zone model of the kernel's `null_blk`, with its rules, errors and
-//! order of checks. A zone's state is one word with its own lock (`word`, `lock`); reads take none
-//! and look again (`read`). The word's lock is never held while a device takes its time: a write
-//! that would have to wait owns its zone instead, and what comes later queues behind it (`write`,
-//! `queue`). Resources are counted only where open or active zones are limited (`states`,
-//! `resources`).
+//! [`Zones`] implements the zone model of the kernel's `null_blk`, with its rules, errors and order
+//! of checks. One word with a lock bit holds a zone's state (`word`, `states`). Reads take no lock
+//! and check the word again afterwards (`read`).
 //!
-//! What is durable of the zones is known where the device below has a volatile cache or the zones a
-//! state file (`durable`, `file`).
+//! The lock is never held while a device is slow. Such a write owns its zone instead, and later
+//! requests queue (`write`, `queue`). Open and active zones are counted only if they are limited
+//! (`states`, `resources`).
+//!
+//! The durable state of the zones is tracked if the device below has a volatile cache, or if the
+//! zones have a state file (`durable`, `file`).
 
 mod config;
 mod counts;
@@ -49,66 +50,64 @@ use freestone_core::sync::Mutex;
 use freestone_core::work_queue::WorkQueue;
 use layout::Layout;
 use mark::Mark;
-use queue::{AppendDone, Done, Queues, Write};
+use queue::{AppendDone, Queues, Write, WriteCompletion};
 use states::{Place, Table};
 use word::Word;
 
-/// Where the state of the zones is kept.
+/// Location of the zones' state.
 pub enum State<'a> {
-    /// In memory: the zones are as new whenever the device is made.
+    /// In memory: the zones are reset whenever the device is created.
     Volatile,
-    /// In this file, which is made where nothing is there. One device uses it at a time.
+    /// In this file, created if it does not exist. One device uses it at a time.
     File(&'a Path),
-    /// On this device, which begins with zeroes or holds the state of such zones already. It takes
-    /// 12 KiB for every 510 zones.
+    /// On this device, which starts with zeroes or holds the state of such zones. The state takes 4
+    /// KiB plus 8 KiB per 510 zones.
     Device(Arc<dyn Device>),
 }
 
-/// A zoned device over another one.
+/// Zoned device over another device.
 ///
-/// Discards are answered and do nothing, as zoned devices do not offer them. Writes of zeroes to a
-/// sequential zone are writes at its write pointer. Reads may cross zones, writes to sequential
-/// zones may not. With a state file, zones that were open are closed when the device is made again,
-/// and a write that is durable when it is answered ([`Flags::FUA`]) costs a flush of the whole
-/// device.
+/// Discards succeed without effect; zoned devices do not offer them. Write zeroes to a sequential
+/// zone is a write at its write pointer. Reads may cross zone boundaries, writes to sequential
+/// zones may not.
 ///
-/// Dropping it flushes, where there is a state file.
+/// With a state file, open zones are closed when the device is created again, and a write with
+/// [`Flags::FUA`] flushes the whole device. Dropping such a device flushes it.
 pub struct Zones {
     inner: Arc<Inner>,
     made: Option<MadeFile>,
 }
 
-/// Lock order: `whole`; a zone's own, as described in [`states`]; `unsynced`, or the resources, or
-/// a shard of `queues`, or what `durable` keeps. A zone that somebody owns is waited for with no
-/// lock held but `whole`.
+/// Lock order: `all_zones`; a zone's own lock, as described in [`states`]; `unsynced`, or the
+/// resources, or a shard of `queues`, or the lock of `durable`. A thread that waits for an owned
+/// zone holds no lock but `all_zones`.
 struct Inner {
     table: Table,
     backing: Arc<dyn Device>,
     bad: Option<Arc<BadBlocks>>,
-    /// The backing keeps what is written.
+    /// The backing device stores data.
     stores: bool,
     read_only: bool,
     full_at_first: bool,
     queues: Queues,
-    /// Where something can be lost.
+    /// Durable state, if any state can be lost.
     durable: Option<Durable>,
-    /// Who waits for [`Inner::sync`].
-    unsynced: Mutex<Vec<Synced>>,
-    /// Held by who changes all zones together.
-    whole: Mutex<()>,
-    /// Begins what waited; never waits itself.
+    unsynced: Mutex<Vec<SyncCallback>>,
+    /// Held by operations on all zones together.
+    all_zones: Mutex<()>,
+    /// Starts queued writes. Never waits.
     work_queue: Arc<WorkQueue>,
-    /// Flushes; waits for the state file.
+    /// Runs flushes, which wait for the state file.
     syncer: Arc<WorkQueue>,
     ops: OpCounts,
     zone_ops: Counters<{ counts::COUNTERS }>,
 }
 
-type Synced = Box<dyn FnOnce(Result<()>) + Send>;
+type SyncCallback = Box<dyn FnOnce(Result<()>) + Send>;
 
 impl Zones {
-    /// Makes zones over `backing`. `bad` are its bad blocks, where it has some: with them, what of
-    /// a failed write was transferred advances the write pointer.
+    /// Creates zones over `backing`. `bad` are its bad blocks, if it has some. A write that fails
+    /// on one advances the write pointer by the transferred part.
     ///
     /// # Errors
     /// [`SetupError`].
@@ -139,9 +138,9 @@ impl Zones {
             made.iter().for_each(MadeFile::remove);
             SetupError::NoMemory(layout.zones)
         })?;
-        // A state that a crash left may have one zone from before a flush and another from after
-        // it, so there can be more active zones than may be. They can be written on, and no empty
-        // one until enough are full or reset.
+        // After a crash, the state of one zone may be older than the last flush and that of another
+        // newer. So more zones than allowed can be active. They stay writable; empty zones are not
+        // until enough of them are full or reset.
         let active = (0..layout.zones).filter(|&zone| table.look(zone).condition() == ZoneCondition::Closed);
         let active = active.count() as u32;
         if layout.max_active != 0 && active > layout.max_active {
@@ -158,14 +157,14 @@ impl Zones {
             queues: Queues::default(),
             durable,
             unsynced: Mutex::default(),
-            whole: Mutex::default(),
+            all_zones: Mutex::default(),
             work_queue: WorkQueue::new("zones"),
             syncer: WorkQueue::new("zones-sync"),
             ops: OpCounts::default(),
             zone_ops: Counters::default(),
         };
         let zones = Self { inner: Arc::new(inner), made };
-        // The last flush, at the end of a server, may come when no thread can be started.
+        // The last flush of a server may come when no thread can be started any more.
         if zones.inner.durable.is_some() {
             zones.inner.start_threads().map_err(|error| {
                 zones.made.iter().for_each(MadeFile::remove);
@@ -175,31 +174,31 @@ impl Zones {
         Ok(zones)
     }
 
-    /// Returns the state file if it is new, to be removed if the device is not made after all.
+    /// Returns the state file if it is new. The caller removes it if creating the device fails.
     pub const fn made(&self) -> Option<&MadeFile> {
         self.made.as_ref()
     }
 
-    /// Makes the sequential zone that holds the byte `offset` read-only, with all its data; where
-    /// it is that already, it is emptied. As `zone_readonly` of `null_blk`.
+    /// Sets the sequential zone with byte `offset` read-only, keeping its data. A zone that is
+    /// read-only already is reset to empty. As `zone_readonly` of `null_blk`.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`], [`Error::ZoneCondition`] of a conventional zone, [`Error::ReadOnly`]
-    /// of a read-only device, and the device's.
+    /// [`Error::OutOfRange`], [`Error::ZoneCondition`] for a conventional zone, [`Error::ReadOnly`]
+    /// for a read-only device, and the device's errors.
     pub fn set_read_only(&self, offset: u64) -> Result<()> {
-        self.counted(self.inner.set_condition(offset, ZoneCondition::ReadOnly))
+        self.count_error(self.inner.set_condition(offset, ZoneCondition::ReadOnly))
     }
 
-    /// Takes the sequential zone that holds the byte `offset` offline; where it is that already, it
-    /// is emptied. As `zone_offline` of `null_blk`.
+    /// Sets the sequential zone with byte `offset` offline. A zone that is offline already is reset
+    /// to empty. As `zone_offline` of `null_blk`.
     ///
     /// # Errors
-    /// As [`set_read_only`](Self::set_read_only).
+    /// Those of [`set_read_only`](Self::set_read_only).
     pub fn set_offline(&self, offset: u64) -> Result<()> {
-        self.counted(self.inner.set_condition(offset, ZoneCondition::Offline))
+        self.count_error(self.inner.set_condition(offset, ZoneCondition::Offline))
     }
 
-    /// How the zones are, and what was done.
+    /// Returns the number of zones per condition, and the operation counters.
     pub fn counts(&self) -> ZoneCounts {
         let Inner { table, ops, zone_ops, .. } = &*self.inner;
         let mut counts = ZoneCounts {
@@ -217,28 +216,29 @@ impl Zones {
         counts
     }
 
-    /// Cuts the power of `power`, the device that these zones are over (or that the one below is
-    /// over). Waits for requests in flight; those that wait for a zone are answered
-    /// [`Error::Gone`]. Afterwards the zones are as after a restart: each write pointer is where
-    /// the last flush covered it, or further on as `seed` decides, and all data below it is there.
-    /// What was open is closed.
+    /// Cuts the power of `power`, a device below these zones. Waits for requests in flight.
+    /// Requests that wait for a zone fail with [`Error::Gone`].
+    ///
+    /// Afterwards the zones are as after a restart: open zones are closed, and each write pointer
+    /// is between its last flushed and its last written position, chosen by `seed`. All data below
+    /// it exists.
     ///
     /// # Errors
-    /// The device's. What had been made to survive until then survives. Where an earlier write of
-    /// the state file failed and it still cannot be written, nothing is cut.
+    /// The device's errors. Data kept before the error survives. If the state file cannot be
+    /// written after an earlier failed write, nothing is cut.
     pub fn power_cut(&self, power: &power::Power, seed: u64) -> Result<power::Cut> {
         self.inner.power_cut(power, seed)
     }
 
-    /// Makes all zones as they were when the device was made new, and all data zeroes.
+    /// Resets all zones to their state at the creation of the device, and all data to zeroes.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`], and the device's.
+    /// [`Error::ReadOnly`], and the device's errors.
     pub fn wipe(&self) -> Result<()> {
         self.inner.wipe()
     }
 
-    fn counted<T>(&self, outcome: Result<T>) -> Result<T> {
+    fn count_error<T>(&self, outcome: Result<T>) -> Result<T> {
         if outcome.is_err() {
             self.inner.ops.error();
         }
@@ -246,7 +246,7 @@ impl Zones {
     }
 }
 
-/// A zone of a new device.
+/// Returns the state of a zone of a new device.
 fn fresh(layout: &Layout, full: bool, zone: u32) -> Word {
     if !layout.is_sequential(zone) {
         Word::new(ZoneCondition::NotWritePointer, 0)
@@ -258,7 +258,7 @@ fn fresh(layout: &Layout, full: bool, zone: u32) -> Word {
 }
 
 impl Inner {
-    /// What every request is checked for first.
+    /// Checks the range and permission of a request.
     #[inline]
     fn check(&self, request: &Request) -> Result<()> {
         let layout = &self.table.layout;
@@ -269,7 +269,7 @@ impl Inner {
         Ok(())
     }
 
-    /// The sequential zone that a write is for; `None` for the conventional ones.
+    /// Returns the sequential zone of a write, or `None` for conventional zones.
     #[inline]
     fn written_zone(&self, request: &Request) -> Result<Option<u32>> {
         let layout = &self.table.layout;
@@ -282,7 +282,7 @@ impl Inner {
         }
     }
 
-    /// The sequential zone that an append is for.
+    /// Returns the sequential zone of an append.
     fn appended_zone(&self, offset: u64, len: u64) -> Result<u32> {
         let layout = &self.table.layout;
         if layout.max_append == 0 {
@@ -291,7 +291,7 @@ impl Inner {
         if len == 0 || !len.is_multiple_of(u64::from(layout.block)) {
             return Err(Error::Misaligned);
         }
-        // As the kernel's block layer has it: before the zone is looked at.
+        // Checked before the zone, as in the kernel's block layer.
         if len > u64::from(layout.max_append) {
             return Err(Error::OutOfRange);
         }
@@ -335,7 +335,7 @@ impl Inner {
             (Op::Read, _) => self.submit_read(request, buffer, done),
             (Op::Write | Op::WriteZeroes, Some(zone)) => {
                 let place = Place::At(request.offset);
-                self.submit_write(Write { zone, place, request, buffer, done: Done::Io(done) });
+                self.submit_write(Write { zone, place, request, buffer, done: WriteCompletion::Io(done) });
             }
             (Op::Discard, _) => {
                 self.ops.answered(&request, &Ok(()));
@@ -374,7 +374,7 @@ impl Device for Zones {
         Geometry {
             size: self.inner.table.layout.size,
             discard_granularity: 0,
-            // Without the state of the zones the data says nothing.
+            // The data is meaningless without the state of the zones.
             padding: 0,
             volatile_media: below.volatile_media || !self.inner.is_recorded(),
             volatile_cache: below.volatile_cache || self.inner.is_recorded(),
@@ -413,11 +413,11 @@ impl Zoned for Zones {
     }
 
     fn zone_op(&self, op: ZoneOp, offset: u64) -> Result<()> {
-        self.counted(self.inner.zone_op(op, offset))
+        self.count_error(self.inner.zone_op(op, offset))
     }
 
     fn reset_all(&self) -> Result<()> {
-        self.counted(self.inner.reset_all())
+        self.count_error(self.inner.reset_all())
     }
 
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
@@ -437,7 +437,7 @@ impl Zoned for Zones {
         let done = AppendDone::new(done);
         match self.inner.appended_zone(offset, len) {
             Ok(zone) => {
-                let done = Done::Append(done);
+                let done = WriteCompletion::Append(done);
                 self.inner.submit_write(Write { zone, place: Place::Append, request, buffer: data, done });
             }
             Err(error) => {
@@ -455,7 +455,8 @@ impl Drop for Zones {
         {
             tracing::warn!("the last flush of a zoned device failed: {error}");
         }
-        // What is in flight below still holds `inner`; what waits for it then is answered "gone".
+        // Requests in flight below still hold `inner`. Requests that wait for them fail with
+        // "gone".
         self.inner.work_queue.stop();
         self.inner.syncer.stop();
     }

@@ -1,4 +1,4 @@
-//! loom models of the zones' locks: every interleaving of small cases.
+//! loom models of the zone locks: every interleaving of small cases.
 //!
 //! Run with `cargo xtask test --only models`.
 
@@ -6,14 +6,13 @@ use loom::cell::UnsafeCell;
 use loom::thread;
 
 use super::layout::Layout;
-use super::states::{Change, Place, Step, Table};
+use super::states::{Change, ChangeResult, Place, Table};
 use super::word::Word;
 use freestone_core::device::Error;
 use freestone_core::device::zoned::ZoneCondition::{self, Closed, Empty, ExplicitOpen, Full, ImplicitOpen};
 use freestone_core::sync::{Arc, AtomicU64, Ordering};
 
 const BLOCK: u64 = 512;
-/// Blocks of a zone.
 const BLOCKS: u64 = 2;
 
 fn layout(zones: u32, max_open: u32, max_active: u32) -> Layout {
@@ -35,27 +34,26 @@ fn table(layout: Layout, conditions: &[(ZoneCondition, u64)]) -> Arc<Table> {
     Arc::new(Table::new(layout, word).unwrap())
 }
 
-/// Every interleaving with at most so many preemptions.
+/// Checks every interleaving with at most this many preemptions.
 fn bounded(preemptions: usize, body: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(preemptions);
     model.check(body);
 }
 
-/// An append of one block as the inline path does it: the zone's lock is held from the check to the
-/// end.
+/// Appends one block like the inline path: the zone's lock is held from the check to the end.
 fn append(table: &Table, zone: u32) -> Result<u64, Error> {
     loop {
         let guard = table.lock(zone);
         let at = table.position(zone, guard.word(), Place::Append, BLOCK)?;
         match table.enter(zone, guard.word(), Change::Write) {
-            Step::Go(opened) => {
-                guard.publish(table.advanced(zone, opened, BLOCK));
+            ChangeResult::Go(opened) => {
+                guard.publish(table.advanced_word(zone, opened, BLOCK));
                 return Ok(at);
             }
-            Step::Refused(error) => return Err(error),
-            Step::Held(other) => {
-                assert_ne!(other, zone, "a zone is in its own way");
+            ChangeResult::Refused(error) => return Err(error),
+            ChangeResult::Locked(other) => {
+                assert_ne!(other, zone, "a zone waits for itself");
                 drop(guard);
                 table.wait_for(other);
             }
@@ -63,18 +61,18 @@ fn append(table: &Table, zone: u32) -> Result<u64, Error> {
     }
 }
 
-/// An append whose zone is its own while the data is on its way.
+/// Appends one block like the submitted path: the append owns its zone while the data is in flight.
 fn append_slowly(table: &Table, zone: u32) -> Result<(), Error> {
     loop {
         let guard = table.lock(zone);
         assert!(!guard.word().is_busy());
         match table.enter(zone, guard.word().with_busy(true), Change::Write) {
-            Step::Go(opened) => {
+            ChangeResult::Go(opened) => {
                 guard.publish(opened);
                 break;
             }
-            Step::Refused(error) => return Err(error),
-            Step::Held(other) => {
+            ChangeResult::Refused(error) => return Err(error),
+            ChangeResult::Locked(other) => {
                 drop(guard);
                 table.wait_for(other);
             }
@@ -82,7 +80,7 @@ fn append_slowly(table: &Table, zone: u32) -> Result<(), Error> {
     }
     thread::yield_now();
     let guard = table.lock(zone);
-    let after = table.advanced(zone, guard.word(), BLOCK);
+    let after = table.advanced_word(zone, guard.word(), BLOCK);
     guard.publish(after.with_busy(false));
     Ok(())
 }
@@ -91,7 +89,7 @@ fn change(table: &Table, zone: u32, change: Change) -> Result<(), Error> {
     table.change(zone, change, |_| Ok(()))
 }
 
-/// What the resources say is what the zones are, and within the limits.
+/// Checks that the resources match the zones and the limits.
 fn check(table: &Table) {
     let of = |wanted: ZoneCondition| {
         (0..table.layout.zones).filter(|&zone| table.look(zone).condition() == wanted).count() as u32
@@ -103,9 +101,8 @@ fn check(table: &Table) {
     assert!(table.layout.max_active == 0 || active <= table.layout.max_active);
 }
 
-/// Appends take turns, and each gets a place of its own.
 #[test]
-fn appends_to_one_zone() {
+fn concurrent_appends_get_different_offsets() {
     loom::model(|| {
         let table = table(layout(1, 0, 0), &[(Empty, 0)]);
         let other = thread::spawn({
@@ -120,13 +117,13 @@ fn appends_to_one_zone() {
     });
 }
 
-/// A reader takes no lock, and yet what it accepts is what the zone held at one moment: data below
-/// the write pointer that it saw, and never what a reset or a later write left behind.
+/// A reader takes no lock, but accepts only data that the zone held at one moment: below the write
+/// pointer it saw, and never data from before a reset or from a later write.
 #[test]
-fn a_reader_looks_again() {
+fn reader_rejects_data_after_reset() {
     bounded(3, || {
-        // The data of the zone: 7 is written, 0 after the reset, then 8. As devices do, each access
-        // synchronises.
+        // Data of the zone: first 7, then 0 after the reset, then 8. Each access synchronizes, as
+        // in devices.
         let data = Arc::new(AtomicU64::new(7));
         let table = table(layout(1, 0, 0), &[(Closed, 1)]);
         let reset = thread::spawn({
@@ -134,8 +131,8 @@ fn a_reader_looks_again() {
             move || {
                 let guard = table.lock(0);
                 let word = guard.word();
-                guard.publish(table.emptied(0, word).with_busy(true));
-                // Release: pairs with the Acquire of the reader, as a device's own locks do.
+                guard.publish(table.emptied_word(0, word).with_busy(true));
+                // Release: pairs with the Acquire of the reader, like a device's own locks.
                 data.store(0, Ordering::Release);
                 let guard = table.lock(0);
                 let word = guard.word();
@@ -144,14 +141,14 @@ fn a_reader_looks_again() {
                 // Release: as above.
                 data.store(8, Ordering::Release);
                 let word = guard.word().with_condition(ImplicitOpen);
-                guard.publish(table.advanced(0, word, BLOCK));
+                guard.publish(table.advanced_word(0, word, BLOCK));
             }
         });
         let word = table.look(0);
         if word.pointer() > 0 {
             // Acquire: pairs with the Release of the writers above.
             let found = data.load(Ordering::Acquire);
-            if table.is_still(0, word) {
+            if table.is_same_generation(0, word) {
                 let expected = if word.generation() == 0 { 7 } else { 8 };
                 assert_eq!(found, expected, "{word:?}");
             }
@@ -161,9 +158,9 @@ fn a_reader_looks_again() {
     });
 }
 
-/// What was written below a write pointer is seen by who sees the pointer.
+/// A reader that sees a write pointer sees all data below it.
 #[test]
-fn a_write_pointer_is_published_after_the_data() {
+fn write_pointer_is_published_after_data() {
     loom::model(|| {
         let data = Arc::new(UnsafeCell::new(0_u32));
         let table = table(layout(1, 0, 0), &[(Empty, 0)]);
@@ -173,7 +170,7 @@ fn a_write_pointer_is_published_after_the_data() {
                 let guard = table.lock(0);
                 data.with_mut(|data| cell::set(data, 5));
                 let word = guard.word().with_condition(ImplicitOpen);
-                guard.publish(table.advanced(0, word, BLOCK));
+                guard.publish(table.advanced_word(0, word, BLOCK));
             }
         });
         if table.look(0).pointer() > 0 {
@@ -183,17 +180,16 @@ fn a_write_pointer_is_published_after_the_data() {
     });
 }
 
-/// One zone may be open. Each of two threads writes to a zone whose way is barred by the other's:
-/// they choose each other as victims.
+/// One zone may be open. Two threads each write to a zone and must close the other's.
 #[test]
-fn two_zones_close_each_other() {
+fn two_writers_close_each_others_zone() {
     bounded(3, || {
         let table = table(layout(3, 1, 0), &[(ImplicitOpen, 1), (Closed, 1), (Empty, 0)]);
         let other = thread::spawn({
             let table = Arc::clone(&table);
             move || append(&table, 1)
         });
-        // Zone 0 is open or was closed for the other.
+        // Zone 0 is open, or was closed for the other thread.
         assert_eq!(append(&table, 0), Ok(BLOCK));
         assert_eq!(other.join().unwrap(), Ok(table.layout.start(1) + BLOCK));
         check(&table);
@@ -201,7 +197,7 @@ fn two_zones_close_each_other() {
     });
 }
 
-/// The same with zones that stay open: each opening closes the other, again and again.
+/// The same with zones that stay open: each opening closes the other zone, repeatedly.
 #[test]
 fn two_empty_zones_close_each_other() {
     bounded(2, || {
@@ -217,17 +213,16 @@ fn two_empty_zones_close_each_other() {
     });
 }
 
-/// A victim with a write on its way: it is closed, and what is on its way still lands in it.
+/// A zone with a write in flight is closed. The write still completes in it.
 #[test]
-fn a_victim_in_flight() {
+fn zone_closed_in_flight_completes_its_write() {
     bounded(2, || {
         let table = table(layout(3, 1, 2), &[(Empty, 0), (Closed, 1), (Empty, 0)]);
         let other = thread::spawn({
             let table = Arc::clone(&table);
             move || append_slowly(&table, 0)
         });
-        // Where the other has made two zones active, no room is made for this one: as in the
-        // kernel.
+        // If the other thread made two zones active, this append gets no room, as in the kernel.
         let wrote = append(&table, 1);
         assert!(matches!(wrote, Ok(_) | Err(Error::ZoneTooManyOpen)), "{wrote:?}");
         other.join().unwrap().unwrap();
@@ -237,9 +232,9 @@ fn a_victim_in_flight() {
     });
 }
 
-/// Whatever two threads do to zones at their limits, the resources stay what the zones are.
+/// The resources match the zones after any two concurrent operations at the limits.
 #[test]
-fn resources_are_accounted() {
+fn resources_match_zones_at_limits() {
     let changes = [Change::Open, Change::Close, Change::Finish];
     for (mine, others) in [(0, 1), (1, 1), (2, 0), (0, 0), (2, 1)] {
         bounded(2, move || {
@@ -247,7 +242,7 @@ fn resources_are_accounted() {
             let other = thread::spawn({
                 let table = Arc::clone(&table);
                 move || {
-                    // Refused or not: the resources must be right.
+                    // The results do not matter, only the resources.
                     let _ = append(&table, 1);
                     let _ = change(&table, 0, changes[others]);
                 }
@@ -255,7 +250,7 @@ fn resources_are_accounted() {
             let _ = change(&table, 1, changes[mine]);
             let guard = table.lock(0);
             let word = guard.word();
-            guard.publish(table.emptied(0, word));
+            guard.publish(table.emptied_word(0, word));
             other.join().unwrap();
             check(&table);
         });
@@ -264,13 +259,13 @@ fn resources_are_accounted() {
 
 mod cell {
     #![expect(unsafe_code)]
-    // UNSAFETY: the modelled data is reached through loom's raw cells.
+    // UNSAFETY: the modelled data is accessed through loom's raw cells.
     pub fn get(data: *const u32) -> u32 {
-        // SAFETY: loom has checked that nobody writes.
+        // SAFETY: loom checks that no thread writes.
         unsafe { *data }
     }
     pub fn set(data: *mut u32, value: u32) {
-        // SAFETY: loom has checked that the access is exclusive.
+        // SAFETY: loom checks that the access is exclusive.
         unsafe { *data = value };
     }
 }

@@ -1,21 +1,21 @@
-//! Zone operations, on the caller's thread: they may wait for the device below.
+//! Zone operations. They run on the caller's thread and may wait for the device below.
 
 use std::sync::Arc;
 
 use super::counts::{CLOSES, FINISHES, OPENS, RESETS};
 use super::mark::Mark;
-use super::queue::{Job, Turn};
+use super::queue::{OwnershipWaiter, ZoneWaiter};
 use super::states::Guard;
-use super::states::{Change, Step};
+use super::states::{Change, ChangeResult};
 use super::{Inner, ZoneCondition};
 use freestone_core::device::zoned::{Zone, ZoneOp, ZoneType};
 use freestone_core::device::{Blocking, Error, Flags, Op, Request, Result};
 
-/// Zones that are reset together, so that their records become durable together.
+/// Zones reset together, so that their marks become durable together.
 const RESET_BATCH: usize = 256;
 
 impl Inner {
-    /// Does `op` to the zone that starts at `offset`.
+    /// Runs `op` on the zone that starts at `offset`.
     pub fn zone_op(self: &Arc<Self>, op: ZoneOp, offset: u64) -> Result<()> {
         let zone = self.zone_at(offset)?;
         let (outcome, counter) = match op {
@@ -23,8 +23,8 @@ impl Inner {
             ZoneOp::Close => (self.change(zone, Change::Close), CLOSES),
             ZoneOp::Finish => (self.finish(zone), FINISHES),
             ZoneOp::Reset => {
-                self.own(zone);
-                // Counted there.
+                self.take_zone(zone);
+                // `reset_owned` counts the reset.
                 return self.reset_owned(&[zone]);
             }
         };
@@ -34,7 +34,7 @@ impl Inner {
         outcome
     }
 
-    /// The sequential zone that starts at `offset`, if it can be changed.
+    /// Returns the sequential zone that starts at `offset`, if it may be changed.
     pub fn zone_at(&self, offset: u64) -> Result<u32> {
         let layout = &self.table.layout;
         if offset >= layout.size {
@@ -44,18 +44,18 @@ impl Inner {
         if layout.start(zone) != offset {
             return Err(Error::Misaligned);
         }
-        self.changeable(zone)?;
+        self.check_changeable(zone)?;
         Ok(zone)
     }
 
-    fn changeable(&self, zone: u32) -> Result<()> {
+    fn check_changeable(&self, zone: u32) -> Result<()> {
         if self.read_only {
             return Err(Error::ReadOnly);
         }
         if self.table.layout.is_sequential(zone) { Ok(()) } else { Err(Error::ZoneCondition) }
     }
 
-    /// Open, close, or the first half of finish: under the zone's lock, when nobody owns the zone.
+    /// Opens, closes or marks a zone as full, under the zone's lock and when no thread owns it.
     fn change(self: &Arc<Self>, zone: u32, change: Change) -> Result<()> {
         let mut owned = false;
         let outcome = loop {
@@ -67,40 +67,40 @@ impl Inner {
                 continue;
             }
             match self.table.enter(zone, word, change) {
-                Step::Go(after) => {
+                ChangeResult::Go(after) => {
                     guard.publish(after);
                     break Ok(());
                 }
-                Step::Refused(error) => break Err(error),
-                Step::Held(other) => {
+                ChangeResult::Refused(error) => break Err(error),
+                ChangeResult::Locked(other) => {
                     drop(guard);
                     self.table.wait_for(other);
                 }
             }
         };
         if owned {
-            self.disown(zone);
+            self.release_zone(zone);
         }
         outcome
     }
 
-    /// A finished zone is full after a power cut, too: so all its data and then its record become
-    /// durable before the answer.
+    /// Finishes a zone. A finished zone stays full after a power cut, so its data and then its mark
+    /// become durable first.
     fn finish(self: &Arc<Self>, zone: u32) -> Result<()> {
         if self.durable.is_none() {
             return self.change(zone, Change::Finish);
         }
-        self.own(zone);
+        self.take_zone(zone);
         let outcome = self.zero_tail(zone);
         let outcome = outcome
             .and_then(|()| self.table.change(zone, Change::Finish, |_| Ok(())))
             .and_then(|()| self.sync());
-        self.disown(zone);
+        self.release_zone(zone);
         outcome
     }
 
-    /// What lies behind the write pointer of a zone that is the caller's own and can be finished:
-    /// writes that a crash or a power cut took back, which finishing would bring to light.
+    /// Zeroes the data beyond the write pointer of a zone that the caller owns. Writes undone by a
+    /// crash or power cut may be there, and finishing would reveal them.
     fn zero_tail(&self, zone: u32) -> Result<()> {
         use ZoneCondition::{Closed, Empty, ExplicitOpen, ImplicitOpen};
         let (layout, word) = (&self.table.layout, self.table.look(zone));
@@ -111,9 +111,9 @@ impl Inner {
         self.zero_range(layout.start(zone) + from, layout.len(zone) - from)
     }
 
-    /// Waits until the zone is the caller's own. Holds nothing else that others wait for: no lock,
-    /// and no other zone with a smaller number than one it waits for.
-    pub fn own(&self, zone: u32) {
+    /// Waits until the caller owns the zone. The caller holds no lock, and owns no zone with a
+    /// smaller number; only [`with_all_zones`](Self::with_all_zones) does.
+    pub fn take_zone(&self, zone: u32) {
         let guard = self.table.lock(zone);
         let word = guard.word();
         if !word.is_busy() {
@@ -122,16 +122,15 @@ impl Inner {
         self.wait_for_turn(zone, guard);
     }
 
-    /// Waits for a zone that is somebody's; then it is the caller's.
+    /// Waits for an owned zone. Afterwards the caller owns it.
     fn wait_for_turn(&self, zone: u32, guard: Guard<'_>) {
-        let turn = Arc::new(Turn::default());
-        self.queues.push(zone, Job::Thread(Arc::clone(&turn)));
+        let waiter = Arc::new(OwnershipWaiter::default());
+        self.queues.push(zone, ZoneWaiter::Thread(Arc::clone(&waiter)));
         drop(guard);
-        turn.wait();
+        waiter.wait();
     }
 
-    /// Makes a zone the caller's own if it is nobody's.
-    fn try_own(&self, zone: u32) -> bool {
+    fn try_take_zone(&self, zone: u32) -> bool {
         let guard = self.table.lock(zone);
         let word = guard.word();
         if word.is_busy() {
@@ -143,8 +142,8 @@ impl Inner {
 
     // ---- reset ----------------------------------------------------------------------------------
 
-    /// Resets every sequential zone that has something to reset. One zone at a time is waited for,
-    /// and none is held meanwhile.
+    /// Resets every sequential zone with data. Waits for one zone at a time, and owns none
+    /// meanwhile.
     pub fn reset_all(self: &Arc<Self>) -> Result<()> {
         if self.read_only {
             return Err(Error::ReadOnly);
@@ -156,15 +155,15 @@ impl Inner {
             if !self.has_data(zone) {
                 continue;
             }
-            if batch.len() == RESET_BATCH || !self.try_own(zone) {
+            if batch.len() == RESET_BATCH || !self.try_take_zone(zone) {
                 outcome = outcome.and(self.reset_owned(&batch));
                 batch.clear();
-                self.own(zone);
+                self.take_zone(zone);
             }
             if self.has_data(zone) {
                 batch.push(zone);
             } else {
-                self.disown(zone);
+                self.release_zone(zone);
             }
         }
         outcome.and(self.reset_owned(&batch))
@@ -175,14 +174,14 @@ impl Inner {
         !matches!(condition, ZoneCondition::Empty | ZoneCondition::ReadOnly | ZoneCondition::Offline)
     }
 
-    /// Resets zones that are the caller's own, and gives them up.
+    /// Resets zones that the caller owns, and releases them.
     fn reset_owned(self: &Arc<Self>, zones: &[u32]) -> Result<()> {
         let can = |zone: &u32| {
             !matches!(self.table.look(*zone).condition(), ZoneCondition::ReadOnly | ZoneCondition::Offline)
         };
         let outcome = if zones.iter().all(can) { self.empty_owned(zones) } else { Err(Error::ZoneCondition) };
         for &zone in zones {
-            self.disown(zone);
+            self.release_zone(zone);
         }
         if outcome.is_ok() {
             self.zone_ops.add(RESETS, zones.len() as i64);
@@ -190,9 +189,9 @@ impl Inner {
         outcome
     }
 
-    /// Empties zones that are the caller's own, whatever they are. First their records, durably, so
-    /// that what is written later never meets an old write pointer; then the words, so that no
-    /// reader takes data that is going away for good; then the data.
+    /// Empties zones that the caller owns, in any condition. First their marks become durable, so
+    /// that later data never meets an old write pointer. Then the words change, so that readers
+    /// reject the old data. The data comes last.
     fn empty_owned(&self, zones: &[u32]) -> Result<()> {
         if let Some(durable) = &self.durable {
             let next =
@@ -202,17 +201,17 @@ impl Inner {
         for &zone in zones {
             let guard = self.table.lock(zone);
             let word = guard.word();
-            guard.publish(self.table.emptied(zone, word));
+            guard.publish(self.table.emptied_word(zone, word));
         }
         zones.iter().try_for_each(|&zone| self.zero(zone))
     }
 
-    /// The data of a zone becomes zeroes, and its space free.
+    /// Zeroes the data of a zone and frees its space.
     pub fn zero(&self, zone: u32) -> Result<()> {
         self.zero_range(self.table.layout.start(zone), self.table.layout.len(zone))
     }
 
-    /// These bytes become zeroes, bad blocks among them: they are no obstacle to a zone operation.
+    /// Zeroes a range, bad blocks included: they do not affect zone operations.
     pub fn zero_range(&self, offset: u64, len: u64) -> Result<()> {
         if !self.stores || len == 0 {
             return Ok(());
@@ -223,28 +222,27 @@ impl Inner {
 
     // ---- read-only and offline ------------------------------------------------------------------
 
-    /// Puts the zone that holds `offset` into this condition, or empties it where it is in it
+    /// Puts the zone with byte `offset` into this condition, or empties it if it has the condition
     /// already.
     pub fn set_condition(self: &Arc<Self>, offset: u64, condition: ZoneCondition) -> Result<()> {
         if offset >= self.table.layout.size {
             return Err(Error::OutOfRange);
         }
         let zone = self.table.layout.zone_of(offset);
-        self.changeable(zone)?;
-        self.own(zone);
+        self.check_changeable(zone)?;
+        self.take_zone(zone);
         let outcome = if self.table.look(zone).condition() == condition {
             self.empty_owned(&[zone])
         } else {
             self.mark_owned(zone, condition)
         };
-        self.disown(zone);
+        self.release_zone(zone);
         outcome
     }
 
     fn mark_owned(&self, zone: u32, condition: ZoneCondition) -> Result<()> {
         if let Some(durable) = &self.durable {
-            // Its data is kept, and there will be no write pointer to say how much of it was
-            // durable.
+            // The data is kept, and without a write pointer all of it must be durable.
             self.sync()?;
             let next = self.table.look(zone).next_generation();
             durable.force(vec![(zone, next.generation(), Mark::of(next.with_condition(condition)))])?;
@@ -257,7 +255,7 @@ impl Inner {
 
     // ---- report ---------------------------------------------------------------------------------
 
-    /// The rows of the zones from the one that holds `offset` on.
+    /// Reports the zones from the one with byte `offset` on.
     pub fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
         let layout = &self.table.layout;
         if offset >= layout.size {

@@ -1,4 +1,4 @@
-//! Who waits for zones that are busy, in order of arrival.
+//! Queues of requests and threads that wait for busy zones, in order of arrival.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -9,37 +9,32 @@ use freestone_core::device::{Completion, Error, IoBuf, Request, Result};
 use freestone_core::pin::wait;
 use freestone_core::sync::{Condvar, Mutex};
 
-/// Parts of the table of queues, so that zones seldom meet.
+/// Number of shards of the queues, to avoid contention between zones.
 const SHARDS: usize = 64;
 
 /// A submitted write, write of zeroes or append to one sequential zone.
 pub struct Write {
     pub zone: u32,
     pub place: Place,
-    /// Where it goes and what it is; of an append the offset is not known yet.
+    /// Request with its target; the offset of an append is not known yet.
     pub request: Request,
     pub buffer: IoBuf,
-    pub done: Done,
+    pub done: WriteCompletion,
 }
 
-/// Who is told of it.
-pub enum Done {
-    /// A write.
+pub enum WriteCompletion {
     Io(Completion),
-    /// An append.
     Append(AppendDone),
 }
 
-/// An append's completion. One that is dropped answers [`Error::Gone`].
+/// Completion of an append. Dropping it fails the append with [`Error::Gone`].
 pub struct AppendDone(Option<AppendCompletion>);
 
 impl AppendDone {
-    /// Will call this.
     pub fn new(done: AppendCompletion) -> Self {
         Self(Some(done))
     }
 
-    /// Answers the append.
     pub fn complete(mut self, outcome: Result<u64>) {
         if let Some(done) = self.0.take() {
             done(outcome);
@@ -55,43 +50,39 @@ impl Drop for AppendDone {
     }
 }
 
-/// What waits for a zone.
-pub enum Job {
-    /// A submitted write or append.
+pub enum ZoneWaiter {
     Write(Write),
-    /// A thread with an operation.
-    Thread(Arc<Turn>),
+    Thread(Arc<OwnershipWaiter>),
 }
 
-/// A thread that waits until a zone is its own.
+/// Thread that waits until it owns a zone.
 #[derive(Default)]
-pub struct Turn {
-    come: Mutex<bool>,
+pub struct OwnershipWaiter {
+    owned: Mutex<bool>,
     changed: Condvar,
 }
 
-impl Turn {
-    /// Waits.
+impl OwnershipWaiter {
     pub fn wait(&self) {
-        let mut come = self.come.lock();
-        while !*come {
-            come = wait(&self.changed, come);
+        let mut owned = self.owned.lock();
+        while !*owned {
+            owned = wait(&self.changed, owned);
         }
     }
 
-    /// The zone is the waiting thread's.
+    /// Passes the ownership to the waiting thread.
     pub fn give(&self) {
-        *self.come.lock() = true;
+        *self.owned.lock() = true;
         self.changed.notify_one();
     }
 }
 
-type Shard = Mutex<HashMap<u32, VecDeque<Job>>>;
+type Shard = Mutex<HashMap<u32, VecDeque<ZoneWaiter>>>;
 
-/// The queues of all busy zones.
+/// Queues of all busy zones.
 ///
-/// Lock order: a zone's own lock, then the shard. A queue is changed with its zone's lock held
-/// only, so that a zone without an owner has none.
+/// Lock order: a zone's own lock, then the shard. A queue changes only under its zone's lock, so a
+/// zone without an owner has no queue.
 pub struct Queues(Box<[Shard]>);
 
 impl Default for Queues {
@@ -105,31 +96,31 @@ impl Queues {
         &self.0[zone as usize % SHARDS]
     }
 
-    /// Puts a job behind all others of a zone, which is locked and busy.
-    pub fn push(&self, zone: u32, job: Job) {
-        self.shard(zone).lock().entry(zone).or_default().push_back(job);
+    /// Appends a waiter to the queue of a zone that is locked and busy.
+    pub fn push(&self, zone: u32, waiter: ZoneWaiter) {
+        self.shard(zone).lock().entry(zone).or_default().push_back(waiter);
     }
 
-    /// Takes the first job of a zone, which is locked.
-    pub fn pop(&self, zone: u32) -> Option<Job> {
+    /// Removes the first waiter of a locked zone.
+    pub fn pop(&self, zone: u32) -> Option<ZoneWaiter> {
         let mut queues = self.shard(zone).lock();
         let queue = queues.get_mut(&zone)?;
-        let job = queue.pop_front();
+        let waiter = queue.pop_front();
         if queue.is_empty() {
             queues.remove(&zone);
         }
-        job
+        waiter
     }
 
-    /// Takes the writes that wait for a zone, which is locked. Threads stay.
+    /// Removes the waiting writes of a locked zone. Threads stay queued.
     pub fn writes(&self, zone: u32) -> Vec<Write> {
         let mut queues = self.shard(zone).lock();
         let mut writes = Vec::new();
         let mut threads = VecDeque::new();
-        for job in queues.remove(&zone).into_iter().flatten() {
-            match job {
-                Job::Write(write) => writes.push(write),
-                thread @ Job::Thread(_) => threads.push_back(thread),
+        for waiter in queues.remove(&zone).into_iter().flatten() {
+            match waiter {
+                ZoneWaiter::Write(write) => writes.push(write),
+                thread @ ZoneWaiter::Thread(_) => threads.push_back(thread),
             }
         }
         if !threads.is_empty() {

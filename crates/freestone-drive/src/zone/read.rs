@@ -1,5 +1,5 @@
-//! Reads: without a lock. A reader looks at the zone's word, reads, and looks again; if the zone
-//! was reset in between, it reads again.
+//! Reads without locks: load the zone's word, read the data, check the word. If the zone was reset
+//! meanwhile, read again.
 
 use std::sync::Arc;
 
@@ -7,15 +7,15 @@ use super::word::Word;
 use super::{Inner, ZoneCondition};
 use freestone_core::device::{Buffer, Completion, Error, Flags, IoBuf, Request, Result, Tried};
 
-/// What is read behind a write pointer.
+/// Byte that unwritten data reads as.
 pub const UNWRITTEN: u8 = 0xFF;
-/// Resets that a try may meet before it is better submitted.
+/// Maximum number of resets during a try; after that the read must be submitted.
 const RESETS_MAX: u32 = 8;
 
 impl Inner {
-    // ---- on the caller's thread -----------------------------------------------------------------
+    // ---- tried ----------------------------------------------------------------------------------
 
-    /// Reads what is possible at once, of one zone at a time.
+    /// Reads as much as possible without waiting, within one zone.
     #[inline]
     pub fn try_read(&self, request: &Request, out: &mut [u8]) -> Result<Tried> {
         let layout = &self.table.layout;
@@ -41,7 +41,7 @@ impl Inner {
         for _ in 0..RESETS_MAX {
             let word = self.table.look(zone);
             let real = self.readable(zone, word, request.offset, request.len)?;
-            // Bad blocks are bad behind the write pointer, too.
+            // Bad blocks fail beyond the write pointer, too.
             let asked = if self.bad.is_some() { request.len } else { real };
             let tried = if asked == 0 {
                 Tried::Done
@@ -54,7 +54,7 @@ impl Inner {
                 Tried::Partly(bytes) => bytes,
                 Tried::WouldBlock => return Ok(tried),
             };
-            if self.table.is_still(zone, word) {
+            if self.table.is_same_generation(zone, word) {
                 if real < done && !request.flags.contains(Flags::UNREAD) {
                     out[real as usize..done as usize].fill(UNWRITTEN);
                 }
@@ -64,7 +64,7 @@ impl Inner {
         Ok(Tried::WouldBlock)
     }
 
-    /// How many of these bytes of a zone come from the device below. The others lie behind the
+    /// Returns how many bytes of the range come from the device below. The rest lies beyond the
     /// write pointer.
     #[inline]
     fn readable(&self, zone: u32, word: Word, offset: u64, len: u64) -> Result<u64> {
@@ -78,7 +78,6 @@ impl Inner {
 
     // ---- submitted ------------------------------------------------------------------------------
 
-    /// Takes over a read.
     pub fn submit_read(self: &Arc<Self>, request: Request, buffer: IoBuf, done: Completion) {
         if let Err(error) = self.start_threads().map_err(|_| Error::NoMemory) {
             self.ops.error();
@@ -97,15 +96,15 @@ impl Inner {
         }
         let inner = Arc::clone(self);
         let done = Completion::new(move |outcome, mut buffer| {
-            let still = |(zone, word): (u32, &Word)| inner.table.is_still(zone, *word);
+            let still = |(zone, word): (u32, &Word)| inner.table.is_same_generation(zone, *word);
             if outcome.is_ok() && !(first..).zip(&words).all(still) {
                 let again = Arc::clone(&inner);
-                // Where nobody does it any more, it is answered "gone" by being dropped.
+                // If the queue has stopped, dropping the request fails it with "gone".
                 inner.work_queue.push(move || again.read(request, buffer, done));
                 return;
             }
             if outcome.is_ok() {
-                inner.blank(&request, first, &words, &mut buffer);
+                inner.fill_unwritten(&request, first, &words, &mut buffer);
             }
             inner.ops.answered(&request, &outcome);
             done.complete(outcome, buffer);
@@ -113,20 +112,20 @@ impl Inner {
         self.backing.submit(request, buffer, done);
     }
 
-    /// Covers what was read behind write pointers.
-    fn blank(&self, request: &Request, first: u32, words: &[Word], out: &mut [u8]) {
+    /// Fills the data beyond write pointers with [`UNWRITTEN`].
+    fn fill_unwritten(&self, request: &Request, first: u32, words: &[Word], out: &mut [u8]) {
         let layout = &self.table.layout;
         let end = request.offset + request.len;
         for (zone, &word) in (first..).zip(words) {
             let from = request.offset.max(layout.start(zone));
             let to = end.min(layout.start(zone) + layout.len(zone));
-            // Offline zones were refused before.
+            // Offline zones were rejected before.
             let real = self.readable(zone, word, from, to - from).unwrap_or(0);
             out[(from + real - request.offset) as usize..(to - request.offset) as usize].fill(UNWRITTEN);
         }
     }
 
-    /// The byte behind the conventional zones.
+    /// Returns the end of the conventional zones.
     #[inline]
     fn conventional_end(&self) -> u64 {
         self.table.layout.start(self.table.layout.conventional)

@@ -1,17 +1,16 @@
-//! A zone's state in one word.
+//! State of a zone in one word.
 //!
 //! | bits | field |
 //! |---|---|
 //! | 0 | locked |
-//! | 1 | somebody waits for the lock |
-//! | 2 | busy: a request or an operation owns the zone for longer than a moment |
+//! | 1 | a thread waits for the lock |
+//! | 2 | busy: a request or an operation owns the zone for longer |
 //! | 3-6 | condition, with the numbers of the zoned block standards |
 //! | 7-47 | write pointer, in sectors of 512 bytes from the start of the zone |
-//! | 48-63 | generation: counts what makes data go away or come back (resets above all) |
+//! | 48-63 | generation: changes whenever data disappears or reappears, as by a reset |
 //!
-//! The generation is what readers look at again, after they have read without a lock. It comes
-//! round after 65 536 changes: a reader would have to sleep through exactly that many inside of one
-//! read.
+//! Readers without a lock check the generation after they have read. It wraps around after 65 536
+//! changes, all of which would have to happen during one read to go unnoticed.
 
 use std::fmt;
 
@@ -25,23 +24,23 @@ const POINTER_SHIFT: u32 = 7;
 const POINTER_BITS: u32 = 41;
 const POINTER_MASK: u64 = ((1 << POINTER_BITS) - 1) << POINTER_SHIFT;
 const GENERATION_SHIFT: u32 = POINTER_SHIFT + POINTER_BITS;
-/// Two to this power is a sector in bytes.
+/// log2 of a sector in bytes.
 pub const SECTOR_SHIFT: u32 = 9;
 
 const _: () = assert!(GENERATION_SHIFT + u16::BITS == u64::BITS);
 const _: () = assert!(super::layout::ZONE_SIZE_MAX_BYTES >> SECTOR_SHIFT < 1 << POINTER_BITS);
 
-/// What a zone's word says, without the bits of its lock.
+/// Zone word without the bits of its lock.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Word(u64);
 
 impl Word {
-    /// Generation 0, not busy. The pointer in bytes from the start of the zone.
+    /// Creates a word with generation 0, not busy. `pointer` is in bytes from the start of the
+    /// zone.
     pub const fn new(condition: ZoneCondition, pointer: u64) -> Self {
         Self(code(condition) << CONDITION_SHIFT).with_pointer(pointer)
     }
 
-    /// The zone's condition.
     #[inline]
     pub const fn condition(self) -> ZoneCondition {
         match (self.0 & CONDITION_MASK) >> CONDITION_SHIFT {
@@ -52,25 +51,24 @@ impl Word {
             4 => ZoneCondition::Closed,
             0xD => ZoneCondition::ReadOnly,
             0xE => ZoneCondition::Full,
-            // Nothing but `code` makes this field.
+            // `code` produces no other values.
             _ => ZoneCondition::Offline,
         }
     }
 
-    /// The same zone in another condition.
     #[inline]
     #[must_use]
     pub const fn with_condition(self, condition: ZoneCondition) -> Self {
         Self(self.0 & !CONDITION_MASK | code(condition) << CONDITION_SHIFT)
     }
 
-    /// The write pointer, in bytes from the start of the zone.
+    /// Returns the write pointer in bytes from the start of the zone.
     #[inline]
     pub const fn pointer(self) -> u64 {
         ((self.0 & POINTER_MASK) >> POINTER_SHIFT) << SECTOR_SHIFT
     }
 
-    /// The same zone with its write pointer so many bytes from its start.
+    /// Sets the write pointer in bytes from the start of the zone.
     #[inline]
     #[must_use]
     pub const fn with_pointer(self, bytes: u64) -> Self {
@@ -78,26 +76,25 @@ impl Word {
         Self(self.0 & !POINTER_MASK | (bytes >> SECTOR_SHIFT) << POINTER_SHIFT)
     }
 
-    /// Whether somebody owns the zone.
+    /// Returns true if a request or operation owns the zone.
     #[inline]
     pub const fn is_busy(self) -> bool {
         self.0 & BUSY != 0
     }
 
-    /// The same zone with an owner, or without.
+    /// Sets or clears the owner bit.
     #[inline]
     #[must_use]
     pub const fn with_busy(self, busy: bool) -> Self {
         if busy { Self(self.0 | BUSY) } else { Self(self.0 & !BUSY) }
     }
 
-    /// Counts changes that readers must not miss.
+    /// Returns the counter of changes that readers must not miss.
     #[inline]
     pub const fn generation(self) -> u16 {
         (self.0 >> GENERATION_SHIFT) as u16
     }
 
-    /// The same zone one generation later.
     #[must_use]
     pub const fn next_generation(self) -> Self {
         Self(self.0.wrapping_add(1 << GENERATION_SHIFT))
@@ -144,7 +141,7 @@ mod tests {
     use freestone_core::word_lock::Word as _;
 
     #[test]
-    fn fields_do_not_overlap() {
+    fn zone_word_fields_do_not_overlap() {
         use ZoneCondition::{
             Closed, Empty, ExplicitOpen, Full, ImplicitOpen, NotWritePointer, Offline, ReadOnly,
         };

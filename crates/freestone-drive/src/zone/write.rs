@@ -1,32 +1,31 @@
-//! Writes and appends: at once on the caller's thread, or with the zone as their own while the
-//! device below takes its time.
+//! Writes and appends: inline on the caller's thread, or submitted while the write owns its zone.
 
 use std::sync::Arc;
 
 use super::Inner;
-use super::queue::{Done, Job, Write};
+use super::queue::{Write, WriteCompletion, ZoneWaiter};
 use super::states::Guard;
-use super::states::{Change, Place, Step};
+use super::states::{Change, ChangeResult, Place};
 use super::word::Word;
 use freestone_core::device::{Completion, Error, Flags, IoBuf, Op, Request, Result};
 use freestone_core::handoff::{Put, try_put};
 
-/// A write that the device below has.
-struct Begun {
+/// Write in flight to the device below.
+struct WriteInFlight {
     zone: u32,
     request: Request,
-    /// It was to be the zone's first one.
+    /// The zone was empty before this write.
     was_empty: bool,
-    /// How much of it is transferred if it fails on a bad block.
-    before_bad: u64,
-    done: Done,
+    /// Bytes transferred if the write fails on a bad block.
+    bytes_before_bad: u64,
+    done: WriteCompletion,
 }
 
 impl Inner {
-    // ---- on the caller's thread -----------------------------------------------------------------
+    // ---- tried ----------------------------------------------------------------------------------
 
-    /// Writes to a sequential zone at once, all or nothing. `None`: that would have to wait. Else
-    /// where it went.
+    /// Writes to a sequential zone inline, completely or not at all. Returns the offset, or `None`
+    /// if the write would wait.
     #[inline]
     pub fn try_write(&self, zone: u32, place: Place, request: Request, data: &[u8]) -> Result<Option<u64>> {
         if self.is_recorded() && request.flags.contains(Flags::FUA) {
@@ -40,34 +39,34 @@ impl Inner {
             }
             let at = self.table.position(zone, before, place, request.len)?;
             let opened = match self.table.enter(zone, before, Change::Write) {
-                Step::Go(opened) => opened,
-                Step::Refused(error) => return Err(error),
-                Step::Held(other) => {
+                ChangeResult::Go(opened) => opened,
+                ChangeResult::Refused(error) => return Err(error),
+                ChangeResult::Locked(other) => {
                     drop(guard);
                     self.table.wait_for(other);
                     continue;
                 }
             };
             let request = Request { offset: at, ..request };
-            let before_bad = self.before_bad(&request);
+            let bytes_before_bad = self.bytes_before_bad(&request);
             let data = (request.op == Op::Write).then_some(data);
             return match try_put(&*self.backing, request, data) {
                 Put::Done(Ok(())) => {
-                    let after = self.table.advanced(zone, opened, request.len);
+                    let after = self.table.advanced_word(zone, opened, request.len);
                     guard.publish(after);
                     self.wrote_through(zone, after, &request);
                     Ok(Some(at))
                 }
                 Put::Rest(..) => {
-                    // What the device below has already lies behind the write pointer, where nobody
-                    // sees it: the zone is as it was. (A zone that was closed for it stays closed.)
+                    // Data written below lies beyond the write pointer, so it stays invisible: the
+                    // zone is unchanged. (A zone closed to make room stays closed.)
                     self.table.settle(zone, opened, before.condition());
                     Ok(None)
                 }
                 Put::Done(Err(error)) => {
                     let was_empty = before.condition() == super::ZoneCondition::Empty;
-                    let transferred = if error == Error::Media { before_bad } else { 0 };
-                    guard.publish(self.table.failed(zone, opened, was_empty, transferred));
+                    let transferred = if error == Error::Media { bytes_before_bad } else { 0 };
+                    guard.publish(self.table.failed_word(zone, opened, was_empty, transferred));
                     Err(error)
                 }
             };
@@ -76,45 +75,45 @@ impl Inner {
 
     // ---- submitted ------------------------------------------------------------------------------
 
-    /// Takes over a write to a sequential zone.
     pub fn submit_write(self: &Arc<Self>, write: Write) {
         if let Err(error) = self.start_threads().map_err(|_| Error::NoMemory) {
-            return self.answer(write.done, write.request, Err(error), write.buffer);
+            return self.complete(write.done, write.request, Err(error), write.buffer);
         }
         let guard = self.table.lock(write.zone);
         let word = guard.word();
         if word.is_busy() {
-            self.queues.push(write.zone, Job::Write(write));
+            self.queues.push(write.zone, ZoneWaiter::Write(write));
             return;
         }
         guard.publish(word.with_busy(true));
-        self.begin(write);
+        self.start_write(write);
     }
 
-    /// Begins a write whose zone is its own.
-    pub fn begin(self: &Arc<Self>, write: Write) {
+    /// Starts a write that owns its zone.
+    pub fn start_write(self: &Arc<Self>, write: Write) {
         let Write { zone, place, request, buffer, done } = write;
         let (at, was_empty) = match self.open(zone, place, request.len) {
             Ok(opened) => opened,
             Err(error) => {
-                self.disown(zone);
-                return self.answer(done, request, Err(error), buffer);
+                self.release_zone(zone);
+                return self.complete(done, request, Err(error), buffer);
             }
         };
         let mut below = Request { offset: at, ..request };
         if self.is_recorded() {
-            // It becomes durable together with the write pointer.
+            // The sync at the end makes data and write pointer durable together.
             below.flags.remove(Flags::FUA);
         }
-        let before_bad = self.before_bad(&below);
+        let bytes_before_bad = self.bytes_before_bad(&below);
         let request = Request { offset: at, ..request };
-        let begun = Begun { zone, request, was_empty, before_bad, done };
+        let write = WriteInFlight { zone, request, was_empty, bytes_before_bad, done };
         let inner = Arc::clone(self);
-        let done = Completion::new(move |outcome, buffer| inner.end(begun, outcome, buffer));
+        let done = Completion::new(move |outcome, buffer| inner.end(write, outcome, buffer));
         self.backing.submit(below, buffer, done);
     }
 
-    /// Opens the zone of a write whose own it is. Where it goes, and whether the zone was empty.
+    /// Opens the zone of a write that owns it. Returns the write's offset, and true if the zone was
+    /// empty.
     fn open(&self, zone: u32, place: Place, len: u64) -> Result<(u64, bool)> {
         self.table.change(zone, Change::Write, |before| {
             let at = self.table.position(zone, before, place, len)?;
@@ -122,67 +121,65 @@ impl Inner {
         })
     }
 
-    /// The device below has answered.
-    fn end(self: &Arc<Self>, begun: Begun, outcome: Result<()>, buffer: IoBuf) {
-        let Begun { zone, request, was_empty, before_bad, done } = begun;
+    /// Ends a write that the device below has completed.
+    fn end(self: &Arc<Self>, write: WriteInFlight, outcome: Result<()>, buffer: IoBuf) {
+        let WriteInFlight { zone, request, was_empty, bytes_before_bad, done } = write;
         let guard = self.table.lock(zone);
         let word = guard.word();
         let after = match outcome {
-            Ok(()) => self.table.advanced(zone, word, request.len),
-            Err(Error::Media) => self.table.failed(zone, word, was_empty, before_bad),
-            Err(_) => self.table.failed(zone, word, was_empty, 0),
+            Ok(()) => self.table.advanced_word(zone, word, request.len),
+            Err(Error::Media) => self.table.failed_word(zone, word, was_empty, bytes_before_bad),
+            Err(_) => self.table.failed_word(zone, word, was_empty, 0),
         };
-        self.pass_on(zone, guard, after);
+        self.publish_and_pass(zone, guard, after);
         if outcome.is_ok() && request.flags.contains(Flags::FUA) {
             if self.is_recorded() {
                 let inner = Arc::clone(self);
-                return self.sync_later(move |outcome| inner.answer(done, request, outcome, buffer));
+                return self.sync_later(move |outcome| inner.complete(done, request, outcome, buffer));
             }
             self.wrote_through(zone, after, &request);
         }
-        self.answer(done, request, outcome, buffer);
+        self.complete(done, request, outcome, buffer);
     }
 
-    fn answer(&self, done: Done, request: Request, outcome: Result<()>, buffer: IoBuf) {
+    fn complete(&self, done: WriteCompletion, request: Request, outcome: Result<()>, buffer: IoBuf) {
         match done {
-            Done::Io(done) => {
+            WriteCompletion::Io(done) => {
                 self.ops.answered(&request, &outcome);
                 done.complete(outcome, buffer);
             }
-            Done::Append(done) => {
+            WriteCompletion::Append(done) => {
                 self.ops.appended(request.len, &outcome);
                 done.complete(outcome.map(|()| request.offset));
             }
         }
     }
 
-    // ---- whose a zone is ------------------------------------------------------------------------
+    // ---- ownership of zones ---------------------------------------------------------------------
 
-    /// Gives up a zone that is the caller's own.
-    pub fn disown(self: &Arc<Self>, zone: u32) {
+    pub fn release_zone(self: &Arc<Self>, zone: u32) {
         let guard = self.table.lock(zone);
         let word = guard.word();
-        self.pass_on(zone, guard, word);
+        self.publish_and_pass(zone, guard, word);
     }
 
-    /// Publishes the word of a zone that was somebody's own, and makes it that of the next who
-    /// waits.
-    pub fn pass_on(self: &Arc<Self>, zone: u32, guard: Guard<'_>, word: Word) {
+    /// Publishes the word of an owned zone, and passes the ownership to the first waiter.
+    pub fn publish_and_pass(self: &Arc<Self>, zone: u32, guard: Guard<'_>, word: Word) {
         let next = self.queues.pop(zone);
         guard.publish(word.with_busy(next.is_some()));
         match next {
-            Some(Job::Write(write)) => {
+            Some(ZoneWaiter::Write(write)) => {
                 let inner = Arc::clone(self);
-                self.work_queue.push(move || inner.begin(write));
+                self.work_queue.push(move || inner.start_write(write));
             }
-            Some(Job::Thread(turn)) => turn.give(),
+            Some(ZoneWaiter::Thread(waiter)) => waiter.give(),
             None => {}
         }
     }
 
-    /// How much of a write is transferred if it fails on a bad block.
+    /// Returns how many bytes of a write are transferred if it fails on a bad block.
     #[inline]
-    fn before_bad(&self, request: &Request) -> u64 {
+    fn bytes_before_bad(&self, request: &Request) -> u64 {
         match &self.bad {
             Some(bad) => bad.verdict(request.offset, request.len).unwrap_or(0),
             None => 0,

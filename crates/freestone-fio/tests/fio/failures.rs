@@ -1,6 +1,6 @@
-//! What goes wrong is said, and fails the run.
+//! Errors are reported, and fail the run.
 
-use crate::harness::Place;
+use crate::harness::WorkDir;
 
 const EIO: i64 = 5;
 const ENOSPC: i64 = 28;
@@ -8,8 +8,8 @@ const EILSEQ: i64 = 84;
 const ETIMEDOUT: i64 = 110;
 
 #[test]
-fn wrong_words_get_the_sentence_of_the_command_line() {
-    let place = Place::new();
+fn invalid_device_spec_gives_cli_error() {
+    let dir = WorkDir::new();
     for (device, sentence) in [
         ("n=nul,size=1M", "freestone: n: unknown kind \"nul\"; null?; the kinds are ram,"),
         ("n=null,size=1", "freestone: n: size=1: "),
@@ -17,77 +17,77 @@ fn wrong_words_get_the_sentence_of_the_command_line() {
         ("f=file,path=/nowhere/at/all", "freestone: f: /nowhere/at/all"),
         ("'n=null,size=1M", "a quote is not closed"),
     ] {
-        let run = place.job(device, "rw=read").fails_with(sentence);
+        let run = dir.job(device, "rw=read").fails_with(sentence);
         assert_eq!(run.sum("read", "io_bytes"), 0);
     }
 }
 
 #[test]
-fn what_the_engine_cannot_use_is_refused() {
-    let place = Place::new();
+fn unsupported_options_are_refused() {
+    let dir = WorkDir::new();
     let plain = "n=null,size=1M";
     for (device, options, sentence) in [
-        (plain, "rw=read filename=x", "freestone: filename=x has no use"),
+        (plain, "rw=read filename=x", "freestone: filename=x is not supported"),
         (plain, "rw=read nrfiles=2", "freestone: nrfiles=2: a device is one file"),
         (plain, "rw=read bs=256", "freestone: bs=256: the device has blocks of 4096 bytes"),
         ("n=null,size=1M,readonly=1", "rw=randrw", "freestone: the device is read-only"),
     ] {
-        place.job(device, options).fails_with(sentence);
+        dir.job(device, options).fails_with(sentence);
     }
-    place.job("n=null,size=1M,readonly=1", "rw=read").ok();
-    // fio's own refusal: that mode hangs with events.
-    place.job(plain, "rw=read io_submit_mode=offload").fails_with("can't be used with offloaded submit");
+    dir.job("n=null,size=1M,readonly=1", "rw=read").ok();
+    // Refused by fio: this mode hangs with events.
+    dir.job(plain, "rw=read io_submit_mode=offload").fails_with("can't be used with offloaded submit");
     let engine = crate::harness::engine();
-    place.jobs(&format!("[job]\nioengine={engine}\nrw=read\n")).fails_with("freestone: device is missing");
+    dir.jobs(&format!("[job]\nioengine={engine}\nrw=read\n")).fails_with("freestone: device is missing");
 }
 
 #[test]
-fn errors_of_the_device_are_errors_of_the_job() {
-    let place = Place::new();
+fn device_errors_fail_the_job() {
+    let dir = WorkDir::new();
     for (faults, options, errno) in [
         ("read error=EIO after=10", "rw=read iodepth=1", EIO),
         ("write error=ENOSPC after=10", "rw=randwrite iodepth=8", ENOSPC),
         ("discard error=EIO", "rw=trim iodepth=4", EIO),
-        // They are reached.
+        // The flushes reach the device.
         ("flush error=EIO", "rw=write fsync=4", EIO),
         ("flush error=EIO", "rw=write fdatasync=4", EIO),
     ] {
         let device = format!("n=null,size=1M,memory_backed=1,discard=1,'faults={faults}',seed=1");
-        let run = place.job(&device, &format!("{options} bs=4k")).fails_with("error");
+        let run = dir.job(&device, &format!("{options} bs=4k")).fails_with("error");
         assert_eq!(run.errors(), [errno], "{faults}");
     }
-    // Answered late.
+    // Errors that arrive late.
     let device = "n=null,size=1M,memory_backed=1,'faults=write error=EIO delay=2ms after=20',seed=1";
-    let run = place.job(device, "rw=randwrite bs=4k iodepth=8").fails_with("error");
+    let run = dir.job(device, "rw=randwrite bs=4k iodepth=8").fails_with("error");
     assert_eq!(run.errors(), [EIO]);
-    // And where fio is asked to go on, it does.
-    let run = place.job(device, "rw=randwrite bs=4k iodepth=8 continue_on_error=all");
+    // With continue_on_error, the job goes on.
+    let run = dir.job(device, "rw=randwrite bs=4k iodepth=8 continue_on_error=all");
     assert!(run.sum("write", "total_ios") > 200);
 }
 
 #[test]
-fn corruption_is_found() {
-    let place = Place::new();
+fn verify_finds_corruption() {
+    let dir = WorkDir::new();
     for (faults, depth) in [("read rot times=1", 1), ("write lost times=1", 16)] {
         let device = format!("r=ram,disksize=4M,mem_limit=64M,'faults={faults}',seed=1");
         let options = format!("rw=write bs=4k verify=crc32c verify_fatal=1 iodepth={depth}");
-        let run = place.job(&device, &options).fails_with("verify");
+        let run = dir.job(&device, &options).fails_with("verify");
         assert_eq!(run.errors(), [EILSEQ], "{faults}");
     }
 }
 
 #[test]
-fn what_hangs_does_not_hold_up_the_end() {
-    let place = Place::new();
+fn hanging_requests_do_not_block_job_end() {
+    let dir = WorkDir::new();
     let device = "n=null,size=1M,memory_backed=1,'faults=read hang after=50',seed=1";
-    let run = place.job(device, "rw=randread bs=4k iodepth=4 time_based=1 runtime=1");
+    let run = dir.job(device, "rw=randread bs=4k iodepth=4 time_based=1 runtime=1");
     let run = run.fails_with("error");
     assert_eq!(run.errors(), [ETIMEDOUT]);
 }
 
 #[test]
-fn a_seed_that_nobody_chose_is_told() {
-    let place = Place::new();
-    let run = place.job("n=null,size=1M,'faults=read error=EIO'", "rw=read");
+fn random_fault_seed_is_printed() {
+    let dir = WorkDir::new();
+    let run = dir.job("n=null,size=1M,'faults=read error=EIO'", "rw=read");
     run.fails_with("freestone: n: faults with seed=");
 }

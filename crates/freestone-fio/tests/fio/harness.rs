@@ -1,4 +1,4 @@
-//! Runs fio with the engine that was built with the tests.
+//! Runs fio with the engine built for the tests.
 
 use std::env;
 use std::fs;
@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// No run of these tests takes nearly as long.
-const LIMIT: Duration = Duration::from_secs(120);
-const PAUSE: Duration = Duration::from_millis(10);
+/// Timeout of a run, far longer than any of these tests takes.
+const RUN_TIMEOUT: Duration = Duration::from_secs(120);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The engine, as fio is told of it.
+/// Returns the engine as an `ioengine` value.
 pub fn engine() -> String {
-    // It lies beside the test, or in the directory above, as the version of cargo has it.
+    // Beside the test or in the parent directory, depending on the cargo version.
     let test = env::current_exe().unwrap();
     let dir = test.parent().unwrap();
     let found = [dir, dir.parent().unwrap()].map(|dir| dir.join("libfreestone_fio.so"));
@@ -24,17 +24,15 @@ pub fn engine() -> String {
     format!("external:{}", found.display())
 }
 
-/// A directory in which fio runs.
-pub struct Place(TempDir);
+pub struct WorkDir(TempDir);
 
-/// What a run came to.
 pub struct Run {
     status: ExitStatus,
-    said: String,
+    output: String,
     report: Option<Value>,
 }
 
-impl Place {
+impl WorkDir {
     pub fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
@@ -43,7 +41,6 @@ impl Place {
         self.0.path().join(name)
     }
 
-    /// One job on a device.
     pub fn job(&self, device: &str, options: &str) -> Run {
         let mut file = format!("[job]\nioengine={}\ndevice={device}\n", engine());
         for option in options.split_whitespace() {
@@ -53,7 +50,6 @@ impl Place {
         self.jobs(&file)
     }
 
-    /// The jobs of a job file.
     pub fn jobs(&self, text: &str) -> Run {
         let (job, report, stderr) = (self.path("jobs.fio"), self.path("report"), self.path("stderr"));
         fs::write(&job, text).unwrap();
@@ -61,49 +57,47 @@ impl Place {
         command.arg("--output-format=json").arg("--output").arg(&report).arg(&job);
         command.current_dir(self.0.path()).stdin(Stdio::null()).stdout(Stdio::null());
         command.stderr(fs::File::create(&stderr).unwrap());
-        let status = ended(&mut command, text);
+        let status = run_to_end(&mut command, text);
         let printed = read(&report);
-        // fio's notes stand before and behind it.
+        // fio prints notes before and after the JSON.
         let json = printed.find("\n{").map_or(printed.as_str(), |at| &printed[at..]);
         let json = json.rfind("\n}").map_or(json, |at| &json[..at + 2]);
-        Run { status, said: read(&stderr) + &printed, report: serde_json::from_str(json).ok() }
+        Run { status, output: read(&stderr) + &printed, report: serde_json::from_str(json).ok() }
     }
 }
 
 impl Run {
-    /// fio succeeded.
     #[track_caller]
     pub fn ok(self) -> Self {
-        assert!(self.status.success(), "{}: {}", self.status, self.said);
-        assert_eq!(self.errors(), vec![0; self.errors().len()], "{}", self.said);
+        assert!(self.status.success(), "{}: {}", self.status, self.output);
+        assert_eq!(self.errors(), vec![0; self.errors().len()], "{}", self.output);
         self
     }
 
-    /// fio failed, and said this.
+    /// Checks that fio failed and printed `sentence`.
     #[track_caller]
     pub fn fails_with(self, sentence: &str) -> Self {
-        assert_eq!(self.status.code(), Some(1), "{}", self.said);
-        assert!(self.said.contains(sentence), "{sentence}: {}", self.said);
+        assert_eq!(self.status.code(), Some(1), "{}", self.output);
+        assert!(self.output.contains(sentence), "{sentence}: {}", self.output);
         self
     }
 
-    /// The errno of each job.
     pub fn errors(&self) -> Vec<i64> {
-        self.each(|job| job["error"].as_i64().unwrap())
+        self.each_job(|job| job["error"].as_i64().unwrap())
     }
 
-    /// The sum of a number over all jobs.
+    /// Returns the sum of a number over all jobs.
     pub fn sum(&self, part: &str, key: &str) -> u64 {
-        self.each(|job| job[part][key].as_u64().unwrap()).iter().sum()
+        self.each_job(|job| job[part][key].as_u64().unwrap()).iter().sum()
     }
 
-    /// How many percent of the requests found this depth.
+    /// Returns the percentage of requests at a queue depth.
     pub fn depth(&self, level: &str) -> f64 {
-        self.each(|job| job["iodepth_level"][level].as_f64().unwrap()).iter().sum()
+        self.each_job(|job| job["iodepth_level"][level].as_f64().unwrap()).iter().sum()
     }
 
-    fn each<T>(&self, what: impl Fn(&Value) -> T) -> Vec<T> {
-        let report = self.report.as_ref().unwrap_or_else(|| panic!("no report: {}", self.said));
+    fn each_job<T>(&self, what: impl Fn(&Value) -> T) -> Vec<T> {
+        let report = self.report.as_ref().unwrap_or_else(|| panic!("no report: {}", self.output));
         report["jobs"].as_array().unwrap().iter().map(what).collect()
     }
 }
@@ -112,9 +106,9 @@ fn read(path: &Path) -> String {
     String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).into_owned()
 }
 
-fn ended(command: &mut Command, what: &str) -> ExitStatus {
+fn run_to_end(command: &mut Command, what: &str) -> ExitStatus {
     let mut child = command.spawn().expect("fio is installed");
-    let deadline = Instant::now() + LIMIT;
+    let deadline = Instant::now() + RUN_TIMEOUT;
     loop {
         if let Some(status) = child.try_wait().unwrap() {
             return status;
@@ -124,6 +118,6 @@ fn ended(command: &mut Command, what: &str) -> ExitStatus {
             child.wait().unwrap();
             panic!("fio does not end: {what}");
         }
-        thread::sleep(PAUSE);
+        thread::sleep(POLL_INTERVAL);
     }
 }

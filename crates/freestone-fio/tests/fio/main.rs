@@ -1,4 +1,4 @@
-//! fio itself, with the engine, over every kind of device.
+//! Runs fio with the engine, over every kind of device.
 
 mod failures;
 mod harness;

@@ -1,4 +1,4 @@
-//! A client that says what it is told to say, and keeps what it hears.
+//! A client that sends given bytes and collects everything that it receives.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -13,32 +13,32 @@ use rustix::net::sockopt::{
 
 use super::device::Memory;
 
-/// Long enough for anything that comes at all.
+/// Maximum wait. Nothing should take that long.
 pub const WAIT: Duration = Duration::from_secs(60);
 
-/// How a talk goes on beside the bytes.
-pub struct Manners<'a> {
-    /// A device whose held requests are answered while nothing moves.
+/// Behaviour of a client.
+pub struct ClientBehaviour<'a> {
+    /// Device whose held requests are completed while the connection is idle.
     pub device: Option<&'a Memory>,
-    /// The client goes when it has said everything, and hears nothing.
+    /// The client disconnects after sending everything, without receiving the rest.
     pub leaves: bool,
 }
 
-/// Bytes of a socket's buffer that a small message may take.
+/// Bytes that a small message can occupy in a socket buffer.
 const MESSAGE_BYTES: usize = 2048;
 
-/// Says `bytes` and hears everything, with the server on this thread: `serve` gets the other
-/// socket. `most` is how much the server may say, in how many messages; `None` where sockets do not
-/// hold so much.
-pub fn talk_alone(bytes: &[u8], most: (usize, usize), serve: impl FnOnce(OwnedFd)) -> Option<Vec<u8>> {
+/// Sends `bytes` and receives everything, with the server on this thread: `serve` gets the other
+/// socket. `most` has the maximum bytes and messages of the server. Returns None if socket buffers cannot
+/// hold them.
+pub fn exchange_inline(bytes: &[u8], most: (usize, usize), serve: impl FnOnce(OwnedFd)) -> Option<Vec<u8>> {
     let (ours, theirs) = UnixStream::pair().expect("a descriptor is left");
     for (socket, bytes, messages) in [(&ours, bytes.len(), 1), (&theirs, most.0, most.1)] {
-        // Twice as much for what the kernel counts beside the bytes.
+        // The kernel also counts its overhead, so request twice the bytes.
         let wanted = bytes * 2 + messages * MESSAGE_BYTES;
         if socket_send_buffer_size(socket).is_ok_and(|size| size < wanted)
             && set_socket_send_buffer_size_force(socket, wanted).is_err()
         {
-            // The kernel gives twice what it is asked for, as far as it may.
+            // The kernel doubles the requested size, up to its limit.
             let _ = set_socket_send_buffer_size(socket, wanted);
             if socket_send_buffer_size(socket).unwrap_or(0) < wanted {
                 return None;
@@ -48,40 +48,40 @@ pub fn talk_alone(bytes: &[u8], most: (usize, usize), serve: impl FnOnce(OwnedFd
     (&ours).write_all(bytes).expect("there is room for it");
     ours.shutdown(Shutdown::Write).expect("a socket");
     serve(theirs.into());
-    let mut heard = Vec::new();
-    (&ours).read_to_end(&mut heard).expect("the server has ended it in order");
-    Some(heard)
+    let mut received = Vec::new();
+    (&ours).read_to_end(&mut received).expect("the server has ended it in order");
+    Some(received)
 }
 
-/// Says `bytes`, and hears everything until the server ends the connection.
-pub fn talk(stream: &UnixStream, bytes: &[u8], manners: &Manners<'_>) -> Vec<u8> {
+/// Sends `bytes`, and receives everything until the server ends the connection.
+pub fn exchange(stream: &UnixStream, bytes: &[u8], behaviour: &ClientBehaviour<'_>) -> Vec<u8> {
     stream.set_nonblocking(true).expect("a socket");
-    let began = Instant::now();
-    let (mut said, mut heard) = (0, Vec::new());
+    let start = Instant::now();
+    let (mut sent, mut received) = (0, Vec::new());
     let mut open = true;
     let mut space = vec![0; 64 << 10];
     loop {
-        if said == bytes.len() && open {
-            if manners.leaves {
-                return heard;
+        if sent == bytes.len() && open {
+            if behaviour.leaves {
+                return received;
             }
-            // The server may have ended it.
+            // Fails if the server has ended the connection.
             let _ = stream.shutdown(Shutdown::Write);
             open = false;
         }
         let mut flags = PollFlags::IN;
         flags.set(PollFlags::OUT, open);
         let mut fds = vec![PollFd::from_borrowed_fd(stream.as_fd(), flags)];
-        if let Some(device) = manners.device {
+        if let Some(device) = behaviour.device {
             fds.push(PollFd::from_borrowed_fd(device.submitted(), PollFlags::IN));
         }
-        // While there is something to hear or to say, what is held stays held.
+        // Held requests are completed only while nothing can be sent or received.
         let mut ready = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap_or(0);
         if fds[0].revents().is_empty() {
-            if manners.device.is_some_and(Memory::release) {
+            if behaviour.device.is_some_and(Memory::release) {
                 continue;
             }
-            let left = WAIT.checked_sub(began.elapsed()).expect("the connection ends");
+            let left = WAIT.checked_sub(start.elapsed()).expect("the connection ends");
             let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
             ready = poll(&mut fds, Some(&left)).unwrap_or(0);
         }
@@ -89,18 +89,18 @@ pub fn talk(stream: &UnixStream, bytes: &[u8], manners: &Manners<'_>) -> Vec<u8>
             continue;
         }
         if open && fds[0].revents().contains(PollFlags::OUT) {
-            match (&mut &*stream).write(&bytes[said..]) {
-                Ok(n) => said += n,
+            match (&mut &*stream).write(&bytes[sent..]) {
+                Ok(n) => sent += n,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-                // The server has ended it, and says why in what is still to be heard.
-                Err(_) => said = bytes.len(),
+                // The server has ended the connection. Its last replies can still be received.
+                Err(_) => sent = bytes.len(),
             }
         }
         match (&mut &*stream).read(&mut space) {
-            Ok(0) => return heard,
-            Ok(n) => heard.extend_from_slice(&space[..n]),
+            Ok(0) => return received,
+            Ok(n) => received.extend_from_slice(&space[..n]),
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-            Err(_) => return heard,
+            Err(_) => return received,
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A device of which the effects come in the order of the requests, and the answers in any.
+//! A test device that executes requests in order and completes them in any order.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,56 +14,56 @@ use freestone_nbd::MAX_IN_FLIGHT;
 use freestone_testkit::Rng;
 use rustix::event::{EventfdFlags, eventfd};
 
-/// Smallest request in bytes, and the unit in which the device knows what it holds.
+/// Logical block size in bytes, and the unit of the device's extents.
 pub const BLOCK: u64 = 512;
 
-/// Whether requests are done inline.
+/// How the device executes requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Manner {
-    /// All of them, at once.
+pub enum IoMode {
+    /// Inline.
     Inline,
-    /// At most so many bytes a try.
+    /// Inline, at most this number of bytes per try.
     Partly(u64),
-    /// None: they are submitted, and answered when the check wants it.
+    /// Submitted. The check completes them.
     Held,
-    /// None: they are submitted, and answered when others come, at the latest with a flush.
+    /// Submitted, and completed when later requests arrive, at the latest at a flush.
     Late,
-    /// Every second one is submitted and answered late.
+    /// Every second one as `Late`, the others inline with at most this number of bytes per try.
     Mixed(u64),
 }
 
-/// What the device is like.
+/// Properties of the device.
 #[derive(Debug, Clone, Copy)]
-pub struct Shape {
-    /// Bytes.
+pub struct DeviceConfig {
+    /// Size in bytes.
     pub size: u64,
-    /// How it answers.
-    pub manner: Manner,
-    /// The device says that it has zones: large writes must come as a whole.
+    /// How requests are executed.
+    pub mode: IoMode,
+    /// The device reports zones, so large writes must not be split.
     pub zoned: bool,
-    /// What touches this byte fails.
+    /// Requests that contain this byte fail.
     pub bad: Option<u64>,
-    /// Of the order of answers.
+    /// Seed of the order of completions.
     pub seed: u64,
-    /// Some requests that were submitted are forgotten.
+    /// Some submitted requests are dropped without completion.
     pub forgets: bool,
-    /// With the last of so many flushes everything late is answered, and from then on at once.
+    /// At the last of this number of flushes, all held requests complete, and later ones at once.
     pub flushes: usize,
 }
 
-/// A device whose effects come in the order of the requests, and whose answers in any.
+/// A test device in memory.
 pub struct Memory {
-    shape: Shape,
+    config: DeviceConfig,
     state: Mutex<State>,
-    /// Readable when something was submitted.
+    /// Readable after a submit.
     submitted: OwnedFd,
 }
 
-/// What the device holds and knows.
+/// State of the device.
 pub struct State {
-    /// Its bytes.
+    /// Content.
     pub data: Vec<u8>,
-    /// Of each block.
+    /// Extent kind of each block.
     pub kinds: Vec<ExtentKind>,
     /// Blocks that were written, zeroed or discarded.
     pub own: Vec<bool>,
@@ -71,42 +71,42 @@ pub struct State {
     tries: u64,
     rng: Rng,
     flushes: usize,
-    /// Submitted requests are answered at once.
+    /// Submitted requests complete at once.
     at_once: bool,
 }
 
 impl Memory {
-    /// Of zeroes.
-    pub fn new(shape: Shape) -> Self {
-        let blocks = (shape.size / BLOCK) as usize;
+    /// Creates a device of zeroes.
+    pub fn new(config: DeviceConfig) -> Self {
+        let blocks = (config.size / BLOCK) as usize;
         let state = State {
-            data: vec![0; shape.size as usize],
+            data: vec![0; config.size as usize],
             kinds: vec![ExtentKind::Hole; blocks],
             own: vec![false; blocks],
             held: Vec::new(),
             tries: 0,
-            rng: Rng::new(shape.seed),
+            rng: Rng::new(config.seed),
             flushes: 0,
             at_once: false,
         };
         let submitted =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("a descriptor is left");
-        Self { shape, state: Mutex::new(state), submitted }
+        Self { config, state: Mutex::new(state), submitted }
     }
 
-    /// What it holds now.
+    /// Locks the state.
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Readable when something was submitted.
+    /// Returns a descriptor that is readable after a submit.
     pub fn submitted(&self) -> BorrowedFd<'_> {
         self.submitted.as_fd()
     }
 
-    /// Answers one of what is held, or forgets it. False: nothing is held.
+    /// Completes or drops one held request. Returns false if none is held.
     pub fn release(&self) -> bool {
-        // Not readable is what is wanted.
+        // The read fails if nothing was submitted.
         let _ = rustix::io::read(&self.submitted, &mut [0; 8]);
         let mut state = self.lock();
         if state.held.is_empty() {
@@ -115,7 +115,7 @@ impl Memory {
         let held = state.held.len() as u64;
         let at = state.rng.below(held) as usize;
         let (outcome, buffer, done) = state.held.swap_remove(at);
-        let forgotten = self.shape.forgets && state.rng.chance(20);
+        let forgotten = self.config.forgets && state.rng.chance(20);
         drop(state);
         if !forgotten {
             done.complete(outcome, buffer);
@@ -123,15 +123,15 @@ impl Memory {
         true
     }
 
-    /// Answers all that is held, and from now on at once.
-    pub fn let_go(&self) {
+    /// Completes all held requests, and later ones at once.
+    pub fn release_all(&self) {
         self.lock().at_once = true;
         while self.release() {}
     }
 
     fn apply(&self, state: &mut State, request: &Request, buffer: Buffer<'_>) -> Result<()> {
         let range = request.offset..request.offset + request.len;
-        if self.shape.bad.is_some_and(|bad| range.contains(&bad)) {
+        if self.config.bad.is_some_and(|bad| range.contains(&bad)) {
             return Err(Error::Media);
         }
         let bytes = range.start as usize..range.end as usize;
@@ -165,14 +165,14 @@ impl Memory {
 impl Device for Memory {
     fn geometry(&self) -> Geometry {
         let zones = ZoneGeometry {
-            zone_size: self.shape.size,
+            zone_size: self.config.size,
             nr_zones: 1,
             max_open: 0,
             max_active: 0,
             max_append: 0,
         };
         Geometry {
-            size: self.shape.size,
+            size: self.config.size,
             logical_block: BLOCK as u32,
             physical_block: 4096,
             io_min: 4096,
@@ -185,7 +185,7 @@ impl Device for Memory {
             rotational: false,
             max_request: 0,
             read_only: false,
-            zones: self.shape.zoned.then_some(zones),
+            zones: self.config.zoned.then_some(zones),
         }
     }
 
@@ -198,13 +198,13 @@ impl Device for Memory {
         }
         let mut state = self.lock();
         state.tries += 1;
-        let most = match self.shape.manner {
-            Manner::Inline => u64::MAX,
-            // At the last one everything is answered.
-            Manner::Mixed(_) if request.op == Op::Flush => return Ok(Tried::WouldBlock),
-            Manner::Held | Manner::Late => return Ok(Tried::WouldBlock),
-            Manner::Mixed(_) if state.tries.is_multiple_of(2) => return Ok(Tried::WouldBlock),
-            Manner::Partly(most) | Manner::Mixed(most) => most,
+        let most = match self.config.mode {
+            IoMode::Inline => u64::MAX,
+            // Flushes are submitted, because the last one completes all held requests.
+            IoMode::Mixed(_) if request.op == Op::Flush => return Ok(Tried::WouldBlock),
+            IoMode::Held | IoMode::Late => return Ok(Tried::WouldBlock),
+            IoMode::Mixed(_) if state.tries.is_multiple_of(2) => return Ok(Tried::WouldBlock),
+            IoMode::Partly(most) | IoMode::Mixed(most) => most,
         };
         if request.len <= most {
             self.apply(&mut state, request, buffer)?;
@@ -238,21 +238,20 @@ impl Device for Memory {
         let held = state.held.len();
         assert!(held <= MAX_IN_FLIGHT + 1, "{held} requests are held");
         state.flushes += usize::from(request.op == Op::Flush);
-        if self.shape.manner != Manner::Held && state.flushes >= self.shape.flushes {
+        if self.config.mode != IoMode::Held && state.flushes >= self.config.flushes {
             state.at_once = true;
         }
-        // Never so many, or such large ones, that the connection waits for them: nobody else would
-        // answer.
-        let all = request.op == Op::Flush || self.shape.size > 1 << 20;
-        let few = if all { 0 } else { state.rng.below(MAX_IN_FLIGHT as u64 / 8) as usize };
+        // Hold only few and small requests. If the connection waited for them, nobody would complete them.
+        let all = request.op == Op::Flush || self.config.size > 1 << 20;
+        let remaining = if all { 0 } else { state.rng.below(MAX_IN_FLIGHT as u64 / 8) as usize };
         drop(state);
-        if self.shape.manner != Manner::Held {
-            for _ in few..held {
+        if self.config.mode != IoMode::Held {
+            for _ in remaining..held {
                 self.release();
             }
             return;
         }
-        // It fails only where the counter is full, and then it is readable.
+        // The write fails only if the counter is full, and then it is readable.
         let _ = rustix::io::write(&self.submitted, &1_u64.to_ne_bytes());
     }
 
@@ -276,7 +275,7 @@ impl Device for Memory {
     }
 
     fn zoned(&self) -> Option<&dyn Zoned> {
-        self.shape.zoned.then_some(self as &dyn Zoned)
+        self.config.zoned.then_some(self as &dyn Zoned)
     }
 }
 
@@ -297,14 +296,14 @@ impl Changes for Memory {
     }
 }
 
-/// One conventional zone: exports ask for no more.
+/// One conventional zone. Exports need no more.
 impl Zoned for Memory {
     fn report(&self, _: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
         row(Zone {
             start: 0,
-            len: self.shape.size,
-            capacity: self.shape.size,
-            write_pointer: self.shape.size,
+            len: self.config.size,
+            capacity: self.config.size,
+            write_pointer: self.config.size,
             kind: ZoneType::Conventional,
             condition: ZoneCondition::NotWritePointer,
         });

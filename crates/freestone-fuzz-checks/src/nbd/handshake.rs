@@ -1,11 +1,11 @@
-//! Everything that a client says before it is in transmission.
+//! Handshake of a client with arbitrary bytes.
 //!
-//! The input is one byte of choices, and then what the client says, as it is. A plain reading of it
-//! says what the server must answer to each option:
-//! * Every reply is well formed and belongs to the option at hand; exactly one is the last of its
-//!   option, with the type that the plain reading gives.
-//! * What is told of an export is true, each context with its identifier.
-//! * The handshake goes as far as the plain reading does, and the connection ends.
+//! The input is one byte of options, then the bytes of the client. A reference parser finds the expected
+//! reply to each option of the client. Properties:
+//! * Every reply is well formed and belongs to the current option. Each option has exactly one final reply,
+//!   of the expected type.
+//! * The information about exports and contexts is correct.
+//! * The handshake gets as far as the reference parser does, and the connection ends.
 
 use std::sync::Arc;
 
@@ -13,9 +13,9 @@ use freestone::device::Device;
 use freestone_nbd::{ExportOptions, MAX_OPTION_BYTES, MAX_SKIPPED_OPTION_BYTES, MAX_STRING_BYTES};
 
 use super::Nbd;
-use super::client::talk_alone;
-use super::device::{Manner, Memory, Shape};
-use super::replies::Heard;
+use super::client::exchange_inline;
+use super::device::{DeviceConfig, IoMode, Memory};
+use super::replies::ReplyReader;
 use super::requests::{DISC, Headers, header};
 
 const MAGIC: &[u8] = b"IHAVEOPT";
@@ -23,7 +23,7 @@ const EXPORT_NAME: u32 = 1;
 const ABORT: u32 = 2;
 const LIST: u32 = 3;
 const STARTTLS: u32 = 5;
-/// More in that option is no client's.
+/// Largest accepted data of STARTTLS, in bytes.
 const STARTTLS_BYTES_MAX: usize = 64 << 10;
 const INFO: u32 = 6;
 const GO: u32 = 7;
@@ -46,7 +46,7 @@ const ERR_EXT_HEADER_REQD: u32 = (1 << 31) + 10;
 const ALLOCATION: &[u8] = b"base:allocation";
 const CHANGED: &[u8] = b"freestone:changed";
 
-/// What is published: name, size, read-only, default.
+/// Exports: name, size, read-only, default.
 const EXPORTS: [(&str, u64, bool, bool); 3] = [
     ("disk", 9 * 512, false, true),
     ("read-only \u{fc}", 64 << 10, true, false),
@@ -54,83 +54,92 @@ const EXPORTS: [(&str, u64, bool, bool); 3] = [
 ];
 const DESCRIPTION: &str = "for people";
 
-/// A client's option as the plain reading finds it.
+/// An option of a client, with the expected replies.
 #[derive(Debug)]
-struct Asked<'a> {
+struct ClientOption<'a> {
     kind: u32,
     data: &'a [u8],
-    /// The type of its last reply, and what comes before that.
+    /// Type of the final reply.
     last: u32,
-    told: Vec<(u32, Vec<u8>)>,
+    /// Types and data of the replies before the final one.
+    replies: Vec<(u32, Vec<u8>)>,
 }
 
-/// How the plain reading ends.
+/// How the reference handshake ends.
 #[derive(Debug, PartialEq)]
 enum End {
-    /// What follows is not read, or not there.
+    /// The connection ends without an export.
     Left,
-    /// In transmission, after so many bytes, of this export; with a reply to `EXPORT_NAME`.
+    /// Transmission of this export begins after `at` bytes. `by_name`: with a reply to `EXPORT_NAME`.
     Chosen { at: usize, export: usize, by_name: bool },
 }
 
 impl Nbd {
-    /// Checks one input; true: the client got to an export.
+    /// Checks one input. Returns true if the client selected an export.
     ///
     /// # Panics
-    /// Something does not hold.
+    /// Panics if a property does not hold.
     pub fn handshake(&self, input: &[u8]) -> bool {
-        let Some((&choices, said)) = input.split_first() else { return false };
+        let Some((&choices, client_bytes)) = input.split_first() else { return false };
         for (name, size, read_only, default) in EXPORTS {
-            let device = Arc::new(Memory::new(Shape { size, ..SHAPE })) as Arc<dyn Device>;
+            let device = Arc::new(Memory::new(DeviceConfig { size, ..DEVICE })) as Arc<dyn Device>;
             let description = if default { DESCRIPTION.to_owned() } else { String::new() };
             let options = ExportOptions { read_only, default, description, ..ExportOptions::default() };
-            self.server.publish(&self.address, name, device, options).expect("nothing else is published");
+            self.server.publish(&self.address, name, device, options).expect("the names are free");
         }
-        let mut said = said.to_vec();
-        // Of a very long option only the beginning is in the input.
+        let mut client_bytes = client_bytes.to_vec();
+        // The input has only the beginning of a very long option.
         if choices & 1 != 0 {
-            said.resize(said.len() + (MAX_OPTION_BYTES + 4096), choices);
+            client_bytes.resize(client_bytes.len() + (MAX_OPTION_BYTES + 4096), choices);
         }
-        let plain = Plain::new(&said);
-        let (options, end, no_zeroes, headers) = (plain.options, plain.end, plain.no_zeroes, plain.headers);
-        let mut bytes = said.clone();
+        let reference = ReferenceHandshake::new(&client_bytes);
+        let (options, end, no_zeroes, headers) =
+            (reference.options, reference.end, reference.no_zeroes, reference.headers);
+        let mut bytes = client_bytes.clone();
         if let End::Chosen { at, .. } = end {
             bytes.truncate(at);
             bytes.extend(header(headers, 0, DISC, 0, 0, 0));
         }
         let most = 300 + options.iter().map(|option| 300 + option.data.len()).sum::<usize>();
         let serve = |socket| self.server.serve_here(&self.address, socket);
-        let heard = talk_alone(&bytes, (most, options.len() + 2), serve).unwrap_or_else(|| {
-            panic!("a socket takes {} and {most} bytes", bytes.len());
+        let received = exchange_inline(&bytes, (most, options.len() + 2), serve).unwrap_or_else(|| {
+            panic!("a socket buffer holds {} and {most} bytes", bytes.len());
         });
         for (name, ..) in EXPORTS {
-            self.server.unpublish(name, false).expect("it is published, and nobody uses it");
+            self.server.unpublish(name, false).expect("it is published and unused");
         }
         self.assert_sound();
 
-        let mut heard = Heard(&heard);
-        assert_eq!(heard.bytes(18), b"NBDMAGICIHAVEOPT\0\x03");
+        let mut received = ReplyReader(&received);
+        assert_eq!(received.bytes(18), b"NBDMAGICIHAVEOPT\0\x03");
         for option in &options {
-            judge(option, &mut heard);
+            check_replies(option, &mut received);
         }
         if let End::Chosen { export, by_name: true, .. } = end {
-            assert_eq!(heard.u64(), EXPORTS[export].1);
-            assert_eq!(heard.u16(), flags(export, headers, false));
+            assert_eq!(received.u64(), EXPORTS[export].1);
+            assert_eq!(received.u16(), flags(export, headers, false));
             if !no_zeroes {
-                assert_eq!(heard.bytes(124), [0; 124]);
+                assert_eq!(received.bytes(124), [0; 124]);
             }
         }
-        assert!(heard.0.is_empty(), "{} bytes more", heard.0.len());
+        assert!(received.0.is_empty(), "{} bytes more", received.0.len());
         end != End::Left
     }
 }
 
-const SHAPE: Shape =
-    Shape { size: 512, manner: Manner::Inline, zoned: false, bad: None, seed: 0, forgets: false, flushes: 0 };
+const DEVICE: DeviceConfig = DeviceConfig {
+    size: 512,
+    mode: IoMode::Inline,
+    zoned: false,
+    bad: None,
+    seed: 0,
+    forgets: false,
+    flushes: 0,
+};
 
-/// What clients are told that they may do with an export.
+/// Returns the transmission flags of an export.
 fn flags(export: usize, headers: Headers, has_contexts: bool) -> u16 {
-    // Flags, flush, FUA, multi-conn, cache; then what only a writable export has: trim, zeroes,
+    // Flags, flush, FUA, multi-conn, cache; then those of writable exports only: trim, zeroes,
     // fast zeroes.
     let common = 1 | 1 << 2 | 1 << 3 | 1 << 8 | 1 << 10;
     let writes = if EXPORTS[export].2 { 1 << 1 } else { 1 << 5 | 1 << 6 | 1 << 11 };
@@ -142,39 +151,40 @@ fn flags(export: usize, headers: Headers, has_contexts: bool) -> u16 {
     common | writes | chunks
 }
 
-fn judge(option: &Asked<'_>, heard: &mut Heard<'_>) {
-    let mut told = option.told.iter();
+fn check_replies(option: &ClientOption<'_>, received: &mut ReplyReader<'_>) {
+    let mut replies = option.replies.iter();
     loop {
-        assert_eq!(heard.u64(), 0x0003_e889_0455_65a9);
-        assert_eq!(heard.u32(), option.kind);
-        let (kind, len) = (heard.u32(), heard.u32());
-        let data = heard.bytes(len as usize);
+        assert_eq!(received.u64(), 0x0003_e889_0455_65a9);
+        assert_eq!(received.u32(), option.kind);
+        let (kind, len) = (received.u32(), received.u32());
+        let data = received.bytes(len as usize);
         if kind == ACK || kind >> 31 == 1 {
             assert_eq!(kind, option.last, "{option:?}");
-            assert!(told.next().is_none(), "{option:?} is told less");
+            assert!(replies.next().is_none(), "{option:?} has fewer replies than expected");
             assert!(kind == ACK || !data.is_empty() && std::str::from_utf8(data).is_ok());
             assert!(kind != ACK || data.is_empty());
             return;
         }
-        let wanted = told.next().unwrap_or_else(|| panic!("{option:?} is told {kind} {data:?}"));
-        assert_eq!((kind, data), (wanted.0, &wanted.1[..]), "{option:?}");
+        let expected =
+            replies.next().unwrap_or_else(|| panic!("{option:?} has the unexpected reply {kind} {data:?}"));
+        assert_eq!((kind, data), (expected.0, &expected.1[..]), "{option:?}");
     }
 }
 
-/// The plain reading.
-struct Plain<'a> {
-    options: Vec<Asked<'a>>,
+/// Reference parser of the handshake.
+struct ReferenceHandshake<'a> {
+    options: Vec<ClientOption<'a>>,
     end: End,
     no_zeroes: bool,
     headers: Headers,
-    /// The export for which at least one context was selected.
+    /// Name of the export for which a context was selected.
     selected: Option<&'a [u8]>,
 }
 
-/// Numbers and strings from the front; `None`: there is no such thing.
-struct Said<'a>(&'a [u8]);
+/// Reads numbers and strings. Returns None if the input is too short or invalid.
+struct ByteReader<'a>(&'a [u8]);
 
-impl<'a> Said<'a> {
+impl<'a> ByteReader<'a> {
     fn bytes(&mut self, n: usize) -> Option<&'a [u8]> {
         let (bytes, rest) = self.0.split_at_checked(n)?;
         self.0 = rest;
@@ -196,69 +206,74 @@ impl<'a> Said<'a> {
     }
 }
 
-impl<'a> Plain<'a> {
+impl<'a> ReferenceHandshake<'a> {
     fn new(bytes: &'a [u8]) -> Self {
-        let mut plain = Self {
+        let mut reference = Self {
             options: Vec::new(),
             end: End::Left,
             no_zeroes: false,
             headers: Headers::Simple,
             selected: None,
         };
-        // `None` is the end of what was said, or of what may be said.
-        let _ = plain.read(bytes);
-        plain
+        // None is the end of the input or the first invalid byte.
+        let _ = reference.read(bytes);
+        reference
     }
 
     fn read(&mut self, bytes: &'a [u8]) -> Option<()> {
-        let mut said = Said(bytes);
-        let flags = said.u32().filter(|flags| *flags < 4)?;
+        let mut reader = ByteReader(bytes);
+        let flags = reader.u32().filter(|flags| *flags < 4)?;
         self.no_zeroes = flags & 2 != 0;
         loop {
-            if said.bytes(8)? != MAGIC {
+            if reader.bytes(8)? != MAGIC {
                 return None;
             }
-            let (kind, len) = (said.u32()?, said.u32()? as usize);
+            let (kind, len) = (reader.u32()?, reader.u32()? as usize);
             if kind == EXPORT_NAME {
                 if self.headers == Headers::Extended {
                     return None;
                 }
-                let name = said.bytes(len).filter(|_| len <= MAX_STRING_BYTES)?;
+                let name = reader.bytes(len).filter(|_| len <= MAX_STRING_BYTES)?;
                 let export = find(name)?;
-                self.end = End::Chosen { at: bytes.len() - said.0.len(), export, by_name: true };
+                self.end = End::Chosen { at: bytes.len() - reader.0.len(), export, by_name: true };
                 return Some(());
             }
             // The server has no TLS.
             if kind == STARTTLS {
-                said.bytes(len).filter(|_| len <= STARTTLS_BYTES_MAX)?;
+                reader.bytes(len).filter(|_| len <= STARTTLS_BYTES_MAX)?;
                 let last = if len > 0 { ERR_INVALID } else { ERR_POLICY };
-                self.options.push(Asked { kind, data: &[], last, told: Vec::new() });
+                self.options.push(ClientOption { kind, data: &[], last, replies: Vec::new() });
                 continue;
             }
             if len > MAX_OPTION_BYTES {
                 if len > MAX_SKIPPED_OPTION_BYTES {
                     return None;
                 }
-                said.bytes(len)?;
-                self.options.push(Asked { kind, data: &[], last: ERR_TOO_BIG, told: Vec::new() });
+                reader.bytes(len)?;
+                self.options.push(ClientOption { kind, data: &[], last: ERR_TOO_BIG, replies: Vec::new() });
                 continue;
             }
-            let data = said.bytes(len)?;
-            let mut told = Vec::new();
-            let (last, chosen) = self.answer(kind, data, &mut told);
-            self.options.push(Asked { kind, data, last, told });
+            let data = reader.bytes(len)?;
+            let mut replies = Vec::new();
+            let (last, chosen) = self.answer(kind, data, &mut replies);
+            self.options.push(ClientOption { kind, data, last, replies });
             if kind == ABORT {
                 return None;
             }
             if let Some(export) = chosen {
-                self.end = End::Chosen { at: bytes.len() - said.0.len(), export, by_name: false };
+                self.end = End::Chosen { at: bytes.len() - reader.0.len(), export, by_name: false };
                 return Some(());
             }
         }
     }
 
-    /// The type of an option's last reply, and the export that it chose.
-    fn answer(&mut self, kind: u32, data: &'a [u8], told: &mut Vec<(u32, Vec<u8>)>) -> (u32, Option<usize>) {
+    /// Returns the type of an option's final reply, and the export that it selected.
+    fn answer(
+        &mut self,
+        kind: u32,
+        data: &'a [u8],
+        replies: &mut Vec<(u32, Vec<u8>)>,
+    ) -> (u32, Option<usize>) {
         match kind {
             ABORT => (ACK, None),
             LIST | STRUCTURED_REPLY | EXTENDED_HEADERS if !data.is_empty() => (ERR_INVALID, None),
@@ -276,14 +291,14 @@ impl<'a> Plain<'a> {
                     let mut fact = (name.len() as u32).to_be_bytes().to_vec();
                     fact.extend(name.as_bytes());
                     fact.extend(if default { DESCRIPTION.as_bytes() } else { b"" });
-                    told.push((SERVER, fact));
+                    replies.push((SERVER, fact));
                 }
                 (ACK, None)
             }
             INFO | GO => {
-                let Some((name, wanted)) = info(data) else { return (ERR_INVALID, None) };
+                let Some((name, requested)) = info(data) else { return (ERR_INVALID, None) };
                 let Some(export) = find(name) else { return (ERR_UNKNOWN, None) };
-                self.facts(export, name, &wanted, told);
+                self.facts(export, name, &requested, replies);
                 (ACK, (kind == GO).then_some(export))
             }
             LIST_META_CONTEXT | SET_META_CONTEXT => {
@@ -302,10 +317,10 @@ impl<'a> Plain<'a> {
                     let asked = |query: &&[u8]| *query == context || (list && *query == namespace);
                     if queries.iter().any(asked) || (list && queries.is_empty()) {
                         let id = if list { 0 } else { id };
-                        told.push((META_CONTEXT, [&id.to_be_bytes(), context].concat()));
+                        replies.push((META_CONTEXT, [&id.to_be_bytes(), context].concat()));
                     }
                 }
-                if !list && !told.is_empty() {
+                if !list && !replies.is_empty() {
                     self.selected = Some(name);
                 }
                 (ACK, None)
@@ -314,17 +329,17 @@ impl<'a> Plain<'a> {
         }
     }
 
-    fn facts(&self, export: usize, named: &[u8], wanted: &[u16], told: &mut Vec<(u32, Vec<u8>)>) {
+    fn facts(&self, export: usize, named: &[u8], requested: &[u16], replies: &mut Vec<(u32, Vec<u8>)>) {
         let (name, size, _, default) = EXPORTS[export];
         let flags = flags(export, self.headers, self.selected == Some(named));
-        told.push((FACT, [&[0, 0], &size.to_be_bytes()[..], &flags.to_be_bytes()].concat()));
+        replies.push((FACT, [&[0, 0], &size.to_be_bytes()[..], &flags.to_be_bytes()].concat()));
         let sizes = [1_u32, 4096, 64 << 20].map(u32::to_be_bytes).concat();
-        told.push((FACT, [&[0, 3], &sizes[..]].concat()));
-        if wanted.contains(&1) {
-            told.push((FACT, [&[0, 1], name.as_bytes()].concat()));
+        replies.push((FACT, [&[0, 3], &sizes[..]].concat()));
+        if requested.contains(&1) {
+            replies.push((FACT, [&[0, 1], name.as_bytes()].concat()));
         }
-        if wanted.contains(&2) && default {
-            told.push((FACT, [&[0, 2], DESCRIPTION.as_bytes()].concat()));
+        if requested.contains(&2) && default {
+            replies.push((FACT, [&[0, 2], DESCRIPTION.as_bytes()].concat()));
         }
     }
 }
@@ -336,15 +351,15 @@ fn find(name: &[u8]) -> Option<usize> {
 }
 
 fn info(data: &[u8]) -> Option<(&[u8], Vec<u16>)> {
-    let mut said = Said(data);
-    let name = said.string()?;
-    let wanted = (0..said.u16()?).map(|_| said.u16()).collect::<Option<_>>()?;
-    said.0.is_empty().then_some((name, wanted))
+    let mut reader = ByteReader(data);
+    let name = reader.string()?;
+    let requested = (0..reader.u16()?).map(|_| reader.u16()).collect::<Option<_>>()?;
+    reader.0.is_empty().then_some((name, requested))
 }
 
 fn contexts(data: &[u8]) -> Option<(&[u8], Vec<&[u8]>)> {
-    let mut said = Said(data);
-    let name = said.string()?;
-    let queries = (0..said.u32()?).map(|_| said.string()).collect::<Option<_>>()?;
-    said.0.is_empty().then_some((name, queries))
+    let mut reader = ByteReader(data);
+    let name = reader.string()?;
+    let queries = (0..reader.u32()?).map(|_| reader.string()).collect::<Option<_>>()?;
+    reader.0.is_empty().then_some((name, queries))
 }

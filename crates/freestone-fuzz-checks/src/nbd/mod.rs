@@ -1,4 +1,4 @@
-//! What NBD clients send: to a server in this process, through a real socket.
+//! NBD servers with arbitrary bytes of clients: a server in this process, connected through sockets.
 
 mod client;
 mod device;
@@ -12,30 +12,30 @@ use tempfile::TempDir;
 
 pub use client::WAIT;
 
-/// A server with one address, for any number of checks one after the other.
+/// A server with one address, for any number of consecutive checks.
 pub struct Nbd {
     server: Server,
     address: Address,
-    /// Of the socket.
+    /// Directory of the socket.
     _directory: TempDir,
 }
 
 impl Nbd {
-    /// A server that shows nothing yet.
+    /// Creates a server without exports.
     ///
     /// # Panics
-    /// There is no place for its socket.
+    /// Panics if the socket cannot be created.
     #[allow(clippy::new_without_default, reason = "it takes a socket and a thread")]
     pub fn new() -> Self {
         let directory = tempfile::tempdir().expect("a directory for the socket");
-        // What is checked follows the requests in order.
+        // The checks need the effects of requests in order, so there is only one worker.
         let server = Server::with_workers(Limits::default(), &Workers::new(1));
         let address = Address::Unix(directory.path().join("nbd"));
         let address = server.listen(&address).expect("the server listens");
         Self { server, address, _directory: directory }
     }
 
-    /// Nothing panicked so far, and nobody was turned away.
+    /// Asserts that nothing panicked and no client was refused.
     fn assert_sound(&self) {
         let stats = self.server.stats();
         assert_eq!((stats.panics, stats.refused), (0, 0));

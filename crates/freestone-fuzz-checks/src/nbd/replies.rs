@@ -1,20 +1,20 @@
-//! What a server says, taken apart; whatever is not well formed panics.
+//! Parses the replies of a server. A malformed reply panics.
 
 use super::requests::Headers;
 
-/// Big-endian numbers and bytes from the front.
-pub struct Heard<'a>(pub &'a [u8]);
+/// Reads big-endian numbers and bytes.
+pub struct ReplyReader<'a>(pub &'a [u8]);
 
-impl<'a> Heard<'a> {
+impl<'a> ReplyReader<'a> {
     pub fn bytes(&mut self, n: usize) -> &'a [u8] {
-        assert!(n <= self.0.len(), "{n} bytes are announced, {} are there", self.0.len());
+        assert!(n <= self.0.len(), "{n} bytes are announced, {} are left", self.0.len());
         let (bytes, rest) = self.0.split_at(n);
         self.0 = rest;
         bytes
     }
 
     fn array<const N: usize>(&mut self) -> [u8; N] {
-        self.bytes(N).try_into().expect("so many bytes")
+        self.bytes(N).try_into().expect("N bytes")
     }
 
     pub fn u16(&mut self) -> u16 {
@@ -30,64 +30,70 @@ impl<'a> Heard<'a> {
     }
 }
 
-/// What a request was answered.
+/// Reply to a request.
 #[derive(Debug, Default)]
 pub struct Answer<'a> {
-    /// The error of its final reply; 0 is none. `None`: no final reply came.
+    /// Error number of the final reply; 0 is success. None: there was no final reply.
     pub outcome: Option<u32>,
-    /// Data, with its place on the device.
+    /// Data, with its offset on the device.
     pub data: Vec<(u64, &'a [u8])>,
-    /// Zeroes: where, and how many.
+    /// Zeroes: offset and length.
     pub holes: Vec<(u64, u32)>,
-    /// Lengths and flags by context.
+    /// Lengths and flags of block status, by context.
     pub status: Vec<(u32, Vec<(u64, u64)>)>,
 }
 
 impl Answer<'_> {
-    /// Nothing but an outcome came.
+    /// Returns true if the reply has only an outcome.
     pub fn is_plain(&self) -> bool {
         self.data.is_empty() && self.holes.is_empty() && self.status.is_empty()
     }
 }
 
-/// The answers of a session, by cookie. Cookies count up from 0; `asked` gives a request's offset,
-/// and its length where its simple reply carries data.
+/// Parses the replies of a session. The cookies of requests are 0, 1, …. `range_of` returns the offset of a
+/// request, and its length if its simple reply carries data.
 pub fn answers<'a>(
-    heard: &'a [u8],
+    reader: &'a [u8],
     count: usize,
     headers: Headers,
-    asked: &dyn Fn(usize) -> (u64, Option<usize>),
+    range_of: &dyn Fn(usize) -> (u64, Option<usize>),
 ) -> Vec<Answer<'a>> {
     let mut answers: Vec<_> = (0..count).map(|_| Answer::default()).collect();
-    let mut heard = Heard(heard);
-    while !heard.0.is_empty() {
-        match heard.u32() {
+    let mut reader = ReplyReader(reader);
+    while !reader.0.is_empty() {
+        match reader.u32() {
             0x6744_6698 => {
-                assert!(headers != Headers::Extended, "a simple reply among extended ones");
-                let error = heard.u32();
-                let index = heard.u64() as usize;
-                let answer = open(&mut answers, index);
+                assert!(
+                    headers != Headers::Extended,
+                    "a simple reply after extended headers were negotiated"
+                );
+                let error = reader.u32();
+                let index = reader.u64() as usize;
+                let answer = open_reply(&mut answers, index);
                 answer.outcome = Some(error);
-                if let (offset, Some(len)) = asked(index) {
-                    assert!(headers == Headers::Simple, "a simple reply to a read among structured ones");
+                if let (offset, Some(len)) = range_of(index) {
+                    assert!(
+                        headers == Headers::Simple,
+                        "a simple reply to a read after structured replies were negotiated"
+                    );
                     if error == 0 {
-                        answer.data.push((offset, heard.bytes(len)));
+                        answer.data.push((offset, reader.bytes(len)));
                     }
                 }
             }
             0x668e_33ef => {
-                assert!(headers == Headers::Structured, "a structured reply that nobody asked for");
-                let (flags, kind, index, len) = (heard.u16(), heard.u16(), heard.u64(), heard.u32());
-                let answer = open(&mut answers, index as usize);
-                chunk(answer, kind, Heard(heard.bytes(len as usize)), flags, false);
+                assert!(headers == Headers::Structured, "a structured reply that was not negotiated");
+                let (flags, kind, index, len) = (reader.u16(), reader.u16(), reader.u64(), reader.u32());
+                let answer = open_reply(&mut answers, index as usize);
+                chunk(answer, kind, ReplyReader(reader.bytes(len as usize)), flags, false);
             }
             0x6e8a_278c => {
-                assert!(headers == Headers::Extended, "an extended reply that nobody asked for");
-                let (flags, kind, index) = (heard.u16(), heard.u16(), heard.u64() as usize);
-                let (offset, len) = (heard.u64(), heard.u64());
-                let answer = open(&mut answers, index);
-                assert_eq!(offset, asked(index).0, "the reply to {index} has another offset");
-                chunk(answer, kind, Heard(heard.bytes(len as usize)), flags, true);
+                assert!(headers == Headers::Extended, "an extended reply that was not negotiated");
+                let (flags, kind, index) = (reader.u16(), reader.u16(), reader.u64() as usize);
+                let (offset, len) = (reader.u64(), reader.u64());
+                let answer = open_reply(&mut answers, index);
+                assert_eq!(offset, range_of(index).0, "the reply to {index} has another offset");
+                chunk(answer, kind, ReplyReader(reader.bytes(len as usize)), flags, true);
             }
             magic => panic!("a reply begins with {magic:#x}"),
         }
@@ -95,22 +101,22 @@ pub fn answers<'a>(
     answers
 }
 
-fn open<'a, 'b>(answers: &'b mut [Answer<'a>], index: usize) -> &'b mut Answer<'a> {
+fn open_reply<'a, 'b>(answers: &'b mut [Answer<'a>], index: usize) -> &'b mut Answer<'a> {
     let count = answers.len();
     let answer = answers.get_mut(index);
-    let answer = answer.unwrap_or_else(|| panic!("an answer to request {index} of {count}"));
-    assert!(answer.outcome.is_none(), "request {index} is answered again");
+    let answer = answer.unwrap_or_else(|| panic!("a reply to request {index} of {count}"));
+    assert!(answer.outcome.is_none(), "request {index} has a second reply");
     answer
 }
 
-fn chunk<'a>(answer: &mut Answer<'a>, kind: u16, mut payload: Heard<'a>, flags: u16, extended: bool) {
+fn chunk<'a>(answer: &mut Answer<'a>, kind: u16, mut payload: ReplyReader<'a>, flags: u16, extended: bool) {
     assert!(flags <= 1, "flags {flags:#x}");
     let done = flags == 1;
     if done {
         answer.outcome = Some(0);
     }
     match kind {
-        0 => assert!(done && payload.0.is_empty(), "a chunk of nothing that ends nothing"),
+        0 => assert!(done && payload.0.is_empty(), "an empty chunk that is not the last one"),
         1 => {
             let offset = payload.u64();
             assert!(!payload.0.is_empty(), "a chunk of no data");
@@ -138,7 +144,7 @@ fn chunk<'a>(answer: &mut Answer<'a>, kind: u16, mut payload: Heard<'a>, flags: 
         0x8001 => {
             let error = payload.u32();
             let len = payload.u16();
-            assert!(error != 0 && done, "an error that is none, or does not end the reply");
+            assert!(error != 0 && done, "an error chunk without an error, or that is not the last one");
             assert_eq!(payload.0.len(), usize::from(len));
             let text = std::str::from_utf8(payload.0).expect("a message is text");
             assert!(!text.is_empty() && !text.contains('\n'), "{text:?}");

@@ -1,18 +1,17 @@
-//! From an input to a stream of requests.
+//! Generates a stream of requests from an input.
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
-//! | 0 | structured replies or extended headers, the contexts, read-only, without FUA, zones, the client leaves early |
-//! | 1 | size of the device, its manner, whether it has a bad block |
-//! | 2 | seed of the order of answers |
+//! | 0 | structured replies or extended headers, the contexts, read-only, without FUA, zones, the client disconnects early |
+//! | 1 | size of the device, its I/O mode, whether it has a bad block |
+//! | 2 | seed of the order of completions |
 //! | 0 and 1 | high bits: the connection has a thread of its own, as always outside of checks |
-//! | then, for each request | tag: command (low 4 bits), which numbers (high 4 bits); flags; offset and length, 2 bytes each; of a block status with a payload its identifiers, 1 byte |
+//! | then, for each request | tag: command (low 4 bits), kind of numbers (high 4 bits); flags; offset and length, 2 bytes each; identifiers of a block status with a payload, 1 byte |
 //!
-//! Offsets and lengths stand for numbers near the edges where mistakes are made. Tags have a few
-//! uses beside the protocol's commands: an unknown command, bytes as they are, a request that is
-//! cut off. Before the end there is a flush.
+//! Offsets and lengths are mapped to numbers near limits. Some tags are not commands of the protocol: an
+//! unknown command, arbitrary bytes, a truncated request. The stream ends with a flush.
 
-use super::device::{Manner, Shape};
+use super::device::{DeviceConfig, IoMode};
 
 pub const READ: u16 = 0;
 pub const WRITE: u16 = 1;
@@ -25,11 +24,10 @@ pub const BLOCK_STATUS: u16 = 7;
 
 pub const PAYLOAD_LEN: u16 = 32;
 
-/// Most bytes that are sent, and that are asked for, in one session: so an input takes a
-/// millisecond.
+/// Maximum bytes sent and requested in one session, so that an input takes about a millisecond.
 const BUDGET_BYTES: u64 = 600 << 10;
 
-/// What was agreed on.
+/// Negotiated form of headers and replies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Headers {
     Simple,
@@ -38,7 +36,7 @@ pub enum Headers {
 }
 
 impl Headers {
-    /// Length of a request's header.
+    /// Returns the length of a request header.
     const fn bytes(self) -> usize {
         match self {
             Self::Simple | Self::Structured => 28,
@@ -47,13 +45,13 @@ impl Headers {
     }
 }
 
-/// What follows a request's header.
+/// Payload after a request header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Payload {
     None,
-    /// As many bytes as the header says.
+    /// Data of the length in the header.
     Data,
-    /// A range, the first of these identifiers, and bytes that are too many.
+    /// A range, the first `count` identifiers, and `extra` surplus bytes.
     Contexts {
         ids: [u32; 3],
         count: usize,
@@ -61,19 +59,19 @@ pub enum Payload {
     },
 }
 
-/// A request that the server gets as a whole.
+/// A complete request.
 #[derive(Debug, Clone, Copy)]
-pub struct Asked {
+pub struct SentRequest {
     pub command: u16,
     pub flags: u16,
     pub offset: u64,
-    /// Of the range.
+    /// Length of the range.
     pub len: u64,
     pub payload: Payload,
 }
 
-impl Asked {
-    /// What the request at `index` writes from a byte of the device on: another byte in every
+impl SentRequest {
+    /// Fills `out` with the data that the request at `index` writes at offset `from`: another byte value in each
     /// block.
     pub fn payload(index: usize, from: u64, out: &mut [u8]) {
         for (block, out) in (from / 512..).zip(out.chunks_mut(512)) {
@@ -85,7 +83,7 @@ impl Asked {
         self.offset.saturating_add(self.len)
     }
 
-    /// Bytes of its payload.
+    /// Returns the length of the payload.
     fn payload_bytes(&self) -> u64 {
         match self.payload {
             Payload::None => 0,
@@ -94,13 +92,13 @@ impl Asked {
         }
     }
 
-    /// Bytes of the request and its payload.
+    /// Returns the length of the request with its payload.
     pub fn wire_bytes(&self, headers: Headers) -> usize {
         headers.bytes() + self.payload_bytes() as usize
     }
 }
 
-/// What a client does in its session.
+/// Session of a client.
 #[allow(clippy::struct_excessive_bools, reason = "each is a choice of its own")]
 #[derive(Debug)]
 pub struct Script {
@@ -110,18 +108,18 @@ pub struct Script {
     pub without_fua: bool,
     pub leaves: bool,
     /// The server has a thread for the connection.
-    pub alone: bool,
-    pub shape: Shape,
-    /// The cookie of each is its index.
-    pub asked: Vec<Asked>,
+    pub own_thread: bool,
+    pub device: DeviceConfig,
+    /// Requests. The cookie of each is its index.
+    pub requests: Vec<SentRequest>,
     pub bytes: Vec<u8>,
 }
 
 impl Script {
-    /// `None`: the input is too short.
+    /// Returns None if the input is too short.
     pub fn new(input: &[u8]) -> Option<Self> {
         let (&[modes, kind, seed], rest) = input.split_first_chunk()?;
-        // The last is rare: it is slow.
+        // The largest size is rare, because it is slow.
         let size = match kind & 3 {
             0 => 9 * 512,
             1 => 64 << 10,
@@ -129,13 +127,13 @@ impl Script {
             _ if modes >> 6 == 2 => 40 << 20,
             _ => 580 << 10,
         };
-        let manner = match kind >> 2 & 7 {
-            0 | 1 => Manner::Inline,
-            2 => Manner::Partly(1536),
-            3 => Manner::Partly(20 << 10),
-            4 | 5 => Manner::Late,
-            6 => Manner::Mixed(u64::MAX),
-            _ => Manner::Mixed(1024),
+        let mode = match kind >> 2 & 7 {
+            0 | 1 => IoMode::Inline,
+            2 => IoMode::Partly(1536),
+            3 => IoMode::Partly(20 << 10),
+            4 | 5 => IoMode::Late,
+            6 => IoMode::Mixed(u64::MAX),
+            _ => IoMode::Mixed(1024),
         };
         let (headers, contexts): (_, &[_]) = match modes & 7 {
             0 => (Headers::Simple, &[]),
@@ -148,65 +146,66 @@ impl Script {
             _ => (Headers::Extended, &["base:allocation", "freestone:changed"]),
         };
         let contexts = contexts.to_vec();
-        // Rare: it takes a thread.
-        let alone = modes >> 6 == 3 && kind >> 6 == 3;
+        // Rare, because it takes a thread.
+        let own_thread = modes >> 6 == 3 && kind >> 6 == 3;
         let bad = (kind & 32 != 0).then_some(size / 2 + 100);
         let mut script = Self {
             headers,
             contexts,
             read_only: modes & 8 != 0,
             without_fua: modes & 16 != 0,
-            leaves: alone && seed & 1 != 0,
-            alone,
-            shape: Shape {
+            leaves: own_thread && seed & 1 != 0,
+            own_thread,
+            device: DeviceConfig {
                 size,
-                manner: if alone { Manner::Held } else { manner },
+                mode: if own_thread { IoMode::Held } else { mode },
                 zoned: modes & 32 != 0,
                 bad,
                 seed: u64::from(seed),
                 forgets: kind & 64 != 0,
                 flushes: 0,
             },
-            asked: Vec::new(),
+            requests: Vec::new(),
             bytes: Vec::new(),
         };
         script.fill(rest);
         let flags = u16::from(!script.without_fua);
-        let good = |asked: &&Asked| {
-            asked.command == FLUSH && (asked.offset, asked.len) == (0, 0) && asked.flags & !flags == 0
+        let good = |request: &&SentRequest| {
+            request.command == FLUSH && (request.offset, request.len) == (0, 0) && request.flags & !flags == 0
         };
-        script.shape.flushes = script.asked.iter().filter(good).count();
+        script.device.flushes = script.requests.iter().filter(good).count();
         Some(script)
     }
 
-    /// Most bytes of the answers.
-    pub fn most_heard(&self) -> usize {
-        let most = |asked: &Asked| match asked.command {
-            READ if asked.end() <= self.shape.size => {
-                asked.len as usize + asked.len as usize / 4096 * 40 + 200
+    /// Returns the maximum bytes of the replies.
+    pub fn max_reply_bytes(&self) -> usize {
+        let most = |request: &SentRequest| match request.command {
+            READ if request.end() <= self.device.size => {
+                request.len as usize + request.len as usize / 4096 * 40 + 200
             }
-            BLOCK_STATUS if asked.end() <= self.shape.size => {
-                2 * (40 + (asked.len as usize / 512 + 2).min(8192) * 16)
+            BLOCK_STATUS if request.end() <= self.device.size => {
+                2 * (40 + (request.len as usize / 512 + 2).min(8192) * 16)
             }
             _ => 200,
         };
-        self.asked.iter().map(most).sum()
+        self.requests.iter().map(most).sum()
     }
 
-    /// Most messages in which they come.
-    pub fn most_messages(&self) -> usize {
-        let tries = match self.shape.manner {
-            Manner::Partly(most) | Manner::Mixed(most) => {
-                let tries = |asked: &Asked| (asked.len / most) as usize + 4;
-                self.asked.iter().filter(|asked| asked.end() <= self.shape.size).map(tries).sum()
+    /// Returns the maximum number of messages of the replies.
+    pub fn max_reply_messages(&self) -> usize {
+        let tries = match self.device.mode {
+            IoMode::Partly(most) | IoMode::Mixed(most) => {
+                let tries = |request: &SentRequest| (request.len / most) as usize + 4;
+                self.requests.iter().filter(|request| request.end() <= self.device.size).map(tries).sum()
             }
-            _ => self.asked.len(),
+            _ => self.requests.len(),
         };
         tries + 64
     }
 
+    /// Adds the requests of the input.
     fn fill(&mut self, mut rest: &[u8]) {
-        let mut asked_for = 0_u64;
+        let mut requested_bytes = 0_u64;
         let headers = self.headers;
         while let Some((&[tag, flags, o0, o1, l0, l1], more)) = rest.split_first_chunk() {
             rest = more;
@@ -217,13 +216,13 @@ impl Script {
             match command {
                 8 => command = l,
                 9 => {
-                    // As they are: most likely the end of the session.
+                    // Arbitrary bytes, which most likely end the session.
                     let n = usize::from(flags).min(rest.len());
                     if n == 0 {
                         continue;
                     }
                     self.flush();
-                    // No request begins so.
+                    // No request starts with this bit set.
                     self.bytes.push(rest[0] | 0x80);
                     self.bytes.extend_from_slice(&rest[1..n]);
                     return;
@@ -238,7 +237,7 @@ impl Script {
                 _ => {}
             }
             let flags = if flags & 0x80 == 0 { u16::from(flags & 0x3f) } else { u16::from(flags) << 8 };
-            // Of a plain request the low flags are what it has most often: none.
+            // Valid commands mostly have no flags.
             let flags = if tag & 15 > 10 { flags & 1 } else { flags };
             let (offset, len) = if command == FLUSH && tag >> 4 == 0 { (0, 0) } else { (offset, len) };
             let payload = match (headers, command) {
@@ -253,60 +252,66 @@ impl Script {
                     }
                 }
                 (Headers::Extended, DISC) => Payload::None,
-                // The data of a write is there with and without the flag.
+                // A write has data with and without the flag.
                 (_, WRITE) => Payload::Data,
                 (Headers::Extended, _) if flags & PAYLOAD_LEN != 0 => Payload::Data,
                 _ => Payload::None,
             };
-            let asked = Asked { command, flags, offset, len, payload };
+            let request = SentRequest { command, flags, offset, len, payload };
             let room = BUDGET_BYTES.saturating_sub(self.bytes.len() as u64);
-            let sent = asked.payload_bytes().min(room);
-            let is_cut = sent < asked.payload_bytes();
+            let sent = request.payload_bytes().min(room);
+            let is_cut = sent < request.payload_bytes();
             if command == DISC || is_cut {
                 self.flush();
             }
-            let index = self.asked.len();
-            let told = if payload == Payload::None { len } else { asked.payload_bytes() };
-            self.bytes.extend(header(headers, flags, command, index as u64, offset, told));
+            let index = self.requests.len();
+            let wire_len = if payload == Payload::None { len } else { request.payload_bytes() };
+            self.bytes.extend(header(headers, flags, command, index as u64, offset, wire_len));
             let from = self.bytes.len();
             if let Payload::Contexts { ids, count, .. } = payload {
                 self.bytes.extend(len.to_be_bytes());
                 self.bytes.extend(ids[..count].iter().flat_map(|id| id.to_be_bytes()));
-                self.bytes.resize(from + asked.payload_bytes() as usize, 0);
+                self.bytes.resize(from + request.payload_bytes() as usize, 0);
                 self.bytes.truncate(from + sent as usize);
             } else {
                 self.bytes.resize(from + sent as usize, 0);
-                Asked::payload(index, offset, &mut self.bytes[from..]);
+                SentRequest::payload(index, offset, &mut self.bytes[from..]);
             }
             if is_cut {
                 return;
             }
             match command {
-                READ => asked_for = asked_for.saturating_add(len),
-                BLOCK_STATUS => asked_for = asked_for.saturating_add(len / 32),
+                READ => requested_bytes = requested_bytes.saturating_add(len),
+                BLOCK_STATUS => requested_bytes = requested_bytes.saturating_add(len / 32),
                 _ => {}
             }
-            self.asked.push(asked);
+            self.requests.push(request);
             if command == DISC {
                 return;
             }
-            if asked_for > BUDGET_BYTES || self.bytes.len() as u64 > BUDGET_BYTES {
+            if requested_bytes > BUDGET_BYTES || self.bytes.len() as u64 > BUDGET_BYTES {
                 break;
             }
         }
         self.flush();
     }
 
-    /// A flush before the end, at which the device answers everything.
+    /// Adds a flush before the end, at which the device completes everything.
     fn flush(&mut self) {
-        self.bytes.extend(header(self.headers, 0, FLUSH, self.asked.len() as u64, 0, 0));
-        self.asked.push(Asked { command: FLUSH, flags: 0, offset: 0, len: 0, payload: Payload::None });
+        self.bytes.extend(header(self.headers, 0, FLUSH, self.requests.len() as u64, 0, 0));
+        self.requests.push(SentRequest {
+            command: FLUSH,
+            flags: 0,
+            offset: 0,
+            len: 0,
+            payload: Payload::None,
+        });
     }
 
     fn offset(&self, which: u8, number: u64) -> u64 {
         match which {
-            0 => number * 512 % self.shape.size,
-            1 => self.shape.size.wrapping_sub(number),
+            0 => number * 512 % self.device.size,
+            1 => self.device.size.wrapping_sub(number),
             2 => number,
             _ => number << 48 | number,
         }
@@ -317,7 +322,7 @@ impl Script {
             0 => number % 1024 * 512,
             1 => number,
             2 => (32 << 20) + 32768 - number,
-            _ if number & 1 == 0 => self.shape.size as u32 - (number >> 1) * 512 % self.shape.size as u32,
+            _ if number & 1 == 0 => self.device.size as u32 - (number >> 1) * 512 % self.device.size as u32,
             _ if self.headers == Headers::Extended && number & 2 != 0 => {
                 return u64::from(number) << 48 | u64::from(number >> 2);
             }
@@ -327,7 +332,7 @@ impl Script {
     }
 }
 
-/// A request on the wire.
+/// Returns the header of a request.
 pub fn header(headers: Headers, flags: u16, command: u16, cookie: u64, offset: u64, len: u64) -> Vec<u8> {
     let extended = headers == Headers::Extended;
     let magic = if extended { 0x21e4_1c71_u32 } else { 0x2560_9513 };

@@ -1,27 +1,27 @@
-//! A server's side of the handshake, read plainly.
+//! Reference parser of a server's side of the handshake.
 
 use freestone_nbd_proto::{TransmissionFlags, option};
 
 const FLAGS: u16 = TransmissionFlags::HAS_FLAGS.bits();
-/// Most data of a reply to an option, and most of these.
+/// Maximum bytes of a reply to an option, and maximum number of replies.
 const REPLY_MAX: usize = 64 << 10;
 const REPLIES_MAX: usize = 256;
 const PAYLOAD_MAX: u32 = 32 << 20;
 
-/// What the handshake came to.
+/// Result of a handshake.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Facts {
     pub size: u64,
     pub flags: u16,
-    /// Smallest and largest request.
+    /// Smallest and largest request in bytes.
     pub minimum: u32,
     pub maximum: u32,
     pub structured: bool,
     pub context: Option<u32>,
-    /// What the client says of itself, and asks for.
+    /// Flags and options that the client must send.
     pub client_flags: u32,
     pub options: Vec<u32>,
-    /// Bytes of the server.
+    /// Bytes of the server's side.
     pub len: usize,
 }
 
@@ -30,7 +30,7 @@ impl Facts {
         self.flags & flag.bits() != 0
     }
 
-    /// Bytes of the device's blocks.
+    /// Returns the block size of the device, in bytes.
     pub fn block(&self) -> u32 {
         self.minimum.max(512)
     }
@@ -52,7 +52,7 @@ impl<'a> Bytes<'a> {
         Some(number(self.take(len)?))
     }
 
-    /// A reply to an option: its kind and data.
+    /// Parses a reply to an option. Returns its type and data.
     fn reply(&mut self, option: u32) -> Option<(u32, &'a [u8])> {
         let is_one = self.number(8)? == 0x0003_e889_0455_65a9;
         let is_of = self.number(4)? == u64::from(option);
@@ -71,7 +71,7 @@ const META_CONTEXT: u32 = 4;
 const UNSUP: u32 = (1 << 31) + 1;
 const SHUTDOWN: u32 = (1 << 31) + 7;
 
-/// What the client makes of it; `None`: it refuses.
+/// Parses the server's bytes. Returns None if the client must refuse the handshake.
 pub fn read(server: &[u8]) -> Option<Facts> {
     let mut bytes = Bytes { all: server, at: 0 };
     if bytes.take(8)? != b"NBDMAGIC" || bytes.take(8)? != b"IHAVEOPT" {
@@ -79,7 +79,7 @@ pub fn read(server: &[u8]) -> Option<Facts> {
     }
     let offered = bytes.number(2)? as u32 & 3;
     let mut options = Vec::new();
-    let (mut structured, mut context, mut told) = (false, None, None);
+    let (mut structured, mut context, mut info) = (false, None, None);
     if offered & 1 != 0 {
         options.push(option::STRUCTURED_REPLY);
         structured = match bytes.reply(option::STRUCTURED_REPLY)? {
@@ -93,24 +93,25 @@ pub fn read(server: &[u8]) -> Option<Facts> {
             context = context_of(&mut bytes)?;
         }
         options.push(option::GO);
-        told = go(&mut bytes)?;
+        info = go(&mut bytes)?;
     }
-    if told.is_none() {
+    if info.is_none() {
         options.push(option::EXPORT_NAME);
         let (size, flags) = (bytes.number(8)?, bytes.number(2)? as u16);
         if offered & 3 != 3 {
             bytes.take(124)?;
         }
-        told = Some((size, flags, (1, 4096, PAYLOAD_MAX)));
+        info = Some((size, flags, (1, 4096, PAYLOAD_MAX)));
     }
-    let (size, flags, blocks) = told?;
+    let (size, flags, blocks) = info?;
     let (minimum, maximum) = checked(size, flags, blocks)?;
     let len = bytes.at;
     Some(Facts { size, flags, minimum, maximum, structured, context, client_flags: offered, options, len })
 }
 
-/// `None`: refused; else the number of the context, if there is one.
-#[expect(clippy::option_option, reason = "refused, or without it, or with it")]
+/// Parses the reply to `SET_META_CONTEXT`. Returns None if the client must refuse it, else the identifier of the
+/// context, if the server has it.
+#[expect(clippy::option_option, reason = "refused, not supported, or the identifier")]
 fn context_of(bytes: &mut Bytes<'_>) -> Option<Option<u32>> {
     let mut chosen = None;
     for _ in 0..REPLIES_MAX {
@@ -126,11 +127,12 @@ fn context_of(bytes: &mut Bytes<'_>) -> Option<Option<u32>> {
     None
 }
 
-type Told = (u64, u16, (u32, u32, u32));
+type ExportInfo = (u64, u16, (u32, u32, u32));
 
-/// `None`: refused; else what was told, or that the option is not known.
-#[expect(clippy::option_option, reason = "refused, or not known, or told")]
-fn go(bytes: &mut Bytes<'_>) -> Option<Option<Told>> {
+/// Parses the reply to GO. Returns None if the client must refuse it, else the information about the export, or
+/// None if the server does not support the option.
+#[expect(clippy::option_option, reason = "refused, not supported, or the information")]
+fn go(bytes: &mut Bytes<'_>) -> Option<Option<ExportInfo>> {
     let (mut export, mut blocks) = (None, (1, 4096, PAYLOAD_MAX));
     for _ in 0..REPLIES_MAX {
         match bytes.reply(option::GO)? {
@@ -153,7 +155,7 @@ fn go(bytes: &mut Bytes<'_>) -> Option<Option<Told>> {
     None
 }
 
-/// The smallest and the largest request, where a device can be so.
+/// Returns the smallest and the largest request, if the values are valid for a device.
 fn checked(size: u64, flags: u16, (minimum, preferred, maximum): (u32, u32, u32)) -> Option<(u32, u32)> {
     let is_size = size > 0 && size <= i64::MAX as u64 - 4096 && flags & FLAGS != 0;
     let is_minimum = minimum.is_power_of_two() && minimum <= 4096 && size.is_multiple_of(minimum.into());

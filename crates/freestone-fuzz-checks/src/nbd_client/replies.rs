@@ -1,30 +1,30 @@
-//! A server's replies, read plainly.
+//! Reference parser of a server's replies.
 
 use freestone_nbd_proto::command;
 
 use super::facts::{Facts, number};
-use super::requests::{Answer, Asked};
+use super::requests::{Answer, SentRequest};
 
 const SHUTDOWN: u32 = 108;
-/// The longest chunks that are looked at as a whole.
+/// Longest error and block status chunks that are accepted.
 const ERROR_MAX: usize = 4 + 2 + 65_535 + 8;
 const STATUS_MAX: usize = 4 + (128 << 20) / 512 * 8;
 
-/// A request that waits for its reply.
-struct Open<'a> {
-    asked: &'a Asked,
+/// A request and the reply received so far.
+struct OpenRequest<'a> {
+    request: &'a SentRequest,
     cookie: u64,
     data: Vec<u8>,
-    /// Which bytes of it have come.
+    /// Marks the received bytes of `data`.
     have: Vec<bool>,
     error: Option<u32>,
     status: Vec<(u32, u32)>,
     answer: Option<Answer>,
 }
 
-impl Open<'_> {
-    fn place(&mut self, offset: u64, data: &[u8]) -> Option<()> {
-        let from = usize::try_from(offset.checked_sub(self.asked.offset)?).ok()?;
+impl OpenRequest<'_> {
+    fn store(&mut self, offset: u64, data: &[u8]) -> Option<()> {
+        let from = usize::try_from(offset.checked_sub(self.request.offset)?).ok()?;
         let end = from.checked_add(data.len())?;
         let have = self.have.get_mut(from..end).filter(|have| !have.is_empty() && !have.contains(&true))?;
         have.fill(true);
@@ -32,9 +32,9 @@ impl Open<'_> {
         Some(())
     }
 
-    /// Its last chunk has come; `None`: that is not all, or the server goes away.
+    /// Completes the request at its last chunk. Returns None if the reply is incomplete, or the server shuts down.
     fn end(&mut self) -> Option<()> {
-        let answer = match (self.error, self.asked.command) {
+        let answer = match (self.error, self.request.command) {
             (Some(SHUTDOWN), _) => return None,
             (Some(errno), _) => Answer::Failed(errno),
             (None, command::READ) if self.have.contains(&false) => return None,
@@ -47,14 +47,14 @@ impl Open<'_> {
     }
 }
 
-/// What each request is answered by these bytes, of requests with their cookies.
-pub fn read<'a>(facts: &Facts, asked: &'a [(Asked, u64)], replies: &[u8]) -> Vec<Answer> {
-    let open = |(asked, cookie): &'a (Asked, u64)| {
-        let len = if asked.command == command::READ { asked.len as usize } else { 0 };
+/// Returns the answer of the replies to each request. `requests` has the requests with their cookies.
+pub fn read<'a>(facts: &Facts, requests: &'a [(SentRequest, u64)], replies: &[u8]) -> Vec<Answer> {
+    let open = |(request, cookie): &'a (SentRequest, u64)| {
+        let len = if request.command == command::READ { request.len as usize } else { 0 };
         let (data, have) = (vec![0; len], vec![false; len]);
-        Open { asked, cookie: *cookie, data, have, error: None, status: Vec::new(), answer: None }
+        OpenRequest { request, cookie: *cookie, data, have, error: None, status: Vec::new(), answer: None }
     };
-    let mut all: Vec<Open<'_>> = asked.iter().map(open).collect();
+    let mut all: Vec<OpenRequest<'_>> = requests.iter().map(open).collect();
     let mut rest = replies;
     while reply(facts, &mut all, &mut rest).is_some() {}
     all.into_iter().map(|open| open.answer.unwrap_or(Answer::None)).collect()
@@ -66,25 +66,25 @@ fn take<'a>(rest: &mut &'a [u8], len: usize) -> Option<&'a [u8]> {
     Some(taken)
 }
 
-fn find<'a, 'b>(all: &'a mut [Open<'b>], cookie: u64) -> Option<&'a mut Open<'b>> {
+fn find<'a, 'b>(all: &'a mut [OpenRequest<'b>], cookie: u64) -> Option<&'a mut OpenRequest<'b>> {
     all.iter_mut().find(|open| open.answer.is_none() && open.cookie == cookie)
 }
 
-/// One reply, or one chunk; `None` where the connection ends with it.
-fn reply(facts: &Facts, all: &mut [Open<'_>], rest: &mut &[u8]) -> Option<()> {
+/// Parses a reply or a chunk. Returns None if the connection ends with it.
+fn reply(facts: &Facts, all: &mut [OpenRequest<'_>], rest: &mut &[u8]) -> Option<()> {
     let magic = number(take(rest, 4)?);
     if magic == 0x6744_6698 {
         let (errno, cookie) = (number(take(rest, 4)?) as u32, number(take(rest, 8)?));
         let open = find(all, cookie)?;
-        let command = open.asked.command;
+        let command = open.request.command;
         if facts.structured && matches!(command, command::READ | command::BLOCK_STATUS) {
             return None;
         }
         if errno != 0 {
             open.error = Some(errno);
         } else if command == command::READ {
-            let data = take(rest, open.asked.len as usize)?;
-            open.place(open.asked.offset, data)?;
+            let data = take(rest, open.request.len as usize)?;
+            open.store(open.request.offset, data)?;
         }
         return open.end();
     }
@@ -95,28 +95,28 @@ fn reply(facts: &Facts, all: &mut [Open<'_>], rest: &mut &[u8]) -> Option<()> {
     let (flags, kind, len) = (number(&header[..2]), number(&header[2..4]), number(&header[12..]) as usize);
     let open = find(all, number(&header[4..12]))?;
     let is_last = flags & 1 != 0;
-    match (kind, open.asked.command) {
+    match (kind, open.request.command) {
         (0, _) if len == 0 && is_last => {}
         (1, command::READ) => {
-            // The bound of what is asked for comes before all of it is there.
-            let end = len.checked_sub(8).filter(|bytes| *bytes <= open.asked.len as usize)?;
+            // The length is checked before the whole chunk is received.
+            let end = len.checked_sub(8).filter(|bytes| *bytes <= open.request.len as usize)?;
             let offset = number(take(rest, 8)?);
-            open.place(offset, take(rest, end)?)?;
+            open.store(offset, take(rest, end)?)?;
         }
         (2, command::READ) => {
             let body = take(rest, Some(len).filter(|len| *len == 12)?)?;
             let bytes = number(&body[8..]) as usize;
-            if bytes > open.asked.len as usize {
+            if bytes > open.request.len as usize {
                 return None;
             }
-            open.place(number(&body[..8]), &vec![0; bytes])?;
+            open.store(number(&body[..8]), &vec![0; bytes])?;
         }
         (5, command::BLOCK_STATUS) if len <= STATUS_MAX => {
             let body = take(rest, len)?;
             if !open.status.is_empty() {
                 return None;
             }
-            open.status = status(facts, open.asked, body)?;
+            open.status = status(facts, open.request, body)?;
         }
         (0x8000.., _) if len <= ERROR_MAX => {
             let body = take(rest, len)?;
@@ -137,7 +137,7 @@ fn reply(facts: &Facts, all: &mut [Open<'_>], rest: &mut &[u8]) -> Option<()> {
     if is_last { open.end() } else { Some(()) }
 }
 
-fn status(facts: &Facts, asked: &Asked, body: &[u8]) -> Option<Vec<(u32, u32)>> {
+fn status(facts: &Facts, request: &SentRequest, body: &[u8]) -> Option<Vec<(u32, u32)>> {
     let (context, rows) = body.split_at_checked(4)?;
     if facts.context != Some(number(context) as u32) || rows.is_empty() || rows.len() % 8 != 0 {
         return None;
@@ -145,5 +145,5 @@ fn status(facts: &Facts, asked: &Asked, body: &[u8]) -> Option<Vec<(u32, u32)>> 
     let rows = rows.chunks(8).map(|row| (number(&row[..4]) as u32, number(&row[4..]) as u32));
     let rows: Vec<(u32, u32)> = rows.collect();
     let before_last: u64 = rows.split_last()?.1.iter().map(|(len, _)| u64::from(*len)).sum();
-    (rows.iter().all(|(len, _)| *len > 0) && before_last < u64::from(asked.len)).then_some(rows)
+    (rows.iter().all(|(len, _)| *len > 0) && before_last < u64::from(request.len)).then_some(rows)
 }

@@ -1,4 +1,4 @@
-//! What is asked of the device, and what may come of it.
+//! Requests to the device, and the check of their outcomes.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -7,11 +7,11 @@ use freestone::device::{Completion, Device as _, Error, Extent, ExtentKind, IoBu
 use freestone_nbd_client::Nbd;
 use freestone_nbd_proto::command;
 
-use super::{sound, written};
+use super::{sound_byte, written_byte};
 
-/// A request that the client sends as one. Each has a part of the disk of its own.
+/// A request that the client sends unsplit. Each request has its own part of the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Asked {
+pub struct SentRequest {
     pub command: u16,
     pub offset: u64,
     pub len: u32,
@@ -19,29 +19,29 @@ pub struct Asked {
     pub block: u32,
 }
 
-/// What a request is answered.
+/// Answer to a request by the replies of the script.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// Nothing.
+    /// No reply.
     None,
     /// Success, with the data of a read.
     Done(Vec<u8>),
-    /// Lengths and flags.
+    /// Success of a block status, with lengths and flags.
     Status(Vec<(u32, u32)>),
-    /// With this number.
+    /// Failure with this error number.
     Failed(u32),
 }
 
-/// What the device answered.
+/// Result of a request to the device.
 #[derive(Debug)]
-pub enum Came {
+pub enum RequestResult {
     Data(IoBuf),
     Rows(Vec<Extent>),
 }
 
-type Waits = mpsc::Receiver<Result<Came>>;
+type ResultReceiver = mpsc::Receiver<Result<RequestResult>>;
 
-impl Asked {
+impl SentRequest {
     fn op(&self) -> Op {
         match self.command {
             command::WRITE => Op::Write,
@@ -52,32 +52,36 @@ impl Asked {
         }
     }
 
-    /// Data that goes with it.
+    /// Returns the data of a write.
     pub fn payload(&self) -> Vec<u8> {
         let len = if self.command == command::WRITE { self.len as usize } else { 0 };
-        (0..len).map(|at| written(self, at)).collect()
+        (0..len).map(|at| written_byte(self, at)).collect()
     }
 
-    /// Begins it; the outcome comes to the receiver.
-    pub fn begin<'scope>(&self, scope: &'scope thread::Scope<'scope, '_>, device: &Arc<Nbd>) -> Waits {
-        let (tell, told) = mpsc::channel();
+    /// Submits the request. The outcome is sent to the receiver.
+    pub fn begin<'scope>(
+        &self,
+        scope: &'scope thread::Scope<'scope, '_>,
+        device: &Arc<Nbd>,
+    ) -> ResultReceiver {
+        let (sender, received) = mpsc::channel();
         let (offset, len) = (self.offset, u64::from(self.len));
         if self.command == command::BLOCK_STATUS {
             let device = Arc::clone(device);
             scope.spawn(move || {
                 let mut rows = Vec::new();
-                let told = device.extents(offset, len, &mut |row| {
+                let received = device.extents(offset, len, &mut |row| {
                     rows.push(row);
                     true
                 });
                 drop(device);
-                let rows = told.map(|told| {
-                    assert_eq!(told, rows.iter().map(|row| row.len).sum::<u64>());
-                    Came::Rows(rows)
+                let rows = received.map(|received| {
+                    assert_eq!(received, rows.iter().map(|row| row.len).sum::<u64>());
+                    RequestResult::Rows(rows)
                 });
-                let _ = tell.send(rows);
+                let _ = sender.send(rows);
             });
-            return told;
+            return received;
         }
         let buffer = match self.command {
             command::READ => IoBuf::zeroed(self.len as usize).map(|mut buffer| {
@@ -88,31 +92,34 @@ impl Asked {
             _ => Ok(IoBuf::empty()),
         };
         let done = Completion::new(move |outcome, buffer| {
-            let _ = tell.send(outcome.map(|()| Came::Data(buffer)));
+            let _ = sender.send(outcome.map(|()| RequestResult::Data(buffer)));
         });
         let request = Request::new(self.op(), offset, len);
         device.submit(request, buffer.expect("there is memory"), done);
-        told
+        received
     }
 
-    /// Compares what came with what was to come.
-    pub fn judge(&self, expected: &Answer, outcome: Result<Came>) {
+    /// Compares the outcome with the expected answer.
+    pub fn check(&self, expected: &Answer, outcome: Result<RequestResult>) {
         match (expected, outcome) {
-            // A sound server was asked.
-            (Answer::None, Ok(came)) => match came {
-                Came::Data(data) if self.command == command::READ => {
-                    assert!((self.offset..).zip(&data[..]).all(|(at, byte)| *byte == sound(at)), "{self:?}");
+            // The sound server completed the request.
+            (Answer::None, Ok(result)) => match result {
+                RequestResult::Data(data) if self.command == command::READ => {
+                    assert!(
+                        (self.offset..).zip(&data[..]).all(|(at, byte)| *byte == sound_byte(at)),
+                        "{self:?}"
+                    );
                 }
-                Came::Data(_) => {}
-                Came::Rows(rows) => self.judge_rows(&rows, &[(self.len, 3)]),
+                RequestResult::Data(_) => {}
+                RequestResult::Rows(rows) => self.check_rows(&rows, &[(self.len, 3)]),
             },
-            (Answer::Done(expected), Ok(Came::Data(data))) if self.command == command::READ => {
-                assert!(data[..] == expected[..], "{self:?}: other bytes than were sent");
+            (Answer::Done(expected), Ok(RequestResult::Data(data))) if self.command == command::READ => {
+                assert!(data[..] == expected[..], "{self:?}: the data differs from the sent data");
             }
-            (Answer::Done(_), Ok(Came::Data(_))) if self.command != command::BLOCK_STATUS => {}
-            (Answer::Status(all), Ok(Came::Rows(rows))) => self.judge_rows(&rows, all),
+            (Answer::Done(_), Ok(RequestResult::Data(_))) if self.command != command::BLOCK_STATUS => {}
+            (Answer::Status(all), Ok(RequestResult::Rows(rows))) => self.check_rows(&rows, all),
             (Answer::Failed(errno), Err(error)) => assert_eq!(error, self.error(*errno), "{self:?}"),
-            (expected, outcome) => panic!("{self:?}: {outcome:?}, and not {expected:?}"),
+            (expected, outcome) => panic!("{self:?}: {outcome:?}, expected {expected:?}"),
         }
     }
 
@@ -125,9 +132,9 @@ impl Asked {
         }
     }
 
-    /// Rows are of whole blocks one after the other, and no more is said of a byte than the server said.
-    fn judge_rows(&self, rows: &[Extent], told: &[(u32, u32)]) {
-        assert!(!rows.is_empty(), "nothing is said");
+    /// Extents are contiguous and consist of whole blocks. Only bytes that the server reported as zero are zero.
+    fn check_rows(&self, rows: &[Extent], received: &[(u32, u32)]) {
+        assert!(!rows.is_empty(), "no extents");
         let block = u64::from(self.block);
         let mut at = self.offset;
         for row in rows {
@@ -141,17 +148,17 @@ impl Asked {
             };
             let mut from = self.offset;
             let mut covered = 0;
-            for (len, flags) in told {
+            for (len, flags) in received {
                 let end = from + u64::from(*len);
                 let both = end.min(at).saturating_sub(from.max(row.offset));
-                assert!(both == 0 || flags & needed == needed, "{row:?} of {told:?}");
+                assert!(both == 0 || flags & needed == needed, "{row:?} of {received:?}");
                 covered += both;
                 from = end;
             }
-            assert_eq!(covered, row.len, "{row:?} of {told:?}");
+            assert_eq!(covered, row.len, "{row:?} of {received:?}");
         }
-        // Whole blocks of which something was told are not left out.
-        let all: u64 = told.iter().map(|(len, _)| u64::from(*len)).sum();
-        assert!(at - self.offset >= all.min(u64::from(self.len)), "{rows:?} of {told:?}");
+        // Extents cover all whole blocks whose status was reported.
+        let all: u64 = received.iter().map(|(len, _)| u64::from(*len)).sum();
+        assert!(at - self.offset >= all.min(u64::from(self.len)), "{rows:?} of {received:?}");
     }
 }

@@ -1,35 +1,35 @@
-//! From an input to what a server says.
+//! Generates the bytes of a server from an input.
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
-//! | 0 | structured replies, the context of holes, no `GO`, no flags of the fixed handshake, zeroes behind the export; 32 and 64: a sound server comes after this one |
+//! | 0 | structured replies, the allocation context, no `GO`, no flags of the fixed handshake, zeroes after the export; 32 and 64: a sound server follows this one |
 //! | 1 | block sizes (2 bits), size (2 bits), flags of the export (3 bits) |
-//! | 2 | changes of the handshake (2 bits), requests (3 bits) |
-//! | for each change, 4 bytes | a place; how; a value; how long |
-//! | for each request, 2 bytes | command; length and place |
-//! | for each reply, 4 bytes | what (4 bits), of which request (4 bits), 3 numbers |
+//! | 2 | number of changes of the handshake (2 bits), number of requests (3 bits) |
+//! | for each change, 4 bytes | offset; kind; value; length |
+//! | for each request, 2 bytes | command; length and offset |
+//! | for each reply, 4 bytes | kind (4 bits), request (4 bits), 3 numbers |
 //!
-//! The handshake is one in which all is well, changed in some places. Where it does not come to a disk on which
-//! the requests are, or says more than it has to, none is made.
+//! The handshake is valid, except for the changes. There are no requests if its result is not a disk with room for
+//! them, or if it has surplus bytes.
 
 use freestone::device::Geometry;
 use freestone_nbd_proto::{TransmissionFlags, command, option};
 
 use super::facts::{self, Facts};
-use super::requests::{Answer, Asked};
+use super::requests::{Answer, SentRequest};
 
 const SIZE: u64 = 1 << 20;
-/// The part of the disk that a request is in.
+/// Bytes of the part of the disk for one request.
 const PART: u64 = 64 << 10;
 const REPLIES_MAX: usize = 64;
 const CONTEXT: u32 = 7;
 
 #[derive(Debug)]
 pub struct Script {
-    /// The handshake as the server says it, and what comes of it.
+    /// Server's side of the handshake, and its expected result.
     pub handshake: Vec<u8>,
     pub facts: Option<Facts>,
-    pub asked: Vec<Asked>,
+    pub requests: Vec<SentRequest>,
     replies: Vec<[u8; 4]>,
     is_followed: bool,
 }
@@ -39,13 +39,13 @@ pub fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
     [&0x0003_e889_0455_65a9_u64.to_be_bytes()[..], words.as_flattened(), data].concat()
 }
 
-/// A handshake in which all is well.
-fn handshake(modes: u8, told: u8) -> Vec<u8> {
+/// Returns a valid handshake.
+fn handshake(modes: u8, export_kind: u8) -> Vec<u8> {
     let has = |bit: u8| modes & bit != 0;
     let flags = u16::from(!has(8)) | u16::from(!has(16)) << 1;
     let mut bytes = [&b"NBDMAGICIHAVEOPT"[..], &flags.to_be_bytes()].concat();
-    let size = [SIZE, SIZE + 700, 0x7fff_ffff_ffff_e000, 4096][usize::from(told >> 2 & 3)];
-    let of_export = 1 | [0x6c, 0x6c, 0x16c, 0x2, 0x4, 0x28, 0x0, 0x10][usize::from(told >> 4 & 7)];
+    let size = [SIZE, SIZE + 700, 0x7fff_ffff_ffff_e000, 4096][usize::from(export_kind >> 2 & 3)];
+    let of_export = 1 | [0x6c, 0x6c, 0x16c, 0x2, 0x4, 0x28, 0x0, 0x10][usize::from(export_kind >> 4 & 7)];
     let of_export: u16 = of_export;
     let export = [&size.to_be_bytes()[..], &of_export.to_be_bytes()].concat();
     if flags & 1 != 0 {
@@ -66,7 +66,7 @@ fn handshake(modes: u8, told: u8) -> Vec<u8> {
             bytes.extend(info(0, &export));
             let blocks =
                 [None, Some([1, 4096, 32 << 20]), Some([512, 512, 64 << 10]), Some([4096, 4096, u32::MAX])];
-            if let Some(blocks) = blocks[usize::from(told & 3)] {
+            if let Some(blocks) = blocks[usize::from(export_kind & 3)] {
                 bytes.extend(info(3, blocks.map(u32::to_be_bytes).as_flattened()));
             }
             return [bytes, yes(option::GO)].concat();
@@ -80,7 +80,7 @@ fn handshake(modes: u8, told: u8) -> Vec<u8> {
     bytes
 }
 
-/// The same as before, for a server that follows.
+/// Returns a handshake with the same export, for a sound server that follows.
 pub fn sound_handshake(facts: &Facts) -> Vec<u8> {
     let mut bytes = [&b"NBDMAGICIHAVEOPT"[..], &3_u16.to_be_bytes()].concat();
     bytes.extend(option_reply(option::STRUCTURED_REPLY, 1, &[]));
@@ -106,7 +106,7 @@ fn change(bytes: &mut Vec<u8>, [at, how, value, more]: [u8; 4]) {
         4 => drop(bytes.drain(at..at + len - usize::from(len == bytes.len()))),
         5 => bytes[at..at + len].fill(value),
         6 => {
-            // A reply once more.
+            // Repeats a part of about the length of a reply.
             let end = bytes.len().min(at + 20 + usize::from(value));
             let part = bytes[at..end].to_vec();
             drop(bytes.splice(end..end, part));
@@ -119,7 +119,7 @@ fn change(bytes: &mut Vec<u8>, [at, how, value, more]: [u8; 4]) {
     }
 }
 
-/// Numbers near which mistakes are made.
+/// Numbers near limits.
 const EDGES: [u64; 16] = [
     0,
     1,
@@ -141,29 +141,29 @@ const EDGES: [u64; 16] = [
 const ERRNOS: [u32; 10] = [0, 1, 5, 12, 22, 28, 75, 95, 108, u32::MAX];
 
 impl Script {
-    /// `None`: the input is too short.
+    /// Returns None if the input is too short.
     pub fn new(input: &[u8]) -> Option<Self> {
-        let (&[modes, told, counts], mut rest) = input.split_first_chunk()?;
-        let mut handshake = handshake(modes, told);
+        let (&[modes, export_kind, counts], mut rest) = input.split_first_chunk()?;
+        let mut handshake = handshake(modes, export_kind);
         for _ in 0..counts & 3 {
             let (how, left) = rest.split_first_chunk()?;
             change(&mut handshake, *how);
             rest = left;
         }
         let facts = facts::read(&handshake);
-        let mut asked = Vec::new();
+        let mut requests = Vec::new();
         for number in 0..counts >> 2 & 7 {
             let (&[kind, shape], left) = rest.split_first_chunk()?;
             rest = left;
             if let Some(facts) = facts.as_ref().filter(|facts| is_usable(facts, &handshake)) {
-                asked.push(request(facts, u64::from(number), kind, shape, &asked));
+                requests.push(request(facts, u64::from(number), kind, shape, &requests));
             }
         }
         let replies = rest.as_chunks().0.iter().take(REPLIES_MAX).copied().collect();
-        Some(Self { handshake, facts, asked, replies, is_followed: modes >> 5 & 3 == 3 })
+        Some(Self { handshake, facts, requests, replies, is_followed: modes >> 5 & 3 == 3 })
     }
 
-    /// The device is what was told.
+    /// Asserts that the device has the reported properties.
     pub fn assert_geometry(&self, geometry: &Geometry) {
         let facts = self.facts.as_ref().expect("there is a device");
         let block = u64::from(facts.block());
@@ -175,34 +175,35 @@ impl Script {
         assert!(geometry.io_min.is_power_of_two() && geometry.io_min >= geometry.logical_block);
     }
 
-    /// Whether a sound server follows. One that waits for block status cannot be ended otherwise.
+    /// Returns true if a sound server follows. It must follow if a block status request is open, because that could
+    /// not be ended otherwise.
     pub fn recovers(&self, answers: &[Answer]) -> bool {
-        let mut open = self.asked.iter().zip(answers).filter(|(_, answer)| **answer == Answer::None);
+        let mut open = self.requests.iter().zip(answers).filter(|(_, answer)| **answer == Answer::None);
         let is_open = open.clone().next().is_some();
-        is_open && (self.is_followed || open.any(|(asked, _)| asked.command == command::BLOCK_STATUS))
+        is_open && (self.is_followed || open.any(|(request, _)| request.command == command::BLOCK_STATUS))
     }
 
-    /// The replies, to requests with these cookies.
-    pub fn replies(&self, asked: &[(Asked, u64)]) -> Vec<u8> {
+    /// Returns the replies to requests with these cookies.
+    pub fn replies(&self, requests: &[(SentRequest, u64)]) -> Vec<u8> {
         let structured = self.facts.as_ref().is_some_and(|facts| facts.structured);
         let mut bytes = Vec::new();
         for (number, reply) in (0..).zip(&self.replies) {
-            add(&mut bytes, number, *reply, asked, structured);
+            add(&mut bytes, number, *reply, requests, structured);
         }
         bytes
     }
 }
 
-/// Whether all requests have their place on the disk, and each is one for the server.
+/// Returns true if the disk has room for all requests, and none is split.
 fn is_usable(facts: &Facts, handshake: &[u8]) -> bool {
     facts.len == handshake.len() && facts.size >= 8 * PART && facts.maximum >= 16 << 10
 }
 
-fn request(facts: &Facts, number: u64, kind: u8, shape: u8, before: &[Asked]) -> Asked {
+fn request(facts: &Facts, number: u64, kind: u8, shape: u8, before: &[SentRequest]) -> SentRequest {
     let blocks = u32::from(shape & 3) + 1;
     let (mut offset, mut len) = (number * PART + u64::from(shape >> 2 & 7) * 4096, blocks * 4096);
     let has = |flag| facts.has(flag);
-    let is_first = |command| !before.iter().any(|asked| asked.command == command);
+    let is_first = |command| !before.iter().any(|request| request.command == command);
     let writable = !has(TransmissionFlags::READ_ONLY);
     let command = match kind % 8 {
         1 if writable => command::WRITE,
@@ -215,7 +216,7 @@ fn request(facts: &Facts, number: u64, kind: u8, shape: u8, before: &[Asked]) ->
     if command == command::FLUSH {
         (offset, len) = (0, 0);
     }
-    Asked { command, offset, len, block: facts.block() }
+    SentRequest { command, offset, len, block: facts.block() }
 }
 
 fn chunk(cookie: u64, kind: u16, flags: u16, payload: &[&[u8]]) -> Vec<u8> {
@@ -233,15 +234,21 @@ fn simple(cookie: u64, errno: u32, data: &[u8]) -> Vec<u8> {
     [&0x6744_6698_u32.to_be_bytes()[..], &errno.to_be_bytes(), &cookie.to_be_bytes(), data].concat()
 }
 
-/// Data of a reply: other bytes in each.
+/// Returns the data of a reply, different for each reply.
 fn data(number: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| (number * 67 + at / 512 * 5 + at % 249 + 1) as u8).collect()
 }
 
-/// A reply, or a part of one.
-fn add(bytes: &mut Vec<u8>, number: u64, [what, a, b, c]: [u8; 4], asked: &[(Asked, u64)], structured: bool) {
-    let which = usize::from(what >> 4);
-    let Some((of, cookie)) = asked.get(which % asked.len().max(1)) else { return };
+/// Adds a reply or a chunk of one.
+fn add(
+    bytes: &mut Vec<u8>,
+    number: u64,
+    [kind_and_request, a, b, c]: [u8; 4],
+    requests: &[(SentRequest, u64)],
+    structured: bool,
+) {
+    let which = usize::from(kind_and_request >> 4);
+    let Some((of, cookie)) = requests.get(which % requests.len().max(1)) else { return };
     let cookie = if which == 15 { cookie.wrapping_add(EDGES[usize::from(a) % 16]) } else { *cookie };
     let is_read = of.command == command::READ;
     let len = if is_read { of.len as usize } else { 0 };
@@ -249,7 +256,7 @@ fn add(bytes: &mut Vec<u8>, number: u64, [what, a, b, c]: [u8; 4], asked: &[(Ask
     let flags = u16::from(c & 1);
     let at = of.offset.wrapping_add(u64::from(a) * 512).wrapping_sub(u64::from(c >> 1 & 1) * 7);
     let span = usize::from(b) * 512 + usize::from(c >> 2 & 3);
-    match what & 15 {
+    match kind_and_request & 15 {
         0 => {
             let more = [0, 1, 512][usize::from(c) % 3];
             let len = if c & 0x80 == 0 { len + more } else { len.saturating_sub(more) };
@@ -270,12 +277,12 @@ fn add(bytes: &mut Vec<u8>, number: u64, [what, a, b, c]: [u8; 4], asked: &[(Ask
             bytes.extend(chunk(cookie, 5, flags, &[&context.to_be_bytes(), rows.as_flattened()]));
         }
         6 | 7 => {
-            let (text, is_placed) = (vec![b'e'; usize::from(b)], what & 1 == 1);
-            let told = u16::from(b).wrapping_add(u16::from(c >> 1 & 1));
+            let (text, is_placed) = (vec![b'e'; usize::from(b)], kind_and_request & 1 == 1);
+            let text_len = u16::from(b).wrapping_add(u16::from(c >> 1 & 1));
             let place: &[u8] = if is_placed { &[0; 8] } else { &[] };
             let errno = ERRNOS[usize::from(a) % 10].to_be_bytes();
             let kind = if is_placed { 0x8002 } else { 0x8001 };
-            bytes.extend(chunk(cookie, kind, flags, &[&errno, &told.to_be_bytes(), &text, place]));
+            bytes.extend(chunk(cookie, kind, flags, &[&errno, &text_len.to_be_bytes(), &text, place]));
         }
         8 => {
             let kind = u16::from(a) << 8 | u16::from(b);
@@ -284,7 +291,7 @@ fn add(bytes: &mut Vec<u8>, number: u64, [what, a, b, c]: [u8; 4], asked: &[(Ask
         9 => bytes.extend([a, b, c]),
         10 if !structured => bytes.extend(simple(cookie, 0, &data(number, len))),
         10 if is_read => {
-            // In up to three parts, the middle one of zeroes, the last one first.
+            // Three chunks: the last one is sent first, and the middle one is a hole.
             let (first, second) = (len / 4 / 512 * 512, len / 2 / 512 * 512);
             let all = data(number, len);
             let place = |at: usize| (of.offset + at as u64).to_be_bytes();

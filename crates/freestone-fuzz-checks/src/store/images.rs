@@ -1,9 +1,9 @@
-//! An image over objects that were changed.
+//! An image over changed objects.
 //!
-//! | byte | what |
+//! | byte | content |
 //! |---|---|
-//! | choices | 1: with a cache, and then with that cache over the sound store; 2: what was read first is fetched before |
-//! | for each change, 6 bytes | the object; how it is changed; a place, 2 bytes, and a length or value, 2 bytes |
+//! | options | 1: with a cache, and then with that cache over the unchanged store; 2: with prefetch of the trace |
+//! | for each change, 6 bytes | object; kind of change; offset, 2 bytes; length or value, 2 bytes |
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -20,9 +20,9 @@ use freestone::store::store::{Store, chunk_key};
 
 use super::reference::{Object, PAGES, Reference, memory, soon};
 
-/// Changes of an input.
+/// Maximum number of changes of an input.
 const MOST: usize = 16;
-/// How long a read may take that finds nothing sound.
+/// Timeout of a read from damaged objects.
 const TRIES: Duration = Duration::from_millis(3);
 const LONG: Duration = Duration::from_secs(60);
 /// Bytes of a read.
@@ -33,7 +33,7 @@ fn change(objects: &mut [Object], [object, how, low, high, value, more]: [u8; 6]
     let other = objects[usize::from(value) % count].1.clone();
     let bytes = &mut objects[usize::from(object) % count].1;
     let wide = usize::from(high) << 8 | usize::from(low);
-    // Small numbers are places in the head.
+    // Small numbers are offsets in the header.
     let at = if wide < 512 { wide } else { wide * 31 }.min(bytes.len().saturating_sub(1));
     let len = (usize::from(more) + 1).min(bytes.len() - at);
     match how % 10 {
@@ -60,7 +60,7 @@ fn change(objects: &mut [Object], [object, how, low, high, value, more]: [u8; 6]
     }
 }
 
-/// Which object each page is in, if it is in one.
+/// Returns the key of the object of each page, or None for pages of zeroes.
 fn chunks(reference: &Reference) -> Vec<Option<String>> {
     let store = Store::open(memory(&reference.objects), None, soon()).expect("a store");
     let manifest = store.manifest(&reference.image, soon()).expect("an image");
@@ -85,7 +85,7 @@ struct Read<'a> {
 }
 
 impl Read<'_> {
-    /// Opens it within a time. Reads have one of their own.
+    /// Opens the image within `within`. Reads have the timeout `time`.
     fn open(
         &self,
         objects: &Arc<impl Objects + 'static>,
@@ -93,21 +93,21 @@ impl Read<'_> {
         time: Duration,
     ) -> Result<Image, String> {
         let objects = Arc::clone(objects) as Arc<dyn Objects>;
-        let description = &self.reference.open.description;
+        let description = &self.reference.domain.description;
         let store = Arc::new(Store::open_known(objects, description, None).expect("a store"));
         let config = Config { timeout: time, prefetch: self.prefetch };
         let (name, until): (Name, _) = (self.reference.image, Until::within(within));
         Image::open(store, self.cache.clone(), name, config, until).map_err(|error| error.to_string())
     }
 
-    /// Whether all that pages need is as it was.
+    /// Returns true if all objects that the pages need are unchanged.
     fn is_sound(&self, pages: std::ops::Range<usize>) -> bool {
         let describes = |key: &str| key.starts_with("maps/") || key.starts_with("manifests/");
         !self.changed.iter().any(|key| describes(key))
             && !self.chunks[pages].iter().flatten().any(|key| self.changed.contains(key.as_str()))
     }
 
-    /// Reads all of it. How many reads failed.
+    /// Reads the whole image. Returns the number of failed reads.
     fn all(&self, objects: &Arc<impl Objects + 'static>) -> usize {
         let image = match self.open(objects, TRIES, TRIES) {
             Ok(image) => image,
@@ -117,19 +117,19 @@ impl Read<'_> {
             Err(_) => return PAGES,
         };
         let mut failed = 0;
-        for (number, want) in self.reference.content.chunks(READ).enumerate() {
+        for (number, expected) in self.reference.content.chunks(READ).enumerate() {
             let first = number * READ / PAGE;
-            let pages = first..first + want.len() / PAGE;
-            let mut got = vec![0xa5; want.len()];
-            let mut outcome = image.read_at((first * PAGE) as u64, &mut got);
+            let pages = first..first + expected.len() / PAGE;
+            let mut data = vec![0xa5; expected.len()];
+            let mut outcome = image.read_at((first * PAGE) as u64, &mut data);
             if outcome.is_err() && self.is_sound(pages.clone()) {
-                // The machine was slow, or that is wrong.
-                let image = self.open(objects, LONG, LONG).expect("it is sound");
-                outcome = image.read_at((first * PAGE) as u64, &mut got);
-                assert_eq!(outcome, Ok(()), "pages {pages:?} are sound");
+                // Retry with a long timeout, because the machine may be slow.
+                let image = self.open(objects, LONG, LONG).expect("the objects are unchanged");
+                outcome = image.read_at((first * PAGE) as u64, &mut data);
+                assert_eq!(outcome, Ok(()), "the objects of pages {pages:?} are unchanged");
             }
             match outcome {
-                Ok(()) => assert!(got == want, "pages {pages:?} are others"),
+                Ok(()) => assert!(data == expected, "pages {pages:?} have other data"),
                 Err(error) => {
                     assert_eq!(error, Error::Media);
                     failed += 1;
@@ -140,27 +140,27 @@ impl Read<'_> {
     }
 }
 
-/// Checks an image; true: something of it was read.
-pub fn check(reference: &Reference, choices: u8, input: &[u8]) -> bool {
+/// Checks an image. Returns true if all of it was read.
+pub fn check(reference: &Reference, options: u8, input: &[u8]) -> bool {
     let mut objects = reference.objects.clone();
     for how in input.as_chunks().0.iter().copied().take(MOST) {
         change(&mut objects, how);
     }
     let changed = objects.iter().zip(&reference.objects).filter(|(now, before)| now.1 != before.1);
     let changed = changed.map(|(_, (key, _))| key.as_str()).collect();
-    // An object of no bytes stands for none.
+    // An empty object stands for a missing one.
     objects.retain(|(_, bytes)| !bytes.is_empty());
-    let directory = (choices & 1 != 0).then(|| {
+    let directory = (options & 1 != 0).then(|| {
         let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir());
         directory.expect("a directory for the cache")
     });
     let cache =
         directory.as_ref().map(|directory| Cache::open(directory.path(), BYTES_MIN).expect("a cache"));
-    let prefetch = choices & 2 != 0;
+    let prefetch = options & 2 != 0;
     let mut read = Read { reference, chunks: chunks(reference), changed, cache, prefetch };
     let failed = read.all(&memory(&objects));
     if read.cache.is_some() {
-        // Nothing of it was kept.
+        // The cache must not contain damaged data.
         read.changed.clear();
         assert_eq!(read.all(&memory(&reference.objects)), 0);
     }

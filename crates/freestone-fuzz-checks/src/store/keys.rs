@@ -1,4 +1,4 @@
-//! Names and keys as the format has them, worked out anew.
+//! Independent implementation of the format's names and keys.
 
 use freestone::store::format::domain::{Domain, Secret, Written};
 use serde_json::json;
@@ -11,20 +11,20 @@ pub const TRACE: u8 = 7;
 const TAG: u8 = 8;
 const CHECK: u8 = 9;
 
-/// What is in the key file of a keyed domain.
+/// Content of the key file of a keyed domain.
 const SECRET: [u8; 32] = [0x5a; 32];
 const ID: &str = "6b1d4c5e-92c7-4c39-9d3a-5f0b7f2a8e11";
 
-/// The version that is written and read.
+/// Format version.
 pub const FORMAT: u64 = 2;
 
 pub type Hash = [u8; 32];
 
-/// The key of a domain's names.
+/// Key of the object names of a domain.
 pub struct Keys(Hash);
 
 impl Keys {
-    /// From what `freestone.json` says, and the key file.
+    /// Derives the key from the salt in `freestone.json` and from the key file.
     pub fn new(salt: &Hash, secret: Option<&Hash>) -> Self {
         let root = match secret {
             None => blake3::derive_key("freestone 2026 object storage: key of an open domain", salt),
@@ -41,13 +41,13 @@ impl Keys {
         *blake3::keyed_hash(of_kind.as_bytes(), &parts.concat()).as_bytes()
     }
 
-    /// What `check` has to be.
+    /// Returns the correct `check` of `freestone.json`.
     pub fn check(&self, numbers: [u64; 4], id: &[u8], salt: &str) -> String {
         let numbers = numbers.map(u64::to_le_bytes);
         hex(&self.name(CHECK, &[id, numbers.as_flattened(), salt.as_bytes()]))
     }
 
-    /// What the seal of a tag has to be.
+    /// Returns the correct seal of a tag.
     pub fn seal(&self, numbers: [u64; 3], manifest: &Hash, push: &[u8], name: &str) -> String {
         let numbers = numbers.map(u64::to_le_bytes);
         hex(&self.name(TAG, &[numbers.as_flattened(), manifest, push, name.as_bytes()]))
@@ -62,7 +62,7 @@ pub fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Of 64 hexadecimal digits.
+/// Parses 64 hexadecimal digits.
 pub fn unhex(text: &str) -> Option<Hash> {
     let digits: Option<Vec<u8>> = text.chars().map(|c| c.to_digit(16).map(|digit| digit as u8)).collect();
     let digits = digits.filter(|digits| digits.len() == 64)?;
@@ -70,14 +70,14 @@ pub fn unhex(text: &str) -> Option<Hash> {
     bytes.try_into().ok()
 }
 
-/// A domain of the checks: without a key, or with one and encrypted. The same in each run.
-pub struct Fixed {
+/// A fixed domain, either without a key or with a key and encryption. It is the same in each run.
+pub struct FixedDomain {
     pub keys: Keys,
     pub domain: Domain,
     pub description: Vec<u8>,
 }
 
-impl Fixed {
+impl FixedDomain {
     pub fn new(keyed: bool) -> Self {
         let salt = [if keyed { 0x17 } else { 0x71 }; 32];
         let keys = Keys::new(&salt, keyed.then_some(&SECRET));
@@ -99,7 +99,7 @@ impl Fixed {
     }
 }
 
-/// The key file of the keyed one.
+/// Returns the secret of the keyed domain.
 pub fn secret() -> Secret {
     Secret::parse(&hex(&SECRET)).expect("64 digits")
 }

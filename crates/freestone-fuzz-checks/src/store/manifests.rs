@@ -1,7 +1,7 @@
-//! Images: what a manifest may say.
+//! Manifests of images.
 //!
-//! The input is its text. With choice 1 it is written anew first, so that each key is in it once, which is what the
-//! plain reading reads. It gets the name that it has to have.
+//! The input is the text of a manifest. With option 1 the text is normalised first, so that each key occurs once, as
+//! the reference parser requires. The manifest gets its correct name.
 
 use freestone::device::{Device as _, ExtentKind};
 use freestone::store::format::manifest::{BYTES_MAX, Manifest};
@@ -12,14 +12,14 @@ use freestone::store::objects::{Objects as _, When};
 use freestone::store::store::Store;
 use serde_json::Value;
 
-use super::keys::{FORMAT, Fixed, MANIFEST};
+use super::keys::{FORMAT, FixedDomain, MANIFEST};
 use super::reference::{memory, soon};
 use super::words::{name, number, text};
 
 const SEGMENT_BYTES: u64 = 1 << 30;
 const SIZE_MAX: u64 = 256 << 40;
 const MAPS_MAX: usize = 8;
-/// Pages of a segment, and the most bytes of the chunks of one.
+/// Pages of a segment, and maximum bytes of its chunks.
 const PAGES_MAX: u64 = SEGMENT_BYTES / 4096;
 const STORED_MAX: u64 = 2048 * (512 * 1024 + 32 + 8 * (36 + 16));
 
@@ -30,7 +30,7 @@ fn map(value: &Value) -> Option<(u64, u64)> {
     Some((pages, number(value, "stored").filter(|stored| *stored <= STORED_MAX)?))
 }
 
-/// The number of a segment, and pages and bytes of its maps.
+/// Number of a segment, and the pages and bytes of its maps.
 type Segment = (u64, Vec<(u64, u64)>);
 
 fn segment(value: &Value) -> Option<Segment> {
@@ -39,8 +39,8 @@ fn segment(value: &Value) -> Option<Segment> {
     Some((number(value, "number")?, maps))
 }
 
-/// The size and the segments; `None` where it is no manifest.
-fn plain(value: &Value) -> Option<(u64, Vec<Segment>)> {
+/// Reference parser: returns the size and the segments, or None if the manifest is invalid.
+fn reference_manifest(value: &Value) -> Option<(u64, Vec<Segment>)> {
     number(value, "format").filter(|format| *format == FORMAT)?;
     number(value, "pushed")?;
     text(value, "source")?;
@@ -55,7 +55,7 @@ fn plain(value: &Value) -> Option<(u64, Vec<Segment>)> {
     (is_sorted && is_within).then_some((size, segments))
 }
 
-/// Whether something is written as a list that is usually written with keys.
+/// Returns true if a list stands in place of an object. The reference parser does not support that form.
 fn is_odd(value: &Value) -> bool {
     let all =
         |value: &Value, key: &str| value.get(key).and_then(Value::as_array).cloned().unwrap_or_default();
@@ -65,17 +65,17 @@ fn is_odd(value: &Value) -> bool {
 }
 
 /// Checks a manifest.
-pub fn check(choices: u8, input: &[u8]) -> bool {
-    let Fixed { keys, domain, description } = Fixed::new(false);
+pub fn check(options: u8, input: &[u8]) -> bool {
+    let FixedDomain { keys, domain, description } = FixedDomain::new(false);
     let mut input = input.to_vec();
-    let value: Option<Value> = serde_json::from_slice(&input).ok().filter(|_| choices & 1 != 0);
+    let value: Option<Value> = serde_json::from_slice(&input).ok().filter(|_| options & 1 != 0);
     if let Some(value) = &value {
         input = value.to_string().into_bytes();
     }
     let read = Manifest::parse(&input);
     let value = value.filter(|value| !is_odd(value));
     if let Some(value) = &value {
-        match (&read, plain(value)) {
+        match (&read, reference_manifest(value)) {
             (Ok(read), Some((size, segments))) => {
                 assert_eq!(read.size, size);
                 let sum =
@@ -86,7 +86,9 @@ pub fn check(choices: u8, input: &[u8]) -> bool {
                     assert_eq!(read.maps(*number as u32).len(), maps.len());
                 }
             }
-            (read, plain) => assert_eq!(read.is_ok(), plain.is_some(), "{value}: {read:?}"),
+            (read, reference_manifest) => {
+                assert_eq!(read.is_ok(), reference_manifest.is_some(), "{value}: {read:?}");
+            }
         }
     }
     let (name, object) = meta::stored(&domain, Kind::Manifest, &input).expect("it is small");
@@ -101,19 +103,19 @@ pub fn check(choices: u8, input: &[u8]) -> bool {
     let config = Config { timeout: std::time::Duration::from_millis(1), prefetch: false };
     let image = Image::open(store, None, name, config, soon()).expect("it was read before");
     assert_eq!(image.geometry().size, manifest.size);
-    // Where nothing is listed there is nothing; the others have maps that are not there.
+    // A segment that is not listed is a hole. The maps of the others do not exist in this store.
     let numbers = manifest.segments.iter().map(|segment| u64::from(segment.number)).take(3);
     for number in numbers.chain([0, u64::from(manifest.segment_count()) - 1]) {
         let len = SEGMENT_BYTES.min(manifest.size - number * SEGMENT_BYTES);
         let mut rows = Vec::new();
-        let told = image.extents(number * SEGMENT_BYTES, len, &mut |row| {
+        let covered = image.extents(number * SEGMENT_BYTES, len, &mut |row| {
             rows.push((row.len, row.kind));
             true
         });
         if manifest.maps(number as u32).is_empty() {
-            assert_eq!((told, rows), (Ok(len), vec![(len, ExtentKind::Hole)]));
+            assert_eq!((covered, rows), (Ok(len), vec![(len, ExtentKind::Hole)]));
         } else {
-            assert!(told.is_err() && rows.is_empty());
+            assert!(covered.is_err() && rows.is_empty());
         }
     }
     true

@@ -1,22 +1,22 @@
-//! Maps: where pages lie.
+//! Maps from pages to chunks.
 //!
-//! | byte | what |
+//! | byte | content |
 //! |---|---|
-//! | choices | 1: the number of chunks is right; 2: a delta, with 4 a map of no kind; 8: cut; 16: longer; 32: a chunk is too long; 64: hashes are missing |
-//! | 0, 1 | the number of chunks |
-//! | then, for each run of bits | where it begins, 3 bytes, the highest bit: of the second bitmap; how long it is, 2 bytes |
+//! | options | 1: correct number of chunks; 2: a delta, with 4 an unknown kind; 8: truncated; 16: surplus byte; 32: a chunk is too long; 64: hashes are missing |
+//! | 0, 1 | number of chunks |
+//! | then, for each run of consecutive bits | start, 3 bytes, with the highest bit in the second bitmap; length, 2 bytes |
 
 use freestone::store::format::chunk::STORED_BYTES_MAX;
 use freestone::store::format::map::{Hashes, Map, Place};
 use freestone::store::format::{SEGMENT_CHUNKS, SEGMENT_PAGES};
 
-/// Most chunks of which the hashes are looked at.
+/// Maximum number of chunks of a map whose hashes are checked.
 const HASHED_MAX: usize = 8;
 
-/// A map, written apart.
-struct Plain {
+/// Independent implementation of a map.
+struct ReferenceMap {
     is_full: bool,
-    /// Of a full map a bit for each chunk, else for each page.
+    /// A bit for each chunk of a full map, else for each page.
     held: Vec<bool>,
     zero: Vec<bool>,
     count: usize,
@@ -27,10 +27,10 @@ fn packed(bits: &[bool]) -> Vec<u8> {
     bits.chunks(8).map(|bits| bits.iter().rev().fold(0, |byte, bit| byte << 1 | u8::from(*bit))).collect()
 }
 
-impl Plain {
-    fn new(choices: u8, input: &[u8]) -> Option<Self> {
+impl ReferenceMap {
+    fn new(options: u8, input: &[u8]) -> Option<Self> {
         let (&[low, high], runs) = input.split_first_chunk()?;
-        let is_full = choices & 6 == 0;
+        let is_full = options & 6 == 0;
         let bits = if is_full { SEGMENT_CHUNKS } else { SEGMENT_PAGES };
         let (mut held, mut zero) = (vec![false; bits], vec![false; bits]);
         for &[a, b, c, len, more] in runs.as_chunks().0 {
@@ -40,19 +40,19 @@ impl Plain {
             let bitmap = if a & 0x80 != 0 && !is_full { &mut zero } else { &mut held };
             bitmap[start..bits.min(start + len)].fill(true);
         }
-        let stored_last = STORED_BYTES_MAX as u32 + u32::from(choices & 32 != 0);
-        let mut plain = Self { is_full, held, zero, count: 0, stored_last };
-        plain.count =
-            if choices & 1 != 0 { plain.chunks() } else { usize::from(high) << 8 | usize::from(low) };
-        Some(plain)
+        let stored_last = STORED_BYTES_MAX as u32 + u32::from(options & 32 != 0);
+        let mut reference = Self { is_full, held, zero, count: 0, stored_last };
+        reference.count =
+            if options & 1 != 0 { reference.chunks() } else { usize::from(high) << 8 | usize::from(low) };
+        Some(reference)
     }
 
-    /// Pages, or chunks, that have content.
+    /// Returns the number of pages or chunks with content.
     fn data(&self) -> usize {
         self.held.iter().zip(&self.zero).filter(|(held, zero)| **held && !**zero).count()
     }
 
-    /// Chunks that hold these.
+    /// Returns the number of chunks that hold the content.
     fn chunks(&self) -> usize {
         if self.is_full { self.data() } else { self.data().div_ceil(128) }
     }
@@ -62,8 +62,8 @@ impl Plain {
         ([number as u8; 32], if is_last { self.stored_last } else { number as u32 })
     }
 
-    fn bytes(&self, choices: u8) -> Vec<u8> {
-        let kind: u32 = match choices & 6 {
+    fn bytes(&self, options: u8) -> Vec<u8> {
+        let kind: u32 = match options & 6 {
             0 => 1,
             2 => 2,
             other => u32::from(other) << 6,
@@ -77,18 +77,18 @@ impl Plain {
             bytes.extend(name);
             bytes.extend(stored.to_le_bytes());
         }
-        if choices & 8 != 0 {
+        if options & 8 != 0 {
             bytes.truncate(bytes.len() - bytes.len() / 5 - 1);
         }
-        if choices & 16 != 0 {
+        if options & 16 != 0 {
             bytes.push(0);
         }
         bytes
     }
 
-    fn is_sound(&self, choices: u8) -> bool {
-        choices & 4 == 0
-            && choices & (8 | 16) == 0
+    fn is_valid(&self, options: u8) -> bool {
+        options & 4 == 0
+            && options & (8 | 16) == 0
             && self.count == self.chunks()
             && self.count <= SEGMENT_CHUNKS
             && (self.count == 0 || self.stored_last as usize <= STORED_BYTES_MAX)
@@ -107,7 +107,7 @@ impl Plain {
                 _ if self.is_full => Place::Zero,
                 _ => Place::Below,
             };
-            // Where something changes, and now and then.
+            // Check pages at changes, and some others.
             if before != Some(bits) || page % 61 == 5 || page + 1 == SEGMENT_PAGES {
                 assert_eq!(map.place(page), place, "page {page}");
             }
@@ -139,16 +139,16 @@ impl Plain {
 }
 
 /// Checks a map.
-pub fn check(choices: u8, input: &[u8]) -> bool {
-    let Some(plain) = Plain::new(choices, input) else { return false };
-    let bytes = plain.bytes(choices);
+pub fn check(options: u8, input: &[u8]) -> bool {
+    let Some(reference) = ReferenceMap::new(options, input) else { return false };
+    let bytes = reference.bytes(options);
     let map = Map::parse(&bytes);
-    assert_eq!(map.is_some(), plain.is_sound(choices));
+    assert_eq!(map.is_some(), reference.is_valid(options));
     let Some(map) = map else { return false };
-    assert!(map.bytes() == bytes, "it is written as it was read");
-    plain.compare(&map);
-    if plain.count <= HASHED_MAX {
-        plain.hashes(&map, choices & 64 != 0);
+    assert!(map.bytes() == bytes, "a map is written as it was read");
+    reference.compare(&map);
+    if reference.count <= HASHED_MAX {
+        reference.hashes(&map, options & 64 != 0);
     }
     true
 }

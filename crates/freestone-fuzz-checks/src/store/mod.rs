@@ -1,19 +1,19 @@
-//! What a store of objects can answer, whoever holds it.
+//! Image stores with arbitrary objects.
 //!
-//! | byte | what |
+//! | byte | content |
 //! |---|---|
-//! | 0 | the door through which the input comes |
-//! | 1 | choices of that door |
-//! | then | what its module says |
+//! | 0 | kind of object |
+//! | 1 | options of that kind |
+//! | then | see the module of the kind |
 //!
-//! Most objects are known by the hash of what they hold, so bytes as they are end at the hash. With a choice
-//! the hashes and seals are made right, as somebody with the key can do it.
-//! * What is refused and what is taken is what a plain reading of the format says, and what was taken is what that finds.
-//!   Hashes and keys are worked out anew here.
-//! * What was read is written as the same bytes, or as bytes that are read as the same.
-//! * An image over objects that were changed shows its own bytes or an error, and an error only where something that
-//!   it needs was changed; the cache keeps nothing else.
-//! * No call asks for more bytes than a sound object can have, or for none.
+//! Most objects are named by the hash of their content, so arbitrary bytes fail at the hash. An option corrects
+//! hashes and seals, as an attacker with the key could. Properties:
+//! * Objects are accepted or refused as the reference parser does, with the same content. The checks compute hashes
+//!   and keys independently.
+//! * A parsed object is written as the same bytes, or as bytes that parse to the same object.
+//! * An image over changed objects returns correct data or an error, and an error only if an object that it needs was
+//!   changed. The cache stores only correct data.
+//! * No call requests more bytes than a valid object can have, or none.
 
 mod images;
 mod keys;
@@ -25,34 +25,34 @@ mod words;
 
 use reference::Reference;
 
-/// Stores to check inputs with, one after the other.
+/// A reference image for any number of consecutive checks.
 pub struct Stores(Reference);
 
 impl Stores {
-    /// With an image that was pushed.
+    /// Pushes the reference image.
     ///
     /// # Panics
-    /// It cannot be pushed.
+    /// Panics if the push fails.
     #[allow(clippy::new_without_default, reason = "it pushes an image")]
     pub fn new() -> Self {
         Self(Reference::new())
     }
 
-    /// Checks one input; true: something was taken.
+    /// Checks one input. Returns true if an object was accepted.
     ///
     /// # Panics
-    /// Something does not hold.
+    /// Panics if a property does not hold.
     pub fn check(&self, input: &[u8]) -> bool {
-        let Some((&[door, choices], rest)) = input.split_first_chunk() else { return false };
-        match door % 8 {
-            0 => words::description(choices, rest),
-            1 => words::tag(&self.0, choices, rest),
-            2 => manifests::check(choices, rest),
-            3 => maps::check(choices, rest),
-            4 => packed::chunk(choices, rest),
-            5 => packed::description(choices, rest),
-            6 => packed::trace(choices, rest),
-            _ => images::check(&self.0, choices, rest),
+        let Some((&[kind, options], rest)) = input.split_first_chunk() else { return false };
+        match kind % 8 {
+            0 => words::description(options, rest),
+            1 => words::tag(&self.0, options, rest),
+            2 => manifests::check(options, rest),
+            3 => maps::check(options, rest),
+            4 => packed::chunk(options, rest),
+            5 => packed::description(options, rest),
+            6 => packed::trace(options, rest),
+            _ => images::check(&self.0, options, rest),
         }
     }
 }

@@ -1,8 +1,8 @@
-//! Objects with a header and packed parts: chunks, descriptions, traces.
+//! Objects with a header and compressed parts: chunks, metadata objects, traces.
 //!
-//! The input is the object; of a trace with choice 1 the content. Choices: 1: magic and hashes are made right, as
-//! far as the lengths let them be found; 2: in the domain that is encrypted, with 1 the parts are; 4: it is read
-//! under another name; of a description 8 and 16: how much memory it may take; 32: it goes through a store.
+//! The input is the object, or, for a trace with option 1, its content. Options: 1: correct the magic number and the
+//! hashes, as far as the lengths allow; 2: use the encrypted domain, and with 1 encrypt the parts; 4: read it under
+//! another name; 8 and 16: memory limit of a metadata object; 32: read it through a store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use freestone::store::format::name::{Kind, Name};
 use freestone::store::objects::{Objects as _, Until, When};
 use freestone::store::store::Store;
 
-use super::keys::{CHUNK, Fixed, Hash, Keys, MAP, TRACE, UNIT};
+use super::keys::{CHUNK, FixedDomain, Hash, Keys, MAP, TRACE, UNIT};
 use super::reference::{memory, soon};
 
 const HEADER: usize = 32;
@@ -25,7 +25,7 @@ fn word(bytes: &[u8], at: usize) -> usize {
     bytes[at..at + 4].try_into().map_or(0, u32::from_le_bytes) as usize
 }
 
-/// Of a part that is not encrypted.
+/// Decompresses a part that is not encrypted.
 fn unpacked(stored: &[u8], len: usize) -> Option<Vec<u8>> {
     if stored.len() == len {
         return Some(stored.to_vec());
@@ -34,8 +34,8 @@ fn unpacked(stored: &[u8], len: usize) -> Option<Vec<u8>> {
     (zstd_safe::decompress(&mut content[..], stored) == Ok(len)).then_some(content)
 }
 
-/// Encrypts the parts at these places, from the first on.
-fn seal(domain: &Fixed, name: Hash, object: &[u8], parts: &[std::ops::Range<usize>]) -> Vec<u8> {
+/// Encrypts these parts of the object.
+fn seal(domain: &FixedDomain, name: Hash, object: &[u8], parts: &[std::ops::Range<usize>]) -> Vec<u8> {
     let sealing = domain.domain.sealing.as_ref().expect("it is encrypted");
     let key = sealing.key(&Name(name)).expect("a key");
     let nonce = object[16..28].try_into().expect("twelve bytes");
@@ -51,7 +51,8 @@ fn seal(domain: &Fixed, name: Hash, object: &[u8], parts: &[std::ops::Range<usiz
 
 // ---- chunks -------------------------------------------------------------------------------------
 
-/// Where the units of a chunk lie, as its head says; `None` where that cannot be.
+/// Returns the length of a chunk and the ranges of its units according to its header, or None if the header is
+/// invalid.
 fn units(object: &[u8]) -> Option<(usize, Vec<std::ops::Range<usize>>)> {
     let len = Some(word(object, 8)).filter(|len| (4096..=CHUNK_BYTES).contains(len) && len % 4096 == 0)?;
     let count = len.div_ceil(UNIT_BYTES);
@@ -69,12 +70,12 @@ fn hashes(object: &[u8], count: usize) -> Vec<u8> {
     object[HEADER..HEADER + count * ENTRY].chunks(ENTRY).flat_map(|entry| &entry[4..]).copied().collect()
 }
 
-/// The name that the head gives a chunk.
+/// Returns the name of a chunk with this header.
 fn name(keys: &Keys, object: &[u8], count: usize) -> Hash {
     keys.name(CHUNK, &[&object[8..12], &hashes(object, count)])
 }
 
-/// The pages of each unit, where it is what its hash says.
+/// Returns the pages of each unit, or None for a unit that does not match its hash.
 fn pages(keys: &Keys, object: &[u8], len: usize, places: &[std::ops::Range<usize>]) -> Vec<Option<Vec<u8>>> {
     let hashes = hashes(object, places.len());
     let unit = |(number, place): (usize, &std::ops::Range<usize>)| {
@@ -86,13 +87,13 @@ fn pages(keys: &Keys, object: &[u8], len: usize, places: &[std::ops::Range<usize
 }
 
 /// Checks a chunk.
-pub fn chunk(choices: u8, input: &[u8]) -> bool {
+pub fn chunk(options: u8, input: &[u8]) -> bool {
     let mut object = input.to_vec();
     object.resize(object.len().max(HEADER), 0);
-    let is_made = choices & 1 != 0;
-    let fixed = Fixed::new(choices & 2 != 0);
+    let is_corrected = options & 1 != 0;
+    let fixed = FixedDomain::new(options & 2 != 0);
     let keys = &fixed.keys;
-    if is_made {
+    if is_corrected {
         object[..8].copy_from_slice(b"FSTCHUNK");
         object[12..16].fill(0);
         object[28..32].fill(0);
@@ -107,13 +108,13 @@ pub fn chunk(choices: u8, input: &[u8]) -> bool {
         }
     }
     let found = units(&object);
-    let mut called = found.as_ref().map_or([7; 32], |(_, places)| name(keys, &object, places.len()));
+    let mut object_name = found.as_ref().map_or([7; 32], |(_, places)| name(keys, &object, places.len()));
     let is_sound = object[..8] == *b"FSTCHUNK" && object[12..16] == [0; 4] && object[28..32] == [0; 4];
-    let no_longer = |places: &[std::ops::Range<usize>]| {
+    let fits = |places: &[std::ops::Range<usize>]| {
         places.iter().all(|place| (1..=UNIT_BYTES).contains(&place.len()))
     };
-    let found = found.filter(|(_, places)| is_sound && no_longer(places) && choices & 4 == 0);
-    // What each unit has to be; nothing where the head is not believed.
+    let found = found.filter(|(_, places)| is_sound && fits(places) && options & 4 == 0);
+    // Expected content of each unit. Empty if the header is refused.
     let mut expected: Vec<Option<Vec<u8>>> = Vec::new();
     let mut is_whole = false;
     let mut plain_places = Vec::new();
@@ -122,27 +123,27 @@ pub fn chunk(choices: u8, input: &[u8]) -> bool {
         is_whole = places.last().is_some_and(|last| last.end == object.len());
         plain_places.clone_from(places);
     }
-    if choices & 2 != 0 {
-        if is_made && is_whole {
-            object = seal(&fixed, called, &object, &plain_places);
+    if options & 2 != 0 {
+        if is_corrected && is_whole {
+            object = seal(&fixed, object_name, &object, &plain_places);
             for number in 0..plain_places.len() {
                 let at = HEADER + number * ENTRY;
                 let stored = (word(&object, at) + 16) as u32;
                 object[at..at + 4].copy_from_slice(&stored.to_le_bytes());
             }
         } else {
-            // In an encrypted domain nothing is taken that is not.
+            // An encrypted domain refuses parts that are not encrypted.
             expected.clear();
         }
     }
-    if choices & 4 != 0 {
-        called[31] ^= 1;
+    if options & 4 != 0 {
+        object_name[31] ^= 1;
     }
     let whole: Option<Vec<u8>> = expected.iter().cloned().collect::<Option<Vec<_>>>().map(|all| all.concat());
     let whole = whole.filter(|pages| is_whole && !pages.is_empty());
-    let called = Name(called);
-    assert_eq!(chunk::pages(&fixed.domain, &called, &object).ok(), whole);
-    let head = Head::parse(&fixed.domain, &called, &object[..object.len().min(HEAD_BYTES_MAX)]);
+    let object_name = Name(object_name);
+    assert_eq!(chunk::pages(&fixed.domain, &object_name, &object).ok(), whole);
+    let head = Head::parse(&fixed.domain, &object_name, &object[..object.len().min(HEAD_BYTES_MAX)]);
     assert_eq!(head.is_ok(), !expected.is_empty());
     if let Ok(head) = head {
         assert_eq!(head.place(expected.len()), None);
@@ -153,78 +154,82 @@ pub fn chunk(choices: u8, input: &[u8]) -> bool {
             assert_eq!(&unit, expected, "unit {number}");
         }
     }
-    if choices & 32 != 0 && choices & 2 == 0 {
-        chunk_of_store(&fixed, &called, &object, &expected, whole.as_ref());
+    if options & 32 != 0 && options & 2 == 0 {
+        chunk_of_store(&fixed, &object_name, &object, &expected, whole.as_ref());
     }
     whole.is_some()
 }
 
-/// How long a store may take that answers the same each time.
+/// Timeout for a store that returns a damaged object.
 const TRIES: Duration = Duration::from_millis(1);
 
 fn chunk_of_store(
-    fixed: &Fixed,
-    called: &Name,
+    fixed: &FixedDomain,
+    object_name: &Name,
     object: &[u8],
     units: &[Option<Vec<u8>>],
     whole: Option<&Vec<u8>>,
 ) {
     let objects = memory(&[("freestone.json".into(), fixed.description.clone())]);
-    let key = freestone::store::store::chunk_key(called);
+    let key = freestone::store::store::chunk_key(object_name);
     objects.put(&key, object, When::Always, soon()).expect("memory");
     let store = Store::open(objects, None, soon()).expect("a store");
-    // What can be read is read at once, whatever else the machine does.
+    // Valid objects get a long timeout, because the machine may be slow.
     let until = |good: bool| if good { soon() } else { Until::within(TRIES) };
-    assert_eq!(store.chunk(called, until(whole.is_some())).ok().as_ref(), whole);
+    assert_eq!(store.chunk(object_name, until(whole.is_some())).ok().as_ref(), whole);
     for number in 0..=units.len() {
         let expected = match units.get(number) {
             Some(unit) => unit.clone(),
             None if units.is_empty() => None,
             None => Some(Vec::new()),
         };
-        assert_eq!(store.unit(called, number, until(expected.is_some())).ok(), expected, "unit {number}");
+        assert_eq!(
+            store.unit(object_name, number, until(expected.is_some())).ok(),
+            expected,
+            "unit {number}"
+        );
     }
 }
 
 // ---- descriptions -------------------------------------------------------------------------------
 
-/// The content that an object has, and whether that is what the hash says is for the caller to see.
+/// Returns the content of an object. The caller checks its hash.
 fn content(object: &[u8], most: usize) -> Option<Vec<u8>> {
     let is_sound = object[..8] == *b"FSTMETA1" && object[12..16] == [0; 4] && object[28..32] == [0; 4];
     let len = Some(word(object, 8)).filter(|len| is_sound && *len <= most)?;
     unpacked(&object[HEADER..], len)
 }
 
-/// Checks what describes an image, of any content.
-pub fn description(choices: u8, input: &[u8]) -> bool {
+/// Checks a metadata object with arbitrary content.
+pub fn description(options: u8, input: &[u8]) -> bool {
     let mut object = input.to_vec();
     object.resize(object.len().max(HEADER), 0);
-    let fixed = Fixed::new(choices & 2 != 0);
-    let most = [100, 4096, 140_000, 4 << 20][usize::from(choices >> 3 & 3)];
-    if choices & 1 != 0 {
+    let fixed = FixedDomain::new(options & 2 != 0);
+    let most = [100, 4096, 140_000, 4 << 20][usize::from(options >> 3 & 3)];
+    if options & 1 != 0 {
         object[..8].copy_from_slice(b"FSTMETA1");
         object[12..16].fill(0);
         object[28..32].fill(0);
     }
     let mut content = content(&object, most);
-    let mut called = content.as_ref().map_or([7; 32], |content| fixed.keys.name(MAP, &[content]));
-    if choices & 2 != 0 {
-        if choices & 1 != 0 {
+    let mut object_name = content.as_ref().map_or([7; 32], |content| fixed.keys.name(MAP, &[content]));
+    if options & 2 != 0 {
+        if options & 1 != 0 {
             let all = HEADER..object.len();
-            object = seal(&fixed, called, &object, &[all]);
+            object = seal(&fixed, object_name, &object, &[all]);
         } else {
             content = None;
         }
     }
-    if choices & 4 != 0 {
-        called[0] ^= 0x80;
+    if options & 4 != 0 {
+        object_name[0] ^= 0x80;
         content = None;
     }
-    let read = meta::content(&fixed.domain, Kind::Map, &Name(called), &object, most);
+    let read = meta::content(&fixed.domain, Kind::Map, &Name(object_name), &object, most);
     assert_eq!(read.ok(), content);
     if let Some(content) = &content {
         let (name, stored) = meta::stored(&fixed.domain, Kind::Map, content).expect("it is small");
-        assert_eq!(name.0, called);
+        assert_eq!(name.0, object_name);
         assert_eq!(meta::content(&fixed.domain, Kind::Map, &name, &stored, most).as_ref(), Ok(content));
     }
     content.is_some()
@@ -235,13 +240,13 @@ pub fn description(choices: u8, input: &[u8]) -> bool {
 const IMAGE: Name = Name([0x33; 32]);
 const TRACE_BYTES_MAX: usize = (1 + 65_536) * 32;
 
-/// Checks what was read first of an image.
-pub fn trace(choices: u8, input: &[u8]) -> bool {
-    let fixed = Fixed::new(false);
+/// Checks the trace of an image.
+pub fn trace(options: u8, input: &[u8]) -> bool {
+    let fixed = FixedDomain::new(false);
     let mut object = input.to_vec();
-    if choices & 1 != 0 {
+    if options & 1 != 0 {
         // The image, or another; then the chunks.
-        let image = if choices & 4 != 0 { [0x34; 32] } else { IMAGE.0 };
+        let image = if options & 4 != 0 { [0x34; 32] } else { IMAGE.0 };
         let content = [&image[..], input].concat();
         let header = [&b"FSTMETA1"[..], &(content.len() as u32).to_le_bytes(), &[0; 20]].concat();
         object = [&fixed.keys.name(TRACE, &[&content])[..], &header, &content].concat();

@@ -1,4 +1,4 @@
-//! A store with an image in it, of two pushes; the same content in each run.
+//! A store with a reference image from two pushes, the same in each run.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,27 +14,27 @@ use freestone::store::store::{self, Store};
 use freestone_testkit::objects::Memory;
 use freestone_testkit::{Model, Rng};
 
-use super::keys::Fixed;
+use super::keys::FixedDomain;
 
-/// Pages of the image: two chunks, of which the second ends early.
+/// Pages of the image: two chunks, the second one shorter.
 pub const PAGES: usize = 150;
 
-/// An object: its key and its bytes.
+/// Key and bytes of an object.
 pub type Object = (String, Vec<u8>);
 
 pub struct Reference {
-    pub open: Fixed,
+    pub domain: FixedDomain,
     pub objects: Vec<Object>,
     pub image: Name,
     pub content: Vec<u8>,
 }
 
-/// Long enough for anything that comes at all.
+/// Deadline that no call should reach.
 pub fn soon() -> Until<'static> {
     Until::within(Duration::from_secs(60))
 }
 
-/// Memory of which nobody asks what he must not ask.
+/// A store in memory that asserts that requests are within the limits.
 pub struct Guarded(Memory);
 
 impl Objects for Guarded {
@@ -43,10 +43,10 @@ impl Objects for Guarded {
     }
 
     fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read> {
-        assert!(!part.as_ref().is_some_and(Range::is_empty), "{key}: no bytes are asked for");
+        assert!(!part.as_ref().is_some_and(Range::is_empty), "{key}: an empty range is requested");
         let bound =
             if key.starts_with("chunks/") { STORED_BYTES_MAX as u64 } else { meta::STORED_BYTES_MAX + 32 };
-        assert!(most <= bound && key.len() <= KEY_BYTES_MAX, "{key}: {most} bytes are asked for");
+        assert!(most <= bound && key.len() <= KEY_BYTES_MAX, "{key}: {most} bytes are requested");
         self.0.get(key, part, most, until)
     }
 
@@ -75,7 +75,7 @@ impl Objects for Guarded {
     }
 }
 
-/// A store with these objects.
+/// Creates a store with these objects.
 pub fn memory(objects: &[Object]) -> Arc<Guarded> {
     let memory = Memory::default();
     for (key, bytes) in objects {
@@ -84,14 +84,14 @@ pub fn memory(objects: &[Object]) -> Arc<Guarded> {
     Arc::new(Guarded(memory))
 }
 
-/// All of a device's content, with other pages from the second version on.
+/// Creates a device. Some of its pages depend on the version.
 pub fn device(version: u64) -> Model {
     let device = Model::new(PAGES * PAGE, 512);
     let mut page = [0; PAGE];
     for number in 0..PAGES as u64 {
         let changed = if number % 7 == 3 { version } else { 1 };
         let mut rng = Rng::new(number * 64 + changed);
-        // Mostly what compresses, so that mutations meet heads and frames.
+        // Most pages compress well, so that mutations reach headers and frames.
         if rng.chance(5) {
             rng.fill(&mut page);
         } else {
@@ -110,8 +110,8 @@ pub fn push(store: &Store, device: &Model, tag: &str) -> store::Result<Pushed> {
 
 impl Reference {
     pub fn new() -> Self {
-        let open = Fixed::new(false);
-        let objects = memory(&[("freestone.json".to_owned(), open.description.clone())]);
+        let domain = FixedDomain::new(false);
+        let objects = memory(&[("freestone.json".to_owned(), domain.description.clone())]);
         let of_store = Arc::clone(&objects) as Arc<dyn Objects>;
         let store = Store::open(of_store, None, soon()).expect("a store");
         push(&store, &device(1), "v1").expect("it can be pushed");
@@ -124,6 +124,6 @@ impl Reference {
             let bytes = objects.get(&key, None, 1 << 19, soon()).expect("it is there").bytes;
             (key, bytes)
         };
-        Self { open, objects: keys.map(object).collect(), image, content }
+        Self { domain, objects: keys.map(object).collect(), image, content }
     }
 }

@@ -1,8 +1,8 @@
-//! What is JSON and has a seal: `freestone.json`, tags.
+//! JSON objects with a seal: `freestone.json` and tags.
 //!
-//! The input is the text. With choice 1 the seal is made right, as far as the fields that it is of are there; the
-//! text is then what comes of that. With choice 2 a tag says the image that was pushed, and that is pushed again.
-//! With choice 4 the tag is read as another.
+//! The input is the text. Option 1 corrects the seal, if the fields that it covers exist, and normalises the text.
+//! With option 2 a tag refers to the reference image, and another push goes to the tag. With option 4 the tag is read
+//! under another name.
 
 use std::ops::RangeInclusive;
 
@@ -13,10 +13,10 @@ use freestone::store::store::Store;
 use serde_json::Value;
 use uuid::Uuid;
 
-use super::keys::{FORMAT, Fixed, Hash, Keys, hex, secret, unhex};
+use super::keys::{FORMAT, FixedDomain, Hash, Keys, hex, secret, unhex};
 use super::reference::{Reference, device, memory, push, soon};
 
-/// An hour to a week.
+/// Allowed grace period: an hour to a week.
 const GRACE_SECONDS: RangeInclusive<u64> = 3600..=7 * 24 * 3600;
 
 pub fn number(value: &Value, key: &str) -> Option<u64> {
@@ -31,13 +31,13 @@ pub fn name(value: &Value, key: &str) -> Option<Hash> {
     unhex(text(value, key)?)
 }
 
-/// An identifier as it is written; others that mean the same are not told apart here.
+/// Parses a UUID in its canonical form only.
 fn id(value: &Value, key: &str) -> Option<Uuid> {
     let text = text(value, key)?;
     Uuid::parse_str(text).ok().filter(|id| id.to_string() == text.to_ascii_lowercase())
 }
 
-/// Whether a plain reading would have to know more ways to write the same.
+/// Returns true if the value has a valid form that the reference parser does not support.
 fn is_odd(value: &Value, ids: &[&str], words: &[&str]) -> bool {
     ids.iter().any(|key| {
         text(value, key).is_some_and(|text| Uuid::parse_str(text).is_ok()) && id(value, key).is_none()
@@ -46,25 +46,25 @@ fn is_odd(value: &Value, ids: &[&str], words: &[&str]) -> bool {
 
 // ---- freestone.json -----------------------------------------------------------------------------
 
-struct Described {
+struct Description {
     numbers: [u64; 4],
     id: Uuid,
     salt: Hash,
 }
 
-fn described(value: &Value) -> Option<Described> {
+fn reference_description(value: &Value) -> Option<Description> {
     let format = number(value, "format").filter(|format| *format == FORMAT)?;
     let grace = number(value, "grace_seconds").filter(|grace| GRACE_SECONDS.contains(grace))?;
     let keyed = ["store", "file"].iter().position(|key| text(value, "key") == Some(key))?;
     let encrypted = ["none", "aes-256-gcm"].iter().position(|key| text(value, "encryption") == Some(key))?;
-    Some(Described {
+    Some(Description {
         numbers: [format, grace, keyed as u64, encrypted as u64],
         id: id(value, "id")?,
         salt: name(value, "salt")?,
     })
 }
 
-impl Described {
+impl Description {
     fn check(&self, value: &Value) -> String {
         let salt = text(value, "salt").unwrap_or_default();
         Keys::new(&self.salt, None).check(self.numbers, self.id.as_bytes(), salt)
@@ -72,32 +72,32 @@ impl Described {
 }
 
 /// Checks a `freestone.json`.
-pub fn description(choices: u8, input: &[u8]) -> bool {
+pub fn description(options: u8, input: &[u8]) -> bool {
     let mut input = input.to_vec();
     let mut value: Option<Value> = serde_json::from_slice(&input).ok();
-    if choices & 1 != 0
+    if options & 1 != 0
         && let Some(value) = &mut value
     {
-        if let Some(described) = described(value) {
+        if let Some(described) = reference_description(value) {
             value["check"] = described.check(value).into();
         }
-        // Whatever else the text was, it is this now, with each key once.
+        // The normalised text has each key once.
         input = value.to_string().into_bytes();
     }
     let written = Written::parse(&input);
     if let Ok(written) = &written {
         assert_eq!(Written::parse(&written.bytes()).as_ref(), Ok(written));
-        let keyed = Fixed::new(true);
+        let keyed = FixedDomain::new(true);
         if written.open(Some(&secret())).is_ok() {
             let own = Written::parse(&keyed.description);
-            assert_eq!(own.as_ref(), Ok(written), "nobody without the key file can have made it");
+            assert_eq!(own.as_ref(), Ok(written), "it cannot be created without the key file");
         }
     }
     let opened = written.ok().and_then(|written| written.open(None).ok());
-    if choices & 1 != 0
+    if options & 1 != 0
         && let Some(value) = value.filter(|value| !is_odd(value, &["id"], &["key", "encryption"]))
     {
-        let described = described(&value).filter(|described| {
+        let described = reference_description(&value).filter(|described| {
             described.numbers[2] == 0 && text(&value, "check") == Some(&described.check(&value))
         });
         assert_eq!(opened.is_some(), described.is_some(), "{value}");
@@ -119,7 +119,7 @@ pub fn description(choices: u8, input: &[u8]) -> bool {
 
 const NAME: &str = "v1";
 
-/// What its seal has to be.
+/// Returns the correct seal of a tag.
 fn seal(keys: &Keys, value: &Value) -> Option<String> {
     let format = number(value, "format").filter(|format| *format == FORMAT)?;
     let numbers = [format, number(value, "generation")?, number(value, "pushed")?];
@@ -127,14 +127,14 @@ fn seal(keys: &Keys, value: &Value) -> Option<String> {
 }
 
 /// Checks a tag.
-pub fn tag(reference: &Reference, choices: u8, input: &[u8]) -> bool {
-    let Fixed { keys, domain, .. } = &reference.open;
+pub fn tag(reference: &Reference, options: u8, input: &[u8]) -> bool {
+    let FixedDomain { keys, domain, .. } = &reference.domain;
     let mut input = input.to_vec();
     let mut value: Option<Value> = serde_json::from_slice(&input).ok();
-    if choices & 3 != 0
+    if options & 3 != 0
         && let Some(value) = &mut value
     {
-        if choices & 2 != 0 && value.is_object() {
+        if options & 2 != 0 && value.is_object() {
             value["manifest"] = hex(&reference.image.0).into();
         }
         if let Some(seal) = seal(keys, value) {
@@ -142,9 +142,9 @@ pub fn tag(reference: &Reference, choices: u8, input: &[u8]) -> bool {
         }
         input = value.to_string().into_bytes();
     }
-    let called = if choices & 4 != 0 { "v2" } else { NAME };
+    let called = if options & 4 != 0 { "v2" } else { NAME };
     let read = Tag::parse(domain, called, &input);
-    if choices & 3 != 0
+    if options & 3 != 0
         && let Some(value) = value.filter(|value| !is_odd(value, &["push"], &[]))
     {
         let expected = called == NAME
@@ -164,15 +164,15 @@ pub fn tag(reference: &Reference, choices: u8, input: &[u8]) -> bool {
     let Ok(Some(before)) = from_store else { return false };
     assert_eq!(Ok(&before.tag), read.as_ref());
     if before.tag.manifest == reference.image {
-        // A device that is another.
+        // A push of a device with other content.
         let pushed = push(&store, &device(3), called);
         match before.tag.generation.checked_add(1) {
             Some(next) => {
-                assert_eq!(pushed.expect("it can be pushed over").generation, next);
+                assert_eq!(pushed.expect("the push succeeds").generation, next);
                 let after = store.tag(called, soon()).expect("it is there").expect("it is there");
                 assert_eq!(after.tag.generation, next);
             }
-            None => assert!(pushed.is_err(), "it cannot be counted further"),
+            None => assert!(pushed.is_err(), "the generation would overflow"),
         }
     }
     true

@@ -1,5 +1,4 @@
-//! A device of which the effects come in the order of the requests, and the answers when the check
-//! wants them.
+//! A test device that executes requests in order, and completes them when the check requests it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,62 +10,62 @@ use freestone::device::{
 use freestone_testkit::{Model, ModelZoned, Rng, ZonedConfig};
 use rustix::event::{EventfdFlags, eventfd};
 
-/// Bytes of every device.
+/// Size of the device in bytes.
 pub const SIZE: u64 = 64 << 10;
-/// Bytes of a zone, of devices that have some.
+/// Size of a zone in bytes.
 pub const ZONE: u64 = 16 << 10;
 
-/// How requests are answered.
+/// How the device executes requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Manner {
-    /// All of them at once.
+pub enum IoMode {
+    /// Inline.
     Inline,
-    /// At most so many bytes a try.
+    /// Inline, at most this number of bytes per try.
     Partly(u64),
-    /// They are submitted, and done then.
+    /// Submitted, and completed at once.
     Later,
-    /// They are submitted, and answered when the check wants it.
+    /// Submitted. The check completes them.
     Held,
-    /// The first part of so many bytes at once, the rest as `Held`.
+    /// Every second try as `Held`, the others inline with at most this number of bytes.
     Mixed(u64),
 }
 
-/// What the device is like.
+/// Properties of the device.
 #[derive(Debug, Clone, Copy)]
-pub struct Shape {
-    /// How it answers.
-    pub manner: Manner,
-    /// It has zones.
+pub struct DiskConfig {
+    /// How requests are executed.
+    pub mode: IoMode,
+    /// The device has zones.
     pub zoned: bool,
-    /// What touches this byte fails.
+    /// Requests that contain this byte fail.
     pub bad: Option<u64>,
-    /// Some requests that were submitted are forgotten.
+    /// Some submitted requests are dropped without completion.
     pub forgets: bool,
-    /// Of the order of answers.
+    /// Seed of the order of completions.
     pub seed: u64,
 }
 
-/// An answer that is not given yet; true: it is forgotten.
-type Answer = Box<dyn FnOnce(bool) + Send>;
+/// Completes a held request. Its argument is true if the request is dropped instead.
+type HeldCompletion = Box<dyn FnOnce(bool) + Send>;
 
-/// The device.
+/// A test device over a model in memory.
 pub struct Disk {
-    shape: Shape,
+    config: DiskConfig,
     inner: Arc<dyn Device>,
     state: Mutex<State>,
-    /// Readable when something is held.
+    /// Readable after a request is held.
     submitted: OwnedFd,
 }
 
 struct State {
-    held: Vec<Answer>,
+    held: Vec<HeldCompletion>,
     rng: Rng,
     tries: u64,
-    /// Nothing is held any more.
+    /// Requests are not held any more.
     at_once: bool,
 }
 
-/// Such zones as a device has that has some.
+/// Creates the zones of a zoned device.
 pub fn zones() -> ModelZoned {
     ModelZoned::new(ZonedConfig {
         zone_size: ZONE,
@@ -79,17 +78,17 @@ pub fn zones() -> ModelZoned {
 }
 
 impl Disk {
-    /// Of zeroes.
-    pub fn new(shape: Shape) -> Self {
+    /// Creates a device of zeroes.
+    pub fn new(config: DiskConfig) -> Self {
         let inner: Arc<dyn Device> =
-            if shape.zoned { Arc::new(zones()) } else { Arc::new(Model::new(SIZE as usize, 512)) };
-        let state = State { held: Vec::new(), rng: Rng::new(shape.seed), tries: 0, at_once: false };
+            if config.zoned { Arc::new(zones()) } else { Arc::new(Model::new(SIZE as usize, 512)) };
+        let state = State { held: Vec::new(), rng: Rng::new(config.seed), tries: 0, at_once: false };
         let submitted =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("a descriptor is left");
-        Self { shape, inner, state: Mutex::new(state), submitted }
+        Self { config, inner, state: Mutex::new(state), submitted }
     }
 
-    /// What it holds now.
+    /// Returns the content.
     pub fn content(&self) -> Vec<u8> {
         let mut bytes = vec![0; SIZE as usize];
         let read = self.inner.try_io(&Request::read(0, SIZE), Buffer::Read(&mut bytes));
@@ -97,14 +96,14 @@ impl Disk {
         bytes
     }
 
-    /// Readable when something is held.
+    /// Returns a descriptor that is readable after a request is held.
     pub fn submitted(&self) -> BorrowedFd<'_> {
         self.submitted.as_fd()
     }
 
-    /// Answers one of what is held, or forgets it. False: nothing is held.
+    /// Completes or drops one held request. Returns false if none is held.
     pub fn release(&self) -> bool {
-        // Not readable is what is wanted.
+        // The read fails if nothing was held.
         let _ = rustix::io::read(&self.submitted, &mut [0; 8]);
         let mut state = self.lock();
         if state.held.is_empty() {
@@ -112,15 +111,15 @@ impl Disk {
         }
         let held = state.held.len() as u64;
         let at = state.rng.below(held) as usize;
-        let forgotten = self.shape.forgets && state.rng.chance(20);
-        let answer = state.held.swap_remove(at);
+        let forgotten = self.config.forgets && state.rng.chance(20);
+        let complete = state.held.swap_remove(at);
         drop(state);
-        answer(forgotten);
+        complete(forgotten);
         true
     }
 
-    /// Answers all that is held, and from now on at once.
-    pub fn let_go(&self) {
+    /// Completes all held requests, and later ones at once.
+    pub fn release_all(&self) {
         self.lock().at_once = true;
         while self.release() {}
     }
@@ -129,21 +128,21 @@ impl Disk {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn hold(&self, answer: Answer) {
+    fn hold(&self, complete: HeldCompletion) {
         let mut state = self.lock();
-        if state.at_once || matches!(self.shape.manner, Manner::Later) {
+        if state.at_once || matches!(self.config.mode, IoMode::Later) {
             drop(state);
-            return answer(false);
+            return complete(false);
         }
-        state.held.push(answer);
+        state.held.push(complete);
         drop(state);
-        // It fails only where the counter is full, and then it is readable.
+        // The write fails only if the counter is full, and then it is readable.
         let _ = rustix::io::write(&self.submitted, &1_u64.to_ne_bytes());
     }
 
     fn apply(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         let range = request.offset..request.offset + request.len;
-        if request.op != Op::Flush && self.shape.bad.is_some_and(|bad| range.contains(&bad)) {
+        if request.op != Op::Flush && self.config.bad.is_some_and(|bad| range.contains(&bad)) {
             return Err(Error::Media);
         }
         self.inner.try_io(request, buffer)
@@ -153,7 +152,7 @@ impl Disk {
 impl Device for Disk {
     fn geometry(&self) -> Geometry {
         let geometry = self.inner.geometry();
-        Geometry { volatile_cache: !self.shape.zoned, ..geometry }
+        Geometry { volatile_cache: !self.config.zoned, ..geometry }
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
@@ -165,11 +164,11 @@ impl Device for Disk {
         }
         let mut state = self.lock();
         state.tries += 1;
-        let most = match self.shape.manner {
-            Manner::Later | Manner::Held => return Ok(Tried::WouldBlock),
-            Manner::Mixed(_) if state.tries.is_multiple_of(2) => return Ok(Tried::WouldBlock),
-            // What is written to zones is done as a whole.
-            Manner::Partly(most) | Manner::Mixed(most) if !self.shape.zoned => most,
+        let most = match self.config.mode {
+            IoMode::Later | IoMode::Held => return Ok(Tried::WouldBlock),
+            IoMode::Mixed(_) if state.tries.is_multiple_of(2) => return Ok(Tried::WouldBlock),
+            // Writes to zones must not be split.
+            IoMode::Partly(most) | IoMode::Mixed(most) if !self.config.zoned => most,
             _ => u64::MAX,
         };
         drop(state);
@@ -213,7 +212,7 @@ impl Device for Disk {
 
 impl Disk {
     fn zones(&self) -> &dyn Zoned {
-        self.inner.zoned().expect("it is asked only where there are some")
+        self.inner.zoned().expect("the device has zones")
     }
 }
 
@@ -231,8 +230,8 @@ impl Zoned for Disk {
     }
 
     fn try_append(&self, offset: u64, data: &[u8], flags: Flags) -> Result<Option<u64>> {
-        match self.shape.manner {
-            Manner::Inline | Manner::Partly(_) => self.zones().try_append(offset, data, flags),
+        match self.config.mode {
+            IoMode::Inline | IoMode::Partly(_) => self.zones().try_append(offset, data, flags),
             _ => Ok(None),
         }
     }
@@ -240,7 +239,7 @@ impl Zoned for Disk {
     fn submit_append(&self, offset: u64, data: IoBuf, flags: Flags, done: AppendCompletion) {
         let outcome = self.zones().try_append(offset, &data, flags);
         let outcome = outcome.and_then(|at| at.ok_or(Error::Media));
-        // It has no way to be forgotten.
+        // An append cannot be dropped.
         self.hold(Box::new(move |_| done(outcome)));
     }
 }

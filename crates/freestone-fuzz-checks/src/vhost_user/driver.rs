@@ -1,5 +1,5 @@
-//! A frontend that keeps to the protocol, with a driver that writes what it is told to write. What it
-//! has written, and what it knows to have been answered, is kept beside the memory.
+//! A valid frontend, with a driver that writes given bytes to the memory. The driver keeps a copy of everything that
+//! it has written, and of the completions that it has checked.
 
 use std::fs::File;
 use std::io::Read;
@@ -17,56 +17,57 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use super::device::Disk;
 use super::wire::{self, EVENT_IDX, GUEST, USER};
 
-/// Bytes of the memory, and where it is cut into two regions.
+/// Bytes of the memory, and the boundary of its two regions.
 pub const MEMORY_BYTES: u64 = 0x2_0000;
 const CUT: u64 = 0x1_2000;
-/// Where the second region is for the frontend.
+/// User address of the second region.
 const USER_BEHIND: u64 = 0x5000_0000;
-/// Places in the memory.
+/// Offsets in the memory.
 pub const DESC: u64 = 0;
 pub const AVAIL: u64 = 0x1000;
 pub const USED: u64 = 0x2000;
-/// Behind the rings.
+/// Offset of the requests, after the rings.
 pub const SLOTS: u64 = 0x4000;
-/// Bytes of a queue's head, and of each entry, where it is noted what is in flight.
-const NOTES_HEAD: usize = 16;
-/// Long enough for anything that comes at all.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Bytes of a queue's header in the inflight area. An entry has the same size.
+const INFLIGHT_HEADER_BYTES: usize = 16;
+/// Maximum wait. Nothing should take that long.
+const WAIT: Duration = Duration::from_secs(30);
 
-/// How the queue is set up.
+/// Setup of the queue and its driver.
 #[allow(clippy::struct_excessive_bools, reason = "each is a choice of its own")]
 #[derive(Debug, Clone, Copy)]
-pub struct Shape {
+pub struct QueueConfig {
     pub size: u16,
     pub features: u64,
-    /// Where the available ring begins, and the used one.
+    /// Initial index of the available ring.
     pub base: u16,
+    /// Initial index of the used ring.
     pub used: u16,
     pub two_regions: bool,
-    /// It is noted what is in flight.
-    pub notes: bool,
-    /// In notes that another server has left, in a state that this is the seed of.
-    pub left: Option<u64>,
-    /// The driver wants to be told; otherwise it looks again and again.
-    pub told: bool,
-    /// It tells only where the queue wants that.
-    pub tells_if_wanted: bool,
+    /// The queue has an inflight area.
+    pub has_inflight: bool,
+    /// Seed of an inflight area of a previous server.
+    pub inherited: Option<u64>,
+    /// The driver requests notifications. Otherwise it polls.
+    pub notified: bool,
+    /// The driver notifies the queue only if the queue requests it.
+    pub kicks_if_requested: bool,
 }
 
 /// The frontend and its driver.
 pub struct Driver {
     socket: UnixStream,
     file: File,
-    /// What is in the memory.
+    /// Copy of the memory, as far as the driver knows it.
     pub memory: Vec<u8>,
     kick: OwnedFd,
     call: OwnedFd,
     err: OwnedFd,
-    notes: Option<File>,
-    shape: Shape,
-    /// Entries that are available, and that were seen to be used.
+    has_inflight: Option<File>,
+    config: QueueConfig,
+    /// Next index of the available ring, and next index of the used ring to check.
     pub next: u16,
-    pub seen: u16,
+    pub used_seen: u16,
     disk: Arc<Disk>,
 }
 
@@ -80,8 +81,8 @@ fn memory(bytes: u64) -> File {
     file
 }
 
-/// Whether the number `event` is among those from `old` to in front of `new`.
-fn passes(event: u16, new: u16, old: u16) -> bool {
+/// Returns true if the index `event` is in `old..new`, with wrapping.
+fn passes_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
 
@@ -91,9 +92,9 @@ fn readable(fd: &OwnedFd) -> bool {
 }
 
 impl Driver {
-    /// Sets the queue up, at the other end of `socket`.
-    pub fn new(socket: UnixStream, shape: Shape, disk: Arc<Disk>) -> Self {
-        socket.set_read_timeout(Some(PATIENCE)).expect("a socket");
+    /// Creates a frontend on `socket`, and sets up the queue.
+    pub fn new(socket: UnixStream, config: QueueConfig, disk: Arc<Disk>) -> Self {
+        socket.set_read_timeout(Some(WAIT)).expect("a socket");
         let mut driver = Self {
             socket,
             file: memory(MEMORY_BYTES),
@@ -101,96 +102,96 @@ impl Driver {
             kick: event(),
             call: event(),
             err: event(),
-            notes: shape.notes.then(|| memory(4096)),
-            shape,
-            next: shape.base,
-            seen: shape.used,
+            has_inflight: config.has_inflight.then(|| memory(4096)),
+            config,
+            next: config.base,
+            used_seen: config.used,
             disk,
         };
-        driver.leave_notes();
-        driver.put(AVAIL + 2, &shape.base.to_le_bytes());
-        driver.put(USED + 2, &shape.used.to_le_bytes());
+        driver.fill_inflight();
+        driver.put(AVAIL + 2, &config.base.to_le_bytes());
+        driver.put(USED + 2, &config.used.to_le_bytes());
         driver.set_up();
         driver
     }
 
     fn set_up(&mut self) {
-        let Shape { size, features, .. } = self.shape;
-        self.say(wire::SET_PROTOCOL_FEATURES, &wire::u64s(&[wire::PROTOCOL]), &[]);
-        self.say(wire::SET_FEATURES, &wire::u64s(&[features]), &[]);
-        let first = if self.shape.two_regions { CUT } else { MEMORY_BYTES };
-        self.say(wire::ADD_MEM_REG, &wire::region(0, first, USER), &[self.file.as_fd()]);
-        if self.shape.two_regions {
+        let QueueConfig { size, features, .. } = self.config;
+        self.send(wire::SET_PROTOCOL_FEATURES, &wire::u64s(&[wire::PROTOCOL]), &[]);
+        self.send(wire::SET_FEATURES, &wire::u64s(&[features]), &[]);
+        let first = if self.config.two_regions { CUT } else { MEMORY_BYTES };
+        self.send(wire::ADD_MEM_REG, &wire::region(0, first, USER), &[self.file.as_fd()]);
+        if self.config.two_regions {
             let behind = wire::region(CUT, MEMORY_BYTES - CUT, USER_BEHIND);
-            self.say(wire::ADD_MEM_REG, &behind, &[self.file.as_fd()]);
+            self.send(wire::ADD_MEM_REG, &behind, &[self.file.as_fd()]);
         }
-        if let Some(notes) = &self.notes {
+        if let Some(has_inflight) = &self.has_inflight {
             let one = [&wire::u64s(&[4096, 0])[..], &1_u16.to_ne_bytes(), &size.to_ne_bytes(), &[0; 4]];
-            self.say(wire::SET_INFLIGHT_FD, &one.concat(), &[notes.as_fd()]);
+            self.send(wire::SET_INFLIGHT_FD, &one.concat(), &[has_inflight.as_fd()]);
         }
-        self.say(wire::SET_VRING_NUM, &wire::u32s(&[0, size.into()]), &[]);
+        self.send(wire::SET_VRING_NUM, &wire::u32s(&[0, size.into()]), &[]);
         let rings = wire::addresses(0, USER + DESC, USER + USED, USER + AVAIL);
-        self.say(wire::SET_VRING_ADDR, &rings, &[]);
-        self.say(wire::SET_VRING_CALL, &wire::u64s(&[0]), &[self.call.as_fd()]);
-        self.say(wire::SET_VRING_ERR, &wire::u64s(&[0]), &[self.err.as_fd()]);
-        self.start(self.shape.base);
+        self.send(wire::SET_VRING_ADDR, &rings, &[]);
+        self.send(wire::SET_VRING_CALL, &wire::u64s(&[0]), &[self.call.as_fd()]);
+        self.send(wire::SET_VRING_ERR, &wire::u64s(&[0]), &[self.err.as_fd()]);
+        self.start(self.config.base);
     }
 
-    /// Notes as of a server that was killed, or of a frontend that has written there.
-    fn leave_notes(&self) {
-        let (Some(notes), Some(seed)) = (&self.notes, self.shape.left) else { return };
+    /// Fills the inflight area, as after a killed server, or with invalid content.
+    fn fill_inflight(&self) {
+        let (Some(has_inflight), Some(seed)) = (&self.has_inflight, self.config.inherited) else { return };
         let mut rng = Rng::new(seed);
-        let size = u64::from(self.shape.size);
+        let size = u64::from(self.config.size);
         let head = |rng: &mut Rng| (rng.below(size + 2) as u16).to_ne_bytes();
-        let behind = (self.shape.used.wrapping_sub(rng.below(4) as u16)).to_ne_bytes();
-        let mut bytes = [&[0; 8][..], &1_u16.to_ne_bytes(), &self.shape.size.to_ne_bytes()].concat();
+        let behind = (self.config.used.wrapping_sub(rng.below(4) as u16)).to_ne_bytes();
+        let mut bytes = [&[0; 8][..], &1_u16.to_ne_bytes(), &self.config.size.to_ne_bytes()].concat();
         bytes.extend([head(&mut rng), behind].concat());
         for _ in 0..size {
             bytes.extend([u8::from(rng.chance(30)), 0, 0, 0, 0, 0]);
             bytes.extend(head(&mut rng));
             bytes.extend(rng.below(5).wrapping_sub(1).to_ne_bytes());
         }
-        notes.write_all_at(&bytes, 0).expect("a file in memory");
+        has_inflight.write_all_at(&bytes, 0).expect("a file in memory");
     }
 
-    fn say(&self, request: u32, body: &[u8], files: &[BorrowedFd<'_>]) {
+    fn send(&self, request: u32, body: &[u8], files: &[BorrowedFd<'_>]) {
         let message = wire::message(request, 0, body);
         assert_eq!(wire::send(&self.socket, &message, files), message.len(), "the server has gone");
     }
 
-    /// Has the queue begin at `base`, and waits until it does.
+    /// Starts the queue at `base`, and waits for that.
     pub fn start(&mut self, base: u16) {
-        self.say(wire::SET_VRING_BASE, &wire::u32s(&[0, base.into()]), &[]);
-        self.say(wire::SET_VRING_KICK, &wire::u64s(&[0]), &[self.kick.as_fd()]);
+        self.send(wire::SET_VRING_BASE, &wire::u32s(&[0, base.into()]), &[]);
+        self.send(wire::SET_VRING_KICK, &wire::u64s(&[0]), &[self.kick.as_fd()]);
         let enable = wire::message(wire::SET_VRING_ENABLE, wire::NEED_REPLY, &wire::u32s(&[0, 1]));
         assert_eq!(wire::send(&self.socket, &enable, &[]), enable.len(), "the server has gone");
-        assert_eq!(self.reply(wire::SET_VRING_ENABLE, 8), [0; 8], "the queue does not begin");
+        assert_eq!(self.reply(wire::SET_VRING_ENABLE, 8), [0; 8], "the queue does not start");
     }
 
-    /// Stops the queue; where it would go on.
+    /// Stops the queue. Returns the index at which it would continue.
     pub fn stop(&mut self) -> u32 {
-        self.say(wire::GET_VRING_BASE, &wire::u32s(&[0, 0]), &[]);
+        self.send(wire::GET_VRING_BASE, &wire::u32s(&[0, 0]), &[]);
         let body = self.reply(wire::GET_VRING_BASE, 8);
         u32::from_ne_bytes([body[4], body[5], body[6], body[7]])
     }
 
     fn reply(&mut self, request: u32, len: u32) -> Vec<u8> {
         let mut header = [0; wire::HEADER_BYTES];
-        self.socket.read_exact(&mut header).expect("it is answered");
+        self.socket.read_exact(&mut header).expect("the backend replies");
         assert_eq!(header[..], wire::u32s(&[request, 5, len]), "the header of an answer");
         let mut body = vec![0; len as usize];
-        self.socket.read_exact(&mut body).expect("it is answered");
+        self.socket.read_exact(&mut body).expect("the backend replies");
         body
     }
 
-    /// Writes to the memory.
+    /// Writes to the memory and its copy.
     pub fn put(&mut self, at: u64, bytes: &[u8]) {
         self.file.write_all_at(bytes, at).expect("a file in memory");
         self.memory[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// What is in the memory now.
-    pub fn look(&self) -> Vec<u8> {
+    /// Reads the whole memory.
+    pub fn read_memory(&self) -> Vec<u8> {
         let mut bytes = vec![0; MEMORY_BYTES as usize];
         self.file.read_exact_at(&mut bytes, 0).expect("a file in memory");
         bytes
@@ -202,64 +203,63 @@ impl Driver {
         u16::from_le_bytes(bytes)
     }
 
-    /// Puts a chain behind those that are available.
+    /// Adds a chain to the available ring, without publishing its index.
     pub fn offer(&mut self, head: u16) {
-        let slot = u64::from(self.next % self.shape.size);
+        let slot = u64::from(self.next % self.config.size);
         self.put(AVAIL + 4 + 2 * slot, &head.to_le_bytes());
         self.next = self.next.wrapping_add(1);
     }
 
-    /// Shows the queue what was offered since `old`, up to what `index` says, and waits for so many
-    /// answers. `ends`: the queue is going to end.
-    pub fn show(&mut self, old: u16, index: u16, answers: u16, ends: bool) {
-        let until = self.seen.wrapping_add(answers);
-        let event_idx = self.shape.features & EVENT_IDX != 0;
-        let told = self.shape.told && !ends;
-        let at = AVAIL + 4 + 2 * u64::from(self.shape.size);
-        // The last of the answers is what is waited for, or one that is not.
-        let event = if told { until.wrapping_sub(1) } else { self.seen.wrapping_sub(1) };
+    /// Publishes the chains from `old` to `index`, and waits for a number of completions. `ends`: the queue will
+    /// stop.
+    pub fn publish(&mut self, old: u16, index: u16, answers: u16, ends: bool) {
+        let until = self.used_seen.wrapping_add(answers);
+        let event_idx = self.config.features & EVENT_IDX != 0;
+        let notified = self.config.notified && !ends;
+        let at = AVAIL + 4 + 2 * u64::from(self.config.size);
+        // Request a notification for the last completion, or for none.
+        let event = if notified { until.wrapping_sub(1) } else { self.used_seen.wrapping_sub(1) };
         if event_idx {
             self.put(at, &event.to_le_bytes());
         }
-        self.put(AVAIL, &u16::from(!told && !event_idx).to_le_bytes());
+        self.put(AVAIL, &u16::from(!notified && !event_idx).to_le_bytes());
         self.put(AVAIL + 2, &index.to_le_bytes());
-        // The queue says what it wants, then looks at what is available; here it is the other way
-        // round.
+        // The queue writes its event index, then reads the available index. The driver does it in the other order.
         fence(Ordering::SeqCst);
         let wanted = if event_idx {
-            passes(self.number(USED + 4 + 8 * u64::from(self.shape.size)), index, old)
+            passes_event(self.number(USED + 4 + 8 * u64::from(self.config.size)), index, old)
         } else {
             self.number(USED) & 1 == 0
         };
-        if wanted || !self.shape.tells_if_wanted {
+        if wanted || !self.config.kicks_if_requested {
             self.kick();
         }
-        self.wait(until, told, ends);
-        assert!(self.shape.told || !readable(&self.call), "it was told of what it does not wait for");
+        self.wait(until, notified, ends);
+        assert!(self.config.notified || !readable(&self.call), "a notification that was not requested");
     }
 
     fn kick(&self) {
         rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).expect("an eventfd");
     }
 
-    fn wait(&self, until: u16, told: bool, ends: bool) {
-        let deadline = Instant::now() + PATIENCE;
-        let mut was_told = false;
+    fn wait(&self, until: u16, notified: bool, ends: bool) {
+        let deadline = Instant::now() + WAIT;
+        let mut was_notified = false;
         loop {
             let used = self.number(USED + 2);
-            let (done, all) = (used.wrapping_sub(self.seen), until.wrapping_sub(self.seen));
+            let (done, all) = (used.wrapping_sub(self.used_seen), until.wrapping_sub(self.used_seen));
             assert!(done <= all, "{done} answers, of {all} requests");
-            // With an event index it is told once, of the last one.
-            let last = told && all > 0 && self.shape.features & EVENT_IDX != 0;
-            if done == all && (was_told || !last) {
+            // With an event index there is one notification, for the last completion.
+            let last = notified && all > 0 && self.config.features & EVENT_IDX != 0;
+            if done == all && (was_notified || !last) {
                 return;
             }
             if self.disk.release() {
                 continue;
             }
-            assert!(ends || !readable(&self.err), "the queue has ended");
-            assert!(Instant::now() < deadline, "{done} answers, of {all} requests; told: {was_told}");
-            if !told {
+            assert!(ends || !readable(&self.err), "the queue has stopped");
+            assert!(Instant::now() < deadline, "{done} answers, of {all} requests; told: {was_notified}");
+            if !notified {
                 std::thread::yield_now();
                 continue;
             }
@@ -268,46 +268,46 @@ impl Driver {
                 PollFd::new(&self.err, PollFlags::IN),
                 PollFd::from_borrowed_fd(self.disk.submitted(), PollFlags::IN),
             ];
-            let _ = poll(&mut fds, Some(&Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 }));
-            was_told |= rustix::io::read(&self.call, &mut [0; 8]).is_ok();
+            let _ = poll(&mut fds, Some(&Timespec { tv_sec: WAIT.as_secs() as i64, tv_nsec: 0 }));
+            was_notified |= rustix::io::read(&self.call, &mut [0; 8]).is_ok();
         }
     }
 
-    /// Waits until the queue says that it has ended.
+    /// Waits until the queue reports that it has stopped.
     pub fn wait_ended(&self) {
         let mut fds = [PollFd::new(&self.err, PollFlags::IN)];
-        let patience = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
-        assert_eq!(poll(&mut fds, Some(&patience)), Ok(1), "the queue does not end");
+        let timeout = Timespec { tv_sec: WAIT.as_secs() as i64, tv_nsec: 0 };
+        assert_eq!(poll(&mut fds, Some(&timeout)), Ok(1), "the queue does not stop");
     }
 
-    /// Whether it has.
+    /// Returns true if the queue has stopped.
     pub fn has_ended(&self) -> bool {
         readable(&self.err)
     }
 
-    /// Has the queue look, and waits for nothing.
-    pub fn show_only(&mut self, index: u16) {
+    /// Publishes an index and notifies the queue, without waiting.
+    pub fn publish_only(&mut self, index: u16) {
         self.put(AVAIL + 2, &index.to_le_bytes());
         self.kick();
     }
 
-    /// The entry of the used ring that is seen next: a head, and a length.
+    /// Returns the next entry of the used ring: head and length.
     pub fn used(&mut self, memory: &[u8]) -> (u32, u32) {
-        let at = (USED + 4 + 8 * u64::from(self.seen % self.shape.size)) as usize;
-        self.seen = self.seen.wrapping_add(1);
+        let at = (USED + 4 + 8 * u64::from(self.used_seen % self.config.size)) as usize;
+        self.used_seen = self.used_seen.wrapping_add(1);
         let number = |at: usize| u32::from_le_bytes(memory[at..at + 4].try_into().expect("four bytes"));
         (number(at), number(at + 4))
     }
 
-    /// Nothing is noted as in flight.
-    pub fn assert_nothing_noted(&self) {
-        let Some(notes) = &self.notes else { return };
-        let mut entries = vec![0; 16 * usize::from(self.shape.size)];
-        notes.read_exact_at(&mut entries, NOTES_HEAD as u64).expect("a file in memory");
-        assert!(entries.chunks(16).all(|entry| entry[0] == 0), "it is noted as in flight");
+    /// Asserts that the inflight area has no request in flight.
+    pub fn assert_nothing_in_flight(&self) {
+        let Some(has_inflight) = &self.has_inflight else { return };
+        let mut entries = vec![0; 16 * usize::from(self.config.size)];
+        has_inflight.read_exact_at(&mut entries, INFLIGHT_HEADER_BYTES as u64).expect("a file in memory");
+        assert!(entries.chunks(16).all(|entry| entry[0] == 0), "a request is marked as in flight");
     }
 
-    /// Cuts the memory off, has the queue look, and waits until the connection has ended for that.
+    /// Truncates the memory, notifies the queue, and waits until the connection has ended.
     pub fn cut_off(&mut self) {
         self.file.set_len(0).expect("a file in memory");
         self.kick();
@@ -316,13 +316,13 @@ impl Driver {
 }
 
 impl Drop for Driver {
-    /// Also where something does not hold: the server waits for what the device has.
+    /// Completes held requests, also after a panic, because the server waits for them.
     fn drop(&mut self) {
-        self.disk.let_go();
+        self.disk.release_all();
     }
 }
 
-/// The address of a place for the driver.
+/// Returns the guest address of an offset.
 pub fn guest(at: u64) -> u64 {
     GUEST + at
 }

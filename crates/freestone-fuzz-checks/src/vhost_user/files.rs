@@ -1,8 +1,7 @@
-//! Files that a frontend hands over, and how it is seen that nobody has kept one.
+//! Files that a frontend sends, and the check that the backend has closed them.
 //!
-//! Whether a file is still open somewhere in this process, in whatever thread, is seen without counting
-//! descriptors: what can be polled is in an epoll set until its last descriptor is closed, and a lock
-//! on a file of memory is held as long as a descriptor or a mapping is left.
+//! The check does not count descriptors. A pollable file stays in an epoll set until its last descriptor is closed.
+//! The lock of a memory file is held until its last descriptor and mapping are gone.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -14,20 +13,20 @@ use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::fs::{FlockOperation, MemfdFlags, flock, memfd_create};
 use rustix::pipe::{PipeFlags, pipe_with};
 
-/// Bytes of the memory, and of the short one.
+/// Bytes of the guest memory, and of the memory that is too short.
 pub const MEMORY_BYTES: u64 = 0x4000;
 const SHORT_BYTES: u64 = 100;
-/// Places in the memory.
+/// Offsets in the guest memory.
 pub const DESC: u64 = 0;
 pub const AVAIL: u64 = 0x1000;
 pub const USED: u64 = 0x2000;
-/// Where it is noted what is in flight.
-pub const NOTES: u64 = 0x3c00;
+/// Offset of the inflight area.
+pub const INFLIGHT: u64 = 0x3c00;
 const HEADER: u64 = 0x3000;
-/// Descriptors of the queue that is set up well.
+/// Size of the valid queue, in descriptors.
 pub const QUEUE: u16 = 4;
 
-/// What a frontend has to hand over.
+/// Kind of file that a frontend sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Memory,
@@ -42,7 +41,7 @@ pub enum Kind {
     Unwritable,
 }
 
-/// All of them, in this order.
+/// All kinds, in this order.
 pub const KINDS: [Kind; 8] = [
     Kind::Memory,
     Kind::Kick,
@@ -54,17 +53,17 @@ pub const KINDS: [Kind; 8] = [
     Kind::Unwritable,
 ];
 
-/// One of each.
+/// A file of each kind.
 pub struct Files {
     each: [OwnedFd; 8],
     epoll: OwnedFd,
-    /// The files of memory, opened once more.
-    again: Vec<File>,
+    /// Second descriptors of the memory files.
+    second: Vec<File>,
     _ends: (OwnedFd, UnixStream),
 }
 
-/// The same file, opened once more.
-fn again(fd: &OwnedFd, write: bool) -> File {
+/// Opens the same file again.
+fn reopen(fd: &OwnedFd, write: bool) -> File {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     OpenOptions::new().read(true).write(write).open(path).expect("a file in memory opens")
 }
@@ -84,41 +83,41 @@ fn lock(file: impl AsFd) -> bool {
 }
 
 impl Files {
-    /// A read of one sector is available in the memory.
+    /// Creates the files. The memory contains an available read request of one sector.
     pub fn new() -> Self {
         let (end, pipe) = pipe_with(PipeFlags::CLOEXEC).expect("a descriptor is left");
         let (socket, other) = UnixStream::pair().expect("a descriptor is left");
         let (memory, short) = (memory(MEMORY_BYTES), memory(SHORT_BYTES));
-        let again = vec![again(&memory, true), again(&short, true), again(&memory, false)];
-        fill(&again[0]);
-        let unwritable = again[2].try_clone().expect("a descriptor is left").into();
+        let second = vec![reopen(&memory, true), reopen(&short, true), reopen(&memory, false)];
+        fill(&second[0]);
+        let unwritable = second[2].try_clone().expect("a descriptor is left").into();
         let each = [memory, event(1), event(0), event(0), pipe, socket.into(), short, unwritable];
         let epoll = epoll::create(CreateFlags::CLOEXEC).expect("a descriptor is left");
         for fd in &each[1..6] {
             epoll::add(&epoll, fd, EventData::new_u64(0), EventFlags::OUT).expect("it can be polled");
         }
-        Self { each, epoll, again, _ends: (end, other) }
+        Self { each, epoll, second, _ends: (end, other) }
     }
 
-    /// To hand over.
+    /// Returns the file of a kind.
     pub fn get(&self, kind: Kind) -> BorrowedFd<'_> {
         let at = KINDS.iter().position(|other| *other == kind).expect("there is one of each");
         self.each[at].as_fd()
     }
 
-    /// They are closed here: nobody else has one.
+    /// Closes the files, and asserts that no other descriptor or mapping is left.
     pub fn assert_closed(self) {
-        let Self { each, epoll, mut again, _ends } = self;
+        let Self { each, epoll, mut second, _ends } = self;
         let [memory, kick, call, err, pipe, socket, short, unwritable] = each;
-        // It was opened once, and is locked by that.
-        drop(again.pop());
+        // The unwritable file shares this open file description, and so its lock.
+        drop(second.pop());
         for file in [&short, &unwritable] {
-            assert!(lock(file), "nobody else locks it");
+            assert!(lock(file), "the file can be locked");
         }
         drop(unwritable);
         assert!(lock(&memory), "a file is not closed, or is mapped: memory that is not writable");
         drop((memory, kick, call, err, pipe, socket, short));
-        for file in &again {
+        for file in &second {
             assert!(lock(file), "a file is not closed, or is mapped");
         }
         let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 8];
@@ -127,15 +126,15 @@ impl Files {
     }
 }
 
-/// A file that was got is closed here: nobody else has it.
+/// Closes a received file, and asserts that no other descriptor or mapping is left.
 pub fn assert_last(file: OwnedFd) {
-    let again = again(&file, false);
-    assert!(lock(&file), "nobody else locks it");
+    let second = reopen(&file, false);
+    assert!(lock(&file), "the file can be locked");
     drop(file);
-    assert!(lock(&again), "a file is not closed, or is mapped");
+    assert!(lock(&second), "a file is not closed, or is mapped");
 }
 
-/// What a driver has written: a queue with a request in it.
+/// Writes a queue with one request to the memory.
 fn fill(file: &File) {
     let guest = super::wire::GUEST;
     let entry = |addr: u64, len: u32, flags: u16, next: u16| {

@@ -1,10 +1,10 @@
-//! What a frontend says on its socket, and the files that come with it.
+//! Arbitrary messages of a frontend, with files.
 //!
-//! * The session ends when the frontend leaves, and nothing panics.
-//! * What is answered is what a plain reading of the messages says, each once, in their order; what is
-//!   refused without an answer, and what is no message, ends the session.
-//! * No file is left open, no mapping of one, and no bytes of the budget are held.
-//! * A well-behaved frontend that comes next finds the device served.
+//! * The session ends when the frontend disconnects, and nothing panics.
+//! * The replies are those that the reference parser of the messages expects, one each, in order. A message that is
+//!   refused without a reply, and an invalid message, end the session.
+//! * No file and no mapping stays open, and no memory of the budget stays in use.
+//! * The device is served to a valid frontend that connects next.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -12,32 +12,33 @@ use std::sync::Arc;
 use freestone::device::Device;
 
 use super::VhostUser;
-use super::device::{Disk, Manner, SIZE, Shape};
+use super::device::{Disk, DiskConfig, IoMode, SIZE};
 use super::driver::{self, Driver};
 use super::files::{Files, assert_last};
-use super::judge::{Judge, Message, Verdict, messages};
+use super::reference::{Message, Reference, Verdict, messages};
 use super::requests::well_behaved;
 use super::script::Script;
 use super::wire::{ALWAYS, HEADER_BYTES, hear, send, u32s};
 
 impl VhostUser {
-    /// Checks one input; true: the server took all messages, and answered some.
+    /// Checks one input. Returns true if the server accepted all messages, at least one.
     ///
     /// # Panics
-    /// Something does not hold.
+    /// Panics if a property does not hold.
     pub fn messages(&self, input: &[u8]) -> bool {
         let Some(script) = Script::new(input) else { return false };
-        let shape = Shape { manner: Manner::Inline, zoned: script.zoned, bad: None, forgets: false, seed: 0 };
-        let disk = Arc::new(Disk::new(shape));
-        let taken = self.talk(&script, &disk);
+        let config =
+            DiskConfig { mode: IoMode::Inline, zoned: script.zoned, bad: None, forgets: false, seed: 0 };
+        let disk = Arc::new(Disk::new(config));
+        let accepted = self.run_session(&script, &disk);
         if script.another {
             self.well_behaved(&disk, script.read_only);
         }
         self.assert_sound();
-        taken
+        accepted
     }
 
-    fn talk(&self, script: &Script, disk: &Arc<Disk>) -> bool {
+    fn run_session(&self, script: &Script, disk: &Arc<Disk>) -> bool {
         let files = Files::new();
         let (ours, theirs) = UnixStream::pair().expect("a descriptor is left");
         let (mut bytes, mut with) = (Vec::new(), Vec::new());
@@ -49,7 +50,7 @@ impl VhostUser {
             }
             bytes.extend_from_slice(&part.bytes[..sent]);
             if sent < part.bytes.len() {
-                // As if the frontend had left there.
+                // The rest is dropped, as if the frontend had disconnected.
                 break;
             }
         }
@@ -62,46 +63,46 @@ impl VhostUser {
         }
         ours.shutdown(std::net::Shutdown::Write).expect("a socket");
         self.serve(device(), script.read_only, theirs.into());
-        let (heard, got) = hear(&ours);
+        let (received, got) = hear(&ours);
         for file in got {
             assert_last(file);
         }
         files.assert_closed();
         let messages = messages(&bytes, &with);
-        let taken: usize = messages.iter().map(|message| HEADER_BYTES + message.body.len()).sum();
-        let mut heard = Heard(&heard);
-        let went_on = judge(script, &messages, &mut heard);
-        assert!(heard.0.is_empty(), "an answer to nothing: {:?}", heard.0);
-        went_on && taken == bytes.len() && !messages.is_empty()
+        let accepted: usize = messages.iter().map(|message| HEADER_BYTES + message.body.len()).sum();
+        let mut received = ReplyReader(&received);
+        let completed = check_replies(script, &messages, &mut received);
+        assert!(received.0.is_empty(), "an answer to nothing: {:?}", received.0);
+        completed && accepted == bytes.len() && !messages.is_empty()
     }
 
-    /// A frontend that keeps to the protocol.
+    /// Runs a valid frontend.
     fn well_behaved(&self, disk: &Arc<Disk>, read_only: bool) {
         let (ours, theirs) = UnixStream::pair().expect("a descriptor is left");
         std::thread::scope(|scope| {
             let device = Arc::clone(disk) as Arc<dyn Device>;
             scope.spawn(|| self.serve(device, read_only, theirs.into()));
-            let shape = driver::Shape {
+            let config = driver::QueueConfig {
                 size: 4,
                 features: ALWAYS,
                 base: 0,
                 used: 0,
                 two_regions: false,
-                notes: false,
-                left: None,
-                told: true,
-                tells_if_wanted: true,
+                has_inflight: false,
+                inherited: None,
+                notified: true,
+                kicks_if_requested: true,
             };
-            well_behaved(&mut Driver::new(ours, shape, Arc::clone(disk)));
+            well_behaved(&mut Driver::new(ours, config, Arc::clone(disk)));
         });
     }
 }
 
-/// What is still to be heard.
-struct Heard<'a>(&'a [u8]);
+/// Replies that are not checked yet.
+struct ReplyReader<'a>(&'a [u8]);
 
-impl<'a> Heard<'a> {
-    /// The answer to `request`; `None`: there is none any more.
+impl<'a> ReplyReader<'a> {
+    /// Returns the next reply, which must be to `request`; None if no reply is left.
     fn answer(&mut self, request: u32) -> Option<&'a [u8]> {
         if self.0.is_empty() {
             return None;
@@ -115,14 +116,14 @@ impl<'a> Heard<'a> {
     }
 }
 
-/// Compares what was heard; whether the session went on to the end.
-fn judge(script: &Script, messages: &[Message], heard: &mut Heard<'_>) -> bool {
-    let mut judge = Judge::new(script.read_only, script.zoned);
-    // Something may have been refused without an answer.
+/// Checks the replies. Returns true if the session accepted all messages.
+fn check_replies(script: &Script, messages: &[Message], received: &mut ReplyReader<'_>) -> bool {
+    let mut reference = Reference::new(script.read_only, script.zoned);
+    // A message without a reply may have been refused.
     let mut may_have_ended = false;
     for message in messages {
-        let wants_answer = message.wants_answer() && judge.acks;
-        let verdict = judge.verdict(message);
+        let wants_answer = message.wants_answer() && reference.acks;
+        let verdict = reference.verdict(message);
         let statuses: &[u64] = match verdict {
             Verdict::Done => &[0],
             Verdict::Refused => &[1],
@@ -136,7 +137,7 @@ fn judge(script: &Script, messages: &[Message], heard: &mut Heard<'_>) -> bool {
             may_have_ended |= verdict == Verdict::Either;
             continue;
         }
-        let Some(body) = heard.answer(message.request) else {
+        let Some(body) = received.answer(message.request) else {
             assert!(may_have_ended, "{message:?} is not answered");
             return false;
         };

@@ -1,12 +1,12 @@
-//! What vhost-user frontends send, and what their drivers write to their memory.
+//! vhost-user backend with arbitrary messages of frontends, and arbitrary memory of their drivers.
 
+mod chain;
 mod device;
 mod driver;
 mod expected;
 mod files;
-mod judge;
 mod messages;
-mod plain;
+mod reference;
 mod requests;
 mod rings;
 mod script;
@@ -22,7 +22,7 @@ use freestone_nbd::Workers;
 use freestone_testkit::vhost_user::wire;
 use freestone_vhost_user::{Options, serve_here};
 
-/// Panics of the threads of queues, which end with their thread and are seen nowhere else.
+/// Number of panics of queue threads. Such a panic ends only its thread, so a hook counts it.
 static PANICS: LazyLock<Arc<AtomicUsize>> = LazyLock::new(|| {
     let panics = Arc::new(AtomicUsize::new(0));
     let (count, before) = (Arc::clone(&panics), panic::take_hook());
@@ -35,31 +35,31 @@ static PANICS: LazyLock<Arc<AtomicUsize>> = LazyLock::new(|| {
     panics
 });
 
-/// What serves frontends, for any number of checks one after the other.
+/// Serves frontends for any number of consecutive checks.
 pub struct VhostUser {
     budget: Arc<Budget>,
     workers: Workers,
 }
 
 impl VhostUser {
-    /// Nobody is served yet.
+    /// Installs the panic hook.
     #[allow(clippy::new_without_default, reason = "it changes the process's panic hook")]
     pub fn new() -> Self {
         LazyLock::force(&PANICS);
-        // What is checked follows the requests in order: there are no workers.
+        // The checks need the effects of requests in order, so there is only one worker.
         Self { budget: Budget::new(budget::DEFAULT_BYTES), workers: Workers::new(1) }
     }
 
-    /// Serves a frontend on this thread until it leaves.
+    /// Serves a frontend on this thread until it disconnects.
     fn serve(&self, device: Arc<dyn Device>, read_only: bool, socket: OwnedFd) {
         let options =
             Options { read_only, workers: self.workers.clone(), ..Options::new(Arc::clone(&self.budget)) };
         serve_here(device, &options, socket);
     }
 
-    /// Nothing panicked so far, and nothing is held while nobody is served.
+    /// Asserts that nothing panicked, and that no memory of the budget is in use. No frontend may be connected.
     fn assert_sound(&self) {
         assert_eq!(PANICS.load(Ordering::SeqCst), 0, "a queue's thread has panicked");
-        assert_eq!(self.budget.bytes().1, 0, "bytes of the budget are held");
+        assert_eq!(self.budget.bytes().1, 0, "memory of the budget is in use");
     }
 }

@@ -1,16 +1,16 @@
-//! From an input to what a driver does.
+//! Generates the requests of a driver from an input.
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
 //! | 0 | size of the queue (3 bits), event index, indirect descriptors, read-only, zones, two regions |
-//! | 1 | how the device answers (3 bits), a bad block, what is in flight is noted, the driver is told, tells if wanted, the memory is cut off at the end |
-//! | 2 | where the rings begin (2 bits), without flushes, the queue is stopped between batches, answers are forgotten; seed, of which one means that another server has left notes |
-//! | then, for each request | type (low 4 bits), which sector (2 bits), the batch ends; layout; sector (2 bytes); length; defect |
+//! | 1 | I/O mode of the device (3 bits), a bad block, inflight area, notifications to the driver, notifications to the queue only on request, the memory is truncated at the end |
+//! | 2 | initial ring indexes (2 bits), without flushes, the queue is stopped between batches, completions are dropped; seed (one value: inflight area of another server) |
+//! | then, for each request | type (low 4 bits), kind of sector (2 bits), end of the batch; layout; sector (2 bytes); length; defect |
 //!
-//! Numbers stand for those near the edges where mistakes are made. Most requests have no defect. Those
-//! of a batch are shown to the queue at once, and each has a part of the memory of its own.
+//! Numbers are mapped to values near limits. Most requests have no defect. A batch is published at once, and each of
+//! its requests has its own part of the memory.
 
-use super::device::{Manner, SIZE, Shape, ZONE};
+use super::device::{DiskConfig, IoMode, SIZE, ZONE};
 use super::driver::{self, DESC, Driver, MEMORY_BYTES, SLOTS, USED, guest};
 use super::wire::{
     ALWAYS, CONFIG_WCE, DISCARD, DISCARD_AND_ZEROES, EVENT_IDX, FLUSH, FLUSHES, GET_ID, IN, INDIRECT, NEXT,
@@ -18,10 +18,10 @@ use super::wire::{
     ZONE_RESET, ZONE_RESET_ALL, ZONED,
 };
 
-/// Requests of a batch, and of an input: so it takes less than a millisecond.
+/// Maximum requests of a batch and of an input, so that it takes less than a millisecond.
 pub const BATCH: usize = 8;
 const MOST: usize = 24;
-/// Bytes of a request's part of the memory, and places in it.
+/// Bytes of a request's part of the memory, and offsets in it.
 const SLOT_BYTES: u64 = 0x3000;
 const TABLE_AT: u64 = 0x100;
 const STATUS_AT: u64 = 0x800;
@@ -51,15 +51,15 @@ const KINDS: [u32; 16] = [
 const LENGTHS: [u32; 16] =
     [0, 1, 8, 15, 17, 20, 63, 64, 127, 511, 513, 4095, 64 << 10, 33 << 20, u32::MAX - 511, u32::MAX];
 
-/// What a driver does.
+/// Session of a driver.
 #[derive(Debug)]
 pub struct Script {
-    pub driver: driver::Shape,
-    pub disk: Shape,
+    pub driver: driver::QueueConfig,
+    pub disk: DiskConfig,
     pub read_only: bool,
     /// The queue is stopped and started again between batches.
     pub stops: bool,
-    /// The memory is cut off in the end.
+    /// The memory is truncated at the end.
     pub cuts: bool,
     pub requests: Vec<Raw>,
 }
@@ -74,12 +74,12 @@ pub struct Raw {
     defect: u8,
 }
 
-/// What is done beside putting a chain into the memory.
+/// How a chain is made available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Offer {
-    /// The chain at this number is offered.
+    /// The chain at this descriptor.
     Chain(u16),
-    /// The same, and more is said to be available than the queue holds.
+    /// The same, and the published index has more chains than the queue can hold.
     TooMuch(u16),
 }
 
@@ -87,7 +87,7 @@ pub enum Offer {
 type Entry = (u64, u32, u16);
 
 impl Script {
-    /// `None`: the input is too short.
+    /// Returns None if the input is too short.
     pub fn new(input: &[u8]) -> Option<Self> {
         let (&[rings, kind, more], rest) = input.split_first_chunk()?;
         let zoned = rings & 64 != 0;
@@ -105,30 +105,32 @@ impl Script {
         if !zoned && more & 4 == 0 {
             features |= FLUSH | CONFIG_WCE;
         }
-        let manner = match kind & 7 {
-            0 | 1 => Manner::Inline,
-            2 => Manner::Partly(1536),
-            3 => Manner::Later,
-            4 | 5 => Manner::Held,
-            6 => Manner::Mixed(512),
-            _ => Manner::Mixed(2048),
+        let io_mode = match kind & 7 {
+            0 | 1 => IoMode::Inline,
+            2 => IoMode::Partly(1536),
+            3 => IoMode::Later,
+            4 | 5 => IoMode::Held,
+            6 => IoMode::Mixed(512),
+            _ => IoMode::Mixed(2048),
         };
-        let notes = kind & 16 != 0;
+        let has_inflight = kind & 16 != 0;
         let base = [0, 5, 0xfffc, 0xffff][usize::from(more & 3)];
-        let driver = driver::Shape {
+        let driver = driver::QueueConfig {
             size: 1 << (rings & 7).min(6),
             features,
             base,
-            // What is noted goes by the used ring.
-            used: if notes { base } else { base.wrapping_mul(3) },
+            // The inflight area refers to used indexes.
+            used: if has_inflight { base } else { base.wrapping_mul(3) },
             two_regions: rings & 128 != 0,
-            notes,
-            left: (notes && more >> 5 == 7).then(|| rest.iter().map(|byte| u64::from(*byte)).sum()),
-            told: kind & 32 != 0,
-            tells_if_wanted: kind & 64 != 0,
+            has_inflight,
+            inherited: (has_inflight && more >> 5 == 7)
+                .then(|| rest.iter().map(|byte| u64::from(*byte)).sum()),
+            notified: kind & 32 != 0,
+            kicks_if_requested: kind & 64 != 0,
         };
         let bad = (kind & 8 != 0).then_some(SIZE / 2 + 100);
-        let disk = Shape { manner, zoned, bad, forgets: more & 16 != 0, seed: u64::from(more >> 5) };
+        let disk =
+            DiskConfig { mode: io_mode, zoned, bad, forgets: more & 16 != 0, seed: u64::from(more >> 5) };
         let requests = rest.chunks_exact(6).take(MOST).map(|raw| Raw {
             tag: raw[0],
             layout: raw[1],
@@ -148,7 +150,7 @@ impl Script {
 }
 
 impl Raw {
-    /// The queue is to look after this one.
+    /// Returns true if the batch ends after this request.
     pub fn ends_batch(self) -> bool {
         self.tag & 64 != 0
     }
@@ -170,7 +172,7 @@ impl Raw {
         }
     }
 
-    /// Bytes of data: what the driver gives, and what it wants.
+    /// Returns the bytes of readable and of writable data.
     fn data(self) -> (u32, u32) {
         let n = u32::from(self.len);
         let odd = (n >= 0xc0).then(|| LENGTHS[(n & 15) as usize]);
@@ -185,12 +187,12 @@ impl Raw {
         }
     }
 
-    /// Puts the request into part `slot` of the memory and into descriptors from `first` on, of which
-    /// `free` are left. Answers how many it took, and what to offer; `None`: there are too few.
+    /// Writes the request to part `slot` of the memory and to descriptors from `first` on. Returns the number of used
+    /// descriptors and how to offer the chain, or None if the ring has too few descriptors.
     pub fn put(
         self,
         driver: &mut Driver,
-        shape: &driver::Shape,
+        shape: &driver::QueueConfig,
         slot: usize,
         first: u16,
     ) -> Option<(u16, Offer)> {
@@ -203,7 +205,7 @@ impl Raw {
         if first + needed > size {
             return None;
         }
-        // Where each descriptor is: one after the other, or from the last to the first.
+        // Descriptors are in ascending or descending order.
         let count = entries.len() as u16;
         let place = |i: u16| {
             let i = if self.layout & 64 != 0 && !in_table { count - 1 - i } else { i };
@@ -244,12 +246,12 @@ impl Raw {
         Some((needed, offer))
     }
 
-    /// Which defect; 0 is none.
+    /// Returns the defect; 0 is none.
     fn defect(self) -> u8 {
         if self.defect < 0xa0 { 0 } else { self.defect % 26 }
     }
 
-    /// Two bytes of anything where it is looked at.
+    /// Writes two arbitrary bytes to a descriptor, a table, or the header and data.
     fn poke(self, driver: &mut Driver, base: u64, head: u16) {
         let n = u64::from(self.place);
         let at = match self.defect() {
@@ -261,14 +263,14 @@ impl Raw {
         driver.put(at, &[self.len, self.len ^ self.layout]);
     }
 
-    /// The header, data and status, and the descriptors for them.
+    /// Writes the header, data and status. Returns the descriptors for them.
     fn entries(self, driver: &mut Driver, base: u64) -> Vec<Entry> {
         let (kind, defect) = (self.kind(), self.defect());
         let (given, wanted) = self.data();
-        // The data begins behind the header.
+        // The data follows the header.
         let header = base + DATA_AT - 16;
-        let told = [&kind.to_le_bytes()[..], &[0; 4], &self.sector().to_le_bytes()].concat();
-        driver.put(header, &told);
+        let request_header = [&kind.to_le_bytes()[..], &[0; 4], &self.sector().to_le_bytes()].concat();
+        driver.put(header, &request_header);
         driver.put(base + STATUS_AT, &[0xff]);
         self.fill(driver, base, given);
         let mut readable = vec![(guest(header), 16)];
@@ -313,13 +315,13 @@ impl Raw {
             entries.insert(entries.len() / 2, (addr, 0, flags));
         }
         if defect == 19 {
-            // What the device reads is behind what it writes.
+            // Readable descriptors after writable ones.
             entries.reverse();
         }
         entries
     }
 
-    /// What the driver gives: a range, or other bytes in each block.
+    /// Writes the readable data: a range, or different bytes in each block.
     fn fill(self, driver: &mut Driver, base: u64, given: u32) {
         let mut data = vec![0; given.min(DATA_BYTES) as usize];
         if matches!(self.kind(), DISCARD | WRITE_ZEROES) {
@@ -343,7 +345,7 @@ impl Raw {
         driver.put(base + DATA_AT, &data);
     }
 
-    /// So much data in as many pieces as the layout has.
+    /// Splits `len` bytes of data into the pieces of the layout.
     fn cut(self, pieces: &mut Vec<(u64, u32)>, base: u64, len: u32) {
         if len > 0 {
             let count = u64::from(self.layout & 3) + 1;
@@ -359,7 +361,7 @@ fn entry(addr: u64, len: u32, flags: u16, next: u16) -> Vec<u8> {
     [&addr.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat()
 }
 
-/// A read of the first bytes.
+/// Reads the first bytes of the device with a valid request.
 pub fn well_behaved(driver: &mut Driver) {
     const LEN: u32 = 4096;
     let old = driver.next;
@@ -371,8 +373,8 @@ pub fn well_behaved(driver: &mut Driver) {
     driver.put(DESC + 16, &entry(guest(data), LEN, NEXT | WRITE, 2));
     driver.put(DESC + 32, &entry(guest(status), 1, WRITE, 0));
     driver.offer(0);
-    driver.show(old, driver.next, 1, false);
-    let memory = driver.look();
+    driver.publish(old, driver.next, 1, false);
+    let memory = driver.read_memory();
     assert_eq!(driver.used(&memory), (0, LEN + 1), "a read is answered");
     assert_eq!(memory[status as usize], 0, "a read is done");
     assert!(memory[data as usize..][..LEN as usize].iter().all(|byte| *byte == 0), "with its data");

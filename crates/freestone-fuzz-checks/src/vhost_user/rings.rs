@@ -1,16 +1,16 @@
-//! What a driver writes to its memory: rings, descriptors, headers, data.
+//! Arbitrary contents of a driver's memory: rings, descriptors, headers, data.
 //!
-//! * Nothing panics, and no queue hangs: it answers each chain once, and tells the driver where that
-//!   wants to be told, or it ends and says so, after what it had taken.
-//! * What is wrong with a request is answered with a status that fits; what is right is done, except
-//!   where the device fails.
-//! * Data is what a byte vector holds, or another zoned device; and the device ends as that does.
-//! * No byte of the memory is changed but those that a request is answered with, and the used ring.
-//! * A queue that is stopped goes on where it was; memory that is cut off ends the connection.
+//! * Nothing panics, and no queue hangs. A queue completes each chain once, and notifies the driver if requested. Or
+//!   it stops and reports that, after the chains before the invalid one.
+//! * An invalid request gets an appropriate status. A valid one succeeds unless the device fails.
+//! * Read data and the final content of the device equal those of a byte vector, or of another zoned device, that
+//!   executes the same requests.
+//! * The memory changes only in the buffers of requests and in the used ring.
+//! * A stopped queue continues where it was. Truncated memory ends the connection.
 //!
-//! Where what the device writes is what it reads elsewhere, as in a ring or in a chain that is shown
-//! with it, or where the queue does again what another server has left, only the first of these is
-//! checked, without the answers.
+//! Only the first property is checked, without the completions, if results are unpredictable: if the device writes to
+//! memory that it also reads, like a ring or a chain of the same batch, or if the queue resubmits the inflight
+//! requests of another server.
 
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
@@ -19,22 +19,22 @@ use std::sync::Arc;
 use freestone::device::Device;
 
 use super::VhostUser;
+use super::chain::{self, ParsedRequest, places, total};
 use super::device::Disk;
 use super::driver::{AVAIL, DESC, Driver, USED};
 use super::expected::Expected;
-use super::plain::{self, Asked, places, total};
 use super::requests::{BATCH, Offer, Raw, Script};
 use super::wire::{FLUSHES, INDIRECT, OK};
 
 /// How a batch of requests ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// All are answered.
-    Goes,
-    /// The queue has ended.
-    Broken,
-    /// Nobody knows what the queue reads.
-    Wild,
+    /// All requests completed.
+    Completed,
+    /// The queue stopped at an invalid chain.
+    Stopped,
+    /// The results are unpredictable.
+    Unpredictable,
 }
 
 /// A session with one queue.
@@ -42,17 +42,17 @@ struct Rings<'a> {
     script: &'a Script,
     driver: Driver,
     expected: Expected,
-    /// Where the queue goes on.
-    taken: u16,
-    /// Something was done, flushes apart.
+    /// Index of the available ring at which the queue continues.
+    next_avail: u16,
+    /// A request other than a flush succeeded.
     done: bool,
 }
 
 impl VhostUser {
-    /// Checks one input; true: at least one request was done, flushes apart.
+    /// Checks one input. Returns true if at least one request other than a flush succeeded.
     ///
     /// # Panics
-    /// Something does not hold.
+    /// Panics if a property does not hold.
     pub fn rings(&self, input: &[u8]) -> bool {
         let Some(script) = Script::new(input) else { return false };
         let disk = Arc::new(Disk::new(script.disk));
@@ -62,8 +62,8 @@ impl VhostUser {
             scope.spawn(|| self.serve(device, script.read_only, theirs.into()));
             let driver = Driver::new(ours, script.driver, Arc::clone(&disk));
             let expected = Expected::new(script.disk, script.read_only);
-            let taken = script.driver.base;
-            Rings { script: &script, driver, expected, taken, done: false }.run(&disk)
+            let next_avail = script.driver.base;
+            Rings { script: &script, driver, expected, next_avail, done: false }.run(&disk)
         });
         self.assert_sound();
         done
@@ -76,114 +76,118 @@ fn overlap(one: &Range<usize>, other: &Range<usize>) -> bool {
 
 impl Rings<'_> {
     fn run(mut self, disk: &Disk) -> bool {
-        let (mut rest, mut end) = (&self.script.requests[..], End::Goes);
+        let (mut rest, mut end) = (&self.script.requests[..], End::Completed);
         if rest.is_empty() {
             return false;
         }
-        while end == End::Goes && !rest.is_empty() {
-            let (put, how) = self.batch(rest);
-            (rest, end) = (&rest[put..], how);
-            if self.script.driver.left.is_some() {
-                end = End::Wild;
+        while end == End::Completed && !rest.is_empty() {
+            let (offered, how) = self.batch(rest);
+            (rest, end) = (&rest[offered..], how);
+            if self.script.driver.inherited.is_some() {
+                end = End::Unpredictable;
             }
-            if self.script.stops && end == End::Goes {
+            if self.script.stops && end == End::Completed {
                 self.stop();
-                self.driver.start(self.taken);
+                self.driver.start(self.next_avail);
             }
         }
-        if end == End::Wild {
-            disk.let_go();
+        if end == End::Unpredictable {
+            disk.release_all();
             self.driver.stop();
             return self.done;
         }
-        assert_eq!(self.driver.has_ended(), end == End::Broken, "a queue ends if it must");
+        assert_eq!(
+            self.driver.has_ended(),
+            end == End::Stopped,
+            "a queue stops if and only if a chain is invalid"
+        );
         self.stop();
-        self.driver.assert_nothing_noted();
+        self.driver.assert_nothing_in_flight();
         self.expected.compare(&disk.content());
-        if self.script.cuts && end == End::Goes {
-            self.driver.start(self.taken);
+        if self.script.cuts && end == End::Completed {
+            self.driver.start(self.next_avail);
             self.driver.cut_off();
         }
         self.done
     }
 
     fn stop(&mut self) {
-        assert_eq!(self.driver.stop(), u32::from(self.taken), "a queue goes on where it was");
+        assert_eq!(self.driver.stop(), u32::from(self.next_avail), "a queue continues where it was");
     }
 
-    /// Shows the queue some requests; how many, and how that ended.
+    /// Makes a batch of requests available to the queue. Returns their number, and how the batch ended.
     fn batch(&mut self, requests: &[Raw]) -> (usize, End) {
         let shape = &self.script.driver;
         let indirect = shape.features & INDIRECT != 0;
         let old = self.driver.next;
-        let (mut put, mut first, mut heads) = (0, 0, Vec::new());
+        let (mut offered, mut first, mut heads) = (0, 0, Vec::new());
         let (mut broken, mut unreadable, mut too_much) = (false, false, false);
         for raw in requests.iter().take(BATCH) {
-            let Some((used, offer)) = raw.put(&mut self.driver, shape, put, first) else {
-                // One that never fits is left out.
-                put += usize::from(put == 0);
+            let Some((used, offer)) = raw.put(&mut self.driver, shape, offered, first) else {
+                // A request that never fits is skipped.
+                offered += usize::from(offered == 0);
                 break;
             };
-            (put, first) = (put + 1, first + used);
+            (offered, first) = (offered + 1, first + used);
             let (Offer::Chain(head) | Offer::TooMuch(head)) = offer;
             self.driver.offer(head);
             too_much = matches!(offer, Offer::TooMuch(_));
-            let asked = plain::read(&self.driver.memory, shape.size, indirect, head);
+            let request = chain::read(&self.driver.memory, shape.size, indirect, head);
             heads.push(head);
-            unreadable = asked.is_err();
-            broken = too_much || asked.map_or(true, |asked| asked.status.is_none());
+            unreadable = request.is_err();
+            broken = too_much || request.map_or(true, |request| request.status.is_none());
             if broken || raw.ends_batch() {
                 break;
             }
         }
         if self.driver.next == old {
-            return (put, End::Goes);
+            return (offered, End::Completed);
         }
         if too_much {
-            // That is seen before any request.
+            // The queue detects this before any request.
             heads.clear();
             unreadable = false;
         }
-        // What was put later may be a part of what was put first.
+        // Later requests may have overwritten earlier ones, so parse all of them again.
         let (mut chains, mut torn) = (Vec::new(), None);
         for head in &heads {
-            match plain::read(&self.driver.memory, shape.size, indirect, *head) {
-                Ok(asked) => chains.push(asked),
+            match chain::read(&self.driver.memory, shape.size, indirect, *head) {
+                Ok(request) => chains.push(request),
                 Err(reads) => {
                     torn = Some(reads);
                     break;
                 }
             }
         }
-        let lost = chains.iter().position(|asked| asked.status.is_none());
-        if shape.left.is_some()
+        let lost = chains.iter().position(|request| request.status.is_none());
+        if shape.inherited.is_some()
             || torn.is_some() != unreadable
             || chains.len() + usize::from(unreadable) < heads.len()
             || lost.is_some_and(|lost| lost + 1 < heads.len())
-            || self.is_wild(&chains, &torn.unwrap_or_default())
+            || self.is_unpredictable(&chains, &torn.unwrap_or_default())
         {
-            self.driver.show_only(self.driver.next);
-            return (put, End::Wild);
+            self.driver.publish_only(self.driver.next);
+            return (offered, End::Unpredictable);
         }
-        for asked in &chains {
-            let mut status = asked.status.into_iter();
-            if let Some(at) = status.find(|at| !asked.reads.iter().any(|range| range.contains(at))) {
+        for request in &chains {
+            let mut status = request.status.into_iter();
+            if let Some(at) = status.find(|at| !request.reads.iter().any(|range| range.contains(at))) {
                 self.driver.put(at as u64, &[0xff]);
             }
         }
         let index = if too_much { self.driver.next.wrapping_add(shape.size) } else { self.driver.next };
-        self.driver.show(old, index, chains.len() as u16, broken);
-        self.taken = self.taken.wrapping_add(chains.len() as u16);
-        self.judge(&chains);
+        self.driver.publish(old, index, chains.len() as u16, broken);
+        self.next_avail = self.next_avail.wrapping_add(chains.len() as u16);
+        self.check_completions(&chains);
         if broken {
             self.driver.wait_ended();
         }
-        (put, if broken { End::Broken } else { End::Goes })
+        (offered, if broken { End::Stopped } else { End::Completed })
     }
 
-    /// Whether something that is written for one chain may be read for another, or as a ring; or what
-    /// is read for one is written as a ring. `torn` is what is read for one that breaks the rules.
-    fn is_wild(&self, chains: &[Asked], torn: &[Range<usize>]) -> bool {
+    /// Returns true if memory written for one chain may be read for another or as a ring, or if memory read for a
+    /// chain is a ring. `torn` has the ranges read for an invalid chain.
+    fn is_unpredictable(&self, chains: &[ParsedRequest], torn: &[Range<usize>]) -> bool {
         let size = usize::from(self.script.driver.size);
         let ring = |at: u64, bytes: usize| at as usize..at as usize + bytes;
         let (avail, used) = (ring(AVAIL, 6 + size * 2), ring(USED, 6 + size * 8));
@@ -192,33 +196,33 @@ impl Rings<'_> {
         if torn.iter().any(is_ring) {
             return true;
         }
-        chains.iter().enumerate().any(|(number, asked)| {
+        chains.iter().enumerate().any(|(number, request)| {
             let others = chains.iter().enumerate().filter(|(other, _)| *other != number);
             let others = others.flat_map(|(_, other)| other.reads.iter().chain(&other.writes));
             let mut all = rings.iter().chain(torn).chain(others);
-            all.any(|range| asked.writes.iter().any(|written| overlap(range, written)))
-                || asked.reads.iter().any(is_ring)
+            all.any(|range| request.writes.iter().any(|written| overlap(range, written)))
+                || request.reads.iter().any(is_ring)
         })
     }
 
-    /// What was answered, and what is in the memory now.
-    fn judge(&mut self, chains: &[Asked]) {
-        let actual = self.driver.look();
+    /// Checks the completions and the whole memory.
+    fn check_completions(&mut self, chains: &[ParsedRequest]) {
+        let actual = self.driver.read_memory();
         let size = u64::from(self.script.driver.size);
         let mut lens = Vec::new();
         for _ in chains {
-            let at = (USED + 4 + 8 * (u64::from(self.driver.seen) % size)) as usize;
+            let at = (USED + 4 + 8 * (u64::from(self.driver.used_seen) % size)) as usize;
             self.driver.memory[at..at + 8].copy_from_slice(&actual[at..at + 8]);
             lens.push(self.driver.used(&actual));
         }
-        for asked in chains {
-            let mine = |used: &&(u32, u32)| used.0 == u32::from(asked.head);
+        for request in chains {
+            let mine = |used: &&(u32, u32)| used.0 == u32::from(request.head);
             let (answer, more) = (lens.iter().find(mine), lens.iter().filter(mine).count());
-            assert_eq!(more, 1, "{asked:?} is answered {more} times");
-            self.follow(asked, answer.map_or(0, |used| used.1), &actual);
+            assert_eq!(more, 1, "{request:?} is completed {more} times");
+            self.follow(request, answer.map_or(0, |used| used.1), &actual);
         }
-        // Where the queue says whether it wants to be told, and how much is used.
-        let index = self.driver.seen.to_le_bytes();
+        // The queue's notification settings and its used index.
+        let index = self.driver.used_seen.to_le_bytes();
         let memory = &mut self.driver.memory;
         for at in [USED as usize, (USED + 4 + 8 * size) as usize] {
             memory[at..at + 2].copy_from_slice(&actual[at..at + 2]);
@@ -230,31 +234,34 @@ impl Rings<'_> {
         }
     }
 
-    /// What one request was answered.
-    fn follow(&mut self, asked: &Asked, len: u32, actual: &[u8]) {
-        let status = asked.status.map(|at| actual[at]);
+    /// Checks the completion of one request.
+    fn follow(&mut self, request: &ParsedRequest, len: u32, actual: &[u8]) {
+        let status = request.status.map(|at| actual[at]);
         let done = status == Some(OK);
         let memory = &mut self.driver.memory;
-        let told = self.expected.follow(asked, memory, "disk", done);
+        let expected = self.expected.follow(request, memory, "disk", done);
         if let Some(status) = status {
-            let wanted = &told.statuses;
-            assert!(wanted.contains(&status), "{asked:?} is answered {status}, not one of {wanted:?}");
+            let wanted = &expected.statuses;
+            assert!(wanted.contains(&status), "{request:?} has the status {status}, not one of {wanted:?}");
         }
         if done {
-            assert_eq!(u64::from(len), told.data.len() as u64 + 1, "the length of {asked:?}");
-            let places = places(memory, &asked.writable, told.data.len()).expect("it is done");
-            for (at, byte) in places.into_iter().zip(&told.data) {
+            assert_eq!(u64::from(len), expected.data.len() as u64 + 1, "the length of {request:?}");
+            let places = places(memory, &request.writable, expected.data.len()).expect("it is done");
+            for (at, byte) in places.into_iter().zip(&expected.data) {
                 memory[at] = byte.unwrap_or(actual[at]);
             }
         } else {
-            assert!((1..=total(&asked.writable) + 1).contains(&u64::from(len)), "the length of {asked:?}");
-            for range in &asked.writes {
+            assert!(
+                (1..=total(&request.writable) + 1).contains(&u64::from(len)),
+                "the length of {request:?}"
+            );
+            for range in &request.writes {
                 memory[range.clone()].copy_from_slice(&actual[range.clone()]);
             }
         }
-        if let (Some(at), Some(status)) = (asked.status, status) {
+        if let (Some(at), Some(status)) = (request.status, status) {
             memory[at] = status;
         }
-        self.done |= done && asked.kind != FLUSHES;
+        self.done |= done && request.kind != FLUSHES;
     }
 }

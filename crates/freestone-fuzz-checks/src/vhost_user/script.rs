@@ -1,15 +1,14 @@
-//! From an input to what a frontend sends.
+//! Generates the messages of a frontend from an input.
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
-//! | 0 | the device (2 bits), a well-behaved frontend comes next (all of 2 bits 0), it begins with the features of the protocol, and with a queue that runs; it does not listen |
-//! | then, for each message | request (6 bits), an answer is wanted, many files; the files; changes (4 bits), how it is spoilt (4 bits) |
-//! | for each change | place and width; number |
+//! | 0 | the device (2 bits), a valid frontend connects next (if 2 bits are 0), negotiation of features first, a running queue first, disconnect without receiving |
+//! | then, for each message | request (6 bits), `NEED_REPLY`, many files; kind of files; number of changes (4 bits), defect (4 bits) |
+//! | for each change | offset and width; number |
 //!
-//! A message is one that would be good, changed in some places. Numbers are small, or near those where
-//! mistakes are made.
+//! A message is valid, except for the changes. Numbers are small or near limits.
 
-use super::files::{AVAIL, DESC, KINDS, Kind, MEMORY_BYTES, NOTES, QUEUE, USED};
+use super::files::{AVAIL, DESC, INFLIGHT, KINDS, Kind, MEMORY_BYTES, QUEUE, USED};
 use super::wire::{
     ADD_MEM_REG, ALWAYS, GET_CONFIG, GET_FEATURES, GET_INFLIGHT_FD, GET_PROTOCOL_FEATURES, GET_VRING_BASE,
     GUEST, NEED_REPLY, PROTOCOL, PROTOCOL_FEATURES, REM_MEM_REG, RESET_DEVICE, SET_BACKEND_REQ_FD,
@@ -18,11 +17,11 @@ use super::wire::{
     addresses, message, region, u32s, u64s,
 };
 
-/// Messages of an input, and files: so it takes less than a millisecond.
+/// Maximum messages and files of an input, so that it takes less than a millisecond.
 const MOST: usize = 32;
 const MOST_FILES: usize = 100;
 
-/// Requests beside those by their numbers: the ones that do most.
+/// Requests that inputs select more often than by their numbers.
 const OFTEN: [u32; 24] = [
     GET_FEATURES,
     SET_FEATURES,
@@ -85,36 +84,37 @@ const NUMBERS: [u64; 32] = [
     u64::MAX,
 ];
 
-/// Bytes that are sent at once, with files.
+/// Bytes that are sent in one call, with files.
 #[derive(Debug)]
 pub struct Part {
     pub bytes: Vec<u8>,
     pub files: Vec<Kind>,
 }
 
-/// What a frontend does.
+/// Session of a frontend.
 #[allow(clippy::struct_excessive_bools, reason = "each is a choice of its own")]
 #[derive(Debug)]
 pub struct Script {
-    /// Of the device.
+    /// The device is read-only.
     pub read_only: bool,
+    /// The device is zoned.
     pub zoned: bool,
-    /// A well-behaved frontend comes next.
+    /// A valid frontend connects next.
     pub another: bool,
-    /// It goes without having heard anything.
+    /// The frontend disconnects without receiving anything.
     pub is_deaf: bool,
     pub parts: Vec<Part>,
 }
 
 impl Script {
-    /// `None`: the input is too short.
+    /// Returns None if the input is too short.
     pub fn new(input: &[u8]) -> Option<Self> {
         let (&modes, mut rest) = input.split_first()?;
         let mut parts = Vec::new();
         if modes & 16 != 0 {
-            // Without them nothing is known of answers.
+            // REPLY_ACK must be negotiated for replies.
             for request in [SET_PROTOCOL_FEATURES, SET_FEATURES] {
-                parts.push(good(request, 0));
+                parts.push(valid_message(request, 0));
             }
         }
         if modes & 32 != 0 {
@@ -126,7 +126,7 @@ impl Script {
                 SET_VRING_CALL,
                 SET_VRING_ENABLE,
             ];
-            parts.extend(all.map(|request| good(request, 0)));
+            parts.extend(all.map(|request| valid_message(request, 0)));
         }
         let mut files = 0;
         while let Some((&[tag, which, shape], more)) = rest.split_first_chunk() {
@@ -147,12 +147,12 @@ impl Script {
     }
 }
 
-/// Adds the next message; what is left of the input.
+/// Adds the next message. Returns the rest of the input.
 fn add<'a>(parts: &mut Vec<Part>, tag: u8, which: u8, shape: u8, mut rest: &'a [u8]) -> &'a [u8] {
     let request = u32::from(tag & 63);
     let request = if request < 40 { request } else { OFTEN[request as usize - 40] };
     let flags = if tag & 64 != 0 { NEED_REPLY } else { 0 };
-    let mut part = good(request, flags);
+    let mut part = valid_message(request, flags);
     for _ in 0..shape & 15 {
         let Some((&[place, number], more)) = rest.split_first_chunk() else { break };
         rest = more;
@@ -178,11 +178,11 @@ fn add<'a>(parts: &mut Vec<Part>, tag: u8, which: u8, shape: u8, mut rest: &'a [
     };
     match shape >> 4 {
         9 => {
-            // The header says another size.
+            // The header has another size.
             let size = [0, 1, 8, 24, 40, 256, 1024, 1025][number(8)];
             part.bytes[8..12].copy_from_slice(&u32s(&[size]));
         }
-        // Another version, or flags that mean nothing.
+        // Another version, or undefined flags.
         10 => part.bytes[4..8].copy_from_slice(&u32s(&[number(256) as u32])),
         11 => {
             let more = number(64);
@@ -195,7 +195,7 @@ fn add<'a>(parts: &mut Vec<Part>, tag: u8, which: u8, shape: u8, mut rest: &'a [
             part = whole(part);
         }
         13 => {
-            // The body is what the input has.
+            // The body is a part of the input.
             let n = number(64).min(rest.len());
             part.bytes.truncate(12);
             part.bytes.extend_from_slice(&rest[..n]);
@@ -203,43 +203,43 @@ fn add<'a>(parts: &mut Vec<Part>, tag: u8, which: u8, shape: u8, mut rest: &'a [
             part = whole(part);
         }
         14 => {
-            // No header at all.
+            // No header.
             let n = number(32).min(rest.len());
             part.bytes = rest[..n].to_vec();
             rest = &rest[n..];
         }
         15 => {
-            // In two parts, of which the second one may never come.
-            let behind = part.bytes.split_off(number(part.bytes.len()));
+            // Two parts; the second one may be missing.
+            let second_part = part.bytes.split_off(number(part.bytes.len()));
             let files = part.files.split_off(part.files.len() / 2);
             parts.push(part);
             if tag & 128 == 0 {
-                parts.push(Part { bytes: behind, files });
+                parts.push(Part { bytes: second_part, files });
             }
             return rest;
         }
         _ => {}
     }
     if part.files.len() > 8 {
-        // As many as one call sends.
-        let behind = part.bytes.split_off(part.bytes.len().min(12));
+        // One call sends at most 8 files.
+        let second_part = part.bytes.split_off(part.bytes.len().min(12));
         let files = part.files.split_off(8);
         parts.push(part);
-        part = Part { bytes: behind, files };
+        part = Part { bytes: second_part, files };
     }
     parts.push(part);
     rest
 }
 
-/// The header says how many bytes there are.
+/// Corrects the size in the header.
 fn whole(mut part: Part) -> Part {
     let size = part.bytes.len() as u32 - 12;
     part.bytes[8..12].copy_from_slice(&u32s(&[size]));
     part
 }
 
-/// A message as an honest frontend sends it.
-fn good(request: u32, flags: u32) -> Part {
+/// Returns a valid message.
+fn valid_message(request: u32, flags: u32) -> Part {
     let area = |bytes: u64, offset: u64| {
         [&u64s(&[bytes, offset])[..], &1_u16.to_ne_bytes(), &QUEUE.to_ne_bytes(), &[0; 4]].concat()
     };
@@ -261,7 +261,7 @@ fn good(request: u32, flags: u32) -> Part {
         GET_CONFIG => ([u32s(&[0, 96, 0]), vec![0; 96]].concat(), vec![]),
         SET_CONFIG => ([&u32s(&[32, 1, 0])[..], &[1]].concat(), vec![]),
         GET_INFLIGHT_FD => (area(0, 0), vec![]),
-        SET_INFLIGHT_FD => (area(128, NOTES), vec![Kind::Memory]),
+        SET_INFLIGHT_FD => (area(128, INFLIGHT), vec![Kind::Memory]),
         _ => (vec![], vec![]),
     };
     Part { bytes: message(request, flags, &body), files }

@@ -1,4 +1,5 @@
-//! The open file: what is known of it, and the order between inline reads and writes.
+//! The open file: its descriptor, size and capabilities, and a sequence count that orders inline
+//! reads against writes.
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -14,32 +15,32 @@ use freestone_core::sync::Arc;
 
 use super::watch::Watched;
 
-/// An open file or block device. Shared by the device and its engine.
+/// An open file or block device, shared by the device and its engine.
 #[derive(Debug)]
 pub(super) struct Backing {
     pub fd: OwnedFd,
-    /// In the list of this process; dropped with the file.
-    pub held: Option<Held>,
-    /// When it was modified last before it was opened, and its size then.
-    pub found: Option<(i128, u64)>,
-    /// Of a file that is only read.
+    /// Entry in the process's list of open files.
+    pub lock_entry: Option<Held>,
+    /// Modification time (nanoseconds since 1970) and size in bytes before the file was opened.
+    pub modified_at_open: Option<(i128, u64)>,
+    /// Watches a read-only file for changes.
     pub watched: Option<Arc<Watched>>,
     pub path: PathBuf,
     pub is_block_device: bool,
     pub direct: bool,
     pub writes: Writes,
-    /// What can be asked of `fallocate`; cleared when the file system refuses.
+    /// Supported `fallocate` modes; cleared when the file system refuses one.
     pub can_punch: AtomicBool,
     pub can_zero_range: AtomicBool,
-    /// `RWF_NOWAIT` reads work here.
+    /// The file supports `RWF_NOWAIT` reads.
     can_nowait: AtomicBool,
-    /// A sync has failed: what it covered is lost, so no later one may claim success.
+    /// A sync has failed and its data is lost, so no later sync may succeed.
     sync_failed: AtomicBool,
-    /// It may end within a block.
+    /// The file may end within a block.
     pub padded: bool,
-    /// Bytes of the file that are the device's; whole blocks, unless `padded`.
+    /// Bytes of the file that belong to the device; whole blocks, unless `padded`.
     bytes: AtomicU64,
-    /// All but the size.
+    /// Geometry at opening; size and padding are replaced from `bytes`.
     geometry: Geometry,
 }
 
@@ -47,8 +48,8 @@ impl Backing {
     pub fn new(fd: OwnedFd, path: PathBuf, is_block_device: bool, direct: bool, geometry: Geometry) -> Self {
         Self {
             fd,
-            held: None,
-            found: None,
+            lock_entry: None,
+            modified_at_open: None,
             watched: None,
             path,
             is_block_device,
@@ -70,24 +71,24 @@ impl Backing {
         Geometry { size, padding: (size - bytes) as u32, ..self.geometry }
     }
 
-    /// What of the device lies in the file; the padding does not.
+    /// Returns the bytes of the device that lie in the file, without the padding.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(SeqCst)
     }
 
-    /// Bytes that the file really has at this moment. Takes growth over.
+    /// Returns the current length of the file in bytes and picks up growth.
     pub fn refresh(&self) -> Result<u64> {
         let real = if self.is_block_device {
             rustix::fs::seek(&self.fd, SeekFrom::End(0)).map_err(error)?
         } else {
             u64::try_from(rustix::fs::fstat(&self.fd).map_err(error)?.st_size).unwrap_or(0)
         };
-        let behind = if self.padded { 0 } else { real % u64::from(self.geometry.logical_block) };
-        self.bytes.fetch_max(real - behind, SeqCst);
+        let partial = if self.padded { 0 } else { real % u64::from(self.geometry.logical_block) };
+        self.bytes.fetch_max(real - partial, SeqCst);
         Ok(real)
     }
 
-    /// What the file has at this moment behind the device's end, less than a block.
+    /// Returns the bytes after the device's end, less than a block.
     pub fn tail(&self) -> io::Result<Vec<u8>> {
         let geometry = self.geometry();
         let mut tail = vec![0; geometry.logical_block as usize - 1];
@@ -102,7 +103,8 @@ impl Backing {
         Ok(tail)
     }
 
-    /// What lies at `offset` in the page cache; `None` where it would have to be waited for.
+    /// Reads cached data at `offset`. Returns the number of bytes, or `None` if the read would
+    /// block.
     pub fn read_nowait(&self, offset: u64, out: &mut [u8]) -> Option<u64> {
         if !self.can_nowait.load(SeqCst) {
             return None;
@@ -111,17 +113,18 @@ impl Backing {
         match rustix::io::preadv2(&self.fd, &mut slices, offset, ReadWriteFlags::NOWAIT) {
             Ok(n) => Some(n as u64),
             Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS) => {
-                // tmpfs, for one. Asking again would cost a system call for every request.
+                // tmpfs, for example. Remembered, since another attempt would cost a system call
+                // per request.
                 self.can_nowait.store(false, SeqCst);
                 None
             }
-            // Not cached; or a real error, which the submitted request will meet again.
+            // Not cached, or an error that the submitted request will see again.
             Err(_) => None,
         }
     }
 
-    /// The outcome of a sync, with the memory of earlier ones.
-    pub fn synced(&self, outcome: Result<()>) -> Result<()> {
+    /// Records the outcome of a sync. Fails if this or any earlier sync failed.
+    pub fn record_sync(&self, outcome: Result<()>) -> Result<()> {
         if outcome.is_err() {
             self.sync_failed.store(true, SeqCst);
         }
@@ -131,50 +134,49 @@ impl Backing {
 
 impl Drop for Backing {
     fn drop(&mut self) {
-        // Closing would do, but a request that has just ended may keep the file open for a moment
-        // longer.
+        // Closing releases the lock too, but a request that has just ended may keep the file open a
+        // little longer.
         file_locks::unlock(self.fd.as_fd());
     }
 }
 
-/// Counts writes, so that an inline read can tell whether one ran beside it (a sequence lock whose
-/// readers never wait).
+/// Counts writes, so that an inline read can detect a concurrent write. Works like a seqlock whose
+/// readers never wait.
 #[derive(Debug, Default)]
 pub(super) struct Writes {
     begun: AtomicU64,
     ended: AtomicU64,
 }
 
-/// No write was running at some moment, and this many had begun by then.
+/// A moment at which no write was running: the number of writes begun until then.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Quiet(u64);
+pub(super) struct IdleMark(u64);
 
 impl Writes {
-    /// Before the first system call that changes content.
+    /// Counts a write. Called before its first system call.
     pub fn begin(&self) {
         self.begun.fetch_add(1, SeqCst);
     }
 
-    /// After the last, before the answer.
+    /// Counts the end of a write. Called after its last system call, before the completion.
     pub fn end(&self) {
         self.ended.fetch_add(1, SeqCst);
     }
 
-    /// Some if no write is running.
-    pub fn quiet(&self) -> Option<Quiet> {
-        // `ended` first: both only rise and `ended` never passes `begun`, so equal values mean that
-        // nothing ran in between.
+    /// Returns a mark if no write is running.
+    pub fn idle_mark(&self) -> Option<IdleMark> {
+        // `ended` is read first. Both counters only rise and `ended` never passes `begun`, so equal
+        // values mean that no write was running in between (SeqCst keeps this order).
         let ended = self.ended.load(SeqCst);
-        (self.begun.load(SeqCst) == ended).then_some(Quiet(ended))
+        (self.begun.load(SeqCst) == ended).then_some(IdleMark(ended))
     }
 
-    /// Whether no write has begun since.
-    pub fn is_still(&self, quiet: Quiet) -> bool {
-        self.begun.load(SeqCst) == quiet.0
+    /// Returns true if no write has begun since the mark.
+    pub fn is_unchanged_since(&self, idle_mark: IdleMark) -> bool {
+        self.begun.load(SeqCst) == idle_mark.0
     }
 }
 
-/// A device error for what a system call answered.
 pub(super) fn error(errno: Errno) -> Error {
     match errno {
         Errno::NOSPC | Errno::DQUOT | Errno::FBIG => Error::NoSpace,
@@ -188,7 +190,6 @@ pub(super) fn error(errno: Errno) -> Error {
 
 #[cfg(test)]
 impl Backing {
-    /// A backing of a file in memory.
     pub fn in_memory(size: u64, direct: bool) -> Self {
         let fd = rustix::fs::memfd_create("backing", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&fd, size).unwrap();

@@ -1,4 +1,4 @@
-//! Chooses what carries out the system calls.
+//! Selection of the I/O engine.
 
 use std::io;
 use std::sync::Arc;
@@ -9,19 +9,20 @@ use super::job::Job;
 use super::ring::Ring;
 use super::threads::Threads;
 
-/// A running engine. Dropping it waits until everything that was submitted is answered.
+/// A running engine. Dropping it waits until all submitted requests have completed.
 #[derive(Debug)]
-pub(super) enum Running {
+pub(super) enum ActiveEngine {
     Ring(Ring),
     Threads(Threads),
 }
 
-impl Running {
+impl ActiveEngine {
     pub fn start(kind: Engine, backing: &Arc<Backing>) -> io::Result<Self> {
         match kind {
             Engine::IoUring => Ring::start(backing).map(Self::Ring),
             Engine::Threads => Threads::start(backing).map(Self::Threads),
-            // The kernel answers a ring when it likes.
+            // The simulator needs deterministic completions; the kernel completes a ring at any
+            // time.
             Engine::Auto if cfg!(freestone_sim) => Threads::start(backing).map(Self::Threads),
             Engine::Auto => match Ring::start(backing) {
                 Ok(ring) => Ok(Self::Ring(ring)),

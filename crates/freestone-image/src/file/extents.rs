@@ -1,4 +1,4 @@
-//! Holes and data, as the file system knows them.
+//! Extent queries: data and holes as reported by `lseek`.
 
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
@@ -7,19 +7,20 @@ use freestone_core::device::{Error, Extent, ExtentKind, Result, range_end};
 
 use super::backing::{Backing, error};
 
-/// Most rows of one call: each costs a system call.
+/// Maximum number of rows of one call; each row costs a system call or two.
 const MAX_ROWS: u32 = 256;
 
 impl Backing {
-    /// See [`Device::extents`](freestone_core::device::Device::extents). A block device is all
-    /// data. Rows begin and end at block boundaries; a block that is partly data is data.
+    /// Implements [`Device::extents`](freestone_core::device::Device::extents). A block device is
+    /// reported as all data. Rows begin and end at block boundaries; a block that is partly data
+    /// counts as data.
     pub fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         let end = self.extents_end(offset, len)?;
         if self.is_block_device {
             row(Extent { offset, len, kind: ExtentKind::Data });
             return Ok(len);
         }
-        // Past the real end there is nothing to describe: reads fail there too.
+        // Beyond the real end reads fail, so there is nothing to describe.
         let block = u64::from(self.geometry().logical_block);
         let real = self.refresh()?;
         let end = end.min(if self.padded { real.next_multiple_of(block) } else { real });
@@ -33,7 +34,7 @@ impl Backing {
                 ExtentKind::Data => next.next_multiple_of(block),
                 _ => next - next % block,
             };
-            // A hole that ends within this block makes the block data.
+            // A hole that ends within this block makes the whole block data.
             let (kind, next) = if next > at {
                 (kind, next.min(end))
             } else {
@@ -56,19 +57,19 @@ impl Backing {
         range_end(offset, len, self.geometry().size)
     }
 
-    /// What lies at `at`, and where it ends (at most `end`).
+    /// Returns the kind of the extent at `at` and its end (at most `end`).
     fn extent_at(&self, at: u64, end: u64) -> Result<(ExtentKind, u64)> {
         match rustix::fs::seek(&self.fd, SeekFrom::Data(at)) {
             Ok(data) if data > at => Ok((ExtentKind::Hole, data.min(end))),
             Ok(_) => match rustix::fs::seek(&self.fd, SeekFrom::Hole(at)) {
                 Ok(hole) => Ok((ExtentKind::Data, hole.clamp(at + 1, end.max(at + 1)))),
-                // Truncated between the two calls.
+                // The file was truncated between the two calls.
                 Err(Errno::NXIO) => Err(Error::Media),
                 Err(errno) => Err(error(errno)),
             },
             // No data up to the end of the file.
             Err(Errno::NXIO) => Ok((ExtentKind::Hole, end)),
-            // A file system without holes.
+            // The file system does not support holes.
             Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok((ExtentKind::Data, end)),
             Err(errno) => Err(error(errno)),
         }

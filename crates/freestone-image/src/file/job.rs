@@ -1,4 +1,4 @@
-//! One request as a chain of system calls. Knows nothing of who carries them out.
+//! A request as a sequence of system calls, independent of the engine that makes them.
 
 use std::mem::ManuallyDrop;
 use std::sync::atomic::Ordering::SeqCst;
@@ -11,13 +11,12 @@ use freestone_core::zeroes::ZEROES_BYTES;
 
 use super::backing::{Backing, error};
 
-/// Most bytes of one read or write: the kernel's own limit is a little below 2 GiB.
+/// Maximum number of bytes of one read or write: the kernel's own limit is a little below 2 GiB.
 const MAX_IO_BYTES: u64 = 1 << 30;
-/// Interrupted or refused so often in a row, a system call counts as failed.
+/// Retries of an interrupted or refused system call before it counts as failed.
 const MAX_RETRIES: u32 = 1000;
 
-/// A system call that a job asks for. `at` is the byte in the file, `from` the byte in the job's
-/// buffer.
+/// A system call of a job. `at` is the byte offset in the file, `from` that in the job's buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Io {
     Read {
@@ -31,7 +30,7 @@ pub(super) enum Io {
         len: usize,
         dsync: bool,
     },
-    /// A write from [`ZEROES`].
+    /// A write of zeroes from [`ZEROES`](freestone_core::zeroes::ZEROES).
     Zeroes {
         at: u64,
         len: usize,
@@ -44,7 +43,6 @@ pub(super) enum Io {
     Sync,
 }
 
-/// What comes next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
     Io(Io),
@@ -60,23 +58,22 @@ enum Phase {
     Sync,
 }
 
-/// A request under way. If it is dropped before [`Job::finish`], its completion answers
-/// [`Error::Gone`] and its memory is leaked: the kernel may still use it.
+/// A request in progress. If it is dropped before [`Job::finish`], its request completes with
+/// [`Error::Gone`] and its buffer is leaked, because the kernel may still use it.
 #[derive(Debug)]
 pub(super) struct Job {
     pub request: Request,
     buffer: ManuallyDrop<IoBuf>,
     done: Completion,
     phase: Phase,
-    /// Bytes of the request that lie in the file, and not in the padding behind it.
+    /// Bytes of the request that lie in the file, without the padding.
     len: u64,
-    /// Bytes done in this phase.
+    /// Bytes finished in this phase.
     at: u64,
     retries: u32,
-    /// Why the synchronous write of the piece at hand failed, while it is repeated without the
-    /// sync.
-    in_doubt: Option<Errno>,
-    /// Counted in [`Backing::writes`].
+    /// Error of the current synchronous write, while it is repeated without the sync.
+    dsync_error: Option<Errno>,
+    /// Counted as begun in [`Backing::writes`].
     counted: bool,
 }
 
@@ -91,7 +88,7 @@ impl Job {
             phase: Phase::Data,
             at: 0,
             retries: 0,
-            in_doubt: None,
+            dsync_error: None,
             counted: false,
         }
     }
@@ -100,15 +97,14 @@ impl Job {
         &mut self.buffer
     }
 
-    /// Whether content may change.
+    /// Returns true if the request may change content.
     pub fn changes(&self) -> bool {
         !matches!(self.request.op, Op::Read | Op::Flush)
     }
 
-    /// The first step.
     pub fn begin(&mut self, backing: &Backing) -> Step {
         if self.request.op != Op::Read {
-            // A moment at which a look at the size costs little beside the rest.
+            // Checking the size costs little compared with a write or flush.
             match backing.refresh() {
                 Ok(real) if self.end(backing) <= real => {}
                 Ok(_) => return Step::Done(Err(Error::Media)),
@@ -129,42 +125,46 @@ impl Job {
             Op::Read | Op::Write => Phase::Data,
             Op::Flush => Phase::Sync,
             Op::Discard if backing.can_punch.load(SeqCst) => Phase::Punch,
-            // A hint that cannot be followed.
-            Op::Discard => return self.changed(),
+            // Discard is a hint; without support it succeeds without an effect.
+            Op::Discard => return self.finish_change(),
             Op::WriteZeroes => {
                 let may_free = self.request.flags.contains(Flags::MAY_FREE);
-                if may_free && backing.can_punch.load(SeqCst) { Phase::Punch } else { Self::zeroing(backing) }
+                if may_free && backing.can_punch.load(SeqCst) {
+                    Phase::Punch
+                } else {
+                    Self::zeroing_phase(backing)
+                }
             }
         };
         Step::Io(self.io(backing))
     }
 
-    /// Where what is asked for ends in the file.
+    /// Returns the end of the request in the file.
     fn end(&self, backing: &Backing) -> u64 {
         (self.request.offset + self.request.len).min(backing.bytes())
     }
 
-    /// The next step, given what the last system call answered.
-    pub fn advance(&mut self, backing: &Backing, answer: std::result::Result<u64, Errno>) -> Step {
-        if matches!(answer, Err(Errno::INTR | Errno::AGAIN)) && self.retries < MAX_RETRIES {
+    /// Returns the next step after the result of the last system call.
+    pub fn advance(&mut self, backing: &Backing, result: std::result::Result<u64, Errno>) -> Step {
+        if matches!(result, Err(Errno::INTR | Errno::AGAIN)) && self.retries < MAX_RETRIES {
             self.retries += 1;
             return Step::Io(self.io(backing));
         }
         self.retries = 0;
-        match (self.phase, answer) {
-            (Phase::Data, Ok(_)) if self.in_doubt.is_some() => {
-                let errno = self.in_doubt.unwrap_or(Errno::IO);
-                Step::Done(backing.synced(Err(error(errno))))
+        match (self.phase, result) {
+            (Phase::Data, Ok(_)) if self.dsync_error.is_some() => {
+                let errno = self.dsync_error.unwrap_or(Errno::IO);
+                Step::Done(backing.record_sync(Err(error(errno))))
             }
-            (Phase::Data | Phase::ZeroPieces, Ok(n)) => self.moved(backing, n),
-            (Phase::Sync, answer) => Step::Done(backing.synced(answer.map(|_| ()).map_err(error))),
-            (Phase::Punch | Phase::ZeroRange, Ok(_)) => self.changed(),
+            (Phase::Data | Phase::ZeroPieces, Ok(n)) => self.add_transferred(backing, n),
+            (Phase::Sync, result) => Step::Done(backing.record_sync(result.map(|_| ()).map_err(error))),
+            (Phase::Punch | Phase::ZeroRange, Ok(_)) => self.finish_change(),
             (Phase::Punch, Err(Errno::OPNOTSUPP)) => {
                 backing.can_punch.store(false, SeqCst);
                 if self.request.op == Op::Discard {
-                    return self.changed();
+                    return self.finish_change();
                 }
-                self.phase = Self::zeroing(backing);
+                self.phase = Self::zeroing_phase(backing);
                 Step::Io(self.io(backing))
             }
             (Phase::ZeroRange, Err(Errno::OPNOTSUPP)) => {
@@ -173,20 +173,19 @@ impl Job {
                 Step::Io(self.io(backing))
             }
             (Phase::Data, Err(errno)) if self.is_dsync() && errno == Errno::IO => {
-                // Either half may have failed; the sync's memory is the safe side.
-                Step::Done(backing.synced(Err(error(errno))))
+                // Either the write or the sync may have failed; assume the sync.
+                Step::Done(backing.record_sync(Err(error(errno))))
             }
             (Phase::Data, Err(errno @ (Errno::NOSPC | Errno::DQUOT))) if self.is_dsync() => {
-                // A full file system is told by the write; but where it is the sync that has no
-                // room, it may have lost earlier writes. The same piece without a sync tells which.
-                self.in_doubt = Some(errno);
+                // Either the write or its sync ran out of space; only a failed sync may have lost
+                // earlier writes. Repeating the write without a sync tells them apart.
+                self.dsync_error = Some(errno);
                 Step::Io(self.io(backing))
             }
             (_, Err(errno)) => Step::Done(Err(error(errno))),
         }
     }
 
-    /// Answers the request.
     pub fn finish(self, backing: &Backing, outcome: Result<()>) {
         if self.counted {
             backing.writes.end();
@@ -195,14 +194,14 @@ impl Job {
     }
 
     fn is_dsync(&self) -> bool {
-        self.request.op == Op::Write && self.request.flags.contains(Flags::FUA) && self.in_doubt.is_none()
+        self.request.op == Op::Write && self.request.flags.contains(Flags::FUA) && self.dsync_error.is_none()
     }
 
-    fn zeroing(backing: &Backing) -> Phase {
+    fn zeroing_phase(backing: &Backing) -> Phase {
         if backing.can_zero_range.load(SeqCst) { Phase::ZeroRange } else { Phase::ZeroPieces }
     }
 
-    /// The system call of the step at hand, once more.
+    /// Returns the system call of the current step.
     pub fn io(&self, backing: &Backing) -> Io {
         let Request { op, offset, .. } = self.request;
         let (at, len, left) = (offset + self.at, self.len, self.len - self.at);
@@ -220,7 +219,7 @@ impl Job {
                 Io::Allocate { mode: FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, at, len }
             }
             Phase::ZeroRange => {
-                // A block device has no size to keep, and refuses the flag on some kernels.
+                // A block device has no size to keep, and some kernels refuse the flag there.
                 let keep =
                     if backing.is_block_device { FallocateFlags::empty() } else { FallocateFlags::KEEP_SIZE };
                 Io::Allocate { mode: FallocateFlags::ZERO_RANGE | keep, at, len }
@@ -229,27 +228,27 @@ impl Job {
         }
     }
 
-    /// `n` more bytes were read or written.
-    fn moved(&mut self, backing: &Backing, n: u64) -> Step {
+    /// Accounts for `n` more bytes read or written.
+    fn add_transferred(&mut self, backing: &Backing, n: u64) -> Step {
         let block = u64::from(backing.geometry().logical_block);
-        // O_DIRECT goes on at a block boundary only. The page cache takes any byte; so a file that
-        // ends within a block is read to its very end, and then answers 0.
-        let reached = if backing.direct { (self.at + n) / block * block } else { self.at + n };
-        if reached == self.at {
+        // O_DIRECT continues only at a block boundary. The page cache continues at any byte, so a
+        // read of a file that ends within a block reaches its end and then returns 0.
+        let new_at = if backing.direct { (self.at + n) / block * block } else { self.at + n };
+        if new_at == self.at {
             return Step::Done(Err(Error::Media));
         }
-        self.at = reached;
+        self.at = new_at;
         if self.at < self.len {
             return Step::Io(self.io(backing));
         }
         if self.phase == Phase::ZeroPieces {
-            return self.changed();
+            return self.finish_change();
         }
-        if self.is_dsync() { Step::Done(backing.synced(Ok(()))) } else { Step::Done(Ok(())) }
+        if self.is_dsync() { Step::Done(backing.record_sync(Ok(()))) } else { Step::Done(Ok(())) }
     }
 
-    /// Zeroed or discarded; a sync follows where it was asked for.
-    fn changed(&mut self) -> Step {
+    /// Follows a discard or write zeroes with a sync if FUA was requested.
+    fn finish_change(&mut self) -> Step {
         if self.request.flags.contains(Flags::FUA) {
             self.phase = Phase::Sync;
             Step::Io(Io::Sync)
@@ -274,36 +273,36 @@ mod tests {
         Job::new(request, IoBuf::zeroed(len).unwrap(), Completion::new(|_, _| {}))
     }
 
-    fn begun(backing: &Backing, request: Request) -> (Job, Step) {
+    fn begin_job(backing: &Backing, request: Request) -> (Job, Step) {
         let mut job = job(request);
         let step = job.begin(backing);
         (job, step)
     }
 
     #[test]
-    fn short_transfers_go_on_where_they_ended() {
+    fn short_transfer_continues_at_its_end() {
         let read = |at, from, len| Step::Io(Io::Read { at, from, len });
         let b = backing(false);
-        let (mut job, step) = begun(&b, Request::read(4096, 4096));
+        let (mut job, step) = begin_job(&b, Request::read(4096, 4096));
         assert_eq!(step, read(4096, 0, 4096));
         assert_eq!(job.advance(&b, Ok(700)), read(4796, 700, 3396));
         assert_eq!(job.advance(&b, Err(Errno::INTR)), read(4796, 700, 3396));
         assert_eq!(job.advance(&b, Ok(3396)), Step::Done(Ok(())));
 
-        // O_DIRECT: from the last whole block.
+        // O_DIRECT continues from the last whole block.
         let b = backing(true);
-        let (mut job, _) = begun(&b, Request::read(4096, 4096));
+        let (mut job, _) = begin_job(&b, Request::read(4096, 4096));
         assert_eq!(job.advance(&b, Ok(700)), read(4608, 512, 3584));
-        // Less than a block, and nothing: the file ends here.
+        // A result of less than a block, or of 0, is the end of the file.
         assert_eq!(job.advance(&b, Ok(100)), Step::Done(Err(Error::Media)));
-        let (mut job, _) = begun(&b, Request::read(4096, 4096));
+        let (mut job, _) = begin_job(&b, Request::read(4096, 4096));
         assert_eq!(job.advance(&b, Ok(0)), Step::Done(Err(Error::Media)));
     }
 
     #[test]
-    fn a_call_that_is_always_interrupted_fails_at_last() {
+    fn job_fails_after_max_retries() {
         let b = backing(false);
-        let (mut job, mut step) = begun(&b, Request::write(0, 512));
+        let (mut job, mut step) = begin_job(&b, Request::write(0, 512));
         let mut calls = 0;
         while let Step::Io(_) = step {
             step = job.advance(&b, Err(Errno::AGAIN));
@@ -313,14 +312,14 @@ mod tests {
     }
 
     #[test]
-    fn zeroing_falls_back_to_what_the_file_system_has() {
+    fn zeroing_falls_back_to_supported_calls() {
         let b = backing(false);
         let request = Request::new(Op::WriteZeroes, 512, 100 << 10).with(Flags::MAY_FREE | Flags::FUA);
         let mode = |step| match step {
             Step::Io(Io::Allocate { mode, at: 512, len }) if len == 100 << 10 => mode,
             other => panic!("{other:?}"),
         };
-        let (mut job, step) = begun(&b, request);
+        let (mut job, step) = begin_job(&b, request);
         assert!(mode(step).contains(FallocateFlags::PUNCH_HOLE));
         let step = job.advance(&b, Err(Errno::OPNOTSUPP));
         assert!(mode(step).contains(FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE));
@@ -330,13 +329,13 @@ mod tests {
         assert_eq!(job.advance(&b, Ok(piece as u64)), Step::Io(rest));
         assert_eq!(job.advance(&b, Ok(36 << 10)), Step::Io(Io::Sync));
         assert_eq!(job.advance(&b, Ok(0)), Step::Done(Ok(())));
-        // Remembered, and a discard has nothing to do.
-        assert_eq!(begun(&b, request).1, Step::Io(Io::Zeroes { at: 512, len: piece }));
-        assert_eq!(begun(&b, Request::new(Op::Discard, 0, 512)).1, Step::Done(Ok(())));
+        // The refusal is remembered, and a discard becomes a no-op.
+        assert_eq!(begin_job(&b, request).1, Step::Io(Io::Zeroes { at: 512, len: piece }));
+        assert_eq!(begin_job(&b, Request::new(Op::Discard, 0, 512)).1, Step::Done(Ok(())));
     }
 
     #[test]
-    fn errors_have_names() {
+    fn errno_maps_to_device_error() {
         let b = backing(false);
         for (errno, error) in [
             (Errno::NOSPC, Error::NoSpace),
@@ -346,84 +345,87 @@ mod tests {
             (Errno::NODEV, Error::Gone),
             (Errno::INVAL, Error::Media),
         ] {
-            let (mut job, _) = begun(&b, Request::write(0, 512));
+            let (mut job, _) = begin_job(&b, Request::write(0, 512));
             assert_eq!(job.advance(&b, Err(errno)), Step::Done(Err(error)));
         }
     }
 
-    /// The kernel reports lost data once; the device does not forget it.
+    /// The kernel reports a lost write once; the device keeps failing.
     #[test]
-    fn after_a_failed_sync_no_sync_succeeds() {
+    fn sync_fails_after_failed_sync() {
         for failing in [Request::flush(), Request::write(0, 512).with(Flags::FUA)] {
             let b = backing(false);
-            let (mut job, _) = begun(&b, failing);
+            let (mut job, _) = begin_job(&b, failing);
             assert_eq!(job.advance(&b, Err(Errno::IO)), Step::Done(Err(Error::Media)));
-            let (mut job, step) = begun(&b, Request::flush());
+            let (mut job, step) = begin_job(&b, Request::flush());
             assert_eq!(step, Step::Io(Io::Sync));
             assert_eq!(job.advance(&b, Ok(0)), Step::Done(Err(Error::Media)));
-            let (mut job, _) = begun(&b, Request::write(0, 512).with(Flags::FUA));
+            let (mut job, _) = begin_job(&b, Request::write(0, 512).with(Flags::FUA));
             assert_eq!(job.advance(&b, Ok(512)), Step::Done(Err(Error::Media)));
-            let (mut job, _) = begun(&b, Request::write(0, 512));
+            let (mut job, _) = begin_job(&b, Request::write(0, 512));
             assert_eq!(job.advance(&b, Ok(512)), Step::Done(Ok(())));
         }
     }
 
     #[test]
-    fn a_full_file_system_is_told_from_a_sync_without_room() {
+    fn write_enospc_differs_from_sync_enospc() {
         let fua = Request::write(0, 512).with(Flags::FUA);
-        // The write itself finds no room: an error of this request only.
+        // The write itself has no space: only this request fails.
         let b = backing(false);
-        let (mut job, _) = begun(&b, fua);
+        let (mut job, _) = begin_job(&b, fua);
         assert!(matches!(job.advance(&b, Err(Errno::NOSPC)), Step::Io(Io::Write { dsync: false, .. })));
         assert_eq!(job.advance(&b, Err(Errno::NOSPC)), Step::Done(Err(Error::NoSpace)));
-        let (mut job, _) = begun(&b, Request::flush());
+        let (mut job, _) = begin_job(&b, Request::flush());
         assert_eq!(job.advance(&b, Ok(0)), Step::Done(Ok(())));
-        // The sync found none: what it lost stays lost.
-        let (mut job, _) = begun(&b, fua);
+        // The sync had no space: the data it lost stays lost.
+        let (mut job, _) = begin_job(&b, fua);
         assert!(matches!(job.advance(&b, Err(Errno::NOSPC)), Step::Io(Io::Write { dsync: false, .. })));
         assert_eq!(job.advance(&b, Ok(512)), Step::Done(Err(Error::Media)));
-        let (mut job, _) = begun(&b, Request::flush());
+        let (mut job, _) = begin_job(&b, Request::flush());
         assert_eq!(job.advance(&b, Ok(0)), Step::Done(Err(Error::Media)));
     }
 
     #[test]
-    fn nothing_is_done_in_the_padding() {
+    fn io_excludes_padding() {
         let mut b = backing(false);
         rustix::fs::ftruncate(&b.fd, SIZE + 100).unwrap();
         b.padded = true;
         assert_eq!(b.refresh(), Ok(SIZE + 100));
         assert_eq!((b.geometry().size, b.geometry().padding), (SIZE + 512, 412));
-        let (mut job, step) = begun(&b, Request::read(SIZE, 512));
+        let (mut job, step) = begin_job(&b, Request::read(SIZE, 512));
         assert_eq!(step, Step::Io(Io::Read { at: SIZE, from: 0, len: 100 }));
         assert_eq!(job.advance(&b, Ok(100)), Step::Done(Ok(())));
-        let (mut job, step) = begun(&b, Request::write(SIZE - 512, 1024));
+        let (mut job, step) = begin_job(&b, Request::write(SIZE - 512, 1024));
         assert_eq!(step, Step::Io(Io::Write { at: SIZE - 512, from: 0, len: 612, dsync: false }));
         assert_eq!(job.advance(&b, Ok(612)), Step::Done(Ok(())));
-        let step = begun(&b, Request::new(Op::WriteZeroes, SIZE, 512)).1;
+        let step = begin_job(&b, Request::new(Op::WriteZeroes, SIZE, 512)).1;
         assert!(matches!(step, Step::Io(Io::Allocate { at: SIZE, len: 100, .. })), "{step:?}");
-        // Cut off: it is not made long again.
+        // A truncated file is not extended again.
         rustix::fs::ftruncate(&b.fd, SIZE + 50).unwrap();
-        assert_eq!(begun(&b, Request::write(SIZE, 512)).1, Step::Done(Err(Error::Media)));
-        assert_eq!(begun(&b, Request::read(SIZE, 512)).1, Step::Io(Io::Read { at: SIZE, from: 0, len: 100 }));
+        assert_eq!(begin_job(&b, Request::write(SIZE, 512)).1, Step::Done(Err(Error::Media)));
+        assert_eq!(
+            begin_job(&b, Request::read(SIZE, 512)).1,
+            Step::Io(Io::Read { at: SIZE, from: 0, len: 100 })
+        );
     }
 
     #[test]
-    fn inline_reads_know_of_writes_beside_them() {
+    fn inline_read_detects_concurrent_writes() {
         let b = backing(false);
-        let quiet = b.writes.quiet().unwrap();
-        let (mut first, _) = begun(&b, Request::write(0, 512));
-        assert!(b.writes.quiet().is_none() && !b.writes.is_still(quiet));
-        let (second, _) = begun(&b, Request::new(Op::Discard, 0, 512));
+        let idle_mark = b.writes.idle_mark().unwrap();
+        let (mut first, _) = begin_job(&b, Request::write(0, 512));
+        assert!(b.writes.idle_mark().is_none() && !b.writes.is_unchanged_since(idle_mark));
+        let (second, _) = begin_job(&b, Request::new(Op::Discard, 0, 512));
         let step = first.advance(&b, Ok(512));
         assert_eq!(step, Step::Done(Ok(())));
         first.finish(&b, Ok(()));
-        assert!(b.writes.quiet().is_none());
+        assert!(b.writes.idle_mark().is_none());
         second.finish(&b, Ok(()));
-        assert!(b.writes.quiet().is_some() && !b.writes.is_still(quiet));
-        // Neither reads nor flushes count.
-        let quiet = b.writes.quiet().unwrap();
-        let _ = begun(&b, Request::read(0, 512));
-        let _ = begun(&b, Request::flush());
-        assert!(b.writes.is_still(quiet));
+        assert!(b.writes.idle_mark().is_some() && !b.writes.is_unchanged_since(idle_mark));
+        // Reads and flushes are not counted.
+        let idle_mark = b.writes.idle_mark().unwrap();
+        let _ = begin_job(&b, Request::read(0, 512));
+        let _ = begin_job(&b, Request::flush());
+        assert!(b.writes.is_unchanged_since(idle_mark));
     }
 }

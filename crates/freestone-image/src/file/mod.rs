@@ -1,36 +1,34 @@
-//! A raw image or a block device as a device.
+//! A raw image file or a block device as a [`Device`].
 //!
-//! Requests go through an `io_uring`: the thread that submits starts them, one thread per device
-//! reaps ([`Engine::IoUring`]); where the kernel forbids `io_uring`, a few threads with plain
-//! system calls do the same work ([`Engine::Threads`]). Inline there is only one thing: a buffered
-//! read of what is in the page cache.
+//! [`Engine::IoUring`] submits each request on the caller's thread; one thread per device reaps
+//! completions. If the kernel forbids `io_uring`, [`Engine::Threads`] makes the same system calls
+//! on a fixed number of threads. Only buffered reads of cached pages complete inline.
 //!
-//! **Sizes.** The device is as large as the file was when it was opened. It grows with the file:
-//! [`File::refresh`] looks, and so does a request or extent query that reaches behind the known
-//! end, and the start of every write and flush. (The NBD server refuses what lies behind the known
-//! end before it asks: there a write, a flush or [`File::refresh`] shows the growth, and clients
-//! learn of it when they connect.) It never shrinks. If the file is truncated underneath, reads
-//! behind its real end answer [`Error::Media`], and so do writes, discards and zeroing that reach
-//! behind it: they would re-extend the file behind its owner's back. A truncation between the
-//! submission of a write and its answer can still be undone by that write. What remains of the file
-//! stays usable. The file is never mapped, so there is no `SIGBUS`.
+//! **Size.** The device takes the size that the file has when it is opened, and grows with the
+//! file. [`File::refresh`], each write and flush, and each request or extent query beyond the known
+//! end pick up growth. (The NBD server rejects requests beyond the known end itself; there a write,
+//! a flush or [`File::refresh`] picks up growth, and clients see the new size when they connect.)
+//! The device never shrinks. If the file is truncated, requests beyond its real end fail with
+//! [`Error::Media`]; writes, discards and write zeroes would otherwise extend the file again behind
+//! its owner's back. A truncation between the submission and the completion of a write can still be
+//! undone by that write. The rest of the file stays usable. The file is never mapped, so a
+//! truncation cannot raise `SIGBUS`.
 //!
-//! **Overlap.** The kernel lets a read see half of a write that runs at the same time; this device
-//! does not. Overlapping requests run one after the other in the order of their submission, all
-//! others side by side.
+//! **Ordering.** The kernel may return half of a concurrent write to a read; this device does not.
+//! Overlapping requests run in submission order, all others concurrently.
 //!
 //! **Durability.** A flush is `fdatasync`, FUA is `RWF_DSYNC`. The kernel reports a failed
-//! write-back once and then forgets the data; so after the first failure every later flush and FUA
-//! write answers [`Error::Media`], until the file is opened anew.
+//! writeback once and then drops the data. After the first failure, every later flush and FUA write
+//! therefore fails with [`Error::Media`] until the file is opened again.
 //!
-//! **Locks.** A writable device holds an exclusive `flock`, a read-only one a shared one, and both
-//! hold the locks by which qemu tells who reads and who writes: what is written here qemu opens at
-//! most with `--force-share`, what is read here it may read but not write, and what it has open is
-//! refused here by the same rule. A writable block device is opened with `O_EXCL`, so that a
-//! mounted one is refused.
+//! **Locks.** A writable device holds an exclusive `flock`, a read-only device a shared one. Both
+//! also hold qemu's byte-range locks. qemu can open a file that is writable here only with
+//! `--force-share`, and can read but not write a file that is read-only here. By the same rules,
+//! files that qemu has open are refused here. A writable block device is opened with `O_EXCL`, which
+//! refuses mounted ones.
 //!
-//! **Files that change.** A file that is only read is taken for unchanging. Others may pay no heed
-//! to locks, so its size, time of modification and path are looked at now and then:
+//! **Changed files.** A read-only file is assumed to be immutable. Programs that ignore locks may
+//! still change it, so a thread checks its size, modification time and path periodically:
 //! [`File::changed`].
 
 mod backing;
@@ -57,59 +55,58 @@ pub use open::SetupError;
 use open::Tail;
 pub use watch::{Changed, look_now, look_soon};
 
-/// Most bytes that one try copies from the page cache.
+/// Maximum number of bytes that one inline read copies from the page cache.
 const INLINE_MAX_BYTES: u64 = 256 << 10;
 
-/// Whether the page cache is used.
+/// Use of the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Direct {
-    /// Block devices are opened with `O_DIRECT`, files through the page cache.
+    /// `O_DIRECT` for block devices, the page cache for files.
     #[default]
     Auto,
-    /// `O_DIRECT`; an error where the file system has none. The logical block is what the file
-    /// system or disk asks for.
+    /// `O_DIRECT`; an error if the file system does not support it. The file system or disk
+    /// determines the logical block size.
     On,
-    /// Through the page cache. The logical block of a file is 512 bytes, that of a block device the
-    /// disk's.
+    /// Page cache. The logical block is 512 bytes for a file, and the disk's for a block device.
     Off,
 }
 
-/// What carries out the system calls.
+/// Mechanism that makes the system calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Engine {
-    /// `io_uring` where the kernel allows it, else threads.
+    /// `io_uring` if the kernel allows it, otherwise threads.
     #[default]
     Auto,
-    /// `io_uring`, or a setup error.
+    /// `io_uring`; opening fails if it is not available.
     IoUring,
-    /// A fixed number of threads.
+    /// Fixed number of threads with blocking system calls.
     Threads,
 }
 
-/// What to open, and how.
+/// Options for opening a [`File`].
 #[derive(Debug, Clone)]
 pub struct Config {
     /// A regular file or a block device.
     pub path: PathBuf,
-    /// Serve reads only; the file is opened for reading only.
+    /// Opens the file read-only and serves only reads.
     pub read_only: bool,
-    /// Page cache or not.
+    /// Use of the page cache.
     pub direct: Direct,
-    /// Bytes. Where no file is there, a sparse one of this size is made (mode 0600). A file that is
-    /// there must have this size.
+    /// Size in bytes. If the file does not exist, a sparse file of this size is created (mode
+    /// 0600). An existing file must have this size.
     pub size: Option<u64>,
-    /// A file that is made has no name, and goes when the device does, also after a crash.
+    /// A newly created file gets no name, so it disappears with the device, even after a crash.
     pub nameless: bool,
-    /// What carries out the system calls.
+    /// Mechanism that makes the system calls.
     pub engine: Engine,
-    /// A file through the page cache may have any length, also none: its last block is
-    /// [padded](Geometry::padding). Else it must be whole blocks, as for whoever stores things in
-    /// it.
+    /// With the page cache, accepts a file of any length, including 0, and
+    /// [pads](Geometry::padding) the last block. Without this, the length must be a multiple of the
+    /// block size, as for a file that serves as a store.
     pub padded: bool,
 }
 
 impl Config {
-    /// A writable file that exists, everything else by default.
+    /// Returns options for an existing file, writable, with all other options at their defaults.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),
@@ -123,32 +120,32 @@ impl Config {
     }
 }
 
-/// A raw image or a block device.
+/// A raw image file or a block device.
 #[derive(Debug)]
 pub struct File {
-    /// Before `backing`: its threads end first.
-    engine: engine::Running,
+    /// Declared before `backing`, so that the engine's threads end first.
+    engine: engine::ActiveEngine,
     backing: Arc<Backing>,
 }
 
 impl File {
-    /// Opens a file or block device. One that is in use is tried for a second: the kernel may be
-    /// about to end what a closed or killed user had asked for.
+    /// Opens a file or block device. Retries for a second if it is in use: the kernel may still be
+    /// finishing requests of a closed or killed user.
     ///
     /// # Errors
-    /// Each [`SetupError`] names the path and what to do.
+    /// Each [`SetupError`] names the path and the remedy.
     pub fn open(config: &Config) -> std::result::Result<Self, SetupError> {
         let tail = if config.padded { Tail::Padded } else { Tail::Refused };
         Self::start(config, open::open(config, tail)?)
     }
 
-    /// Opens a file or block device to which a RAM disk's pages are spilled, past the page cache
-    /// where its file system can do that: there they would be in memory still. With a size, where
-    /// no file is there, one of that size is made beside `path`; it never gets a name, so it is
-    /// gone when the device is, however that ends.
+    /// Opens a file or block device as a backing device for a RAM disk's writeback. Uses `O_DIRECT`
+    /// if the file system supports it, since pages in the page cache would still occupy memory. If
+    /// `size` is given and the file does not exist, creates a file of that size in the directory of
+    /// `path`. The file never gets a name, so it disappears with the device, even after a crash.
     ///
     /// # Errors
-    /// As [`open`](Self::open).
+    /// Same as [`open`](Self::open).
     pub fn open_for_spilling(
         path: impl Into<PathBuf>,
         size: Option<u64>,
@@ -158,7 +155,7 @@ impl File {
         match Self::open(&config) {
             Err(SetupError::Direct { .. }) => {
                 let path = config.path.display();
-                tracing::warn!("{path}: no O_DIRECT there; spilled pages go through the page cache");
+                tracing::warn!("{path}: no O_DIRECT support; written-back pages go through the page cache");
                 config.direct = Direct::Off;
                 Self::open(&config)
             }
@@ -166,10 +163,10 @@ impl File {
         }
     }
 
-    /// As [`open`](Self::open), for a reader of a file that may end within a block: the device ends
-    /// with the last whole one, and what follows it is given apart.
+    /// Like [`open`](Self::open), but accepts a file that ends within a block. The device ends at
+    /// the last whole block; the bytes after it are returned separately.
     pub(crate) fn open_with_tail(config: &Config) -> std::result::Result<(Self, Vec<u8>), SetupError> {
-        let file = Self::start(config, open::open(config, Tail::Apart)?)?;
+        let file = Self::start(config, open::open(config, Tail::Separate)?)?;
         let tail = file.backing.tail().map_err(|source| SetupError::Call {
             path: config.path.clone(),
             what: "read the end of",
@@ -180,43 +177,43 @@ impl File {
 
     fn start(config: &Config, backing: Backing) -> std::result::Result<Self, SetupError> {
         let backing = Arc::new(backing);
-        let engine = engine::Running::start(config.engine, &backing)
+        let engine = engine::ActiveEngine::start(config.engine, &backing)
             .map_err(|source| SetupError::Engine { path: config.path.clone(), source })?;
         Ok(Self { engine, backing })
     }
 
-    /// Looks whether the file grew, and returns the device's size in bytes.
+    /// Picks up growth of the file and returns the device's size in bytes.
     ///
     /// # Errors
-    /// [`Error::Media`] where the file cannot be asked.
+    /// [`Error::Media`] if the system call for the size fails.
     pub fn refresh(&self) -> Result<u64> {
         self.backing.refresh()?;
         Ok(self.backing.geometry().size)
     }
 
-    /// What was opened.
+    /// Returns the path that was opened.
     pub fn path(&self) -> &Path {
         &self.backing.path
     }
 
-    /// What became of the file, where it is only read, as of the last look ([`look_now`]).
+    /// Returns the change found by the last check ([`look_now`]) of a read-only file.
     pub fn changed(&self) -> Option<Changed> {
         self.backing.watched.as_ref()?.changed()
     }
 
-    /// Returns size, time of modification and inode of a file that is only read, as text: another
-    /// text means that the file may have changed since. `None` of a disk, and of a file that is
-    /// written.
+    /// Returns size, modification time and inode of a read-only file as text. A different text
+    /// means that the file may have changed. Returns `None` for a block device and for a writable
+    /// file.
     pub fn identity(&self) -> Option<String> {
         self.backing.watched.as_ref()?.identity()
     }
 
-    /// Whether the page cache is passed by.
+    /// Returns true if the file is open with `O_DIRECT`.
     pub fn is_direct(&self) -> bool {
         self.backing.direct
     }
 
-    /// What carries out the system calls: never [`Engine::Auto`].
+    /// Returns the engine in use, never [`Engine::Auto`].
     pub fn engine(&self) -> Engine {
         self.engine.kind()
     }
@@ -231,19 +228,19 @@ impl File {
         }
     }
 
-    /// Reads what the page cache has.
+    /// Reads data that is in the page cache.
     fn read_cached(&self, request: &Request, out: &mut [u8]) -> Tried {
         let backing = &self.backing;
-        let Some(quiet) = backing.writes.quiet() else { return Tried::WouldBlock };
+        let Some(idle_mark) = backing.writes.idle_mark() else { return Tried::WouldBlock };
         let want = request.len.min(INLINE_MAX_BYTES) as usize;
         let Some(found) = out.get_mut(..want).and_then(|out| backing.read_nowait(request.offset, out)) else {
             return Tried::WouldBlock;
         };
         let block = u64::from(backing.geometry().logical_block);
         let whole = found / block * block;
-        // With a write begun meanwhile a block may be half old, half new: what was read is not
-        // used.
-        if whole == 0 || !backing.writes.is_still(quiet) {
+        // A write that began meanwhile may leave a block half old and half new, so the data is
+        // discarded.
+        if whole == 0 || !backing.writes.is_unchanged_since(idle_mark) {
             Tried::WouldBlock
         } else if whole == request.len {
             Tried::Done
@@ -270,7 +267,8 @@ impl Device for File {
         if let Err(error) = self.check(&request) {
             return done.complete(Err(error), buffer);
         }
-        // The kernel will be given this memory: a caller's mistake must not reach beyond it.
+        // The kernel writes to or reads from this memory: a wrong length must not reach beyond the
+        // buffer.
         if matches!(request.op, Op::Read | Op::Write) && buffer.len() as u64 != request.len {
             return done.complete(Err(Error::Misaligned), buffer);
         }

@@ -1,5 +1,5 @@
-//! What a file says of itself, beside its data: extended attributes, where the file system has
-//! them. Block devices have none.
+//! Notes: text stored with a file in `user.freestone.*` extended attributes, if the file system
+//! supports them. Block devices have none.
 
 use std::io;
 
@@ -9,17 +9,17 @@ use rustix::io::Errno;
 use super::File;
 use super::open::modified;
 
-/// The longest note in bytes.
+/// Longest note in bytes.
 const NOTE_BYTES_MAX: usize = 8192;
 
 impl File {
-    /// Returns the text of a note, the attribute `user.freestone.NAME`; `None` if the file has no
-    /// such attribute or the file system has no attributes.
+    /// Returns the text of the note `name` (attribute `user.freestone.NAME`). Returns `None` if the
+    /// attribute does not exist or the file system does not support attributes.
     ///
     /// # Errors
-    /// The note exists or may exist, and cannot be read: the system's error, or
-    /// [`InvalidData`](io::ErrorKind::InvalidData) for a note that is not text of at most 8192
-    /// bytes.
+    /// The system's error if the attribute cannot be read.
+    /// [`InvalidData`](io::ErrorKind::InvalidData) if the note is longer than 8192 bytes or not
+    /// UTF-8.
     pub fn note(&self, name: &str) -> io::Result<Option<String>> {
         let mut text = vec![0; NOTE_BYTES_MAX];
         match fgetxattr(&self.backing.fd, attribute(name), &mut text[..]) {
@@ -34,27 +34,27 @@ impl File {
     /// Sets a note durably. Blocks.
     ///
     /// # Errors
-    /// The file system has no such attributes, or no room.
+    /// The file system does not support attributes or has no space.
     pub fn set_note(&self, name: &str, text: &str) -> io::Result<()> {
         fsetxattr(&self.backing.fd, attribute(name), text.as_bytes(), XattrFlags::empty())?;
         Ok(fsync(&self.backing.fd)?)
     }
 
-    /// When the file was modified last, in nanoseconds since 1970, and its size in bytes; `None`
-    /// where it cannot be asked.
+    /// Returns the modification time in nanoseconds since 1970 and the size in bytes; `None` if
+    /// they cannot be read.
     pub fn modified(&self) -> Option<(i128, u64)> {
         modified(&fstat(&self.backing.fd).ok()?)
     }
 
-    /// The same as it was before the file was opened.
+    /// Returns the modification time and size that the file had before it was opened.
     pub fn found(&self) -> Option<(i128, u64)> {
-        self.backing.found
+        self.backing.modified_at_open
     }
 
-    /// Takes a note away durably, if it is there. Blocks.
+    /// Removes a note durably, if it exists. Blocks.
     ///
     /// # Errors
-    /// The file system's.
+    /// The system's error.
     pub fn remove_note(&self, name: &str) -> io::Result<()> {
         match fremovexattr(&self.backing.fd, attribute(name)) {
             Ok(()) => Ok(fsync(&self.backing.fd)?),

@@ -1,4 +1,5 @@
-//! Opening: what is refused, and what the file system or disk says of itself.
+//! Opens a file or block device: checks, locks, and the geometry that the file system or disk
+//! reports.
 
 use std::fs;
 use std::io;
@@ -23,29 +24,29 @@ use super::backing::Backing;
 use super::watch::Watched;
 use super::{Config, Direct};
 
-/// Logical block where nothing asks for a larger one, in bytes.
+/// Smallest logical block in bytes, used if nothing requires a larger one.
 const MIN_BLOCK_BYTES: u32 = 512;
-/// Largest logical block of the device contract, in bytes.
+/// Largest logical block that [`Geometry`] allows, in bytes.
 const MAX_BLOCK_BYTES: u32 = 4096;
-/// Preferred block of a file system that is believed, in bytes.
+/// Largest preferred block size accepted from a file system, in bytes.
 const MAX_PREFERRED_BYTES: u32 = 1 << 20;
-/// One that is in use is tried for a second.
+/// Open attempts on a file that is in use: one second in total.
 const IN_USE_TRIES: u32 = 100;
 const IN_USE_PAUSE: Duration = Duration::from_millis(10);
 /// Request size at which streaming stops getting faster, in bytes.
 const STREAM_BYTES: u32 = 1 << 20;
 
-/// Why a file could not be opened.
+/// Errors from opening a file or block device.
 #[derive(Debug, Error)]
 pub enum SetupError {
-    /// A system call failed: missing, no permission, in use by the kernel.
+    /// A system call failed, for example because the file is missing or access is denied.
     #[error("{}: cannot {what}: {}", path.display(), Explained(source))]
     Call {
         /// The file.
         path: PathBuf,
-        /// What was tried.
+        /// Failed action.
         what: &'static str,
-        /// What the kernel said.
+        /// System error.
         source: io::Error,
     },
     /// A directory, pipe, socket or character device.
@@ -53,16 +54,16 @@ pub enum SetupError {
     Kind {
         /// The file.
         path: PathBuf,
-        /// What it is.
+        /// Type of the file.
         kind: &'static str,
     },
-    /// Nothing in it.
+    /// The file is empty.
     #[error("{}: is empty; truncate it to the size that the device should have", path.display())]
     Empty {
         /// The file.
         path: PathBuf,
     },
-    /// Not a whole number of blocks.
+    /// The length is not a multiple of the block size.
     #[error(
         "{}: is {size} bytes long, which is not a multiple of its {block}-byte blocks; truncate it to {} bytes",
         path.display(), size.next_multiple_of(u64::from(*block))
@@ -70,49 +71,49 @@ pub enum SetupError {
     Size {
         /// The file.
         path: PathBuf,
-        /// Its length.
+        /// Length in bytes.
         size: u64,
-        /// The logical block it would have.
+        /// Required logical block in bytes.
         block: u32,
     },
-    /// A size that no file can have was asked for.
+    /// The requested size is not a possible file size.
     #[error("{}: size is {size}; it must be from 512 to {} bytes", path.display(), i64::MAX)]
     AskedSize {
         /// The file.
         path: PathBuf,
-        /// What was asked for.
+        /// Requested size in bytes.
         size: u64,
     },
-    /// The file exists with another size than asked for.
+    /// The existing file does not have the requested size.
     #[error("{}: is {found} bytes long and size is {asked}; leave size out to take the file as it is", path.display())]
     SizeDiffers {
         /// The file.
         path: PathBuf,
-        /// Its length.
+        /// Length in bytes.
         found: u64,
-        /// What was asked for.
+        /// Requested size in bytes.
         asked: u64,
     },
-    /// Another process or device has it open.
+    /// Another process or device has the file open.
     #[error("{}: is in use by another device or process", path.display())]
     InUse {
         /// The file.
         path: PathBuf,
     },
-    /// `O_DIRECT` was asked for and is not possible.
+    /// `O_DIRECT` was requested and is not possible.
     #[error("{}: cannot be opened with direct=on: {reason}", path.display())]
     Direct {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Reason.
         reason: String,
     },
-    /// A block device with blocks that the contract does not allow.
+    /// The logical block size of the block device is not supported.
     #[error("{}: has blocks of {block} bytes; 512 to 4096 are supported", path.display())]
     Block {
-        /// The device.
+        /// The block device.
         path: PathBuf,
-        /// Its logical block.
+        /// Logical block in bytes.
         block: u32,
     },
     /// Neither `io_uring` nor threads could be started.
@@ -120,27 +121,27 @@ pub enum SetupError {
     Engine {
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// System error.
         source: io::Error,
     },
 }
 
 type Setup<T> = Result<T, SetupError>;
 
-/// What becomes of a file that ends within a block.
+/// Handling of a file that ends within a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tail {
-    /// An error.
+    /// Opening fails.
     Refused,
-    /// The device ends with the last whole block.
-    Apart,
-    /// The last block is padded, where there is a page cache that can write a part of it.
+    /// The device ends at the last whole block.
+    Separate,
+    /// The last block is padded; only with the page cache, which can write part of a block.
     Padded,
 }
 
-/// Opens, locks and measures. One that is in use is tried again for a moment: who had it last may
-/// be closed or killed already, and the kernel about to end what that had asked for, which holds
-/// the file.
+/// Opens and locks the file and determines its geometry. Retries for a second if the file is in
+/// use: the previous user may be closed or killed while the kernel still finishes its requests,
+/// which keep the file open.
 pub(super) fn open(config: &Config, tail: Tail) -> Setup<Backing> {
     if let Some(size) = config.size
         && !(u64::from(MIN_BLOCK_BYTES)..=i64::MAX as u64).contains(&size)
@@ -158,11 +159,11 @@ pub(super) fn open(config: &Config, tail: Tail) -> Setup<Backing> {
 
 fn open_once(config: &Config, tail: Tail) -> Setup<Backing> {
     let mut unnamed = None;
-    let backing = Opening::new(config, &mut unnamed)?.finish(tail)?;
-    // Last, so that an opening that fails or is cut off leaves no file.
-    if let Some(New { place, file }) = unnamed {
+    let backing = OpenAttempt::new(config, &mut unnamed)?.finish(tail)?;
+    // Named last, so that a failed or interrupted open leaves no file behind.
+    if let Some(NewFile { place, file }) = unnamed {
         place.put_new(file).map_err(|source| match source.kind() {
-            // Another one has just been made there.
+            // Another process has just created the file.
             io::ErrorKind::AlreadyExists => SetupError::InUse { path: config.path.clone() },
             _ => SetupError::Call { path: config.path.clone(), what: "create", source },
         })?;
@@ -170,13 +171,12 @@ fn open_once(config: &Config, tail: Tail) -> Setup<Backing> {
     Ok(backing)
 }
 
-/// A new file that has no name yet.
-struct New {
+struct NewFile {
     place: Place,
     file: Unfinished,
 }
 
-impl New {
+impl NewFile {
     fn begin(path: &Path) -> io::Result<Self> {
         let place = Place::new(path)?;
         let file = place.begin(NEW_PREFIX)?;
@@ -184,7 +184,7 @@ impl New {
     }
 }
 
-struct Opening<'a> {
+struct OpenAttempt<'a> {
     config: &'a Config,
     fd: OwnedFd,
     held: Held,
@@ -193,11 +193,11 @@ struct Opening<'a> {
     direct: bool,
 }
 
-impl<'a> Opening<'a> {
-    fn new(config: &'a Config, unnamed: &mut Option<New>) -> Setup<Self> {
+impl<'a> OpenAttempt<'a> {
+    fn new(config: &'a Config, unnamed: &mut Option<NewFile>) -> Setup<Self> {
         let path = &config.path;
         let call = |what| move |errno: Errno| failed(path, what, errno);
-        // Looked at before it is opened: opening a pipe would wait, opening a tape would wind it.
+        // Checked before opening: opening a pipe blocks, and opening a tape device rewinds it.
         let found = match rustix::fs::stat(path) {
             Ok(stat) => Some(kind(path, &stat)?),
             Err(Errno::NOENT) if config.size.is_some() && !config.read_only => None,
@@ -212,15 +212,15 @@ impl<'a> Opening<'a> {
         let mut flags = OFlags::CLOEXEC | OFlags::NONBLOCK;
         flags |= if config.read_only { OFlags::RDONLY } else { OFlags::RDWR };
         if is_block_device && !config.read_only {
-            // Without CREATE: fails where the device is mounted or held otherwise.
+            // `O_EXCL` without `O_CREAT` fails if the block device is mounted or otherwise claimed.
             flags |= OFlags::EXCL;
         }
         let opened = if found.is_some() {
             rustix::fs::open(path, flags, Mode::empty())
         } else {
-            let made = New::begin(path).and_then(|new| {
+            let made = NewFile::begin(path).and_then(|new| {
                 let fd = new.file.as_file().try_clone()?;
-                // A file that stays nameless loses what name its file system needed.
+                // Dropping `new` removes the temporary name, if the file system needed one.
                 *unnamed = (!config.nameless).then_some(new);
                 Ok(fd.into())
             });
@@ -242,14 +242,14 @@ impl<'a> Opening<'a> {
         {
             rustix::fs::ftruncate(&fd, size).map_err(call("set the size"))?;
         }
-        // What was opened may not be what was looked at.
+        // The path may have been replaced between `stat` and `open`.
         let stat = rustix::fs::fstat(&fd).map_err(call("examine"))?;
         let opened = kind(path, &stat)?;
         if found.is_some_and(|found| found != opened) {
             return Err(SetupError::InUse { path: path.clone() });
         }
         let held = Held::new(&stat);
-        // Until the lock was there, a save may have put another file in its place.
+        // Before the lock was taken, another process may have replaced the file.
         if found.is_some() {
             match rustix::fs::stat(path) {
                 Ok(at) if is_same(&at, &stat) => {}
@@ -257,8 +257,8 @@ impl<'a> Opening<'a> {
                 Err(errno) => return Err(failed(path, "examine", errno)),
             }
         }
-        // Nonblocking was for the opening only: with it io_uring would answer EAGAIN. O_DIRECT
-        // comes this late so that its refusal is not taken for another.
+        // `O_NONBLOCK` was only for opening; io_uring would return EAGAIN with it. `O_DIRECT` is
+        // set last so that its EINVAL cannot be confused with another error.
         let keep = if direct { OFlags::DIRECT } else { OFlags::empty() };
         rustix::fs::fcntl_setfl(&fd, keep).map_err(|errno| match errno {
             Errno::INVAL if direct => {
@@ -289,7 +289,7 @@ impl<'a> Opening<'a> {
         }
         let logical = self.logical_block()?;
         let block = u64::from(logical);
-        if !padded && !size.is_multiple_of(block) && (tail != Tail::Apart || size < block) {
+        if !padded && !size.is_multiple_of(block) && (tail != Tail::Separate || size < block) {
             return Err(SetupError::Size { path: path.clone(), size, block: logical });
         }
         let size = if padded { size } else { size - size % block };
@@ -322,14 +322,14 @@ impl<'a> Opening<'a> {
         let watched = self.config.read_only.then(|| Watched::new(path, self.fd.as_fd(), &self.stat));
         let watched = watched.transpose().map_err(call("examine"))?;
         let mut backing = Backing::new(self.fd, path.clone(), self.is_block_device, self.direct, geometry);
-        backing.held = Some(self.held);
+        backing.lock_entry = Some(self.held);
         backing.padded = padded;
-        backing.found = modified(&self.stat);
+        backing.modified_at_open = modified(&self.stat);
         backing.watched = watched;
         Ok(backing)
     }
 
-    /// What requests must be aligned to.
+    /// Returns the required alignment of requests, in bytes.
     fn logical_block(&self) -> Setup<u32> {
         let path = &self.config.path;
         if self.is_block_device {
@@ -351,8 +351,8 @@ impl<'a> Opening<'a> {
             .map(|found| (found.stx_dio_offset_align, found.stx_dio_mem_align));
         let block = match align {
             Some((0, _)) => return Err(refuse("its file system has no O_DIRECT for this file".into())),
-            // Going on after a short transfer, memory is aligned like the offset; so one number
-            // serves both.
+            // After a short transfer, the memory address advances with the offset. One alignment
+            // therefore has to satisfy both.
             Some((offset, memory)) => offset.max(memory).max(MIN_BLOCK_BYTES),
             None => self.probe().ok_or_else(|| refuse("no read of up to 4096 bytes succeeds".into()))?,
         };
@@ -363,8 +363,8 @@ impl<'a> Opening<'a> {
         }
     }
 
-    /// The smallest aligned read that works, for kernels before 6.1 and file systems that do not
-    /// say.
+    /// Returns the smallest aligned read that succeeds. Used on kernels before 6.1 and file systems
+    /// that do not report their alignment.
     fn probe(&self) -> Option<u32> {
         let mut memory = IoBuf::zeroed(IO_ALIGN_BYTES).ok()?;
         let mut block = MIN_BLOCK_BYTES;
@@ -377,9 +377,9 @@ impl<'a> Opening<'a> {
         None
     }
 
-    /// Nothing was modified, whatever the file system made of the question. Only the owner may say
-    /// so.
-    fn keep_modified(&self) {
+    /// Restores the modification time, which the probe in `discard_granularity` may have changed.
+    /// Only the owner may set it; failures are ignored.
+    fn restore_modified_time(&self) {
         let at = |tv_sec, tv_nsec| Timespec { tv_sec, tv_nsec };
         let times = Timestamps {
             last_access: at(0, UTIME_OMIT),
@@ -388,23 +388,23 @@ impl<'a> Opening<'a> {
         let _ = rustix::fs::futimens(&self.fd, &times);
     }
 
-    /// The smallest range that punching frees; 0 where it is not possible.
+    /// Returns the smallest range that a discard frees, in bytes; 0 if discards are not supported.
     fn discard_granularity(&self, size: u64, block: u32) -> u32 {
         if !self.is_block_device {
-            // Behind the end: there is nothing to lose.
-            let behind = size.next_multiple_of(u64::from(MAX_PREFERRED_BYTES));
+            // The probe punches a range beyond the end, which holds no data.
+            let beyond_end = size.next_multiple_of(u64::from(MAX_PREFERRED_BYTES));
             let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            let punched = rustix::fs::fallocate(&self.fd, mode, behind, u64::from(block));
-            self.keep_modified();
+            let punched = rustix::fs::fallocate(&self.fd, mode, beyond_end, u64::from(block));
+            self.restore_modified_time();
             return if punched.is_ok() { block } else { 0 };
         }
-        // Punching a block device is "write zeroes, unmapping": the queue says whether the disk has
-        // it.
+        // `fallocate` on a block device is "write zeroes with unmap"; the queue limits show whether
+        // the disk supports it.
         let (major, minor) = (rustix::fs::major(self.stat.st_rdev), rustix::fs::minor(self.stat.st_rdev));
         let queue = |name: &str| {
             let device = format!("/sys/dev/block/{major}:{minor}");
             let of = |dir: &str| fs::read_to_string(format!("{device}/{dir}/{name}"));
-            // A partition has the queue of its disk.
+            // A partition uses the queue of its disk.
             let text = of("queue").or_else(|_| of("../queue")).unwrap_or_default();
             text.trim().parse::<u64>().unwrap_or(0)
         };
@@ -420,13 +420,13 @@ fn is_same(a: &Stat, b: &Stat) -> bool {
     (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 }
 
-/// The type of a file that can be a device; else an error that says what it is.
-/// When a file was modified last, in nanoseconds since 1970, and its size in bytes.
+/// Returns the modification time in nanoseconds since 1970 and the size in bytes.
 pub(super) fn modified(stat: &Stat) -> Option<(i128, u64)> {
     let time = i128::from(stat.st_mtime) * 1_000_000_000 + i128::from(stat.st_mtime_nsec);
     Some((time, u64::try_from(stat.st_size).ok()?))
 }
 
+/// Returns the type of a regular file or block device, or an error that names any other type.
 fn kind(path: &Path, stat: &Stat) -> Setup<FileType> {
     let refuse = |kind| Err(SetupError::Kind { path: path.to_owned(), kind });
     match FileType::from_raw_mode(stat.st_mode) {
@@ -435,7 +435,7 @@ fn kind(path: &Path, stat: &Stat) -> Setup<FileType> {
         FileType::CharacterDevice => refuse("a character device"),
         FileType::Fifo => refuse("a pipe"),
         FileType::Socket => refuse("a socket"),
-        _ => refuse("no regular file"),
+        _ => refuse("not a regular file"),
     }
 }
 

@@ -1,21 +1,22 @@
-//! The `io_uring` engine: whoever submits a request starts it; one thread reaps.
+//! The `io_uring` engine: each submitter starts its own requests, and one thread reaps completions.
 //!
-//! A submitting thread puts its entry into the submission queue under a short mutex and hands it to
-//! the kernel itself, so that a request costs no wake-up. The ring's thread waits for answers,
-//! carries on chains of system calls, starts what had to wait, and runs the completions.
+//! A submitting thread queues its entry under a short mutex and calls the kernel itself, so a
+//! request costs no wake-up. The ring's thread reaps completions, continues jobs that need several
+//! system calls, starts jobs that had to wait, and runs the completions of requests.
 //!
-//! The kernel may refuse a hand-over (`EAGAIN` when memory is short). The ring's thread then tries
-//! again every millisecond: [`handover`](crate::handover). It waits with `poll`, which needs nothing
-//! of the ring. After [`TRIES`] failures in a row it gives the ring up and makes the system calls
-//! itself, one after the other; answers of what the kernel has still come through the ring.
+//! The kernel may refuse a submission (`EAGAIN` when memory is short). The ring's thread then
+//! retries every millisecond (see [`handover`](crate::handover)). It waits with `poll`, which uses
+//! no entry of the ring. After [`MAX_FAILURES`] failures in a row the thread abandons the ring and
+//! makes the system calls itself, one at a time. Completions of entries that the kernel already has
+//! still arrive through the ring.
 //!
-//! What the kernel does for a request it does in the name of the thread that submitted it. It
-//! interrupts that thread's waits for a moment (they go on by themselves; `epoll_wait` and a few
-//! others return `EINTR`), and refuses what a thread that ends leaves behind: the ring's thread
-//! submits that again.
+//! The kernel works on a request in the context of the submitting thread. This may interrupt that
+//! thread's blocking calls (most restart by themselves; `epoll_wait` and a few others return
+//! `EINTR`). When that thread exits, the kernel cancels its requests; the ring's thread submits
+//! them again.
 #![expect(unsafe_code)]
-// UNSAFETY: io_uring is handed pointers that must stay valid until the kernel has answered, and its
-// queues are shared.
+// UNSAFETY: io_uring gets pointers that must stay valid until the kernel completes the entry, and
+// its queues are shared.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -45,24 +46,24 @@ use super::schedule::Schedule;
 use super::threads::carry_out;
 use crate::handover::Submission;
 
-/// Jobs in the kernel's hands at once; the others wait in the schedule.
+/// Maximum number of jobs in the kernel; the others wait in the schedule.
 const DEPTH_JOBS: usize = 128;
-/// Entries of the submission queue, of which each job has one; the completion queue has twice as
-/// many, so that it never overflows.
+/// Entries of the submission queue; each job has one. The completion queue has twice as many, so it
+/// never overflows.
 const RING_ENTRIES: u32 = 128;
 const _: () = assert!(DEPTH_JOBS <= RING_ENTRIES as usize);
-/// Calls of the kernel in one hand-over by the ring's thread: with as many entries the kernel has all
-/// it may have.
-const THREAD_CALLS: usize = RING_ENTRIES as usize;
-/// Entries that a plug holds back: a disk that has nothing to do loses more than calls of the kernel
-/// cost.
+/// Submission calls that the ring's thread makes in one hand-over: enough for every entry the
+/// kernel can have.
+const REAPER_CALLS: usize = RING_ENTRIES as usize;
+/// Queued entries at which a plug submits at once: an idle disk loses more by waiting than extra
+/// system calls cost.
 const PLUGGED_MAX: usize = 4;
-/// Pause after the kernel has refused a call.
-const BREATH: Duration = Duration::from_millis(1);
-/// Hand-overs by the ring's thread that fail in a row, a second's worth, before the ring is given up.
-const TRIES: u32 = if cfg!(test) { 20 } else { 1000 };
-/// Calls of the kernel before a new ring is taken for unusable.
-const FIRST_TRIES: u32 = 10;
+/// Pause after a failed system call.
+const RETRY_PAUSE: Duration = Duration::from_millis(1);
+/// Failed hand-overs by the ring's thread in a row (about one second) before the ring is abandoned.
+const MAX_FAILURES: u32 = if cfg!(test) { 20 } else { 1000 };
+/// Attempts to enter a new ring before it is considered unusable.
+const MAX_PROBE_TRIES: u32 = 10;
 
 #[derive(Debug)]
 pub(super) struct Ring {
@@ -70,43 +71,42 @@ pub(super) struct Ring {
     thread: Option<JoinHandle<()>>,
 }
 
-/// The completion queue is the thread's alone.
+/// State shared by submitters and the ring's thread. Only the thread uses the completion queue.
 struct RingShared {
     backing: Arc<Backing>,
     ring: IoUring,
-    /// Held for a few instructions, never over a system call or a completion; the only lock here.
+    /// The only lock here. Held for a few instructions, never across a system call or a completion.
     state: Mutex<RingState>,
-    /// Eventfd that wakes the thread: for the end, for entries that a submitter could not hand over,
-    /// and for jobs once the ring is given up.
+    /// Eventfd that wakes the thread: to stop, for entries that a submitter could not hand over,
+    /// and for new jobs after the ring is abandoned.
     wake: OwnedFd,
-    /// Calls of the kernel that fail.
+    /// Number of next submission calls that fail (fault injection).
     #[cfg(test)]
     refusals: std::sync::atomic::AtomicU32,
 }
 
-/// Whoever has it locked may touch the submission queue.
+/// State of the ring. Its lock also protects the submission queue.
 #[derive(Debug, Default)]
 struct RingState {
     schedule: Schedule,
-    /// Jobs with an entry that is queued or in the kernel.
+    /// Jobs whose entry is queued or in the kernel.
     in_kernel: usize,
     /// Jobs whose entries are queued, oldest first. The kernel takes entries in this order.
     queued: VecDeque<usize>,
-    /// A thread hands entries to the kernel, and looks for more before it stops.
+    /// A thread is submitting entries; it checks for more before it stops.
     handing_over: bool,
     mode: Mode,
     stop: bool,
 }
 
-/// What becomes of jobs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Mode {
-    /// The kernel gets their entries.
+    /// Jobs go to the kernel through the ring.
     #[default]
     Ring,
-    /// The ring is given up: the thread makes the system calls.
-    Calls,
-    /// The thread has ended: nobody will answer jobs any more.
+    /// The ring is abandoned: the thread makes the system calls.
+    Syscalls,
+    /// The thread has ended: jobs are failed at once.
     Dead,
 }
 
@@ -131,7 +131,7 @@ impl Ring {
         });
         let worker = Worker {
             shared: Arc::clone(&shared),
-            answers: Vec::with_capacity(RING_ENTRIES as usize),
+            completions: Vec::with_capacity(RING_ENTRIES as usize),
             finished: Vec::with_capacity(DEPTH_JOBS),
             failures: 0,
         };
@@ -141,23 +141,23 @@ impl Ring {
 
     pub fn submit(&self, mut job: Job) {
         let shared = &self.shared;
-        // Looks at the file where the operation needs it, so not under the lock.
+        // May query the file's size, so not under the lock.
         if let Step::Done(outcome) = job.begin(&shared.backing) {
             return shared.finish(job, outcome);
         }
         let mut state = shared.lock();
         if state.mode == Mode::Dead {
-            // Answers `Gone`, outside of the lock.
+            // Dropping the job completes it with `Gone`, outside the lock.
             drop(state);
             return drop(job);
         }
-        state.schedule.arrive(job);
-        if state.mode == Mode::Calls {
+        state.schedule.add(job);
+        if state.mode == Mode::Syscalls {
             drop(state);
             return shared.wake_reaper();
         }
         shared.start_ready(&mut state);
-        // SAFETY: the state is ours.
+        // SAFETY: `state` is locked and belongs to this ring.
         let queued = unsafe { shared.queue(&mut state) }.len();
         drop(state);
         if queued >= PLUGGED_MAX || !plug::hold(shared) {
@@ -166,21 +166,24 @@ impl Ring {
     }
 }
 
-/// Makes the ring do nothing, to find out whether its kernel lets it be entered: a filter of system
-/// calls may allow the setup alone.
+/// Submits a no-op to find out if the kernel lets the ring be entered: a seccomp filter may allow
+/// only the setup call.
 fn check_enter(ring: &mut IoUring) -> io::Result<()> {
-    // SAFETY: the entry names no memory.
+    // SAFETY: the entry refers to no memory.
     let pushed = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
     pushed.map_err(|_| io::Error::other("a new io_uring is full"))?;
     let mut tries = 0;
     while let Err(error) = ring.submit_and_wait(1) {
         tries += 1;
-        if tries == FIRST_TRIES {
+        if tries == MAX_PROBE_TRIES {
             return Err(error);
         }
-        thread::sleep(BREATH);
+        thread::sleep(RETRY_PAUSE);
     }
-    ring.completion().next().map(|_| ()).ok_or_else(|| io::Error::other("io_uring does not answer"))
+    ring.completion()
+        .next()
+        .map(|_| ())
+        .ok_or_else(|| io::Error::other("io_uring returned no completion for a no-op"))
 }
 
 impl Submission for RingShared {
@@ -195,11 +198,11 @@ impl Submission for RingShared {
     }
 
     fn is_empty(&self, state: &mut RingState) -> bool {
-        // Nobody hands over what is left in a ring that was given up.
-        if state.mode == Mode::Calls {
+        // After the ring is abandoned, entries left in it are never submitted.
+        if state.mode == Mode::Syscalls {
             return true;
         }
-        // SAFETY: the state is ours.
+        // SAFETY: `state` is locked and belongs to this ring.
         let left = unsafe { self.queue(state) }.len();
         let taken = state.queued.len() - left;
         state.queued.drain(..taken);
@@ -219,8 +222,8 @@ impl Submission for RingShared {
         {
             return Err(Errno::AGAIN.into());
         }
-        // SAFETY: no argument is passed. The kernel takes no more entries than there are, and only
-        // their memory must be valid.
+        // SAFETY: no argument is passed. The kernel takes only queued entries, whose memory `push`
+        // keeps valid.
         unsafe { self.ring.submitter().enter::<()>(RING_ENTRIES, 0, 0, None) }.map(|_| ())
     }
 
@@ -240,7 +243,7 @@ impl Drop for Ring {
         self.shared.lock().stop = true;
         self.shared.wake_reaper();
         if let Some(thread) = self.thread.take()
-            // The last reference may be dropped by a completion, on that thread.
+            // A completion on that thread may drop the last reference.
             && thread.thread().id() != thread::current().id()
         {
             let _ = thread.join();
@@ -249,7 +252,7 @@ impl Drop for Ring {
 }
 
 impl RingShared {
-    /// Queues what nothing is in the way of, as far as the kernel may have it.
+    /// Queues ready jobs up to the kernel limit.
     fn start_ready(&self, state: &mut RingState) {
         while state.in_kernel < DEPTH_JOBS
             && state.mode == Mode::Ring
@@ -259,7 +262,7 @@ impl RingShared {
             let io = job.io(&self.backing);
             let entry = self.entry(id, job, io);
             state.in_kernel += 1;
-            // SAFETY: the entry is of a job, and the state is ours.
+            // SAFETY: the entry belongs to a job, and `state` to this ring.
             unsafe { self.push(state, id, &entry) };
         }
     }
@@ -287,42 +290,43 @@ impl RingShared {
         entry.user_data(id as u64)
     }
 
-    /// The submission queue, for as long as the state is held.
+    /// Returns the submission queue, which the locked state protects.
     ///
     /// # Safety
-    /// The state is this ring's.
+    /// `state` must be locked and belong to this ring.
     unsafe fn queue<'a>(&'a self, _state: &'a mut RingState) -> squeue::SubmissionQueue<'a> {
-        // SAFETY: whoever has the state touches the queue alone.
+        // SAFETY: the caller holds the state's lock, which protects the queue.
         unsafe { self.ring.submission_shared() }
     }
 
     /// Queues the entry of a job.
     ///
     /// # Safety
-    /// The state is this ring's. The entry is the one of a job in its schedule, made by
-    /// [`entry`](Self::entry).
+    /// `state` must belong to this ring. `entry` must come from [`entry`](Self::entry) for a job in
+    /// its schedule.
     unsafe fn push(&self, state: &mut RingState, id: usize, entry: &squeue::Entry) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let mut queue = unsafe { self.queue(state) };
-        // SAFETY: the memory is a job's buffer, which is freed only in `Job::finish` (after the
-        // answer to this entry, as a job has one entry at a time, or when the ring is given up before
-        // the kernel has taken it) and leaked otherwise, or a static. The descriptors are open as
-        // long as `self` lives; the kernel takes its own reference when it accepts the entry.
+        // SAFETY: the memory is a static or the job's buffer. `Job::finish` frees the buffer, and
+        // runs only after the completion of this entry (a job has one entry at a time), or if the
+        // kernel never took it because the ring was abandoned. Otherwise the buffer is leaked. The
+        // descriptor stays open while `self` lives; the kernel takes its own reference when it
+        // accepts the entry.
         let pushed = unsafe { queue.push(entry) };
-        // Each job has one entry at a time; the queue is as large as their number.
+        // Cannot fail: each job has one entry at a time, and the queue has an entry for every job.
         debug_assert!(pushed.is_ok(), "the submission queue has {RING_ENTRIES} entries");
         drop(queue);
         state.queued.push_back(id);
     }
 
-    /// Gives the ring up, unless another thread is handing over: what the kernel has not taken is
-    /// ready again, and nothing is handed over any more.
-    fn refuse(&self) -> bool {
+    /// Abandons the ring, unless another thread is submitting. Entries that the kernel has not
+    /// taken become ready jobs again, and nothing is submitted any more.
+    fn abandon(&self) -> bool {
         let mut state = self.lock();
         if state.handing_over || self.is_empty(&mut state) {
             return false;
         }
-        state.mode = Mode::Calls;
+        state.mode = Mode::Syscalls;
         let RingState { schedule, queued, in_kernel, .. } = &mut *state;
         *in_kernel -= queued.len();
         for id in queued.drain(..).rev() {
@@ -332,7 +336,7 @@ impl RingShared {
     }
 
     fn finish(&self, job: Job, outcome: Result<()>) {
-        // A completion that panics ends its request, not the device.
+        // A panicking completion ends its request, not the device.
         let _ = catch_unwind(AssertUnwindSafe(|| job.finish(&self.backing, outcome)));
     }
 }
@@ -343,27 +347,25 @@ impl fmt::Debug for RingShared {
     }
 }
 
-/// What the thread owns.
 struct Worker {
     shared: Arc<RingShared>,
-    /// Ids of jobs, and what the kernel says.
-    answers: Vec<(usize, i32)>,
+    /// Reaped completions: job id and result.
+    completions: Vec<(usize, i32)>,
     finished: Vec<(Job, Result<()>)>,
-    /// Hand-overs that failed in a row.
     failures: u32,
 }
 
 impl Worker {
     fn run(mut self) {
         loop {
-            let (mine, ended) = self.turn();
-            let entered = if mine { self.shared.hand_over(THREAD_CALLS) } else { Ok(()) };
+            let (has_claim, must_end) = self.process_completions();
+            let entered = if has_claim { self.shared.hand_over(REAPER_CALLS) } else { Ok(()) };
             let plug = Plug::start();
             for (job, outcome) in self.finished.drain(..) {
                 self.shared.finish(job, outcome);
             }
             drop(plug);
-            if ended {
+            if must_end {
                 return;
             }
             if let Err(error) = entered
@@ -379,25 +381,26 @@ impl Worker {
         }
     }
 
-    /// Pauses before the next hand-over, or gives the ring up.
+    /// Pauses before the next hand-over, or abandons the ring.
     fn retry_later(&mut self, error: &io::Error) {
         self.failures += 1;
-        if self.failures >= TRIES && self.shared.refuse() {
+        if self.failures >= MAX_FAILURES && self.shared.abandon() {
             let path = self.shared.backing.path.display();
             tracing::error!(
-                "{path}: io_uring takes no requests any more ({error}); requests are carried out one by one \
-                 until the device is opened again"
+                "{path}: io_uring submission keeps failing ({error}); requests run one at a time with system \
+                 calls until the device is opened again"
             );
         } else {
-            thread::sleep(BREATH);
+            thread::sleep(RETRY_PAUSE);
         }
     }
 
-    /// Carries out a job once the ring is given up. False: there is none.
+    /// Runs one ready job with blocking system calls if the ring is abandoned. Returns false if no
+    /// job ran.
     fn carry_out_next(&self) -> bool {
         let shared = &*self.shared;
         let mut state = shared.lock();
-        if state.mode != Mode::Calls {
+        if state.mode != Mode::Syscalls {
             return false;
         }
         let Some(id) = state.schedule.next_ready() else { return false };
@@ -412,43 +415,42 @@ impl Worker {
         true
     }
 
-    /// Waits for an answer or a wake-up.
     fn wait(&self) {
         let shared = &*self.shared;
-        // SAFETY: `ring` outlives the wait, and with it its descriptor.
+        // SAFETY: `shared` keeps the ring, and so its descriptor, open for the whole wait.
         let ring = unsafe { BorrowedFd::borrow_raw(shared.ring.as_raw_fd()) };
         let mut fds =
             [PollFd::from_borrowed_fd(ring, PollFlags::IN), PollFd::new(&shared.wake, PollFlags::IN)];
         match poll(&mut fds, None) {
             Ok(_) if fds[1].revents().is_empty() => {}
-            // Before the next turn looks, so that a later wake-up is not lost.
+            // Cleared before the next round looks for work, so that a later wake-up is not lost.
             Ok(_) => {
                 let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
             }
             Err(Errno::INTR) => {}
-            Err(_) => thread::sleep(BREATH),
+            Err(_) => thread::sleep(RETRY_PAUSE),
         }
     }
 
-    /// Takes all answers. Returns whether entries are to be handed over, and whether this is the
-    /// end.
-    fn turn(&mut self) -> (bool, bool) {
+    /// Reaps all completions and starts ready jobs. Returns if this thread must submit entries, and
+    /// if it must end.
+    fn process_completions(&mut self) -> (bool, bool) {
         let shared = &*self.shared;
-        // SAFETY: only the one thread of this ring looks at the completion queue.
-        let answers = unsafe { shared.ring.completion_shared() };
-        self.answers.extend(answers.map(|entry| (entry.user_data() as usize, entry.result())));
+        // SAFETY: only the ring's thread uses the completion queue.
+        let completions = unsafe { shared.ring.completion_shared() };
+        self.completions.extend(completions.map(|entry| (entry.user_data() as usize, entry.result())));
         let mut state = shared.lock();
-        let refused = state.mode == Mode::Calls;
-        for (id, result) in self.answers.drain(..) {
+        let is_abandoned = state.mode == Mode::Syscalls;
+        for (id, result) in self.completions.drain(..) {
             let Some(job) = state.schedule.job(id) else { continue };
-            match job.advance(&shared.backing, answer(result)) {
-                Step::Io(_) if refused => {
+            match job.advance(&shared.backing, entry_result(result)) {
+                Step::Io(_) if is_abandoned => {
                     state.in_kernel -= 1;
                     state.schedule.put_back(id);
                 }
                 Step::Io(io) => {
                     let entry = shared.entry(id, job, io);
-                    // SAFETY: the entry is of a job, and the state is this ring's.
+                    // SAFETY: the entry belongs to a job, and `state` to this ring.
                     unsafe { shared.push(&mut state, id, &entry) };
                 }
                 Step::Done(outcome) => {
@@ -462,19 +464,18 @@ impl Worker {
     }
 }
 
-/// What a system call answered.
-fn answer(result: i32) -> std::result::Result<u64, Errno> {
+fn entry_result(result: i32) -> std::result::Result<u64, Errno> {
     match u64::try_from(result) {
         Ok(n) => Ok(n),
-        // A thread that ends takes what it has submitted with it, as far as it waits in the kernel.
-        // The buffers are there: it was not them. (A job does not repeat a call for ever.)
+        // The kernel cancels requests of a thread that exits while they wait. EFAULT has the same
+        // cause here, as the buffers are valid. The job's retry limit bounds repetition.
         Err(_) if matches!(-result, libc::ECANCELED | libc::EFAULT) => Err(Errno::INTR),
         Err(_) => Err(Errno::from_raw_os_error(-result)),
     }
 }
 
 impl Drop for Worker {
-    /// The end, in peace or not: nobody is left waiting.
+    /// Fails all remaining jobs, also if the thread panicked.
     fn drop(&mut self) {
         let mut left = {
             let mut state = self.shared.lock();

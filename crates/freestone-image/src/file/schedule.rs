@@ -1,4 +1,4 @@
-//! Which jobs can start, oldest first.
+//! Scheduling of jobs: overlapping jobs run in submission order, ready jobs oldest first.
 
 use std::collections::VecDeque;
 
@@ -6,18 +6,18 @@ use freestone_core::overlap::Overlap;
 
 use super::job::Job;
 
-/// Jobs that are not finished, by id.
+/// Unfinished jobs, by id.
 #[derive(Debug, Default)]
 pub(super) struct Schedule {
-    /// With the jobs that nobody else carries out.
+    /// Ranges of all unfinished jobs, and the jobs that are not taken.
     overlap: Overlap<Job>,
-    /// Jobs that nothing is in the way of, oldest first.
+    /// Jobs that no overlapping job blocks, oldest first.
     ready: VecDeque<usize>,
 }
 
 impl Schedule {
-    /// Takes a job; it may be ready at once.
-    pub fn arrive(&mut self, job: Job) {
+    /// Adds a job, which may be ready at once.
+    pub fn add(&mut self, job: Job) {
         let (start, len) = (job.request.offset, job.request.len);
         let (id, ready) = self.overlap.enter(start..start + len, job.changes());
         self.overlap.keep(id, job);
@@ -26,33 +26,33 @@ impl Schedule {
         }
     }
 
-    /// The oldest job that can start.
+    /// Returns the id of the oldest ready job.
     pub fn next_ready(&mut self) -> Option<usize> {
         self.ready.pop_front()
     }
 
-    /// Makes a job that was started the next one to start.
+    /// Puts a started job back to the front of the ready queue.
     pub fn put_back(&mut self, id: usize) {
         self.ready.push_front(id);
     }
 
-    /// A job that is not taken.
+    /// Returns a job that is not taken.
     pub fn job(&mut self, id: usize) -> Option<&mut Job> {
         self.overlap.kept(id)
     }
 
-    /// Takes a job out; its range stays occupied until [`Schedule::finish`].
+    /// Removes a job from the schedule; its range stays occupied until [`Schedule::finish`].
     pub fn take(&mut self, id: usize) -> Option<Job> {
         self.overlap.take(id)
     }
 
-    /// Frees the range of a job; what waited for it may be ready now. The job comes back unless it
-    /// was taken.
+    /// Releases the range of a job, which may make jobs that waited for it ready. Returns the job
+    /// unless it was taken.
     pub fn finish(&mut self, id: usize) -> Option<Job> {
         self.overlap.finish(id, |id, _| self.ready.push_back(id))
     }
 
-    /// Gives up: all jobs that are not taken.
+    /// Removes and returns all jobs that are not taken.
     pub fn drain(&mut self) -> impl Iterator<Item = Job> {
         self.ready.clear();
         self.overlap.drain()
@@ -77,12 +77,12 @@ mod tests {
     }
 
     #[test]
-    fn jobs_are_ready_when_nothing_is_in_their_way() {
+    fn job_is_ready_without_earlier_overlap() {
         let mut schedule = Schedule::default();
         for (op, offset, len) in
             [(Op::Write, 0, 512), (Op::Read, 0, 512), (Op::Discard, 512, 512), (Op::Flush, 0, 0)]
         {
-            schedule.arrive(job(op, offset, len));
+            schedule.add(job(op, offset, len));
         }
         assert_eq!(ready(&mut schedule), [0, 2, 3]);
         assert!(schedule.take(0).is_some() && schedule.job(0).is_none());

@@ -1,4 +1,5 @@
-//! The engine for where `io_uring` is forbidden: a fixed number of threads with plain system calls.
+//! The thread engine: a fixed number of threads with blocking system calls, used if `io_uring` is
+//! not available.
 
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
@@ -17,7 +18,7 @@ use freestone_core::sync::{
 };
 use freestone_core::zeroes::ZEROES;
 
-/// System calls under way at once.
+/// Number of threads, and so of system calls in flight.
 const THREADS: usize = 4;
 
 #[derive(Debug)]
@@ -29,7 +30,7 @@ pub(super) struct Threads {
 #[derive(Debug)]
 struct ThreadsShared {
     backing: Arc<Backing>,
-    /// Held for a few instructions, never over a system call or a completion.
+    /// Held for a few instructions, never across a system call or a completion.
     state: Mutex<ThreadsState>,
     changed: Condvar,
 }
@@ -57,7 +58,7 @@ impl Threads {
     }
 
     pub fn submit(&self, job: Job) {
-        self.shared.lock().schedule.arrive(job);
+        self.shared.lock().schedule.add(job);
         self.shared.changed.notify_one();
     }
 }
@@ -77,10 +78,10 @@ impl ThreadsShared {
                     let first = job.begin(&self.backing);
                     let outcome = carry_out(&mut job, first, &self.backing);
                     self.lock().schedule.finish(id);
-                    // What waited for this one may be more than one job, and the last thread may
-                    // wait for the end.
+                    // Several jobs may have waited for this one, and the last thread may wait for
+                    // the schedule to become empty.
                     self.changed.notify_all();
-                    // A completion that panics ends its request, not the device.
+                    // A panicking completion ends its request, not the device.
                     let _ = catch_unwind(AssertUnwindSafe(|| job.finish(&self.backing, outcome)));
                 }
                 state = self.lock();
@@ -93,14 +94,14 @@ impl ThreadsShared {
     }
 }
 
-/// Makes the system calls of a job, from its first step on.
+/// Makes all system calls of a job, starting with `step`.
 pub(super) fn carry_out(job: &mut Job, mut step: Step, backing: &Backing) -> Result<()> {
     loop {
         match step {
             Step::Done(outcome) => return outcome,
             Step::Io(io) => {
-                let answer = call(io, job, &backing.fd);
-                step = job.advance(backing, answer);
+                let result = call(io, job, &backing.fd);
+                step = job.advance(backing, result);
             }
         }
     }
@@ -122,16 +123,16 @@ fn call(io: Io, job: &mut Job, fd: &OwnedFd) -> std::result::Result<u64, Errno> 
     }
 }
 
-/// Writes, and what it wrote is on the medium then.
+/// Writes `data` durably (FUA).
 fn write_through(fd: &OwnedFd, data: &[u8], at: u64) -> std::result::Result<usize, Errno> {
     match rustix::io::pwritev2(fd, &[IoSlice::new(data)], at, ReadWriteFlags::DSYNC) {
-        // Emulators of processes lack that call.
+        // Some process emulators, for example user-mode qemu, lack this call.
         Err(Errno::NOSYS) => {
             let written = rustix::io::pwrite(fd, data, at)?;
             rustix::fs::fdatasync(fd)?;
             Ok(written)
         }
-        answer => answer,
+        result => result,
     }
 }
 
@@ -140,7 +141,7 @@ impl Drop for Threads {
         self.shared.lock().stop = true;
         self.shared.changed.notify_all();
         for thread in self.threads.drain(..) {
-            // The last reference may be dropped by a completion, on one of these threads.
+            // A completion on one of these threads may drop the last reference.
             if thread.thread().id() != thread::current().id() {
                 let _ = thread.join();
             }

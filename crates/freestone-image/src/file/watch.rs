@@ -1,8 +1,8 @@
-//! Whether files that are only read stay as they were: their devices take them for unchanging.
+//! Detects changes of read-only files, whose devices assume that they are immutable.
 //!
-//! A thread of the process asks for the size and the time of modification of what lies at their
-//! paths: every ten seconds, and where somebody wants to know. No request waits for it; who wants
-//! to know waits no longer than he says, as a disk may hang.
+//! One thread per process checks size, modification time and path of all watched files. It runs
+//! every ten seconds and when [`look_soon`] or [`look_now`] requests a check. I/O requests never
+//! wait for a check; `look_now` waits at most for its timeout, since a disk may hang.
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
@@ -16,19 +16,18 @@ use rustix::io::Errno;
 
 use freestone_core::sync::{Arc, Condvar, Instant, LazyLock, Mutex, MutexGuard, thread};
 
-/// Time between two looks that nobody asked for.
-const EVERY: Duration = Duration::from_secs(10);
+/// Interval of periodic checks.
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
-/// What became of a file that was opened to be read only.
+/// Change of a read-only file since it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Changed {
-    /// It has another size or another time of modification: what is read may be a mixture of old
-    /// and new.
+    /// Size or modification time differ. Reads may return a mixture of old and new data.
     Modified = 1,
-    /// Another file lies at its path. What is read is still the old one.
+    /// Another file has taken the path. Reads still return the old file.
     Replaced = 2,
-    /// Nothing lies at its path. What is read is still the old file.
+    /// The path does not exist any more. Reads still return the old file.
     Removed = 3,
 }
 
@@ -53,10 +52,10 @@ impl fmt::Display for Changed {
     }
 }
 
-/// What a file is known by.
+/// Properties that identify an unchanged file.
 #[derive(Debug, PartialEq, Eq)]
 enum Identity {
-    /// A disk has no other size or time than that of its node.
+    /// Device number of a block device, whose size and times say nothing.
     Disk(u64),
     File {
         place: (u64, u64),
@@ -75,50 +74,50 @@ impl Identity {
     }
 }
 
-/// A file that is looked at as long as this is there.
+/// A watched file. Checks stop when it is dropped.
 #[derive(Debug)]
 pub(super) struct Watched {
     path: PathBuf,
     opened: Identity,
-    /// The inode number means nothing after the next mount.
+    /// On FUSE, inode numbers may change with the next mount.
     is_fuse: bool,
-    /// A [`Changed`], or 0.
+    /// A [`Changed`] as a number, or 0.
     found: AtomicU8,
 }
 
-/// Of statfs(2), for file systems in user space.
+/// File system type of FUSE, from statfs(2).
 const FUSE_SUPER_MAGIC: u64 = 0x6573_5546;
 
 impl Watched {
-    /// Watches a file that was opened at `path`.
+    /// Starts watching the file opened at `path`.
     ///
     /// # Errors
-    /// The file system cannot be examined.
+    /// `fstatfs` failed.
     pub fn new(path: &Path, fd: BorrowedFd<'_>, stat: &Stat) -> rustix::io::Result<Arc<Self>> {
         let is_fuse = match rustix::fs::fstatfs(fd) {
             Ok(fs) => fs.f_type as u64 == FUSE_SUPER_MAGIC,
-            // Only file systems in user space may lack the call.
+            // Only FUSE file systems lack the call.
             Err(Errno::NOSYS) => true,
             Err(errno) => return Err(errno),
         };
         let (path, opened) = (path.to_owned(), Identity::of(stat));
         let watched = Arc::new(Self { path, opened, is_fuse, found: AtomicU8::new(0) });
-        let mut rounds = ROUNDS.lock();
-        rounds.files.retain(|file| file.strong_count() > 0);
-        rounds.files.push(Arc::downgrade(&watched));
-        if !rounds.running {
+        let mut state = WATCHER.lock();
+        state.files.retain(|file| file.strong_count() > 0);
+        state.files.push(Arc::downgrade(&watched));
+        if !state.running {
             match thread::Builder::new().name("freestone-files".into()).spawn(run) {
-                Ok(_) => rounds.running = true,
-                Err(error) => tracing::warn!(%error, "files that change are not noticed"),
+                Ok(_) => state.running = true,
+                Err(error) => tracing::warn!(%error, "cannot start the thread that detects changed files"),
             }
         }
-        // Wakes a thread that had nothing to look at.
-        CHANGE.notify_all();
+        // Wakes the thread, which may have had no files to check.
+        WATCHER_CHANGED.notify_all();
         Ok(watched)
     }
 
-    /// Returns size in bytes, time of modification and inode of the file as it was opened, as text;
-    /// `None` of a disk. The inode is 0 on FUSE, which may number files anew with each mount.
+    /// Returns size in bytes, modification time and inode at opening as text; `None` for a block
+    /// device. The inode is 0 on FUSE, which may renumber files with each mount.
     pub fn identity(&self) -> Option<String> {
         let Identity::File { place: (_, inode), size, modified: (seconds, nanos) } = self.opened else {
             return None;
@@ -127,12 +126,12 @@ impl Watched {
         Some(format!("{size} {seconds}.{nanos:09} {inode}"))
     }
 
-    /// As of the last look.
+    /// Returns the change found by the last check.
     pub fn changed(&self) -> Option<Changed> {
         Changed::of(self.found.load(SeqCst))
     }
 
-    fn look(&self) {
+    fn check(&self) {
         let found = match rustix::fs::stat(&self.path) {
             Ok(stat) => match (&self.opened, Identity::of(&stat)) {
                 (opened, now) if *opened == now => None,
@@ -142,7 +141,7 @@ impl Watched {
                 _ => Some(Changed::Replaced),
             },
             Err(Errno::NOENT | Errno::NOTDIR) => Some(Changed::Removed),
-            // The next look may succeed.
+            // The next check may succeed.
             Err(_) => return,
         };
         let before = self.found.swap(found.map_or(0, |found| found as u8), SeqCst);
@@ -152,10 +151,12 @@ impl Watched {
             let path = self.path.display();
             match found {
                 Changed::Modified => tracing::warn!(
-                    "{path}: was modified by others while it is served read-only; what is read of it may be a mixture"
+                    "{path}: was modified while it is served read-only; reads may return a mixture of old and new data"
                 ),
                 Changed::Replaced | Changed::Removed => {
-                    tracing::warn!("{path}: was {found} by others; the file that was there is still served");
+                    tracing::warn!(
+                        "{path}: was {found} while it is served read-only; the old file is still served"
+                    );
                 }
             }
         }
@@ -163,72 +164,72 @@ impl Watched {
 }
 
 #[derive(Default)]
-struct Rounds {
+struct Watcher {
     files: Vec<Weak<Watched>>,
     running: bool,
-    /// Rounds that were asked for, and the last of them that is done.
-    asked: u64,
-    done: u64,
+    /// Number of checks requested, and of the last one that finished.
+    requested: u64,
+    finished: u64,
 }
 
-/// Lock order: nothing is taken under it. Held for a look.
-static ROUNDS: LazyLock<Mutex<Rounds>> = LazyLock::new(Mutex::default);
-static CHANGE: Condvar = Condvar::new();
+/// Leaf lock: no other lock is taken under it. Not held while files are checked.
+static WATCHER: LazyLock<Mutex<Watcher>> = LazyLock::new(Mutex::default);
+static WATCHER_CHANGED: Condvar = Condvar::new();
 
-/// Has files looked at soon.
+/// Requests a check of all watched files without waiting for it.
 pub fn look_soon() {
-    ROUNDS.lock().asked += 1;
-    CHANGE.notify_all();
+    WATCHER.lock().requested += 1;
+    WATCHER_CHANGED.notify_all();
 }
 
-/// Has files looked at, and waits for that, but no longer than `most`.
+/// Requests a check of all watched files and waits for it, at most for `most`.
 pub fn look_now(most: Duration) {
     let until = Instant::now() + most;
-    let mut rounds = ROUNDS.lock();
-    if !rounds.running {
+    let mut state = WATCHER.lock();
+    if !state.running {
         return;
     }
-    rounds.asked += 1;
-    let asked = rounds.asked;
-    CHANGE.notify_all();
-    while rounds.done < asked {
+    state.requested += 1;
+    let requested = state.requested;
+    WATCHER_CHANGED.notify_all();
+    while state.finished < requested {
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return;
         }
-        rounds = wait(rounds, left);
+        state = wait(state, left);
     }
 }
 
-fn wait(rounds: MutexGuard<'_, Rounds>, most: Duration) -> MutexGuard<'_, Rounds> {
-    CHANGE.wait_timeout(rounds, most).unwrap_or_else(PoisonError::into_inner).0
+fn wait(state: MutexGuard<'_, Watcher>, most: Duration) -> MutexGuard<'_, Watcher> {
+    WATCHER_CHANGED.wait_timeout(state, most).unwrap_or_else(PoisonError::into_inner).0
 }
 
-/// The thread.
+/// Runs the thread that checks files.
 fn run() {
     let mut last = Instant::now();
     loop {
-        let (files, asked) = {
-            let mut rounds = ROUNDS.lock();
+        let (files, requested) = {
+            let mut state = WATCHER.lock();
             loop {
-                rounds.files.retain(|file| file.strong_count() > 0);
-                let left = EVERY.saturating_sub(last.elapsed());
-                if rounds.asked > rounds.done || (left.is_zero() && !rounds.files.is_empty()) {
+                state.files.retain(|file| file.strong_count() > 0);
+                let left = CHECK_INTERVAL.saturating_sub(last.elapsed());
+                if state.requested > state.finished || (left.is_zero() && !state.files.is_empty()) {
                     break;
                 }
-                rounds = if rounds.files.is_empty() {
-                    freestone_core::pin::wait(&CHANGE, rounds)
+                state = if state.files.is_empty() {
+                    freestone_core::pin::wait(&WATCHER_CHANGED, state)
                 } else {
-                    wait(rounds, left)
+                    wait(state, left)
                 };
             }
-            (rounds.files.clone(), rounds.asked)
+            (state.files.clone(), state.requested)
         };
         for file in files.iter().filter_map(Weak::upgrade) {
-            file.look();
+            file.check();
         }
         last = Instant::now();
-        ROUNDS.lock().done = asked;
-        CHANGE.notify_all();
+        WATCHER.lock().finished = requested;
+        WATCHER_CHANGED.notify_all();
     }
 }

@@ -1,13 +1,13 @@
-//! Block device options in JSON, which qemu takes as the name of a backing file after `json:`.
-//! libvirt and oVirt write them. Only local files are read: a format driver (`raw`, `qcow2`) over a
-//! protocol driver (`file`, `host_device`), nested or with dotted keys. Options that change what is
-//! read, as `offset` of `raw`, are not known and make the name invalid.
+//! Parses block device options in JSON, which qemu accepts as a backing file name after `json:`.
+//! libvirt and oVirt write such names. Only local files are supported: a format driver (`raw`,
+//! `qcow2`) over a protocol driver (`file`, `host_device`), nested or with dotted keys. Unknown
+//! options, such as `offset` of `raw`, may change the content and make the name invalid.
 
 use std::path::PathBuf;
 
 use serde_json::{Map, Value};
 
-/// Keys that do not change what is read.
+/// Keys that do not affect the content.
 const HARMLESS: [&str; 9] = [
     "aio",
     "auto-read-only",
@@ -20,17 +20,16 @@ const HARMLESS: [&str; 9] = [
     "read-only",
 ];
 
-/// A backing file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Named {
+pub(super) struct BackingName {
     pub path: PathBuf,
-    /// Its format, where the name says.
+    /// Format, if the options name it.
     pub format: Option<String>,
 }
 
-/// Reads options. `None` for anything but an absolute path of a local file: qemu takes a relative
-/// one from its working directory.
-pub(super) fn parse(text: &[u8]) -> Option<Named> {
+/// Parses options. Returns `None` unless they name a local file by an absolute path: qemu resolves
+/// a relative path from its working directory.
+pub(super) fn parse(text: &[u8]) -> Option<BackingName> {
     let end = text.iter().position(|&byte| byte == 0).unwrap_or(text.len());
     let mut options = nested(serde_json::from_slice(&text[..end]).ok()?)?;
     let driver = take_text(&mut options, "driver").ok()?;
@@ -41,20 +40,21 @@ pub(super) fn parse(text: &[u8]) -> Option<Named> {
             is_harmless(&options).then_some(())?;
             (file, driver)
         }
-        // Without a format driver the file is read as it is.
+        // Without a format driver the file is raw.
         None => {
             is_protocol(driver.as_deref()?).then_some(())?;
             (options, Some("raw".to_owned()))
         }
-        // The name of a node of some other process.
+        // The name of a block node in another process.
         Some(_) => return None,
     };
     let mut file = file;
     let path = PathBuf::from(take_text(&mut file, "filename").ok()??);
-    (path.is_absolute() && is_harmless(&file)).then_some(Named { path, format })
+    (path.is_absolute() && is_harmless(&file)).then_some(BackingName { path, format })
 }
 
-/// Makes objects of dotted keys: `file.driver` is `driver` of `file`. Only one level is used.
+/// Converts dotted keys to objects: `file.driver` becomes `driver` of `file`. Only one level is
+/// supported.
 fn nested(options: Map<String, Value>) -> Option<Map<String, Value>> {
     let mut nested = Map::new();
     for (key, value) in options {
@@ -74,7 +74,7 @@ fn nested(options: Map<String, Value>) -> Option<Map<String, Value>> {
     Some(nested)
 }
 
-/// Takes a text out of options, if it is among them. An error is a value that is not a text.
+/// Removes and returns a string option. An error is a value of another type.
 fn take_text(options: &mut Map<String, Value>, key: &str) -> Result<Option<String>, Value> {
     match options.remove(key) {
         Some(Value::String(text)) => Ok(Some(text)),
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_backing_names_are_local_files_or_refused() {
+    fn json_backing_name_must_be_a_local_file() {
         let parse = |text: &str| parse(text.as_bytes()).map(|named| (named.path, named.format));
         let base = |format: Option<&str>| Some((PathBuf::from("/b"), format.map(str::to_owned)));
         let nested = r#"{"driver":"qcow2","file":{"driver":"file","filename":"/b"}}"#;

@@ -1,38 +1,38 @@
-//! What was read or unpacked once: a bounded number of places, one lock each.
+//! A direct-mapped cache with a fixed number of entries and one lock per entry.
 
 use freestone_core::sync::RwLock;
 use std::sync::{Arc, PoisonError};
 
-/// Maps a number to one place, and a place remembers what was put there last. Content never goes
-/// stale: images are only read. Each lock is held for the copy of an `Arc`, and never together with
-/// another.
+/// Each number maps to one entry, which stores the value put there last. Values never become stale,
+/// since images are read-only. Each lock is held while an `Arc` is copied, and never together with
+/// another lock.
 pub(super) struct Cache<T: ?Sized> {
-    places: Box<[Place<T>]>,
+    entries: Box<[Entry<T>]>,
 }
 
-type Place<T> = RwLock<Option<(u64, Arc<T>)>>;
+type Entry<T> = RwLock<Option<(u64, Arc<T>)>>;
 
 impl<T: ?Sized> Cache<T> {
-    /// For numbers below `numbers`, of which at most `most` are kept (both at least one).
-    pub fn new(numbers: u64, most: u64) -> Self {
-        // A power of two, so that a place is found with a mask.
-        let places = numbers.min(most).max(1);
-        let places = if places == numbers { places.next_power_of_two() } else { 1 << places.ilog2() };
-        Self { places: (0..places).map(|_| RwLock::new(None)).collect() }
+    /// Returns a cache for numbers below `numbers` with at most `max_entries` entries (both at least 1).
+    pub fn new(numbers: u64, max_entries: u64) -> Self {
+        // A power of two, so that a mask selects the entry.
+        let entries = numbers.min(max_entries).max(1);
+        let entries = if entries == numbers { entries.next_power_of_two() } else { 1 << entries.ilog2() };
+        Self { entries: (0..entries).map(|_| RwLock::new(None)).collect() }
     }
 
     pub fn get(&self, number: u64) -> Option<Arc<T>> {
-        let place = self.place(number).read().unwrap_or_else(PoisonError::into_inner);
-        place.as_ref().filter(|(held, _)| *held == number).map(|(_, value)| Arc::clone(value))
+        let entry = self.entry(number).read().unwrap_or_else(PoisonError::into_inner);
+        entry.as_ref().filter(|(held, _)| *held == number).map(|(_, value)| Arc::clone(value))
     }
 
     pub fn put(&self, number: u64, value: Arc<T>) {
-        // What was there is freed after the lock is let go.
-        let old = self.place(number).write().unwrap_or_else(PoisonError::into_inner).replace((number, value));
+        // The old value is freed after the lock is released.
+        let old = self.entry(number).write().unwrap_or_else(PoisonError::into_inner).replace((number, value));
         drop(old);
     }
 
-    fn place(&self, number: u64) -> &Place<T> {
-        &self.places[(number & (self.places.len() as u64 - 1)) as usize]
+    fn entry(&self, number: u64) -> &Entry<T> {
+        &self.entries[(number & (self.entries.len() as u64 - 1)) as usize]
     }
 }

@@ -1,4 +1,4 @@
-//! An image and what it stands on: opened once, top first.
+//! An image and its backing chain, opened once; layer 0 is the image itself.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -13,20 +13,20 @@ use freestone_core::log_limit::LogLimit;
 use freestone_core::sync::Mutex;
 use freestone_core::work_queue::Task;
 
-/// Most files of one chain. Each keeps a descriptor, its metadata and a thread.
+/// Maximum number of layers of a chain. Each uses a descriptor, metadata caches and a thread.
 pub(super) const MAX_LAYERS: usize = 64;
 
-/// The format of a file.
+/// Format of a backing file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// The bytes of the disk.
+    /// Raw disk content.
     Raw,
     /// A qcow2 image.
     Qcow2,
 }
 
 impl Format {
-    /// As images name it.
+    /// Returns the name of the format in qcow2 headers.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -37,29 +37,29 @@ impl Format {
 
 /// One image of a chain.
 pub(super) struct Layer {
-    /// Bytes of its disk, whole sectors.
+    /// Bytes of the disk, whole sectors.
     pub size: u64,
     pub source: Source,
-    /// Where the clusters lie, if not in the file itself.
+    /// The external data file, if the image has one.
     pub data: Option<Source>,
-    /// None for a raw file.
+    /// Metadata of a qcow2 image; `None` for a raw file.
     pub table: Option<Table>,
 }
 
-/// Images, each over the next.
+/// Images of a backing chain, each backed by the next.
 pub(super) struct Chain {
     pub layers: Vec<Layer>,
-    /// Compressed clusters (layer, number) that are being unpacked, and how the requests go on that
-    /// wait for the same one. Held for a few instructions; nothing else is locked meanwhile.
+    /// Compressed clusters (layer, number) that are being decompressed, with the requests that wait
+    /// for each. Leaf lock, held for a few instructions.
     pub unpacking: Mutex<HashMap<(usize, u64), Vec<Task>>>,
-    /// Of each layer, what is damaged or cannot be read.
+    /// Limits the log lines about damage and read errors, per layer.
     lines: LogLimit<usize>,
 }
 
 type Setup<T> = Result<T, SetupError>;
 
 impl Chain {
-    /// Opens an image and all that it names. Waits for the disk.
+    /// Opens an image and its backing chain. Blocks.
     pub fn open(path: &Path, standalone: bool) -> Setup<Arc<Self>> {
         let mut layers = Vec::new();
         let mut next = Some((path.to_owned(), Some(Format::Qcow2)));
@@ -73,7 +73,7 @@ impl Chain {
                 None => probe(&source, &path)?,
             };
             let layer = match format {
-                // As in qemu, a file is rounded up to whole sectors.
+                // As in qemu, the length is rounded up to whole sectors.
                 Format::Raw => {
                     Layer { size: source.len().next_multiple_of(512), source, data: None, table: None }
                 }
@@ -87,7 +87,6 @@ impl Chain {
         Ok(Self::of(layers))
     }
 
-    /// The image alone, without what it stands on.
     pub fn open_top(path: &Path) -> Setup<Arc<Self>> {
         let source = Source::open(path)?;
         Ok(Self::of(vec![Layer::qcow2(source, path, true)?]))
@@ -100,9 +99,9 @@ impl Chain {
     /// Logs damage of a layer that byte `at` of the disk depends on, and returns the error for reads
     /// of that byte.
     pub fn damaged(&self, layer: usize, at: u64, damage: Damage) -> device::Error {
-        if let Some(held_back) = self.lines.line(layer) {
+        if let Some(suppressed) = self.lines.line(layer) {
             let file = self.layers[layer].source.path();
-            tracing::warn!(file = %file.display(), disk_byte = at, "the image is damaged: {damage}{held_back}");
+            tracing::warn!(file = %file.display(), disk_byte = at, "the image is damaged: {damage}{suppressed}");
         }
         device::Error::Media
     }
@@ -116,25 +115,23 @@ impl Chain {
         error: device::Error,
     ) -> device::Error {
         if error == device::Error::Media
-            && let Some(held_back) = self.lines.line(layer)
+            && let Some(suppressed) = self.lines.line(layer)
         {
             let file = source.path();
-            tracing::warn!(file = %file.display(), byte = host, "the file cannot be read: {error}{held_back}");
+            tracing::warn!(file = %file.display(), byte = host, "the file cannot be read: {error}{suppressed}");
         }
         error
     }
 
-    /// Bytes of the disk.
     pub fn size(&self) -> u64 {
         self.layers.first().map_or(0, |top| top.size)
     }
 
-    /// Every file, the image itself first.
+    /// Returns every file, the image itself first.
     pub fn sources(&self) -> impl Iterator<Item = &Source> {
         self.layers.iter().flat_map(|layer| [Some(&layer.source), layer.data.as_ref()]).flatten()
     }
 
-    /// Where they are.
     pub fn paths(&self) -> impl Iterator<Item = PathBuf> {
         self.sources().map(Source::path)
     }
@@ -148,13 +145,13 @@ impl Layer {
         }
         let data = if header.has_data_file {
             let Some(name) = &header.data_file else {
-                let what = "it needs a data file and does not name one".to_owned();
+                let what = "it needs a data file but does not name one".to_owned();
                 return Err(refuse(path, Fault::Corrupt(what)));
             };
             if standalone {
-                return Err(not_alone(path, "data file", name));
+                return Err(not_standalone(path, "data file", name));
             }
-            Some(Source::open(&beside(path, name))?)
+            Some(Source::open(&resolve_relative(path, name))?)
         } else {
             None
         };
@@ -165,12 +162,12 @@ impl Layer {
             error,
         })?;
         let table = loaded.ok_or_else(|| {
-            refuse(path, Fault::Corrupt("its L1 table lies behind the end of the file".to_owned()))
+            refuse(path, Fault::Corrupt("its L1 table lies beyond the end of the file".to_owned()))
         })?;
         Ok(Self { size, source, data, table: Some(table) })
     }
 
-    /// Where its clusters lie.
+    /// Returns the file that holds the clusters.
     pub fn clusters(&self) -> &Source {
         self.data.as_ref().unwrap_or(&self.source)
     }
@@ -183,7 +180,7 @@ fn read_header(source: &Source, path: &Path) -> Setup<Header> {
     Header::parse(&head).map_err(|fault| refuse(path, fault))
 }
 
-/// The first bytes of a file, or all of it.
+/// Returns the first `len` bytes of a file, or all of a shorter file.
 fn head(source: &Source, len: usize, path: &Path) -> Setup<Vec<u8>> {
     let mut head = vec![0; source.len().min(len as u64) as usize];
     source.read(0, &mut head).map_err(|error| SetupError::Read {
@@ -194,18 +191,18 @@ fn head(source: &Source, len: usize, path: &Path) -> Setup<Vec<u8>> {
     Ok(head)
 }
 
-/// The format of a backing file whose image does not say, as qemu finds it. What a guest wrote into
-/// a raw file may look like an image: that is why qemu-img asks for the format.
+/// Probes the format of a backing file if the image does not name it, as qemu does. A guest may
+/// have written a qcow2 header into a raw disk; for that reason qemu-img asks for the format.
 fn probe(source: &Source, path: &Path) -> Setup<Format> {
     let head = head(source, 4, path)?;
     Ok(if head == header::MAGIC.to_be_bytes() { Format::Qcow2 } else { Format::Raw })
 }
 
-/// Path and format of the next file.
+/// Returns path and format of the backing file.
 fn backing(path: &Path, header: &Header, standalone: bool) -> Setup<Option<(PathBuf, Option<Format>)>> {
     let Some(name) = &header.backing else { return Ok(None) };
     if standalone {
-        return Err(not_alone(path, "backing file", name));
+        return Err(not_standalone(path, "backing file", name));
     }
     let format = match header.backing_format.as_deref() {
         None => None,
@@ -213,11 +210,11 @@ fn backing(path: &Path, header: &Header, standalone: bool) -> Setup<Option<(Path
         Some("qcow2") => Some(Format::Qcow2),
         Some(other) => return Err(refuse(path, Fault::BackingFormat(other.to_owned()))),
     };
-    Ok(Some((beside(path, name), format)))
+    Ok(Some((resolve_relative(path, name), format)))
 }
 
-/// A name in an image is relative to the directory of the image.
-pub(super) fn beside(image: &Path, name: &Path) -> PathBuf {
+/// Resolves a name in an image, which is relative to the image's directory.
+pub(super) fn resolve_relative(image: &Path, name: &Path) -> PathBuf {
     match image.parent() {
         Some(dir) => dir.join(name),
         None => name.to_owned(),
@@ -228,6 +225,6 @@ fn refuse(path: &Path, fault: Fault) -> SetupError {
     SetupError::Image { path: path.to_owned(), fault }
 }
 
-fn not_alone(path: &Path, what: &'static str, name: &Path) -> SetupError {
+fn not_standalone(path: &Path, what: &'static str, name: &Path) -> SetupError {
     refuse(path, Fault::NotAlone { what, name: name.to_string_lossy().into_owned() })
 }

@@ -1,4 +1,4 @@
-//! Why an image is refused.
+//! Errors for qcow2 images.
 
 use std::io;
 use std::path::PathBuf;
@@ -9,82 +9,82 @@ use freestone_core::device;
 
 use crate::file;
 
-/// Why an image could not be opened.
+/// Errors from opening an image.
 #[derive(Debug, Error)]
 pub enum SetupError {
-    /// The file itself, or one that the image names, cannot be opened.
+    /// The image, or a file that it names, cannot be opened.
     #[error(transparent)]
     File(#[from] file::SetupError),
-    /// What is in the file is refused.
+    /// The content of the file is not acceptable.
     #[error("{}: {fault}", path.display())]
     Image {
-        /// The image, or one below it.
+        /// The image, or a backing file.
         path: PathBuf,
-        /// What is wrong.
+        /// Fault.
         fault: Fault,
     },
-    /// The disk failed.
-    #[error("{}: its {what} cannot be read: {error}", path.display())]
+    /// Reading the file failed.
+    #[error("{}: cannot read the {what}: {error}", path.display())]
     Read {
         /// The file.
         path: PathBuf,
-        /// The part of it.
+        /// Part of the file.
         what: &'static str,
-        /// What the disk answered.
+        /// Device error.
         error: device::Error,
     },
-    /// The threads that carry on requests could not be started.
+    /// The threads that continue requests could not be started.
     #[error("cannot start the threads for qcow2 images: {0}")]
     Threads(io::Error),
 }
 
-/// What is wrong with an image.
+/// Fault of an image.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Fault {
-    /// No magic number.
+    /// The magic number is missing.
     #[error("is not a qcow2 image")]
     NotQcow2,
-    /// A version that is not known.
-    #[error("is of qcow2 version {0}; versions 2 and 3 are supported")]
+    /// The version is not supported.
+    #[error("has qcow2 version {0}; versions 2 and 3 are supported")]
     Version(u32),
-    /// Content that would need a key.
+    /// The image is encrypted.
     #[error("is encrypted ({0}), which is not supported; decrypt it with qemu-img convert")]
     Encrypted(&'static str),
-    /// Features without which the image cannot be understood.
+    /// The image needs unknown incompatible features.
     #[error("needs features that are not supported: {0}")]
     Features(String),
-    /// A compression that is not known.
+    /// The compression type is not supported.
     #[error("has compression type {0}; 0 (deflate) and 1 (zstd) are supported")]
     Compression(u8),
-    /// Its metadata contradicts itself.
+    /// The metadata is inconsistent.
     #[error("is corrupt: {0}")]
     Corrupt(String),
-    /// A disk without bytes.
-    #[error("holds a disk of less than one sector")]
+    /// The disk is smaller than a sector.
+    #[error("has a disk size of less than one sector")]
     Empty,
-    /// Larger than a device can be.
-    #[error("holds a disk of {0} bytes, which is more than is supported")]
+    /// The disk is larger than a device can be.
+    #[error("has a disk size of {0} bytes, which is too large")]
     TooLarge(u64),
-    /// A name that is not that of a local file.
+    /// A name does not denote a local file.
     #[error(
         "names {name:?} as its {what}; only paths of local files are supported, and absolute ones in json:"
     )]
     Name {
         /// Backing file or data file.
         what: &'static str,
-        /// The name, as far as it is text.
+        /// The name; invalid UTF-8 is replaced.
         name: String,
     },
-    /// A backing format that is not read here.
-    #[error("says that its backing file has the format {0:?}; raw and qcow2 are supported")]
+    /// The format of the backing file is not supported.
+    #[error("has a backing file of format {0:?}; raw and qcow2 are supported")]
     BackingFormat(String),
-    /// More images in a chain than are opened.
+    /// The backing chain has too many images.
     #[error(
-        "is the end of a chain of more than {0} images; a backing file may name itself, or run qemu-img rebase"
+        "exceeds the limit of {0} images in a backing chain; check for a cycle, or shorten the chain with qemu-img rebase"
     )]
     TooDeep(usize),
-    /// Other files are named, and were not to be opened.
-    #[error("names {name:?} as its {what}, and only an image that stands alone was asked for")]
+    /// The image names another file although it was opened as standalone.
+    #[error("names {name:?} as its {what}, but was opened as an image that stands alone")]
     NotAlone {
         /// Backing file or data file.
         what: &'static str,
@@ -93,19 +93,18 @@ pub enum Fault {
     },
 }
 
-/// A part of an image that cannot be what its writer meant. Reads of that part fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub(super) enum Damage {
-    #[error("L1 entry {index} is {entry:#x}, which is not the place of an L2 table")]
+    #[error("L1 entry {index} is {entry:#x}, which is not the offset of an L2 table")]
     L1Entry { index: u64, entry: u64 },
-    #[error("the L2 table at byte {0} lies behind the end of the file")]
+    #[error("the L2 table at byte {0} lies beyond the end of the file")]
     TableBehindEnd(u64),
     #[error("L2 entry {0:#x} is not valid")]
     L2Entry(u64),
     #[error("L2 entry {entry:#x} with the subclusters {subclusters:#x} is not valid")]
     Subclusters { entry: u64, subclusters: u64 },
-    #[error("the cluster at byte {0} lies in the header or behind the end of the file")]
+    #[error("the cluster at byte {0} lies in the header or beyond the end of the file")]
     Place(u64),
-    #[error("the compressed cluster cannot be unpacked")]
+    #[error("the compressed cluster cannot be decompressed")]
     Compressed,
 }

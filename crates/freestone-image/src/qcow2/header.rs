@@ -18,18 +18,18 @@ use std::path::PathBuf;
 use zerocopy::byteorder::big_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::block_options::{self, Named};
+use super::block_options::{self, BackingName};
 use super::error::Fault;
 
-/// What the name of a backing file is called in errors.
+/// Field name of the backing file in errors.
 const BACKING: &str = "backing file";
 pub(super) const MAGIC: u32 = 0x5146_49fb;
-/// Bytes of the header of version 2, and the least of version 3.
+/// Header length of version 2, and minimum of version 3, in bytes.
 const V2_BYTES: u32 = 72;
 pub(super) const V3_BYTES: u32 = 104;
-/// Cluster sizes that qemu has: 512 bytes to 2 MiB.
+/// Cluster sizes that qemu supports: 512 bytes to 2 MiB.
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
-/// Subclusters of a cluster, where L2 entries are extended.
+/// Subclusters per cluster with extended L2 entries.
 pub(super) const SUBCLUSTERS: u64 = 32;
 /// Smallest subcluster in bytes.
 const SECTOR_BYTES: u64 = 512;
@@ -37,10 +37,10 @@ const SECTOR_BYTES: u64 = 512;
 pub(super) const MAX_NAME_BYTES: u64 = 1023;
 /// Largest L1 table in bytes, as in qemu.
 pub(super) const MAX_L1_BYTES: u64 = 32 << 20;
-/// Most extensions that are looked at; qemu has five.
+/// Maximum number of header extensions that are parsed; qemu defines five.
 const MAX_EXTENSIONS: usize = 64;
 
-/// Refcounts may be wrong: of no interest to a reader.
+/// Refcounts may be inconsistent, which does not affect reads.
 const INCOMPATIBLE_DIRTY: u64 = 1;
 const INCOMPATIBLE_CORRUPT: u64 = 1 << 1;
 const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
@@ -56,13 +56,12 @@ const EXTENSION_END: u32 = 0;
 pub(super) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
 const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
-/// Bytes of one row of the table of feature names: type, bit, name.
+/// Bytes of one row of the feature name table: type, bit, name.
 const FEATURE_NAME_BYTES: usize = 48;
 
-/// Largest disk in bytes: what a signed file offset can address.
+/// Largest disk in bytes: the largest signed file offset.
 const MAX_DISK_BYTES: u64 = i64::MAX as u64;
 
-/// The header on disk.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(super) struct RawHeader {
@@ -88,36 +87,35 @@ pub(super) struct RawHeader {
 
 const _: () = assert!(size_of::<RawHeader>() == V3_BYTES as usize);
 
-/// How compressed clusters are compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Compression {
     Deflate,
     Zstd,
 }
 
-/// A checked header.
 #[derive(Debug, Clone)]
 pub(super) struct Header {
     pub version: u32,
     pub cluster_bits: u32,
     /// Bytes of the disk, whole sectors.
     pub size: u64,
-    /// Entries of the L1 table that the disk needs; the table has at least so many.
+    /// Entries of the L1 table that the disk needs; the table may have more.
     pub l1_entries: u64,
     pub l1_offset: u64,
     pub compression: Compression,
-    /// Bytes of an L2 entry: 8, or 16 with the subclusters' bits.
+    /// Bytes of an L2 entry: 8, or 16 with a subcluster bitmap.
     pub entry_bytes: u64,
     pub backing: Option<PathBuf>,
     pub backing_format: Option<String>,
-    /// The image has a data file.
+    /// The image uses an external data file.
     pub has_data_file: bool,
     pub data_file: Option<PathBuf>,
-    /// qemu found it inconsistent.
+    /// qemu marked the image as corrupt.
     pub is_corrupt: bool,
 }
 
-/// Bytes of a cluster, from the first bytes of a file; what is no image at all is refused here.
+/// Returns the cluster size in bytes from the first bytes of a file. Fails if the file is not a
+/// qcow2 image.
 pub(super) fn cluster_bytes(head: &[u8]) -> Result<u64, Fault> {
     let (raw, _) = RawHeader::read_from_prefix(head).map_err(|_| Fault::NotQcow2)?;
     if raw.magic.get() != MAGIC {
@@ -134,12 +132,12 @@ pub(super) fn cluster_bytes(head: &[u8]) -> Result<u64, Fault> {
 }
 
 impl Header {
-    /// Checks a header. `head` is the first cluster, or as much of it as the file has.
+    /// Parses and checks a header. `head` is the first cluster, or the whole file if it is shorter.
     pub fn parse(head: &[u8]) -> Result<Self, Fault> {
         let cluster = cluster_bytes(head)?;
         let (mut raw, _) = RawHeader::read_from_prefix(head).map_err(|_| Fault::NotQcow2)?;
         if raw.version.get() == 2 {
-            // The rest of the structure is something else there.
+            // Version 2 has no such fields; other data follows its header.
             let v2 = RawHeader { refcount_order: 4.into(), header_length: V2_BYTES.into(), ..raw };
             raw = RawHeader { incompatible: 0.into(), compatible: 0.into(), autoclear: 0.into(), ..v2 };
         } else if !(V3_BYTES..=cluster as u32).contains(&raw.header_length.get()) {
@@ -151,7 +149,8 @@ impl Header {
             2 => return Err(Fault::Encrypted("LUKS")),
             _ => return Err(Fault::Encrypted("by an unknown method")),
         }
-        // Before anything that an unknown feature may have changed.
+        // Parsed before anything that an unknown feature may redefine, since extensions name the
+        // features.
         let extensions = Extensions::parse(head, &raw, cluster)?;
         let incompatible = raw.incompatible.get();
         if incompatible & !INCOMPATIBLE_KNOWN != 0 {
@@ -189,25 +188,25 @@ impl Header {
         1 << self.cluster_bits
     }
 
-    /// Whether L2 entries describe subclusters.
+    /// Returns true if L2 entries have subcluster bitmaps.
     pub const fn has_subclusters(&self) -> bool {
         self.entry_bytes == 16
     }
 
-    /// Bytes that an L2 entry describes as one: a cluster or a subcluster.
+    /// Returns the bytes that one L2 entry or subcluster bit describes: a cluster or a subcluster.
     pub fn unit_bytes(&self) -> u64 {
         if self.has_subclusters() { self.cluster_bytes() / SUBCLUSTERS } else { self.cluster_bytes() }
     }
 }
 
 fn compression(head: &[u8], raw: &RawHeader) -> Result<Compression, Fault> {
-    let said = raw.incompatible.get() & INCOMPATIBLE_COMPRESSION != 0;
+    let declared = raw.incompatible.get() & INCOMPATIBLE_COMPRESSION != 0;
     let kind = if raw.header_length.get() > V3_BYTES {
         head.get(V3_BYTES as usize).copied().unwrap_or(0)
     } else {
         0
     };
-    match (kind, said) {
+    match (kind, declared) {
         (0, false) => Ok(Compression::Deflate),
         (1, true) => Ok(Compression::Zstd),
         (0 | 1, _) => Err(corrupt("the compression type and its feature bit contradict each other")),
@@ -215,20 +214,20 @@ fn compression(head: &[u8], raw: &RawHeader) -> Result<Compression, Fault> {
     }
 }
 
-/// The size of the disk in bytes, and how many L1 entries it takes.
+/// Returns the size of the disk in bytes and the number of L1 entries that it needs.
 fn size(raw: &RawHeader, cluster: u64, entry_bytes: u64) -> Result<(u64, u64), Fault> {
-    let said = raw.size.get();
-    let size = said - said % 512;
+    let declared = raw.size.get();
+    let size = declared - declared % 512;
     if size == 0 {
         return Err(Fault::Empty);
     }
-    if said > MAX_DISK_BYTES {
-        return Err(Fault::TooLarge(said));
+    if declared > MAX_DISK_BYTES {
+        return Err(Fault::TooLarge(declared));
     }
-    // An L2 table is one cluster of entries. At most 2^21 * 2^18 bytes: no overflow.
-    let l1_entries = said.div_ceil(cluster * (cluster / entry_bytes));
+    // An L2 table is one cluster of entries. At most 2^21 * 2^18 bytes, so this cannot overflow.
+    let l1_entries = declared.div_ceil(cluster * (cluster / entry_bytes));
     if l1_entries * 8 > MAX_L1_BYTES {
-        return Err(Fault::TooLarge(said));
+        return Err(Fault::TooLarge(declared));
     }
     if u64::from(raw.l1_size.get()) < l1_entries {
         return Err(corrupt(format!("its L1 table has {} entries, {l1_entries} are needed", raw.l1_size)));
@@ -240,7 +239,7 @@ fn size(raw: &RawHeader, cluster: u64, entry_bytes: u64) -> Result<(u64, u64), F
     Ok((size, l1_entries))
 }
 
-fn backing(head: &[u8], raw: &RawHeader, cluster: u64) -> Result<Option<Named>, Fault> {
+fn backing(head: &[u8], raw: &RawHeader, cluster: u64) -> Result<Option<BackingName>, Fault> {
     let offset = raw.backing_file_offset.get();
     if offset == 0 {
         return Ok(None);
@@ -254,17 +253,17 @@ fn backing(head: &[u8], raw: &RawHeader, cluster: u64) -> Result<Option<Named>, 
         Some(options) => block_options::parse(options)
             .map(Some)
             .ok_or_else(|| Fault::Name { what: BACKING, name: String::from_utf8_lossy(found).into_owned() }),
-        None => Ok(Some(Named { path: name(BACKING, found)?, format: None })),
+        None => Ok(Some(BackingName { path: name(BACKING, found)?, format: None })),
     }
 }
 
-/// A name of a local file, with what qemu allows before it.
+/// Parses the name of a local file, with the `file:` prefix that qemu allows.
 fn name(what: &'static str, found: &[u8]) -> Result<PathBuf, Fault> {
     let refuse = || Fault::Name { what, name: String::from_utf8_lossy(found).into_owned() };
-    // Padding of extensions by some writers.
+    // Some writers pad the name with zero bytes.
     let text = found.split(|&b| b == 0).next().unwrap_or_default();
     let path = text.strip_prefix(b"file:").unwrap_or(text);
-    // As in qemu: a colon before the first slash ends the name of a protocol.
+    // As in qemu, a colon before the first slash ends a protocol name.
     let first = path.split(|&b| b == b'/').next().unwrap_or_default();
     if path.is_empty() || (path.len() == text.len() && first.contains(&b':')) {
         return Err(refuse());
@@ -272,7 +271,6 @@ fn name(what: &'static str, found: &[u8]) -> Result<PathBuf, Fault> {
     Ok(PathBuf::from(OsStr::from_bytes(path)))
 }
 
-/// What the extensions say.
 #[derive(Debug, Default)]
 struct Extensions {
     backing_format: Option<String>,
@@ -284,7 +282,7 @@ struct Extensions {
 impl Extensions {
     fn parse(head: &[u8], raw: &RawHeader, cluster: u64) -> Result<Self, Fault> {
         let mut found = Self::default();
-        // They end before the backing file's name, where there is one, as in qemu.
+        // As in qemu, extensions end before the name of the backing file.
         let end = match raw.backing_file_offset.get() {
             0 => cluster,
             offset => offset.min(cluster),
@@ -322,13 +320,13 @@ impl Extensions {
                     self.features.push((row[1], String::from_utf8_lossy(text).into_owned()));
                 }
             }
-            // Bitmaps, full disk encryption and what may come: a reader can do without.
+            // Bitmaps, full disk encryption and unknown extensions do not affect reads.
             _ => {}
         }
         Ok(())
     }
 
-    /// The features of these bits, by name where the image has one.
+    /// Returns the names of feature bits, as far as the image defines them.
     fn names(&self, bits: u64) -> String {
         let one = |bit: u8| match self.features.iter().find(|(named, _)| *named == bit) {
             Some((_, name)) => format!("{name} (bit {bit})"),

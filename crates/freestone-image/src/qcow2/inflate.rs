@@ -1,4 +1,4 @@
-//! Unpacking compressed clusters.
+//! Decompression of clusters.
 
 use flate2::{Decompress, FlushDecompress, Status};
 use zstd_safe::{DCtx, DParameter, InBuffer, OutBuffer};
@@ -7,11 +7,11 @@ use freestone_core::device::{Error, Result};
 
 use super::header::Compression;
 
-/// Largest zstd window that is believed, as a power of two: 8 MiB, what RFC 8878 asks every decoder
-/// for. qemu's are as large as a cluster, 2 MiB at most; a corrupt frame can ask for 128 MiB.
+/// Largest zstd window accepted, as a power of two: 8 MiB, which RFC 8878 requires of every
+/// decoder. qemu's windows have at most 2 MiB, one cluster; a corrupt frame could demand 128 MiB.
 const MAX_WINDOW_LOG: u32 = 23;
 
-/// Fills a whole cluster from `packed`, behind whose end other bytes may follow.
+/// Decompresses exactly one cluster from `packed`, which may have trailing bytes.
 pub(super) fn inflate(kind: Compression, packed: &[u8], cluster: &mut [u8]) -> Result<()> {
     let whole = match kind {
         Compression::Deflate => deflated(packed, cluster),
@@ -27,10 +27,10 @@ fn deflated(packed: &[u8], cluster: &mut [u8]) -> bool {
     loop {
         let before = (stream.total_in(), stream.total_out());
         let (input, output) = (&packed[before.0 as usize..], &mut cluster[before.1 as usize..]);
-        // Not "finish": the decoder would take missing input for zeroes, which may mean something.
+        // Not `Finish`: the decoder would take missing input as zeroes, which may decode to data.
         let status = stream.decompress(input, output, FlushDecompress::None);
         let now = (stream.total_in(), stream.total_out());
-        // As in qemu, it is well when the cluster is full, whether the stream ends there or not.
+        // As in qemu, a full cluster is enough, even if the stream continues.
         if now.1 == size && status.is_ok() {
             return true;
         }
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_clusters_only() {
+    fn inflate_fills_exactly_one_cluster() {
         let one = vec![1; SIZE];
         let text: Vec<u8> = (0..SIZE).map(|i| (i / 3 % 251 * (i % 7)) as u8).collect();
         let mut out = vec![0; SIZE];
@@ -88,11 +88,12 @@ mod tests {
             for data in [&one, &text] {
                 let mut packed = pack(data);
                 let len = packed.len();
-                // With what follows in the last sector.
+                // With trailing bytes in the last sector.
                 packed.extend([0xa5; 300]);
                 assert_eq!(inflate(kind, &packed, &mut out), Ok(()));
                 assert!(out == *data);
-                // Cut anywhere. (The end of a stream that has nothing left to say is not needed.)
+                // Truncated input. (A stream decodes without its end marker, so the last bytes are
+                // kept.)
                 for cut in [0, 1, len / 4, len / 2, len * 3 / 4] {
                     assert_eq!(
                         inflate(kind, &packed[..cut], &mut out),
@@ -100,7 +101,7 @@ mod tests {
                         "{kind:?} {cut} of {len}"
                     );
                 }
-                // Too little, and too much, of which only a cluster is wanted.
+                // Content that is too short fails; content that is too long is cut to a cluster.
                 assert_eq!(inflate(kind, &pack(&data[1..]), &mut out), Err(Error::Media));
                 assert_eq!(inflate(kind, &pack(&[data.as_slice(), b"more"].concat()), &mut out), Ok(()));
             }
@@ -108,11 +109,10 @@ mod tests {
         }
     }
 
-    /// A frame that says it needs a window of 128 MiB gets none.
+    /// A frame that asks for a window of 128 MiB is refused.
     #[test]
-    fn huge_windows_are_refused() {
-        // Magic, descriptor without content size, window of 2^(10 + 17); one block of repeated
-        // bytes.
+    fn zstd_window_above_limit_is_refused() {
+        // Magic, descriptor without content size, window of 2^(10 + 17), and one RLE block.
         let mut frame = vec![0x28, 0xb5, 0x2f, 0xfd, 0x00, 17 << 3];
         let block: u32 = 1 | 1 << 1 | (SIZE as u32) << 3;
         frame.extend(&block.to_le_bytes()[..3]);

@@ -1,4 +1,4 @@
-//! A submitted request: read what is needed, go on, until its memory is full.
+//! A submitted read: fetches metadata and clusters until its buffer is full.
 
 use std::mem;
 use std::sync::Arc;
@@ -8,26 +8,24 @@ use freestone_core::sync::{LazyLock, thread};
 use freestone_core::work_queue::WorkQueue;
 
 use super::chain::Chain;
-use super::reader::{Cursor, Need};
+use super::reader::{Cursor, Fetch};
 use super::table::Table;
 
-/// Most threads; unpacking clusters is their only long work.
+/// Maximum number of threads; decompression is their only long work.
 const THREADS_MAX: usize = 4;
 
-/// The threads that carry on requests after their disks have answered: a fixed number for all
-/// images of the process. They never wait for a disk, so a slow one holds up nobody else's
-/// requests.
+/// Threads that continue requests after disk reads: a fixed number for all images of the process.
+/// They never wait for a disk, so a slow disk does not delay other requests.
 pub(super) static THREADS: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| {
     let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
     WorkQueue::with_threads("qcow2", threads)
 });
 
-/// Most bytes that are read apart from the request's own memory.
+/// Maximum number of bytes read at once into a separate buffer.
 const MAX_PIECE_BYTES: u64 = 1 << 20;
 
-/// A read that is under way. It is owned by whoever carries it on at the moment: a thread, a disk's
-/// request, or the list of those that wait for a cluster. Dropped anywhere, it is answered with
-/// "gone".
+/// A read in progress. Whatever continues it owns it: a thread, a disk read, or the list of
+/// requests that wait for a cluster. A dropped job completes with `Gone`.
 pub(super) struct Job {
     chain: Arc<Chain>,
     request: Request,
@@ -37,39 +35,39 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// `buffer` has the length of the request, which is a checked read.
+    /// Creates a job. `request` must be a checked read, and `buffer` must have its length.
     pub fn new(chain: Arc<Chain>, request: Request, buffer: IoBuf, done: Completion) -> Self {
         let cursor = Cursor::new(request.offset, request.len);
         Self { chain, request, cursor, buffer, done }
     }
 
-    /// Goes on until a disk has to be waited for.
+    /// Continues until a disk read is needed.
     pub fn run(mut self) {
         match self.chain.advance(&mut self.cursor, self.request.offset, &mut self.buffer) {
             Ok(Some(need)) => self.fetch(need),
-            Ok(None) => self.answer(Ok(())),
-            Err(error) => self.answer(Err(error)),
+            Ok(None) => self.complete(Ok(())),
+            Err(error) => self.complete(Err(error)),
         }
     }
 
-    fn answer(self, outcome: Result<()>) {
+    fn complete(self, outcome: Result<()>) {
         self.done.complete(outcome, self.buffer);
     }
 
-    fn fetch(mut self, need: Need) {
+    fn fetch(mut self, need: Fetch) {
         match need {
-            Need::Slice { layer, slice } => {
+            Fetch::Slice { layer, slice } => {
                 let len = self.chain.layers[layer].table.as_ref().map_or(0, Table::slice_bytes);
                 self.read(layer, false, slice.host, len, move |mut job, bytes| {
-                    job.chain.take_slice(&mut job.cursor, layer, slice, bytes);
+                    job.chain.store_slice(&mut job.cursor, layer, slice, bytes);
                     job.run();
                 });
             }
-            Need::Data { layer, host, len } => {
+            Fetch::Data { layer, host, len } => {
                 let source = self.chain.layers[layer].clusters();
-                if len == self.request.len && source.is_plain(host, len) {
-                    // The usual case: one read, into the request's own memory, answered by the
-                    // disk's own thread.
+                if len == self.request.len && source.is_aligned(host, len) {
+                    // The common case: one read into the request's own buffer, completed on the
+                    // disk's thread.
                     let chain = Arc::clone(&self.chain);
                     let buffer = mem::replace(&mut self.buffer, IoBuf::empty());
                     let done = self.done;
@@ -80,12 +78,12 @@ impl Job {
                                 layer,
                                 of.layers[layer].clusters(),
                                 host,
-                                super::source::plain(error),
+                                super::source::device_error(error),
                             )
                         });
                         done.complete(outcome, buffer);
                     });
-                    return chain.layers[layer].clusters().start_plain(host, buffer, end);
+                    return chain.layers[layer].clusters().start_aligned(host, buffer, end);
                 }
                 let len = len.min(MAX_PIECE_BYTES);
                 self.read(layer, true, host, len as usize, move |mut job, bytes| {
@@ -95,37 +93,37 @@ impl Job {
                     job.run();
                 });
             }
-            Need::Cluster { layer, number, host, len } => {
+            Fetch::Cluster { layer, number, host, len } => {
                 let Some((job, claim)) = Claim::take(self, layer, number) else { return };
                 job.read(layer, false, host, len as usize, move |mut job, packed| {
-                    let taken = job.chain.take_cluster(&mut job.cursor, layer, number, packed);
-                    // Only now, so that those who waited find it.
+                    let taken = job.chain.store_cluster(&mut job.cursor, layer, number, packed);
+                    // Released only now, so that waiting requests find the cluster in the cache.
                     drop(claim);
                     match taken {
                         Ok(()) => job.run(),
-                        Err(error) => job.answer(Err(error)),
+                        Err(error) => job.complete(Err(error)),
                     }
                 });
             }
         }
     }
 
-    /// Reads bytes of an image, or of where its clusters lie, and goes on with them on one of
-    /// [`THREADS`].
+    /// Reads bytes of an image file, or of its data file if `clusters` is true, and continues with
+    /// them on one of [`THREADS`].
     fn read(
         self,
         layer: usize,
         clusters: bool,
         host: u64,
         len: usize,
-        go_on: impl FnOnce(Self, &[u8]) + Send + 'static,
+        resume: impl FnOnce(Self, &[u8]) + Send + 'static,
     ) {
         let chain = Arc::clone(&self.chain);
         let this = Arc::clone(&chain);
         let of = &this.layers[layer];
         let source = if clusters { of.clusters() } else { &of.source };
         source.start(host, len, move |blocks| {
-            // The thread of the disk only hands on.
+            // The disk's thread must not block, so it only queues the work.
             THREADS.push(move || {
                 let of = &chain.layers[layer];
                 let source = if clusters { of.clusters() } else { &of.source };
@@ -135,10 +133,10 @@ impl Job {
                     Ok(bytes)
                 });
                 match bytes {
-                    Ok(bytes) => go_on(self, &bytes),
+                    Ok(bytes) => resume(self, &bytes),
                     Err(error) => {
                         let error = chain.unreadable(layer, source, host, error);
-                        self.answer(Err(error));
+                        self.complete(Err(error));
                     }
                 }
             });
@@ -146,15 +144,15 @@ impl Job {
     }
 }
 
-/// The right to unpack a cluster. Whoever comes meanwhile waits, and goes on when it is dropped:
-/// the cluster is kept then, or the next one tries.
+/// The exclusive right to decompress a cluster. Other requests for the cluster wait until the claim
+/// is dropped. They then find the cluster in the cache, or the next one claims it.
 struct Claim {
     chain: Arc<Chain>,
     cluster: (usize, u64),
 }
 
 impl Claim {
-    /// The claim and the job back; or the job waits for another's.
+    /// Returns the claim and the job, or `None` if the job now waits for another claim.
     fn take(job: Job, layer: usize, number: u64) -> Option<(Job, Self)> {
         let chain = Arc::clone(&job.chain);
         let cluster = (layer, number);
@@ -173,8 +171,8 @@ impl Claim {
 impl Drop for Claim {
     fn drop(&mut self) {
         let waiting = self.chain.unpacking.lock().remove(&self.cluster);
-        for go_on in waiting.unwrap_or_default() {
-            THREADS.push(go_on);
+        for resume in waiting.unwrap_or_default() {
+            THREADS.push(resume);
         }
     }
 }

@@ -1,33 +1,34 @@
-//! qcow2 images: read-only bases ([`Image`]), and what a fork changed as an overlay ([`delta`]).
+//! qcow2 images as read-only devices ([`Image`]), and the changes of a fork as a qcow2 overlay
+//! ([`delta`]).
 //!
-//! Versions 2 and 3 are read: deflate and zstd compressed clusters, zero clusters, subclusters
-//! (extended L2 entries), chains of backing files (raw or qcow2, at most 64 files), external data
-//! files, images on block devices. Internal snapshots and bitmaps are passed over. Refused, each
-//! with its name: encryption, incompatible features that are not known. As in qemu, an image that is
-//! marked dirty or corrupt can be read; its refcounts are not looked at.
+//! Supported: versions 2 and 3, deflate and zstd compressed clusters, zero clusters, subclusters
+//! (extended L2 entries), backing chains (raw or qcow2, at most 64 files), external data files, and
+//! images on block devices. Internal snapshots and bitmaps are ignored. Encryption and unknown
+//! incompatible features are refused by name. As in qemu, an image that is marked dirty or corrupt
+//! can be read; refcounts are not read.
 //!
-//! **Corrupt images** never panic and cost no more memory than sound ones. An entry that cannot be
-//! (not aligned, behind the end of the file, no whole cluster when unpacked) answers
-//! [`Error::Media`] where it is read, and nowhere else; the log names the file of the chain and
-//! what is wrong, once a minute for each file. A file that ends within its last cluster is
-//! followed by zeroes, as in qemu; one whose clusters lie behind its end was cut off, and there
-//! qemu's zeroes would hide it.
+//! **Corrupt images** cause no panic and use no more memory than sound ones. A read through an
+//! invalid entry (not aligned, beyond the end of the file, or not a whole cluster when
+//! decompressed) fails with [`Error::Media`]; other reads succeed. The log names the file of the
+//! chain and the damage, at most once a minute per file. A file that ends within its last cluster
+//! is padded with zeroes, as in qemu. Clusters that lie beyond the end of the file are an error,
+//! unlike in qemu: zeroes would hide a truncated file.
 //!
-//! **Waiting.** Each image of the chain keeps its L1 table (at most 32 MiB, 16 KiB for 1 TiB with
-//! the usual clusters), parts of its L2 tables and unpacked clusters (at most 16 MiB of each). What
-//! is there, or in the page cache, is read inline; compressed clusters are unpacked on at most four
-//! threads for all images. No request keeps a thread waiting for a disk; opening and
-//! [`Device::extents`] do.
+//! **Blocking.** Each image of the chain caches its whole L1 table (at most 32 MiB; 16 KiB for 1
+//! TiB with 64 KiB clusters), parts of its L2 tables and decompressed clusters (at most 16 MiB of
+//! each). Reads of cached data, here or in the page cache, complete inline. At most four threads,
+//! shared by all images, decompress clusters. No request blocks a thread on a disk; opening an
+//! image and [`Device::extents`] do.
 //!
-//! **Trust.** An image names other files, and they are opened with the rights of this process:
-//! [`Config::standalone`] refuses that. A backing file whose format is not given is probed, as in
-//! qemu.
+//! **Trust.** An image names other files, which are opened with the rights of this process;
+//! [`Config::standalone`] refuses such images. If the format of a backing file is not given, it is
+//! probed, as in qemu.
 //!
-//! **Why not a library.** imago (0.2.6) was looked at: it has no zstd, refuses images that are
-//! marked dirty or corrupt, does not look at the encryption field (an encrypted image would be read
-//! as it lies), and either waits in the caller's thread or needs tokio's locks, as two features
-//! that exclude each other in one program; so neither "what needs no waiting, inline" nor "no
-//! thread per waiting request" could be kept. Decompression is flate2's and zstd's.
+//! **Why not a library.** imago 0.2.6 lacks zstd, refuses images marked dirty or corrupt, and
+//! ignores the encryption field, so an encrypted image would be read as it is. It either blocks the
+//! caller's thread or needs tokio's locks, as two features that exclude each other in one program.
+//! That rules out inline reads combined with requests that block no thread. Decompression uses
+//! flate2 and zstd.
 
 mod block_options;
 mod cache;
@@ -58,44 +59,44 @@ use chain::Chain;
 pub use chain::Format;
 pub use error::{Fault, SetupError};
 use job::Job;
-use reader::{Cursor, Found};
+use reader::{Cursor, Location};
 
-/// Most bytes that one try reads.
+/// Maximum number of bytes that one inline read returns.
 const INLINE_MAX_BYTES: u64 = 256 << 10;
-/// Most places that one call for extents looks at.
+/// Maximum number of runs that one extent query examines.
 const MAX_EXTENT_STEPS: u32 = 1024;
-/// Smallest request in bytes.
+/// Logical block size in bytes.
 const SECTOR_BYTES: u32 = 512;
-/// Preferred smallest request in bytes.
+/// Preferred request size in bytes.
 const PREFERRED_BYTES: u32 = 4096;
 /// Request size at which streaming stops getting faster, in bytes.
 const STREAM_BYTES: u32 = 1 << 20;
 
-/// What to open, and how.
+/// Options for opening an [`Image`].
 #[derive(Debug, Clone)]
 pub struct Config {
     /// The image: a regular file or a block device.
     pub path: PathBuf,
-    /// Refuse an image that names a backing file or a data file.
+    /// Refuses an image that names a backing file or a data file.
     pub standalone: bool,
 }
 
 impl Config {
-    /// The image with all that it stands on.
+    /// Returns options for an image together with its backing chain.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into(), standalone: false }
     }
 }
 
-/// A qcow2 image with all that it stands on, as a read-only device. The files stay locked (shared,
-/// as by [`File`](crate::file::File)) while it is open, and must not be changed by programs that
-/// pay no heed to such locks; [`changed`](Self::changed) tells whether one did.
+/// A qcow2 image with its backing chain, as a read-only device. The files stay locked (shared, as
+/// by [`File`](crate::file::File)) while it is open. Programs that ignore such locks must not
+/// change them; [`changed`](Self::changed) reports if one did.
 pub struct Image {
     chain: Arc<Chain>,
 }
 
-/// Whether a file begins like a qcow2 image. (A raw disk may as well: its first sector is the
-/// guest's to write.)
+/// Returns true if a file begins with the qcow2 magic number. (A raw disk may too: a guest can
+/// write its first sector.)
 ///
 /// # Errors
 /// The file cannot be read.
@@ -106,7 +107,7 @@ pub fn is_qcow2(path: &Path) -> io::Result<bool> {
 }
 
 impl Image {
-    /// Opens an image. Waits for the disk.
+    /// Opens an image and its backing chain. Blocks.
     ///
     /// # Errors
     /// Each [`SetupError`] names the file and what is wrong with it.
@@ -115,36 +116,36 @@ impl Image {
         Ok(Self { chain: Chain::open(&config.path, config.standalone)? })
     }
 
-    /// Every file that belongs to it: the image itself, its data file, and so on down to the last
+    /// Returns the paths of all files: the image itself, its data file, and so on down to the last
     /// backing file.
     pub fn files(&self) -> Vec<PathBuf> {
         self.chain.paths().collect()
     }
 
-    /// The first of its files that changed since it was opened, and how, as of the last look
-    /// ([`look_now`](crate::file::look_now)).
+    /// Returns the first file that changed since it was opened, and the change, as of the last
+    /// check ([`look_now`](crate::file::look_now)).
     pub fn changed(&self) -> Option<(PathBuf, Changed)> {
         self.chain.sources().find_map(|source| Some((source.path(), source.changed()?)))
     }
 
-    /// Returns each of its files with its [identity](crate::file::File::identity). Disks have none.
+    /// Returns each file with its [identity](crate::file::File::identity). Block devices have none
+    /// and are omitted.
     pub fn identities(&self) -> Vec<(PathBuf, String)> {
         self.chain.sources().filter_map(|source| Some((source.path(), source.identity()?))).collect()
     }
 
-    /// What a located run is, for those who ask for extents: kind and length; a raw file may know
-    /// better.
-    fn extent(&self, cursor: &Cursor, found: Found) -> Result<(ExtentKind, u64)> {
+    /// Returns kind and length of a located run. For a run in a raw file, the file system may
+    /// report a hole.
+    fn extent(&self, cursor: &Cursor, found: Location) -> Result<(ExtentKind, u64)> {
         let run = cursor.run();
         let (layer, host) = match found {
-            Found::Data { layer, host } => (&self.chain.layers[layer], host),
-            Found::Zero { kept: true } => return Ok((ExtentKind::Zero, run)),
-            Found::Nowhere | Found::Zero { kept: false } => return Ok((ExtentKind::Hole, run)),
-            Found::Cluster { .. } | Found::Need(_) => return Ok((ExtentKind::Data, run)),
+            Location::Data { layer, host } => (&self.chain.layers[layer], host),
+            Location::Zero { allocated: true } => return Ok((ExtentKind::Zero, run)),
+            Location::Nowhere | Location::Zero { allocated: false } => return Ok((ExtentKind::Hole, run)),
+            Location::Cluster { .. } | Location::Fetch(_) => return Ok((ExtentKind::Data, run)),
         };
-        // Holes of a file in which clusters were put one after the other say nothing that the image
-        // does not say.
-        if layer.table.is_some() || !layer.source.is_plain(host, run) {
+        // Holes of a qcow2 file reflect only how its clusters were allocated.
+        if layer.table.is_some() || !layer.source.is_aligned(host, run) {
             return Ok((ExtentKind::Data, run));
         }
         let mut first = None;
@@ -181,7 +182,7 @@ impl Device for Image {
         let Buffer::Read(out) = buffer else { return Ok(Tried::Done) };
         let mut cursor = Cursor::new(request.offset, request.len.min(INLINE_MAX_BYTES));
         self.chain.advance(&mut cursor, request.offset, out)?;
-        // Whole sectors, as all runs are.
+        // A whole number of sectors, as all runs are.
         Ok(match cursor.at - request.offset {
             0 => Tried::WouldBlock,
             done if done == request.len => Tried::Done,
@@ -198,7 +199,7 @@ impl Device for Image {
                 Job::new(Arc::clone(&self.chain), request, buffer, done).run();
             }
             Op::Read => done.complete(Err(Error::Misaligned), buffer),
-            // A flush: there is nothing to make durable.
+            // A flush has nothing to write.
             _ => done.complete(Ok(()), buffer),
         }
     }
@@ -206,15 +207,14 @@ impl Device for Image {
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
         let end = range_end(offset, len, self.chain.size())?;
         let mut cursor = Cursor::new(offset, end - offset);
-        // Neighbours of one kind in different tables or files are one row.
+        // Adjacent runs of one kind in different tables or files become one row.
         let mut pending: Option<Extent> = None;
         for _ in 0..MAX_EXTENT_STEPS {
             let at = cursor.at;
-            let next = self.chain.locate_waiting(&mut cursor).and_then(|found| self.extent(&cursor, found));
+            let next = self.chain.locate_blocking(&mut cursor).and_then(|found| self.extent(&cursor, found));
             let (kind, len) = match (next, pending) {
                 (Ok(next), _) => next,
-                // What was found before an error is worth telling; the next call meets the error
-                // again.
+                // Rows found before the error are reported; the next call meets the error again.
                 (Err(_), Some(_)) => break,
                 (Err(error), None) => return Err(error),
             };

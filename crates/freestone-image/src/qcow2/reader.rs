@@ -1,4 +1,4 @@
-//! Reading through a chain of images, as far as it goes without waiting.
+//! Reads through a backing chain as far as possible without blocking.
 
 use std::sync::Arc;
 
@@ -10,44 +10,43 @@ use super::inflate::inflate;
 use super::source::Source;
 use super::table::{Entry, SliceAt};
 
-/// How far a range has been read, and what was found out on the way. What had to be waited for is
-/// kept here and not only in the caches: another request may push it out of those at once.
+/// Position of a read in its range. The cursor also keeps the slice and cluster that it waited for:
+/// another request may evict them from the caches at once.
 #[derive(Default)]
 pub(super) struct Cursor {
-    /// The next byte, and the end of the range.
+    /// Next byte and end of the range.
     pub at: u64,
     pub end: u64,
-    /// The image that the next byte is looked for in, and how many bytes are looked for.
+    /// Layer that is searched for the next byte, and length of the current run in bytes.
     layer: usize,
     run: u64,
     slice: Option<(usize, SliceAt, Arc<[u64]>)>,
     cluster: Option<(usize, u64, Arc<[u8]>)>,
 }
 
-/// What must be read from a disk before a cursor can go on.
+/// Data that must be read from a disk before a cursor can advance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Need {
-    /// Metadata.
+pub(super) enum Fetch {
+    /// A slice of an L2 table.
     Slice { layer: usize, slice: SliceAt },
-    /// Data for the next `len` bytes, at this byte of the file.
+    /// Data of the next `len` bytes, at byte `host` of the file.
     Data { layer: usize, host: u64, len: u64 },
-    /// A compressed cluster, by its number on the disk.
+    /// A compressed cluster; `number` is its index on the virtual disk.
     Cluster { layer: usize, number: u64, host: u64, len: u64 },
 }
 
-/// What the next bytes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Found {
-    /// No image has them.
+pub(super) enum Location {
+    /// Not allocated in any layer.
     Nowhere,
-    /// Zeroes in an image, with or without a place.
-    Zero { kept: bool },
-    /// Data of an image.
+    /// Reads as zeroes; `allocated` if the zero cluster has space in the file.
+    Zero { allocated: bool },
+    /// Data at byte `host` of a layer's file.
     Data { layer: usize, host: u64 },
-    /// A part of a compressed cluster.
+    /// Part of a compressed cluster.
     Cluster { layer: usize, number: u64, host: u64, len: u64 },
-    /// Unknown yet.
-    Need(Need),
+    /// Unknown until metadata is read.
+    Fetch(Fetch),
 }
 
 impl Cursor {
@@ -56,12 +55,11 @@ impl Cursor {
         Self { at: offset, end, run: len, ..Self::default() }
     }
 
-    /// How many of the next bytes are of one kind, once they have been located.
+    /// Returns the length of the located run in bytes.
     pub fn run(&self) -> u64 {
         self.run
     }
 
-    /// `len` bytes are done.
     pub fn pass(&mut self, len: u64) {
         self.at += len;
         self.layer = 0;
@@ -70,15 +68,16 @@ impl Cursor {
 }
 
 impl Chain {
-    /// Finds out what the next bytes are; [`Cursor::run`] then says how many. Metadata is read
-    /// where that needs no waiting.
-    pub fn locate(&self, cursor: &mut Cursor) -> Result<Found> {
+    /// Locates the run at the cursor and sets [`Cursor::run`]. Reads metadata only if that does not
+    /// block.
+    pub fn locate(&self, cursor: &mut Cursor) -> Result<Location> {
         while let Some(layer) = self.layers.get(cursor.layer) {
-            // A smaller image under a larger one is followed by zeroes, whatever it stands on.
+            // A backing image that is smaller than its overlay is followed by zeroes, whatever its
+            // own backing file holds.
             let Some(rest) = layer.size.checked_sub(cursor.at).filter(|&rest| rest > 0) else { break };
             cursor.run = cursor.run.min(rest);
             let Some(table) = &layer.table else {
-                return Ok(Found::Data { layer: cursor.layer, host: cursor.at });
+                return Ok(Location::Data { layer: cursor.layer, host: cursor.at });
             };
             let (at, number) = (cursor.at, cursor.layer);
             let damaged = |damage| self.damaged(number, at, damage);
@@ -92,7 +91,7 @@ impl Chain {
                 Some((of, held, entries)) if (*of, *held) == (cursor.layer, slice) => Arc::clone(entries),
                 _ => match self.slice(number, at, slice)? {
                     Some(entries) => entries,
-                    None => return Ok(Found::Need(Need::Slice { layer: cursor.layer, slice })),
+                    None => return Ok(Location::Fetch(Fetch::Slice { layer: cursor.layer, slice })),
                 },
             };
             let (entry, run) = table.entry(&entries, at, cursor.run).map_err(damaged)?;
@@ -103,38 +102,38 @@ impl Chain {
                     cursor.layer += 1;
                     continue;
                 }
-                Entry::Zero { kept } => Found::Zero { kept },
+                Entry::Zero { allocated } => Location::Zero { allocated },
                 Entry::Data { host } => {
-                    // The end of a data file may be missing, and so may the end of the last
-                    // cluster; whole ones may not.
+                    // A data file may be short, and so may the last cluster of an image; a whole
+                    // missing cluster is damage.
                     if layer.data.is_none() {
                         let cluster = table.header.cluster_bytes();
                         let end = layer.source.len().next_multiple_of(cluster);
                         let there = end.checked_sub(host).filter(|&there| there > 0 && host >= cluster);
                         cursor.run = cursor.run.min(there.ok_or_else(|| damaged(Damage::Place(host)))?);
                     }
-                    Found::Data { layer: cursor.layer, host }
+                    Location::Data { layer: cursor.layer, host }
                 }
                 Entry::Compressed { host, len } => {
-                    // Counted in sectors, of which the file may have the beginning. Zeroes in the
-                    // place of what it does not have might be unpacked into something.
+                    // The length is counted in sectors, and the file may end within the last one.
+                    // The decompressor must not get zeroes in place of missing bytes.
                     let len = len.min(layer.source.len().saturating_sub(host));
                     if len == 0 {
                         return Err(damaged(Damage::Place(host)));
                     }
                     let number = cursor.at / table.header.cluster_bytes();
-                    Found::Cluster { layer: cursor.layer, number, host, len }
+                    Location::Cluster { layer: cursor.layer, number, host, len }
                 }
             });
         }
-        Ok(Found::Nowhere)
+        Ok(Location::Nowhere)
     }
 
-    /// Entries that are kept, or can be read without waiting.
+    /// Returns the entries of a slice if they are cached or can be read without blocking.
     fn slice(&self, number: usize, at: u64, slice: SliceAt) -> Result<Option<Arc<[u64]>>> {
         let layer = &self.layers[number];
         let Some(table) = &layer.table else { return Err(Error::Media) };
-        if let Some(entries) = table.kept(slice) {
+        if let Some(entries) = table.cached_slice(slice) {
             return Ok(Some(entries));
         }
         let mut bytes = vec![0; table.slice_bytes()];
@@ -143,40 +142,41 @@ impl Chain {
         }
         let read = layer.source.try_read(slice.host, &mut bytes);
         let found = read.map_err(|error| self.unreadable(number, &layer.source, slice.host, error))?;
-        Ok((found == bytes.len()).then(|| table.keep(slice, &bytes)))
+        Ok((found == bytes.len()).then(|| table.cache_slice(slice, &bytes)))
     }
 
-    /// Reads as much of a cursor's range as needs no waiting. `out` is the memory of the range from
-    /// byte `base` on. Says what must be read first; `None` at the end of the range.
-    pub fn advance(&self, cursor: &mut Cursor, base: u64, out: &mut [u8]) -> Result<Option<Need>> {
+    /// Reads as much of the cursor's range as possible without blocking. `out` is the buffer of the
+    /// range that starts at byte `base`. Returns the read that must happen first, or `None` at the
+    /// end of the range.
+    pub fn advance(&self, cursor: &mut Cursor, base: u64, out: &mut [u8]) -> Result<Option<Fetch>> {
         while cursor.at < cursor.end {
             let found = self.locate(cursor)?;
             let from = (cursor.at - base) as usize;
             let to = from + cursor.run as usize;
             let Some(part) = out.get_mut(from..to) else { return Err(Error::Media) };
             let done = match found {
-                Found::Nowhere | Found::Zero { .. } => {
+                Location::Nowhere | Location::Zero { .. } => {
                     part.fill(0);
                     cursor.run
                 }
-                Found::Data { layer, host } => {
+                Location::Data { layer, host } => {
                     let source = self.layers[layer].clusters();
                     let read = source.try_read(host, part);
                     match read.map_err(|error| self.unreadable(layer, source, host, error))? as u64 {
-                        0 => return Ok(Some(Need::Data { layer, host, len: cursor.run })),
+                        0 => return Ok(Some(Fetch::Data { layer, host, len: cursor.run })),
                         done => done,
                     }
                 }
-                Found::Cluster { layer, number, host, len } => {
+                Location::Cluster { layer, number, host, len } => {
                     let Some(cluster) = self.unpacked(cursor, layer, number) else {
-                        return Ok(Some(Need::Cluster { layer, number, host, len }));
+                        return Ok(Some(Fetch::Cluster { layer, number, host, len }));
                     };
-                    // A cluster is at least as long as what is located in it.
-                    let within = cursor.at as usize % cluster.len();
-                    part.copy_from_slice(&cluster[within..within + part.len()]);
+                    // A run never crosses the end of its cluster.
+                    let start_in_cluster = cursor.at as usize % cluster.len();
+                    part.copy_from_slice(&cluster[start_in_cluster..start_in_cluster + part.len()]);
                     cursor.run
                 }
-                Found::Need(need) => return Ok(Some(need)),
+                Location::Fetch(need) => return Ok(Some(need)),
             };
             cursor.pass(done);
         }
@@ -190,15 +190,15 @@ impl Chain {
         }
     }
 
-    /// Takes the bytes of a slice that was needed.
-    pub fn take_slice(&self, cursor: &mut Cursor, layer: usize, slice: SliceAt, bytes: &[u8]) {
+    /// Caches a slice that was read for the cursor.
+    pub fn store_slice(&self, cursor: &mut Cursor, layer: usize, slice: SliceAt, bytes: &[u8]) {
         if let Some(table) = &self.layers[layer].table {
-            cursor.slice = Some((layer, slice, table.keep(slice, bytes)));
+            cursor.slice = Some((layer, slice, table.cache_slice(slice, bytes)));
         }
     }
 
-    /// Takes the bytes of a compressed cluster that was needed.
-    pub fn take_cluster(&self, cursor: &mut Cursor, layer: usize, number: u64, packed: &[u8]) -> Result<()> {
+    /// Decompresses and caches a cluster that was read for the cursor.
+    pub fn store_cluster(&self, cursor: &mut Cursor, layer: usize, number: u64, packed: &[u8]) -> Result<()> {
         let Some(table) = &self.layers[layer].table else { return Err(Error::Media) };
         let mut cluster = vec![0; table.header.cluster_bytes() as usize];
         inflate(table.header.compression, packed, &mut cluster).map_err(|error| match error {
@@ -211,48 +211,48 @@ impl Chain {
         Ok(())
     }
 
-    fn read_waiting(&self, layer: usize, source: &Source, host: u64, out: &mut [u8]) -> Result<()> {
+    fn read_blocking(&self, layer: usize, source: &Source, host: u64, out: &mut [u8]) -> Result<()> {
         source.read(host, out).map_err(|error| self.unreadable(layer, source, host, error))
     }
 
-    /// Reads what is needed, and waits for it. `out` as in [`advance`](Self::advance).
-    pub fn wait(&self, cursor: &mut Cursor, need: Need, base: u64, out: &mut [u8]) -> Result<()> {
+    /// Performs a pending read and blocks. `base` and `out` are as in [`advance`](Self::advance).
+    pub fn perform(&self, cursor: &mut Cursor, need: Fetch, base: u64, out: &mut [u8]) -> Result<()> {
         match need {
-            Need::Slice { layer, slice } => {
+            Fetch::Slice { layer, slice } => {
                 let Some(table) = &self.layers[layer].table else { return Err(Error::Media) };
                 let mut bytes = vec![0; table.slice_bytes()];
-                self.read_waiting(layer, &self.layers[layer].source, slice.host, &mut bytes)?;
-                self.take_slice(cursor, layer, slice, &bytes);
+                self.read_blocking(layer, &self.layers[layer].source, slice.host, &mut bytes)?;
+                self.store_slice(cursor, layer, slice, &bytes);
             }
-            Need::Data { layer, host, len } => {
+            Fetch::Data { layer, host, len } => {
                 let from = (cursor.at - base) as usize;
                 let Some(part) = out.get_mut(from..from + len as usize) else { return Err(Error::Media) };
-                self.read_waiting(layer, self.layers[layer].clusters(), host, part)?;
+                self.read_blocking(layer, self.layers[layer].clusters(), host, part)?;
                 cursor.pass(len);
             }
-            Need::Cluster { layer, number, host, len } => {
+            Fetch::Cluster { layer, number, host, len } => {
                 let mut packed = vec![0; len as usize];
-                self.read_waiting(layer, &self.layers[layer].source, host, &mut packed)?;
-                self.take_cluster(cursor, layer, number, &packed)?;
+                self.read_blocking(layer, &self.layers[layer].source, host, &mut packed)?;
+                self.store_cluster(cursor, layer, number, &packed)?;
             }
         }
         Ok(())
     }
 
-    /// Reads a range and waits for it.
+    /// Reads a range. Blocks.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let mut cursor = Cursor::new(offset, out.len() as u64);
         while let Some(need) = self.advance(&mut cursor, offset, out)? {
-            self.wait(&mut cursor, need, offset, out)?;
+            self.perform(&mut cursor, need, offset, out)?;
         }
         Ok(())
     }
 
-    /// [`locate`](Self::locate), waiting for metadata.
-    pub fn locate_waiting(&self, cursor: &mut Cursor) -> Result<Found> {
+    /// Like [`locate`](Self::locate), but blocks to read metadata.
+    pub fn locate_blocking(&self, cursor: &mut Cursor) -> Result<Location> {
         loop {
             match self.locate(cursor)? {
-                Found::Need(need) => self.wait(cursor, need, cursor.at, &mut [])?,
+                Location::Fetch(need) => self.perform(cursor, need, cursor.at, &mut [])?,
                 found => return Ok(found),
             }
         }

@@ -1,4 +1,4 @@
-//! Bytes of a file that an image consists of: any range, to the exact end of the file.
+//! A file of an image, readable at byte granularity up to its exact end.
 
 use std::path::{Path, PathBuf};
 
@@ -9,15 +9,15 @@ use freestone_core::device::{
 
 use super::error::SetupError;
 
-/// A file that is read only. The device below knows whole blocks; images are written by programs
-/// that do not care.
+/// A read-only file. The device below reads whole blocks only, but an image file may end within a
+/// block.
 #[derive(Debug)]
 pub(super) struct Source {
     file: File,
     block: u64,
-    /// Bytes of whole blocks.
+    /// Bytes of the whole blocks.
     whole: u64,
-    /// What follows the last whole block.
+    /// Bytes after the last whole block.
     tail: Vec<u8>,
 }
 
@@ -33,40 +33,38 @@ impl Source {
         self.file.path().to_owned()
     }
 
-    /// What became of the file since it was opened.
     pub fn changed(&self) -> Option<Changed> {
         self.file.changed()
     }
 
-    /// See [`File::identity`].
     pub fn identity(&self) -> Option<String> {
         self.file.identity()
     }
 
-    /// Bytes of the file.
     pub fn len(&self) -> u64 {
         self.whole + self.tail.len() as u64
     }
 
-    /// Waits for the disk. Behind the end there are zeroes, here and below.
+    /// Reads any range. Blocks. Bytes beyond the end of the file read as zeroes.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        if self.is_plain(offset, out.len() as u64) {
-            return self.file.read_at(offset, out).map_err(plain);
+        if self.is_aligned(offset, out.len() as u64) {
+            return self.file.read_at(offset, out).map_err(device_error);
         }
         let (from, len) = self.blocks(offset, out.len());
         let mut blocks = IoBuf::zeroed(len)?;
         if len > 0 {
-            self.file.read_at(from, &mut blocks).map_err(plain)?;
+            self.file.read_at(from, &mut blocks).map_err(device_error)?;
         }
         self.gather(offset, &blocks, out);
         Ok(())
     }
 
-    /// Reads what needs no waiting: a number of bytes from the start, perhaps none.
+    /// Reads a range without blocking. Returns the number of bytes read from its start, 0 if the
+    /// read would block.
     pub fn try_read(&self, offset: u64, out: &mut [u8]) -> Result<usize> {
-        if self.is_plain(offset, out.len() as u64) {
+        if self.is_aligned(offset, out.len() as u64) {
             let request = Request::read(offset, out.len() as u64);
-            return match self.file.try_io(&request, Buffer::Read(out)).map_err(plain)? {
+            return match self.file.try_io(&request, Buffer::Read(out)).map_err(device_error)? {
                 Tried::Done => Ok(out.len()),
                 Tried::Partly(n) => Ok(n as usize),
                 Tried::WouldBlock => Ok(0),
@@ -76,10 +74,10 @@ impl Source {
         let mut blocks = IoBuf::zeroed(len)?;
         if len > 0 {
             let request = Request::read(from, len as u64);
-            match self.file.try_io(&request, Buffer::Read(&mut blocks)).map_err(plain)? {
+            match self.file.try_io(&request, Buffer::Read(&mut blocks)).map_err(device_error)? {
                 Tried::Done => {}
-                // The rest would have to be put together with what was read; nothing of it is lost
-                // by waiting.
+                // Combining a partial result with a later read gains nothing: the submitted read
+                // repeats it all.
                 Tried::Partly(_) | Tried::WouldBlock => return Ok(0),
             }
         }
@@ -87,25 +85,27 @@ impl Source {
         Ok(out.len())
     }
 
-    /// Whether the range can be read without detours.
-    pub fn is_plain(&self, offset: u64, len: u64) -> bool {
+    /// Returns true if the range consists of whole blocks of the file.
+    pub fn is_aligned(&self, offset: u64, len: u64) -> bool {
         len > 0
             && (offset | len).is_multiple_of(self.block)
             && offset.checked_add(len).is_some_and(|end| end <= self.whole)
     }
 
-    /// Reads a plain range into memory of exactly its length.
-    pub fn start_plain(&self, offset: u64, buffer: IoBuf, done: Completion) {
+    /// Submits a read of an aligned range into a buffer of its length.
+    pub fn start_aligned(&self, offset: u64, buffer: IoBuf, done: Completion) {
         self.file.submit(Request::read(offset, buffer.len() as u64), buffer, done);
     }
 
-    /// Reads the blocks around a range; `done` gets what [`gather`](Self::gather) needs.
+    /// Submits a read of the blocks around a range; `done` gets the blocks for
+    /// [`gather`](Self::gather).
     pub fn start(&self, offset: u64, len: usize, done: impl FnOnce(Result<IoBuf>) + Send + 'static) {
         let (from, len) = self.blocks(offset, len);
         match IoBuf::zeroed(len) {
             Ok(buffer) if len > 0 => {
-                let done =
-                    Completion::new(move |outcome, buffer| done(outcome.map_err(plain).map(|()| buffer)));
+                let done = Completion::new(move |outcome, buffer| {
+                    done(outcome.map_err(device_error).map(|()| buffer));
+                });
                 self.file.submit(Request::read(from, len as u64), buffer, done);
             }
             other => done(other),
@@ -120,12 +120,12 @@ impl Source {
         overlay(offset, out, self.whole, &self.tail);
     }
 
-    /// Extents of a plain range.
     pub fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
-        self.file.extents(offset, len, row).map_err(plain)
+        self.file.extents(offset, len, row).map_err(device_error)
     }
 
-    /// The whole blocks around a range that the file has: first byte and length.
+    /// Returns the first byte and length of the whole blocks around a range, up to the last whole
+    /// block of the file.
     fn blocks(&self, offset: u64, len: usize) -> (u64, usize) {
         let end = offset.saturating_add(len as u64);
         let end = end.checked_next_multiple_of(self.block).unwrap_or(u64::MAX).min(self.whole);
@@ -134,8 +134,8 @@ impl Source {
     }
 }
 
-/// Copies the part of `data`, which lies at `data_at`, that falls into `out`, which lies at
-/// `out_at`.
+/// Copies the overlap of `data`, which begins at byte `data_at` of the file, with `out`, which
+/// begins at `out_at`.
 fn overlay(out_at: u64, out: &mut [u8], data_at: u64, data: &[u8]) {
     let start = out_at.max(data_at);
     let end = out_at.saturating_add(out.len() as u64).min(data_at + data.len() as u64);
@@ -146,8 +146,9 @@ fn overlay(out_at: u64, out: &mut [u8], data_at: u64, data: &[u8]) {
     }
 }
 
-/// Answers of a file below, in terms of a device above it.
-pub(super) fn plain(error: Error) -> Error {
+/// Maps an error of a file to an error of the image device: all but `NoMemory` and `Gone` become
+/// `Media`.
+pub(super) fn device_error(error: Error) -> Error {
     match error {
         Error::NoMemory | Error::Gone => error,
         _ => Error::Media,

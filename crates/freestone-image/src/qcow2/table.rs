@@ -1,5 +1,5 @@
-//! Where the clusters of one image lie: its L1 table, slices of its L2 tables, and what an entry
-//! says.
+//! Cluster mapping of one image: its L1 table, cached slices of its L2 tables, and the decoding of
+//! their entries.
 
 use std::sync::Arc;
 
@@ -10,46 +10,46 @@ use super::error::Damage;
 use super::header::{Header, SUBCLUSTERS};
 use super::source::Source;
 
-/// Entries of one slice of an L2 table, what is read and kept at once (or a whole table where
-/// clusters are smaller).
+/// Bytes of one slice of an L2 table, the unit of reading and caching. Smaller clusters make the
+/// whole table one slice.
 const SLICE_BYTES: u64 = 4096;
-/// Most bytes of slices that one image keeps: enough for a disk of 128 GiB with clusters of 64 KiB.
+/// Maximum number of bytes of cached slices per image: enough for a disk of 128 GiB with 64 KiB
+/// clusters.
 const MAX_SLICES_BYTES: u64 = 16 << 20;
-/// Most bytes of unpacked clusters that one image keeps.
+/// Maximum number of bytes of decompressed clusters cached per image.
 const MAX_UNPACKED_BYTES: u64 = 16 << 20;
 
 const L1_OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 const L2_OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// The cluster has one user. Also: with a data file, offset 0 is a place there.
+/// The cluster has refcount 1. With a data file, also marks offset 0 as allocated.
 pub(super) const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
-/// Reads as zeroes, with or without a place.
+/// The cluster reads as zeroes, allocated or not.
 pub(super) const ZERO: u64 = 1;
 
-/// The metadata of an image.
 pub(super) struct Table {
     pub header: Header,
     l1: Box<[u64]>,
     slice_bytes: u64,
     slices: Cache<[u64]>,
-    /// Compressed clusters that were read, unpacked.
+    /// Cache of decompressed clusters.
     pub unpacked: Cache<[u8]>,
 }
 
-/// What an entry says of a cluster.
+/// Decoded L2 entry of a cluster or subcluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Entry {
-    /// Nothing: the backing file has it.
+    /// Not allocated: the backing file has the data.
     Absent,
-    /// Zeroes, with or without a place for data.
-    Zero { kept: bool },
-    /// Data, at this byte.
+    /// Reads as zeroes; `allocated` if it has space in the file.
+    Zero { allocated: bool },
+    /// Data at byte `host`.
     Data { host: u64 },
-    /// Compressed data: at most so many bytes from here.
+    /// Compressed data of at most `len` bytes from byte `host`.
     Compressed { host: u64, len: u64 },
 }
 
-/// A part of an L2 table: its number on the disk, and where it lies.
+/// A slice of an L2 table: its index on the virtual disk, and its byte in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct SliceAt {
     pub number: u64,
@@ -57,10 +57,10 @@ pub(super) struct SliceAt {
 }
 
 impl Table {
-    /// Reads the L1 table. Waits for the disk.
+    /// Reads the L1 table. Blocks. Returns `None` if the table lies beyond the end of the file.
     pub fn load(header: Header, source: &Source) -> device::Result<Option<Self>> {
         let len = header.l1_entries * 8;
-        // Before anything is allocated for it.
+        // Checked before memory is allocated for the table.
         if header.l1_offset + len > source.len() {
             return Ok(None);
         }
@@ -79,8 +79,8 @@ impl Table {
         }))
     }
 
-    /// The slice with the entry of byte `at`; `None` where there is no table, with the first byte
-    /// that another table is for.
+    /// Returns the slice with the entry for byte `at`, or `None` if the L2 table is not allocated,
+    /// and the first byte that another slice or table describes.
     pub fn slice_at(&self, at: u64) -> Result<(Option<SliceAt>, u64), Damage> {
         let cluster = self.header.cluster_bytes();
         let covered = self.slice_covers();
@@ -98,34 +98,34 @@ impl Table {
         Ok((Some(SliceAt { number, host }), (number + 1) * covered))
     }
 
-    /// Bytes of the disk that a slice describes.
+    /// Returns the bytes of the disk that a slice describes.
     fn slice_covers(&self) -> u64 {
         self.slice_bytes / self.header.entry_bytes * self.header.cluster_bytes()
     }
 
-    /// First bytes of the L2 tables.
+    /// Returns the first byte of each allocated L2 table.
     pub fn tables(&self) -> impl Iterator<Item = u64> {
         self.l1.iter().map(|entry| entry & L1_OFFSET).filter(|&host| host != 0)
     }
 
-    /// Bytes of a slice on disk.
+    /// Returns the bytes of a slice in the file.
     pub fn slice_bytes(&self) -> usize {
         self.slice_bytes as usize
     }
 
-    pub fn kept(&self, slice: SliceAt) -> Option<Arc<[u64]>> {
+    pub fn cached_slice(&self, slice: SliceAt) -> Option<Arc<[u64]>> {
         self.slices.get(slice.number)
     }
 
-    /// Keeps a slice that was read.
-    pub fn keep(&self, slice: SliceAt, bytes: &[u8]) -> Arc<[u64]> {
+    /// Decodes and caches a slice that was read.
+    pub fn cache_slice(&self, slice: SliceAt, bytes: &[u8]) -> Arc<[u64]> {
         let slice_of = Arc::from(numbers(bytes));
         self.slices.put(slice.number, Arc::clone(&slice_of));
         slice_of
     }
 
-    /// What lies at byte `at`, and for how many bytes from there the same goes on: at most `most`,
-    /// within this slice.
+    /// Decodes the entry for byte `at`. Also returns how many bytes from there continue it, at most
+    /// `most` and within this slice.
     pub fn entry(&self, slice: &[u64], at: u64, most: u64) -> Result<(Entry, u64), Damage> {
         let (cluster, unit) = (self.header.cluster_bytes(), self.header.unit_bytes());
         let within = at % unit;
@@ -136,7 +136,7 @@ impl Table {
         } else {
             let end = (at / self.slice_covers() + 1) * self.slice_covers();
             while len < most && at + len < end {
-                // An error of the next one is that one's.
+                // Damage of the next entry is reported when that entry is read.
                 let Ok(next) = self.decode(slice, at + len) else { break };
                 let expected = match first {
                     Entry::Data { host } => Entry::Data { host: host + within + len },
@@ -155,7 +155,7 @@ impl Table {
         Ok((first, len.min(most)))
     }
 
-    /// What a slice says of the cluster or subcluster that begins at byte `at` of the disk.
+    /// Decodes the entry of the cluster or subcluster that begins at byte `at` of the disk.
     fn decode(&self, slice: &[u64], at: u64) -> Result<Entry, Damage> {
         let header = &self.header;
         let cluster = header.cluster_bytes();
@@ -176,9 +176,9 @@ impl Table {
             return Ok(Entry::Compressed { host, len: (sectors + 1) * 512 - host % 512 });
         }
         let host = entry & L2_OFFSET;
-        let has_place = host != 0 || (header.has_data_file && entry & COPIED != 0);
+        let is_allocated = host != 0 || (header.has_data_file && entry & COPIED != 0);
         let (start, within) = (at - at % cluster, at % cluster);
-        if has_place
+        if is_allocated
             && entry & ZERO == 0
             && (!host.is_multiple_of(cluster) || (header.has_data_file && host != start))
         {
@@ -186,21 +186,22 @@ impl Table {
         }
         let Some(&subclusters) = rest.first() else {
             return match entry & ZERO {
-                0 if has_place => Ok(Entry::Data { host: host + within }),
+                0 if is_allocated => Ok(Entry::Data { host: host + within }),
                 0 => Ok(Entry::Absent),
-                // Version 2 had none: a reader of then would have taken it for something else.
+                // Version 2 has no zero clusters; a reader of that version would interpret the bit
+                // differently.
                 _ if header.version < 3 => Err(bad),
-                _ => Ok(Entry::Zero { kept: host != 0 }),
+                _ => Ok(Entry::Zero { allocated: host != 0 }),
             };
         };
         let number = within / header.unit_bytes();
         let is = |bit: u64| subclusters >> bit & 1 == 1;
         match (is(number), is(number + SUBCLUSTERS)) {
-            // Extended entries have no bit for a whole cluster of zeroes.
+            // Extended entries express a zero cluster with subcluster bits only.
             _ if entry & ZERO != 0 => Err(bad),
-            (true, false) if has_place => Ok(Entry::Data { host: host + within }),
+            (true, false) if is_allocated => Ok(Entry::Data { host: host + within }),
             (true, _) => Err(Damage::Subclusters { entry, subclusters }),
-            (false, true) => Ok(Entry::Zero { kept: has_place }),
+            (false, true) => Ok(Entry::Zero { allocated: is_allocated }),
             (false, false) => Ok(Entry::Absent),
         }
     }

@@ -1,5 +1,5 @@
-//! The device contract, asked of exports of our own server: alone, deferred, with one connection and
-//! several, read-only, with devices that have no flush or larger blocks below.
+//! Conformance suite over exports of our own server: plain, deferred, with one and several
+//! connections, read-only, without flush, and with larger blocks.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ fn ram() -> Arc<dyn Device> {
 }
 
 #[test]
-fn a_ram_disk_over_four_connections_and_one() {
+fn ram_disk_over_four_and_one_connections() {
     for connections in [4, 1] {
         let make = || -> Arc<dyn Device> {
             Arc::new(Served::with(ram(), |config| config.connections = connections))
@@ -32,7 +32,7 @@ fn a_ram_disk_over_four_connections_and_one() {
 }
 
 #[test]
-fn behind_a_device_that_defers() {
+fn deferring_wrapper_over_client() {
     let make = || -> Arc<dyn Device> {
         Arc::new(Deferred::new(Arc::new(Served::new(ram())), Policy::Sometimes(30), 5))
     };
@@ -40,7 +40,7 @@ fn behind_a_device_that_defers() {
 }
 
 #[test]
-fn over_a_device_that_defers() {
+fn client_over_deferring_device() {
     let make = || -> Arc<dyn Device> {
         let slow = Deferred::new(ram(), Policy::Sometimes(50), 6);
         Arc::new(Served::new(Arc::new(slow)))
@@ -49,7 +49,7 @@ fn over_a_device_that_defers() {
 }
 
 #[test]
-fn over_blocks_of_4096_bytes_and_of_512() {
+fn client_over_512_and_4096_byte_blocks() {
     for block in [512, 4096] {
         let make =
             || -> Arc<dyn Device> { Arc::new(Served::new(Arc::new(Model::new(SIZE as usize, block)))) };
@@ -58,13 +58,13 @@ fn over_blocks_of_4096_bytes_and_of_512() {
 }
 
 #[test]
-fn read_only() {
+fn read_only_client() {
     let make = || -> Arc<dyn Device> { Arc::new(Served::with(ram(), |config| config.read_only = true)) };
     conformance::check("read-only", &make, options(5));
 }
 
 #[test]
-fn over_a_null_device() {
+fn client_over_null_device() {
     let make = || -> Arc<dyn Device> {
         let config = null::Config::plain(SIZE, 512);
         Arc::new(Served::new(Arc::new(Null::new(config).unwrap())))
@@ -72,9 +72,9 @@ fn over_a_null_device() {
     conformance::check("null", &make, Options { stores: false, ..options(6) });
 }
 
-/// Pages are spilled to an export all the time.
+/// The RAM disk writes pages back to the export all the time.
 #[test]
-fn as_the_backing_device_of_a_ram_disk() {
+fn client_as_backing_device_of_ram_disk() {
     for packed in [true, false] {
         let make = || -> Arc<dyn Device> {
             let backing = Arc::new(Served::new(Arc::new(Model::new(64 << 20, 4096))));

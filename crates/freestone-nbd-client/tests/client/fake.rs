@@ -1,4 +1,4 @@
-//! A server that says what a test has it say.
+//! A scripted NBD server.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -14,18 +14,18 @@ use freestone_nbd_proto::{
 };
 use zerocopy::FromBytes as _;
 
-/// Valid, with flush, FUA, trim, write zeroes.
+/// Flags `HAS_FLAGS`, `SEND_FLUSH`, `SEND_FUA`, `SEND_TRIM` and `SEND_WRITE_ZEROES`.
 pub const FLAGS: u16 = 1 | 4 | 8 | 32 | 64;
 pub const SIZE: u64 = 1 << 20;
 
-/// One connection, from the server's side. What fails here ends it, as a client that leaves does.
+/// The server's side of one connection. An error ends the script, as when the client disconnects.
 pub struct Peer(pub UnixStream);
 
-pub type Talks<T> = Result<T, std::io::Error>;
+pub type PeerResult<T> = Result<T, std::io::Error>;
 
 /// A request, with the data of a write.
 #[derive(Debug)]
-pub struct Asked {
+pub struct ClientRequest {
     pub command: u16,
     pub flags: CommandFlags,
     pub cookie: u64,
@@ -34,44 +34,44 @@ pub struct Asked {
     pub data: Vec<u8>,
 }
 
-/// What the export is said to be.
+/// Properties of the export that the server reports.
 #[derive(Debug, Clone, Copy)]
-pub struct Told {
+pub struct ExportSpec {
     pub size: u64,
     pub flags: u16,
     pub blocks: Option<(u32, u32, u32)>,
     pub structured: bool,
     pub context: bool,
-    /// Knows `GO`.
+    /// Supports `GO`.
     pub go: bool,
 }
 
-pub const TOLD: Told =
-    Told { size: SIZE, flags: FLAGS, blocks: None, structured: true, context: true, go: true };
+pub const DEFAULT_EXPORT: ExportSpec =
+    ExportSpec { size: SIZE, flags: FLAGS, blocks: None, structured: true, context: true, go: true };
 
 impl Peer {
-    pub fn send(&mut self, parts: &[&[u8]]) -> Talks<()> {
+    pub fn send(&mut self, parts: &[&[u8]]) -> PeerResult<()> {
         self.0.write_all(&parts.concat())
     }
 
-    fn bytes<const N: usize>(&mut self) -> Talks<[u8; N]> {
+    fn bytes<const N: usize>(&mut self) -> PeerResult<[u8; N]> {
         let mut bytes = [0; N];
         self.0.read_exact(&mut bytes)?;
         Ok(bytes)
     }
 
-    pub fn greet(&mut self, flags: u16) -> Talks<()> {
+    pub fn greet(&mut self, flags: u16) -> PeerResult<()> {
         self.send(&[&INIT_MAGIC.to_be_bytes(), &OPTION_MAGIC.to_be_bytes(), &flags.to_be_bytes()])?;
         self.bytes::<4>().map(drop)
     }
 
-    /// Hears what the client says, until it leaves.
-    pub fn until_the_end(&mut self) -> Talks<()> {
+    /// Reads and ignores everything until the client disconnects.
+    pub fn drain(&mut self) -> PeerResult<()> {
         std::io::copy(&mut self.0, &mut std::io::sink()).map(drop)
     }
 
-    /// The next option and its data.
-    pub fn option(&mut self) -> Talks<(u32, Vec<u8>)> {
+    /// Reads the next option and its data.
+    pub fn option(&mut self) -> PeerResult<(u32, Vec<u8>)> {
         assert_eq!(u64::from_be_bytes(self.bytes()?), OPTION_MAGIC);
         let kind = u32::from_be_bytes(self.bytes()?);
         let mut data = vec![0; u32::from_be_bytes(self.bytes()?) as usize];
@@ -79,7 +79,7 @@ impl Peer {
         Ok((kind, data))
     }
 
-    pub fn reply(&mut self, option: u32, kind: u32, data: &[u8]) -> Talks<()> {
+    pub fn reply(&mut self, option: u32, kind: u32, data: &[u8]) -> PeerResult<()> {
         self.send(&[
             &OPTION_REPLY_MAGIC.to_be_bytes(),
             &option.to_be_bytes(),
@@ -89,12 +89,12 @@ impl Peer {
         ])
     }
 
-    pub fn export(&mut self, size: u64, flags: u16) -> Talks<()> {
+    pub fn export(&mut self, size: u64, flags: u16) -> PeerResult<()> {
         let data = [&info::EXPORT.to_be_bytes()[..], &size.to_be_bytes(), &flags.to_be_bytes()].concat();
         self.reply(option::GO, reply::INFO, &data)
     }
 
-    pub fn blocks(&mut self, (minimum, preferred, maximum): (u32, u32, u32)) -> Talks<()> {
+    pub fn blocks(&mut self, (minimum, preferred, maximum): (u32, u32, u32)) -> PeerResult<()> {
         let mut data = info::BLOCK_SIZE.to_be_bytes().to_vec();
         for size in [minimum, preferred, maximum] {
             data.extend(size.to_be_bytes());
@@ -102,8 +102,8 @@ impl Peer {
         self.reply(option::GO, reply::INFO, &data)
     }
 
-    /// A handshake in which all is well.
-    pub fn welcome(&mut self, told: Told) -> Talks<()> {
+    /// Performs a valid handshake.
+    pub fn welcome(&mut self, told: ExportSpec) -> PeerResult<()> {
         self.greet(3)?;
         loop {
             let (kind, _) = self.option()?;
@@ -129,7 +129,7 @@ impl Peer {
         }
     }
 
-    pub fn asked(&mut self) -> Talks<Asked> {
+    pub fn request(&mut self) -> PeerResult<ClientRequest> {
         let header = self.bytes::<{ size_of::<RequestHeader>() }>()?;
         let header = RequestHeader::read_from_bytes(&header).unwrap();
         let mut data = Vec::new();
@@ -137,7 +137,7 @@ impl Peer {
             data = vec![0; header.len.get() as usize];
             self.0.read_exact(&mut data)?;
         }
-        Ok(Asked {
+        Ok(ClientRequest {
             command: header.command.get(),
             flags: CommandFlags::from_bits_retain(header.flags.get()),
             cookie: header.cookie.get(),
@@ -147,18 +147,18 @@ impl Peer {
         })
     }
 
-    pub fn simple(&mut self, cookie: u64, error: u32, data: &[u8]) -> Talks<()> {
+    pub fn simple(&mut self, cookie: u64, error: u32, data: &[u8]) -> PeerResult<()> {
         self.send(&[&SIMPLE_REPLY_MAGIC.to_be_bytes(), &error.to_be_bytes(), &cookie.to_be_bytes(), data])
     }
 
-    pub fn chunk(&mut self, cookie: u64, kind: u16, done: bool, payload: &[&[u8]]) -> Talks<()> {
+    pub fn chunk(&mut self, cookie: u64, kind: u16, done: bool, payload: &[&[u8]]) -> PeerResult<()> {
         let payload = payload.concat();
         self.head(cookie, kind, done, payload.len() as u32)?;
         self.send(&[&payload])
     }
 
-    /// The head of a chunk alone.
-    pub fn head(&mut self, cookie: u64, kind: u16, done: bool, len: u32) -> Talks<()> {
+    /// Sends only the header of a chunk.
+    pub fn head(&mut self, cookie: u64, kind: u16, done: bool, len: u32) -> PeerResult<()> {
         self.send(&[
             &STRUCTURED_REPLY_MAGIC.to_be_bytes(),
             &u16::from(done).to_be_bytes(),
@@ -168,23 +168,23 @@ impl Peer {
         ])
     }
 
-    pub fn data(&mut self, cookie: u64, done: bool, offset: u64, data: &[u8]) -> Talks<()> {
+    pub fn data(&mut self, cookie: u64, done: bool, offset: u64, data: &[u8]) -> PeerResult<()> {
         self.chunk(cookie, chunk::OFFSET_DATA, done, &[&offset.to_be_bytes(), data])
     }
 
-    pub fn hole(&mut self, cookie: u64, done: bool, offset: u64, len: u32) -> Talks<()> {
+    pub fn hole(&mut self, cookie: u64, done: bool, offset: u64, len: u32) -> PeerResult<()> {
         self.chunk(cookie, chunk::OFFSET_HOLE, done, &[&offset.to_be_bytes(), &len.to_be_bytes()])
     }
 
-    pub fn error(&mut self, cookie: u64, done: bool, errno: u32, text: &[u8]) -> Talks<()> {
+    pub fn error(&mut self, cookie: u64, done: bool, errno: u32, text: &[u8]) -> PeerResult<()> {
         let len = (text.len() as u16).to_be_bytes();
         self.chunk(cookie, chunk::ERROR, done, &[&errno.to_be_bytes(), &len, text])
     }
 }
 
-type Script = dyn Fn(usize, &mut Peer) -> Talks<()> + Send + Sync;
+type Script = dyn Fn(usize, &mut Peer) -> PeerResult<()> + Send + Sync;
 
-/// A server that follows a script for each connection, which is told its number.
+/// A server that runs a script for each connection; the script gets the connection's number.
 pub struct Fake {
     dir: tempfile::TempDir,
     stop: Arc<AtomicBool>,
@@ -193,7 +193,7 @@ pub struct Fake {
 }
 
 impl Fake {
-    pub fn new(script: impl Fn(usize, &mut Peer) -> Talks<()> + Send + Sync + 'static) -> Self {
+    pub fn new(script: impl Fn(usize, &mut Peer) -> PeerResult<()> + Send + Sync + 'static) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("s")).unwrap();
         let (stop, connections) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
@@ -208,7 +208,7 @@ impl Fake {
                     let number = connections.fetch_add(1, Ordering::SeqCst);
                     let script = Arc::clone(&script);
                     std::thread::spawn(move || {
-                        // A client that leaves ends it.
+                        // An error means that the client disconnected.
                         let _ = script(number, &mut Peer(stream.unwrap()));
                     });
                 }
@@ -217,16 +217,16 @@ impl Fake {
         Self { dir, stop, connections, thread: Some(thread) }
     }
 
-    /// With one export after a handshake in which all is well.
+    /// Returns a server that performs a valid handshake and calls `answer` for each request.
     pub fn serving(
-        told: Told,
-        answer: impl Fn(&mut Peer, &Asked) -> Talks<()> + Send + Sync + 'static,
+        told: ExportSpec,
+        answer: impl Fn(&mut Peer, &ClientRequest) -> PeerResult<()> + Send + Sync + 'static,
     ) -> Self {
         Self::new(move |_, peer| {
             peer.welcome(told)?;
             loop {
-                let asked = peer.asked()?;
-                answer(peer, &asked)?;
+                let request = peer.request()?;
+                answer(peer, &request)?;
             }
         })
     }
@@ -238,7 +238,7 @@ impl Fake {
         Config { name: "test".into(), timeout, connections: 1, ..Config::new(uri) }
     }
 
-    /// How many have come.
+    /// Returns the number of connections accepted so far.
     pub fn connections(&self) -> usize {
         self.connections.load(Ordering::SeqCst)
     }

@@ -1,4 +1,4 @@
-//! Servers in this process.
+//! Servers in the test process.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,16 +8,16 @@ use freestone_nbd::{Address, ExportOptions, Limits, Server};
 use freestone_nbd_client::{Config, Nbd, Uri};
 use tempfile::TempDir;
 
-/// How long anything may take.
+/// Timeout of every wait.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A directory with a socket, at which a server is or is not.
-pub struct Place {
+/// A directory with the socket path of a server.
+pub struct TestAddress {
     _dir: TempDir,
     pub address: Address,
 }
 
-impl Place {
+impl TestAddress {
     pub fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let address = Address::Unix(dir.path().join("nbd.sock"));
@@ -32,7 +32,7 @@ impl Place {
         Config { name: "test".into(), ..Config::new(self.uri()) }
     }
 
-    /// A server with this device as its only export.
+    /// Starts a server with this device as its only export.
     pub fn serve(&self, device: Arc<dyn Device>) -> Server {
         self.serve_with(device, ExportOptions::default())
     }
@@ -45,12 +45,12 @@ impl Place {
     }
 }
 
-/// A device of a server, and that server.
+/// A client device with its server.
 pub struct Served {
     pub nbd: Nbd,
-    /// After the device.
+    /// Dropped after the device.
     _server: Server,
-    _place: Place,
+    _place: TestAddress,
 }
 
 impl Served {
@@ -59,7 +59,7 @@ impl Served {
     }
 
     pub fn with(device: Arc<dyn Device>, change: impl FnOnce(&mut Config)) -> Self {
-        let place = Place::new();
+        let place = TestAddress::new();
         let server = place.serve(device);
         let mut config = place.config();
         change(&mut config);
@@ -67,7 +67,7 @@ impl Served {
     }
 }
 
-/// As the device is, so that the suite can have all in one.
+/// Forwards to the client device, so that the conformance suite can own both.
 impl Device for Served {
     fn geometry(&self) -> freestone_core::device::Geometry {
         self.nbd.geometry()
@@ -91,7 +91,7 @@ impl Device for Served {
     }
 }
 
-/// Begins a request; the answer comes to the receiver.
+/// Submits a request; the receiver gets its result.
 pub fn begin(device: &dyn Device, request: Request, data: &[u8]) -> std::sync::mpsc::Receiver<Result<IoBuf>> {
     let (tell, told) = std::sync::mpsc::channel();
     let buffer = match request.op {
@@ -100,19 +100,19 @@ pub fn begin(device: &dyn Device, request: Request, data: &[u8]) -> std::sync::m
         _ => IoBuf::empty(),
     };
     let done = Completion::new(move |outcome, buffer| {
-        // Who asked may not want to know.
+        // The test may have dropped the receiver.
         let _ = tell.send(outcome.map(|()| buffer));
     });
     device.submit(request, buffer, done);
     told
 }
 
-/// The answer, which comes.
-pub fn answer(told: &std::sync::mpsc::Receiver<Result<IoBuf>>) -> Result<IoBuf> {
+/// Waits for the result.
+pub fn wait_result(told: &std::sync::mpsc::Receiver<Result<IoBuf>>) -> Result<IoBuf> {
     told.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("no answer"))
 }
 
-/// Waits for what must come true soon.
+/// Waits until `condition` is true.
 pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     let end = Instant::now() + PATIENCE;
     while !condition() {

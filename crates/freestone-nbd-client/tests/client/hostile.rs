@@ -1,4 +1,4 @@
-//! Servers that are broken or malicious: each gives an error, soon, and never a panic.
+//! Broken or malicious servers cause errors in time, and never a panic.
 
 use std::time::{Duration, Instant};
 
@@ -7,9 +7,9 @@ use freestone_nbd_client::{Nbd, SetupError};
 use freestone_nbd_proto::{chunk, command, errno, option, reply};
 use freestone_testkit::Rng;
 
-use crate::fake::{Asked, FLAGS, Fake, Peer, SIZE, TOLD, Talks, Told};
+use crate::fake::{ClientRequest, DEFAULT_EXPORT, ExportSpec, FLAGS, Fake, Peer, PeerResult, SIZE};
 
-const OLD: Told = Told { structured: false, context: false, ..TOLD };
+const OLD: ExportSpec = ExportSpec { structured: false, context: false, ..DEFAULT_EXPORT };
 
 fn why(fake: &Fake) -> String {
     let begun = Instant::now();
@@ -20,19 +20,19 @@ fn why(fake: &Fake) -> String {
 }
 
 #[test]
-fn handshakes_that_break_the_rules_are_refused() {
-    type Case = (&'static str, fn(&mut Peer) -> Talks<()>);
+fn invalid_handshakes_are_refused() {
+    type Case = (&'static str, fn(&mut Peer) -> PeerResult<()>);
     let cases: [Case; 21] = [
         ("closed the connection", |_| Ok(())),
-        ("does not begin as an NBD server", |peer| peer.send(&[b"SSH-2.0-OpenSSH_9.6\r\n......"])),
-        ("of the old style", |peer| peer.send(&[b"NBDMAGIC\x00\x00\x42\x02\x81\x86\x12\x53", &[0; 200]])),
+        ("greeting is not that of an NBD server", |peer| peer.send(&[b"SSH-2.0-OpenSSH_9.6\r\n......"])),
+        ("oldstyle", |peer| peer.send(&[b"NBDMAGIC\x00\x00\x42\x02\x81\x86\x12\x53", &[0; 200]])),
         ("second magic number", |peer| peer.send(&[b"NBDMAGICNBDMAGIC", &[0; 4]])),
         ("magic number of a reply", |peer| {
             peer.greet(3)?;
             peer.option()?;
             peer.send(&[&[0; 20]])
         }),
-        ("does not belong to what was asked", |peer| {
+        ("does not match the option", |peer| {
             peer.greet(3)?;
             peer.option()?;
             peer.reply(option::LIST, reply::ACK, &[])
@@ -43,7 +43,7 @@ fn handshakes_that_break_the_rules_are_refused() {
             peer.send(&[&freestone_nbd_proto::OPTION_REPLY_MAGIC.to_be_bytes(), &[0, 0, 0, 8, 0, 0, 0, 1]])?;
             peer.send(&[&u32::MAX.to_be_bytes()])
         }),
-        ("context that was not asked for", |peer| {
+        ("context that was not requested", |peer| {
             peer.greet(3)?;
             peer.option()?;
             peer.reply(option::STRUCTURED_REPLY, reply::ACK, &[])?;
@@ -63,7 +63,7 @@ fn handshakes_that_break_the_rules_are_refused() {
                 peer.export(SIZE, FLAGS)?;
             }
         }),
-        ("how large the export is", |peer| {
+        ("did not send the size", |peer| {
             peer.welcome_to(option::GO)?;
             peer.reply(option::GO, reply::ACK, &[])
         }),
@@ -75,7 +75,7 @@ fn handshakes_that_break_the_rules_are_refused() {
             peer.welcome_to(option::GO)?;
             peer.reply(option::GO, reply::INFO, &[0])
         }),
-        ("there is no such export (\"nope[31m\")", |peer| {
+        ("the export does not exist (\"nope[31m\")", |peer| {
             peer.welcome_to(option::GO)?;
             peer.reply(option::GO, reply::ERR_UNKNOWN, b"nope\x1b[31m\n")
         }),
@@ -87,13 +87,13 @@ fn handshakes_that_break_the_rules_are_refused() {
             peer.welcome_to(option::GO)?;
             peer.reply(option::GO, reply::ERR_SHUTDOWN, &[])
         }),
-        ("is empty", |peer| peer.welcome(Told { size: 0, ..TOLD })),
-        ("2^63", |peer| peer.welcome(Told { size: 1 << 63, ..TOLD })),
-        ("no multiple of its smallest block", |peer| {
-            peer.welcome(Told { size: 1000, blocks: Some((512, 512, 4096)), ..TOLD })
+        ("is empty", |peer| peer.welcome(ExportSpec { size: 0, ..DEFAULT_EXPORT })),
+        ("2^63", |peer| peer.welcome(ExportSpec { size: 1 << 63, ..DEFAULT_EXPORT })),
+        ("not a multiple of its minimum block", |peer| {
+            peer.welcome(ExportSpec { size: 1000, blocks: Some((512, 512, 4096)), ..DEFAULT_EXPORT })
         }),
-        ("no power of two", |peer| peer.welcome(Told { blocks: Some((0, 0, 0)), ..TOLD })),
-        ("flags of the export", |peer| peer.welcome(Told { flags: 0, ..TOLD })),
+        ("not a power of two", |peer| peer.welcome(ExportSpec { blocks: Some((0, 0, 0)), ..DEFAULT_EXPORT })),
+        ("flags of the export", |peer| peer.welcome(ExportSpec { flags: 0, ..DEFAULT_EXPORT })),
     ];
     std::thread::scope(|scope| {
         for (part, script) in cases {
@@ -106,8 +106,8 @@ fn handshakes_that_break_the_rules_are_refused() {
 }
 
 impl Peer {
-    /// Up to this option, of which nothing is answered; all others are not known.
-    fn welcome_to(&mut self, wanted: u32) -> Talks<()> {
+    /// Refuses all options up to `wanted`, which gets no reply.
+    fn welcome_to(&mut self, wanted: u32) -> PeerResult<()> {
         self.greet(3)?;
         loop {
             let (kind, _) = self.option()?;
@@ -121,7 +121,7 @@ impl Peer {
 
 #[test]
 #[ignore = "slow lane"]
-fn a_server_that_says_nothing_is_given_up() {
+fn silent_handshake_times_out() {
     let fake = Fake::new(|_, peer| {
         peer.greet(3)?;
         loop {
@@ -134,9 +134,9 @@ fn a_server_that_says_nothing_is_given_up() {
     assert!((9..60).contains(&begun.elapsed().as_secs()));
 }
 
-/// Reads 8192 bytes at 4096, which must fail, and not take much longer than the timeout. The server is
-/// asked again and again meanwhile.
-fn fails(told: Told, name: &str, answer: fn(&mut Peer, &Asked) -> Talks<()>) {
+/// Checks that a read of 8192 bytes at 4096 fails soon after the timeout. The client reconnects
+/// repeatedly meanwhile.
+fn fails(told: ExportSpec, name: &str, answer: fn(&mut Peer, &ClientRequest) -> PeerResult<()>) {
     let fake = Fake::serving(told, answer);
     let device = Nbd::open(&fake.config()).unwrap();
     let begun = Instant::now();
@@ -148,8 +148,8 @@ fn fails(told: Told, name: &str, answer: fn(&mut Peer, &Asked) -> Talks<()>) {
 }
 
 #[test]
-fn answers_that_break_the_rules_end_the_connection() {
-    type Case = (&'static str, fn(&mut Peer, &Asked) -> Talks<()>);
+fn invalid_replies_end_the_connection() {
+    type Case = (&'static str, fn(&mut Peer, &ClientRequest) -> PeerResult<()>);
     let with_chunks: [Case; 22] = [
         ("no magic", |p, _| p.send(&[&[0; 64]])),
         ("a simple reply to a read", |p, a| p.simple(a.cookie, 0, &[0; 8192])),
@@ -203,12 +203,12 @@ fn answers_that_break_the_rules_end_the_connection() {
     ];
     std::thread::scope(|scope| {
         for (name, answer) in with_chunks.into_iter().chain(more) {
-            scope.spawn(move || fails(TOLD, name, answer));
+            scope.spawn(move || fails(DEFAULT_EXPORT, name, answer));
         }
         for (name, answer) in without.into_iter().take(2) {
             scope.spawn(move || fails(OLD, name, answer));
         }
-        // What follows the data is no reply.
+        // The bytes after the data are not a valid reply.
         scope.spawn(move || {
             let fake = Fake::serving(OLD, without[2].1);
             let device = Nbd::open(&fake.config()).unwrap();
@@ -218,46 +218,46 @@ fn answers_that_break_the_rules_end_the_connection() {
     });
 }
 
-/// Block status comes, and its end does not: it is asked for again, and nothing of it is used twice.
+/// A block status reply is cut off: the query is sent again, and its first half is not used.
 #[test]
-fn half_an_answer_is_forgotten() {
+fn partial_block_status_is_dropped() {
     let fake = Fake::new(|number, peer| {
-        peer.welcome(TOLD)?;
-        let asked = peer.asked()?;
-        let rows = [&7_u32.to_be_bytes()[..], &asked.len.to_be_bytes(), &3_u32.to_be_bytes()];
-        peer.chunk(asked.cookie, chunk::BLOCK_STATUS, number > 0, &rows)?;
-        if number > 0 { peer.until_the_end() } else { Ok(()) }
+        peer.welcome(DEFAULT_EXPORT)?;
+        let request = peer.request()?;
+        let rows = [&7_u32.to_be_bytes()[..], &request.len.to_be_bytes(), &3_u32.to_be_bytes()];
+        peer.chunk(request.cookie, chunk::BLOCK_STATUS, number > 0, &rows)?;
+        if number > 0 { peer.drain() } else { Ok(()) }
     });
     let device = Nbd::open(&fake.config()).unwrap();
     assert_eq!(device.extents(0, SIZE, &mut |_| true), Ok(SIZE));
     assert_eq!(fake.connections(), 2);
 }
 
-/// Answers of which any byte is another one, or which end anywhere.
+/// Replies with a flipped bit or truncated anywhere.
 #[test]
-fn any_damage_gives_the_data_or_an_error() {
+fn damaged_reply_gives_data_or_error() {
     std::thread::scope(|scope| {
         for seed in 0..48 {
             scope.spawn(move || {
-                let fake = Fake::serving(TOLD, move |peer, asked| {
+                let fake = Fake::serving(DEFAULT_EXPORT, move |peer, request| {
                     let mut rng = Rng::new(seed);
                     let mut answer = Vec::new();
                     for (kind, last, payload) in [
-                        (chunk::OFFSET_DATA, 0_u16, [&asked.offset.to_be_bytes()[..], &[1; 512]].concat()),
+                        (chunk::OFFSET_DATA, 0_u16, [&request.offset.to_be_bytes()[..], &[1; 512]].concat()),
                         (
                             chunk::OFFSET_HOLE,
                             1,
-                            [&(asked.offset + 512).to_be_bytes()[..], &512_u32.to_be_bytes()].concat(),
+                            [&(request.offset + 512).to_be_bytes()[..], &512_u32.to_be_bytes()].concat(),
                         ),
                     ] {
                         answer.extend(freestone_nbd_proto::STRUCTURED_REPLY_MAGIC.to_be_bytes());
                         answer.extend(last.to_be_bytes());
                         answer.extend(kind.to_be_bytes());
-                        answer.extend(asked.cookie.to_be_bytes());
+                        answer.extend(request.cookie.to_be_bytes());
                         answer.extend((payload.len() as u32).to_be_bytes());
                         answer.extend(payload);
                     }
-                    // The heads are what is looked at.
+                    // Damages only the chunk headers, which are validated.
                     let at = [rng.below(28), 540 + rng.below(32)][rng.below(2) as usize] as usize;
                     answer[at] ^= 1 << rng.below(8);
                     if rng.chance(20) {
@@ -269,7 +269,7 @@ fn any_damage_gives_the_data_or_an_error() {
                 let mut data = [9; 1024];
                 let begun = Instant::now();
                 match device.read_at(2048, &mut data) {
-                    // Flags that mean nothing.
+                    // The damaged flag has no meaning.
                     Ok(()) => assert!(data[..512] == [1; 512] && data[512..] == [0; 512], "{seed}"),
                     Err(error) => assert_eq!(error, Error::Media, "{seed}"),
                 }
@@ -280,17 +280,17 @@ fn any_damage_gives_the_data_or_an_error() {
 }
 
 #[test]
-fn a_request_that_is_never_answered_fails_in_time() {
-    let fake = Fake::serving(TOLD, |peer, asked| {
-        // All others are answered.
-        if asked.command == command::READ { Ok(()) } else { peer.chunk(asked.cookie, 0, true, &[]) }
+fn request_without_reply_times_out() {
+    let fake = Fake::serving(DEFAULT_EXPORT, |peer, request| {
+        // Only reads get no reply.
+        if request.command == command::READ { Ok(()) } else { peer.chunk(request.cookie, 0, true, &[]) }
     });
     let device = Nbd::open(&fake.config()).unwrap();
     let begun = Instant::now();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while begun.elapsed() < Duration::from_millis(2500) {
-                // The connection is not silent. What is cut off with it is asked again.
+                // The connection is not idle. Writes that are cut off with it are sent again.
                 assert_eq!(device.write_at(65536, &[1; 512], Flags::empty()), Ok(()));
             }
         });
@@ -300,14 +300,14 @@ fn a_request_that_is_never_answered_fails_in_time() {
 }
 
 #[test]
-fn chunks_in_any_order_and_holes_are_put_together() {
-    let fake = Fake::serving(TOLD, |peer, asked| {
-        assert_eq!((asked.offset, asked.len), (4096, 8192));
-        peer.hole(asked.cookie, false, 8192, 1024)?;
-        peer.data(asked.cookie, false, 9216, &[3; 3072])?;
-        peer.data(asked.cookie, false, 4096, &[1; 100])?;
-        peer.data(asked.cookie, false, 4196, &[2; 3996])?;
-        peer.chunk(asked.cookie, chunk::NONE, true, &[])
+fn chunks_and_holes_in_any_order_are_merged() {
+    let fake = Fake::serving(DEFAULT_EXPORT, |peer, request| {
+        assert_eq!((request.offset, request.len), (4096, 8192));
+        peer.hole(request.cookie, false, 8192, 1024)?;
+        peer.data(request.cookie, false, 9216, &[3; 3072])?;
+        peer.data(request.cookie, false, 4096, &[1; 100])?;
+        peer.data(request.cookie, false, 4196, &[2; 3996])?;
+        peer.chunk(request.cookie, chunk::NONE, true, &[])
     });
     let device = Nbd::open(&fake.config()).unwrap();
     let mut data = vec![9; 8192];
@@ -318,15 +318,15 @@ fn chunks_in_any_order_and_holes_are_put_together() {
 }
 
 #[test]
-fn errors_of_the_server_are_told_and_the_connection_goes_on() {
-    let fake = Fake::serving(TOLD, |peer, asked| {
-        let number = asked.offset as u32 / 512;
-        if asked.command == command::READ {
-            // Data before the error, and a text as long as it can be.
-            peer.data(asked.cookie, false, asked.offset, &[1; 256])?;
+fn server_errors_are_mapped_and_connection_stays() {
+    let fake = Fake::serving(DEFAULT_EXPORT, |peer, request| {
+        let number = request.offset as u32 / 512;
+        if request.command == command::READ {
+            // Data before the error, and the longest possible text.
+            peer.data(request.cookie, false, request.offset, &[1; 256])?;
         }
-        peer.error(asked.cookie, false, number, &vec![b'x'; u16::MAX as usize])?;
-        peer.chunk(asked.cookie, chunk::NONE, true, &[])
+        peer.error(request.cookie, false, number, &vec![b'x'; u16::MAX as usize])?;
+        peer.chunk(request.cookie, chunk::NONE, true, &[])
     });
     let device = Nbd::open(&fake.config()).unwrap();
     for (number, read, write) in [
@@ -348,15 +348,15 @@ fn errors_of_the_server_are_told_and_the_connection_goes_on() {
 }
 
 #[test]
-fn a_server_that_shuts_down_is_asked_again_when_it_is_back() {
+fn requests_are_resent_after_server_shutdown() {
     let fake = Fake::new(|number, peer| {
-        peer.welcome(TOLD)?;
+        peer.welcome(DEFAULT_EXPORT)?;
         loop {
-            let asked = peer.asked()?;
+            let request = peer.request()?;
             if number < 2 {
-                peer.error(asked.cookie, true, errno::SHUTDOWN, b"going")?;
+                peer.error(request.cookie, true, errno::SHUTDOWN, b"going")?;
             } else {
-                peer.data(asked.cookie, true, asked.offset, &[5; 512])?;
+                peer.data(request.cookie, true, request.offset, &[5; 512])?;
             }
         }
     });
@@ -367,14 +367,14 @@ fn a_server_that_shuts_down_is_asked_again_when_it_is_back() {
 }
 
 #[test]
-fn old_servers_work() {
-    // Without chunks; without `GO` either, and with the padding of the oldest.
+fn old_handshakes_are_supported() {
+    // Without structured replies; also without `GO`, and with the padding of the oldest servers.
     for (told, padded) in
-        [(OLD, false), (Told { go: false, ..OLD }, false), (Told { go: false, ..OLD }, true)]
+        [(OLD, false), (ExportSpec { go: false, ..OLD }, false), (ExportSpec { go: false, ..OLD }, true)]
     {
         let fake = Fake::new(move |_, peer| {
             if padded {
-                // No numbered options at all.
+                // Not fixed newstyle.
                 peer.greet(0)?;
                 assert_eq!(peer.option()?, (option::EXPORT_NAME, b"x".to_vec()));
                 peer.send(&[&told.size.to_be_bytes(), &told.flags.to_be_bytes(), &[0; 124]])?;
@@ -382,9 +382,10 @@ fn old_servers_work() {
                 peer.welcome(told)?;
             }
             loop {
-                let asked = peer.asked()?;
-                let data = if asked.command == command::READ { vec![6; asked.len as usize] } else { vec![] };
-                peer.simple(asked.cookie, 0, &data)?;
+                let request = peer.request()?;
+                let data =
+                    if request.command == command::READ { vec![6; request.len as usize] } else { vec![] };
+                peer.simple(request.cookie, 0, &data)?;
             }
         });
         let device = Nbd::open(&fake.config()).unwrap();
@@ -401,7 +402,7 @@ fn old_servers_work() {
 }
 
 #[test]
-fn block_status_is_checked() {
+fn invalid_block_status_fails_query() {
     type Case = (&'static str, u32, &'static [(u32, u32)]);
     let cases: [Case; 4] = [
         ("nothing", 7, &[]),
@@ -412,14 +413,16 @@ fn block_status_is_checked() {
     std::thread::scope(|scope| {
         for (name, id, rows) in cases {
             scope.spawn(move || {
-                let fake = Fake::serving(TOLD, move |peer, asked| status(peer, asked, id, rows));
+                let fake =
+                    Fake::serving(DEFAULT_EXPORT, move |peer, request| status(peer, request, id, rows));
                 let device = Nbd::open(&fake.config()).unwrap();
                 assert_eq!(device.extents(0, SIZE, &mut |_| true), Err(Error::Media), "{name}");
             });
         }
     });
-    let fake =
-        Fake::serving(TOLD, |peer, asked| status(peer, asked, 7, &[(4096, 3), (4096, 2), (1 << 30, 0)]));
+    let fake = Fake::serving(DEFAULT_EXPORT, |peer, request| {
+        status(peer, request, 7, &[(4096, 3), (4096, 2), (1 << 30, 0)])
+    });
     let device = Nbd::open(&fake.config()).unwrap();
     let mut kinds = Vec::new();
     assert_eq!(device.extents(0, SIZE, &mut |row| (kinds.push((row.len, row.kind)), true).1), Ok(SIZE));
@@ -427,26 +430,26 @@ fn block_status_is_checked() {
     assert_eq!(kinds, [(4096, ExtentKind::Hole), (4096, ExtentKind::Zero), (rest, ExtentKind::Data)]);
 }
 
-fn status(peer: &mut Peer, asked: &Asked, id: u32, rows: &[(u32, u32)]) -> Talks<()> {
-    assert_eq!(asked.command, command::BLOCK_STATUS);
+fn status(peer: &mut Peer, request: &ClientRequest, id: u32, rows: &[(u32, u32)]) -> PeerResult<()> {
+    assert_eq!(request.command, command::BLOCK_STATUS);
     let mut bytes = id.to_be_bytes().to_vec();
     for (len, flags) in rows {
         bytes.extend(len.to_be_bytes());
         bytes.extend(flags.to_be_bytes());
     }
-    peer.chunk(asked.cookie, chunk::BLOCK_STATUS, true, &[&bytes])
+    peer.chunk(request.cookie, chunk::BLOCK_STATUS, true, &[&bytes])
 }
 
 #[test]
-fn an_export_that_ends_within_a_block_is_read_and_written_to_its_end() {
-    let told = Told { size: 1000, blocks: Some((1, 4096, 1 << 20)), ..TOLD };
-    let fake = Fake::serving(told, |peer, asked| {
-        assert_eq!(asked.offset + u64::from(asked.len), 1000);
-        if asked.command == command::READ {
-            peer.data(asked.cookie, true, asked.offset, &vec![4; asked.len as usize])
+fn export_ending_within_block_is_fully_accessible() {
+    let told = ExportSpec { size: 1000, blocks: Some((1, 4096, 1 << 20)), ..DEFAULT_EXPORT };
+    let fake = Fake::serving(told, |peer, request| {
+        assert_eq!(request.offset + u64::from(request.len), 1000);
+        if request.command == command::READ {
+            peer.data(request.cookie, true, request.offset, &vec![4; request.len as usize])
         } else {
-            assert_eq!(asked.data, vec![8; asked.len as usize]);
-            peer.chunk(asked.cookie, chunk::NONE, true, &[])
+            assert_eq!(request.data, vec![8; request.len as usize]);
+            peer.chunk(request.cookie, chunk::NONE, true, &[])
         }
     });
     let device = Nbd::open(&fake.config()).unwrap();

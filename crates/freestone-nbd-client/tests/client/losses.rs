@@ -1,5 +1,5 @@
-//! Servers that go and come back: what was answered and flushed is there, who flushes is told of what
-//! may be lost, and nobody waits for ever.
+//! Lost connections and restarted servers: flushed data survives, flushes report possible losses,
+//! and no request waits forever.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -14,19 +14,19 @@ use freestone_nbd::{ExportOptions, Server};
 use freestone_nbd_client::{Config, Nbd};
 use freestone_testkit::{Model, Rng};
 
-use crate::fake::{Fake, TOLD, Told};
-use crate::harness::{Place, answer, begin, eventually};
+use crate::fake::{DEFAULT_EXPORT, ExportSpec, Fake};
+use crate::harness::{TestAddress, begin, eventually, wait_result};
 
 const SIZE: usize = 1 << 20;
 const BLOCK: usize = 512;
 
-/// A disk with a cache that a crash empties: what was flushed is in `stable`.
-struct Cached {
+/// A disk with a volatile cache; `stable` holds the flushed content.
+struct CachedDisk {
     cache: Model,
     stable: Mutex<Vec<u8>>,
 }
 
-impl Cached {
+impl CachedDisk {
     fn new(stable: Vec<u8>) -> Arc<Self> {
         let cache = Model::new(stable.len(), BLOCK as u32);
         cache.write_at(0, &stable, Flags::empty()).unwrap();
@@ -44,7 +44,7 @@ impl Cached {
     }
 }
 
-impl Device for Cached {
+impl Device for CachedDisk {
     fn geometry(&self) -> Geometry {
         Geometry { volatile_cache: true, ..self.cache.geometry() }
     }
@@ -69,31 +69,31 @@ impl Device for Cached {
     }
 }
 
-/// A server over such a disk that can be killed.
-struct Machine {
-    place: Place,
-    running: Option<(Server, Arc<Cached>)>,
+/// A server over a [`CachedDisk`] that can crash.
+struct CrashServer {
+    place: TestAddress,
+    running: Option<(Server, Arc<CachedDisk>)>,
     stable: Vec<u8>,
 }
 
-impl Machine {
+impl CrashServer {
     fn new() -> Self {
-        let mut machine = Self { place: Place::new(), running: None, stable: vec![0; SIZE] };
+        let mut machine = Self { place: TestAddress::new(), running: None, stable: vec![0; SIZE] };
         machine.start();
         machine
     }
 
     fn start(&mut self) {
-        let disk = Cached::new(std::mem::take(&mut self.stable));
+        let disk = CachedDisk::new(std::mem::take(&mut self.stable));
         self.running = Some((self.place.serve(disk.clone()), disk));
     }
 
-    /// Cuts all connections, with no answer to what they had in flight, and loses the cache.
+    /// Crashes the server: cuts all connections without replies and loses the cache.
     fn kill(&mut self) {
         let (server, disk) = self.running.take().unwrap();
         server.restart("disk", || {});
         drop(server);
-        // A client may have come back between.
+        // A client may have reconnected after the restart.
         self.stable = disk.stable();
     }
 
@@ -114,10 +114,10 @@ impl Machine {
 const LONG: Duration = Duration::from_secs(20);
 
 #[test]
-fn the_flush_after_a_loss_fails_once_where_answered_writes_may_be_lost() {
-    let mut machine = Machine::new();
+fn flush_fails_once_after_unflushed_writes_are_lost() {
+    let mut machine = CrashServer::new();
     let device = machine.open(LONG);
-    let again = |machine: &mut Machine| {
+    let again = |machine: &mut CrashServer| {
         machine.kill();
         machine.start();
     };
@@ -132,13 +132,13 @@ fn the_flush_after_a_loss_fails_once_where_answered_writes_may_be_lost() {
     let mut data = [0; BLOCK];
     device.read_at(0, &mut data).unwrap();
     assert_eq!(data, [1; BLOCK]);
-    // Durable by itself.
+    // Written with FUA.
     device.write_at(0, &[2; BLOCK], Flags::FUA).unwrap();
     again(&mut machine);
     assert_eq!(device.flush(), Ok(()));
     device.read_at(0, &mut data).unwrap();
     assert_eq!(data, [2; BLOCK]);
-    // Not flushed: what was answered is gone.
+    // Written without a flush: completed writes are gone.
     for change in [
         |device: &Nbd| device.write_at(0, &[3; BLOCK], Flags::empty()),
         |device: &Nbd| device.write_zeroes(0, BLOCK as u64, Flags::empty()),
@@ -151,7 +151,7 @@ fn the_flush_after_a_loss_fails_once_where_answered_writes_may_be_lost() {
         device.read_at(0, &mut data).unwrap();
         assert_eq!(data, [2; BLOCK]);
     }
-    // The loss is told however late, and of two at once.
+    // A loss is reported late, and two losses are reported together.
     device.write_at(0, &[4; BLOCK], Flags::empty()).unwrap();
     again(&mut machine);
     device.write_at(0, &[5; BLOCK], Flags::empty()).unwrap();
@@ -163,34 +163,34 @@ fn the_flush_after_a_loss_fails_once_where_answered_writes_may_be_lost() {
 }
 
 #[test]
-fn what_is_not_answered_is_asked_again() {
-    let mut machine = Machine::new();
+fn requests_without_reply_are_resent() {
+    let mut machine = CrashServer::new();
     let device = machine.open(LONG);
     machine.kill();
     let (begun, data) = (Instant::now(), [7; BLOCK]);
     let write = begin(&device, Request::write(0, BLOCK as u64).with(Flags::FUA), &data);
     let read = begin(&device, Request::read(BLOCK as u64, BLOCK as u64), &[]);
     let flush = begin(&device, Request::flush(), &[]);
-    // After the write, with which it overlaps.
+    // Waits for the write, which it overlaps.
     let after = begin(&device, Request::read(0, BLOCK as u64), &[]);
     std::thread::sleep(Duration::from_millis(300));
     assert!(write.try_recv().is_err() && read.try_recv().is_err());
     machine.start();
-    assert!(answer(&write).is_ok() && answer(&flush).is_ok());
-    assert_eq!(answer(&read).unwrap()[..], [0; BLOCK]);
-    assert_eq!(answer(&after).unwrap()[..], data);
+    assert!(wait_result(&write).is_ok() && wait_result(&flush).is_ok());
+    assert_eq!(wait_result(&read).unwrap()[..], [0; BLOCK]);
+    assert_eq!(wait_result(&after).unwrap()[..], data);
     assert!(begun.elapsed() < Duration::from_secs(10));
     let mut rows = 0;
     assert_eq!(device.extents(0, SIZE as u64, &mut |_| (rows += 1, true).1), Ok(SIZE as u64));
     assert!(rows > 0);
 }
 
-/// As a server of NBD does with what comes at once.
+/// As the NBD server does with requests that arrive together.
 #[test]
-fn who_holds_requests_back_and_waits_for_one_is_answered() {
-    let machine = Machine::new();
+fn blocking_call_under_plug_completes() {
+    let machine = CrashServer::new();
     let device = machine.open(LONG);
-    // Its connections have nothing to do, and sleep.
+    // Idle connections sleep.
     eventually("all are connected", || device.connections() == freestone_nbd_client::DEFAULT_CONNECTIONS);
     std::thread::sleep(Duration::from_millis(100));
     let (tell, told) = std::sync::mpsc::channel();
@@ -200,7 +200,7 @@ fn who_holds_requests_back_and_waits_for_one_is_answered() {
         let described = device.extents(0, SIZE as u64, &mut |_| true);
         let again = begin(&device, Request::read(0, BLOCK as u64), &[]);
         let flushed = device.flush();
-        let answered = answer(&read).is_ok() && answer(&again).is_ok();
+        let answered = wait_result(&read).is_ok() && wait_result(&again).is_ok();
         drop(plug);
         let _ = tell.send((described, flushed, answered));
     });
@@ -208,8 +208,8 @@ fn who_holds_requests_back_and_waits_for_one_is_answered() {
 }
 
 #[test]
-fn without_a_server_requests_fail_in_time_and_work_when_it_is_back() {
-    let mut machine = Machine::new();
+fn requests_fail_after_timeout_until_reconnected() {
+    let mut machine = CrashServer::new();
     let timeout = Duration::from_secs(2);
     let device = machine.open(timeout);
     machine.kill();
@@ -219,10 +219,10 @@ fn without_a_server_requests_fail_in_time_and_work_when_it_is_back() {
     let write = begin(&device, Request::write(0, BLOCK as u64), &[1; BLOCK]);
     let behind = begin(&device, Request::read(0, BLOCK as u64), &[]);
     for told in [&write, &behind, &flush] {
-        assert!(matches!(answer(told), Err(Error::Media)));
+        assert!(matches!(wait_result(told), Err(Error::Media)));
     }
     assert!((timeout / 2..LONG).contains(&begun.elapsed()), "{:?}", begun.elapsed());
-    // From then on at once: none of the two waits for the timeout.
+    // After the timeout, requests fail at once.
     let begun = Instant::now();
     assert_eq!(device.read_at(0, &mut [0; BLOCK]), Err(Error::Media));
     assert_eq!(device.extents(0, 4096, &mut |_| true), Err(Error::Media));
@@ -235,8 +235,8 @@ fn without_a_server_requests_fail_in_time_and_work_when_it_is_back() {
 }
 
 #[test]
-fn an_export_that_is_another_one_is_refused_and_one_that_grew_is_taken() {
-    let place = Place::new();
+fn reconnect_refuses_changed_but_accepts_grown_export() {
+    let place = TestAddress::new();
     let server = place.serve(Arc::new(Model::new(SIZE, 512)));
     let device = Nbd::open(&Config { timeout: Duration::from_secs(1), ..place.config() }).unwrap();
     drop(server);
@@ -258,43 +258,43 @@ fn an_export_that_is_another_one_is_refused_and_one_that_grew_is_taken() {
 }
 
 #[test]
-fn fua_is_honoured_by_servers_without_it() {
-    // No SEND_FUA. The connection is cut between the write and its flush, once.
-    let told = Told { flags: TOLD.flags & !8, ..TOLD };
+fn fua_is_emulated_with_flush() {
+    // Without SEND_FUA. The connection is cut once, between the write and its flush.
+    let told = ExportSpec { flags: DEFAULT_EXPORT.flags & !8, ..DEFAULT_EXPORT };
     let seen = Arc::new(Mutex::new(Vec::new()));
     let fake = Fake::new({
         let seen = Arc::clone(&seen);
         move |number, peer| {
             peer.welcome(told)?;
             loop {
-                let asked = peer.asked()?;
-                seen.lock().unwrap().push((number, asked.command, asked.flags.bits()));
-                if number == 0 && asked.command == 3 {
+                let request = peer.request()?;
+                seen.lock().unwrap().push((number, request.command, request.flags.bits()));
+                if number == 0 && request.command == 3 {
                     return Ok(());
                 }
-                peer.chunk(asked.cookie, 0, true, &[])?;
+                peer.chunk(request.cookie, 0, true, &[])?;
             }
         }
     });
     let device = Nbd::open(&fake.config()).unwrap();
     device.write_at(0, &[1; 512], Flags::FUA).unwrap();
-    // The server may have lost the write: it is written again.
+    // The server may have lost the write, so it is written again.
     assert_eq!(*seen.lock().unwrap(), [(0, 1, 0), (0, 3, 0), (1, 1, 0), (1, 3, 0)]);
 }
 
-/// A flush is on its way when the connection is lost; the next server answers it, and knows nothing of
-/// the write that it was for.
+/// The connection is lost while a flush is in flight. The next server completes the flush, but may
+/// not have the write that it covers.
 #[test]
-fn a_flush_that_is_sent_again_does_not_say_what_it_cannot_know() {
+fn resent_flush_fails_if_writes_may_be_lost() {
     for writes in [1, 0] {
         let fake = Fake::new(move |number, peer| {
-            peer.welcome(TOLD)?;
+            peer.welcome(DEFAULT_EXPORT)?;
             loop {
-                let asked = peer.asked()?;
-                if number == 0 && asked.command == 3 {
+                let request = peer.request()?;
+                if number == 0 && request.command == 3 {
                     return Ok(());
                 }
-                peer.chunk(asked.cookie, 0, true, &[])?;
+                peer.chunk(request.cookie, 0, true, &[])?;
             }
         });
         let device = Nbd::open(&fake.config()).unwrap();
@@ -308,12 +308,12 @@ fn a_flush_that_is_sent_again_does_not_say_what_it_cannot_know() {
 }
 
 #[test]
-fn a_device_that_is_dropped_answers_what_is_in_flight() {
-    // A server that never answers, and one that is away.
+fn dropped_device_completes_requests_in_flight() {
+    // A server that never replies, and an unreachable one.
     let fake = Fake::new(|_, peer| {
-        peer.welcome(TOLD)?;
+        peer.welcome(DEFAULT_EXPORT)?;
         loop {
-            peer.asked()?;
+            peer.request()?;
         }
     });
     let before = fake.connections();
@@ -327,27 +327,28 @@ fn a_device_that_is_dropped_answers_what_is_in_flight() {
         drop(device);
         assert!(begun.elapsed() < LONG / 2);
         for told in told {
-            assert!(matches!(answer(&told), Err(Error::Gone)));
+            assert!(matches!(wait_result(&told), Err(Error::Gone)));
         }
     }
     assert_eq!(fake.connections(), before + 3);
     drop(fake);
-    let mut machine = Machine::new();
+    let mut machine = CrashServer::new();
     let device = machine.open(LONG);
     machine.kill();
     let told = begin(&device, Request::read(0, 512), &[]);
     let begun = Instant::now();
     drop(device);
     assert!(begun.elapsed() < LONG / 2);
-    assert!(matches!(answer(&told), Err(Error::Gone)));
+    assert!(matches!(wait_result(&told), Err(Error::Gone)));
 }
 
-/// Random writes and flushes over a server that is killed, cut and started all the time. Each thread has
-/// blocks of its own, and knows what must be there. A loss is told once, so all of them hear of it.
+/// Random writes and flushes while the server crashes, cuts connections and restarts. Each thread
+/// has its own blocks and knows their possible content. A loss is reported once, so all threads
+/// share the failure count.
 #[test]
-fn nothing_that_was_flushed_is_lost() {
+fn flushed_data_survives_crashes() {
     const THREADS: u64 = 4;
-    let machine = Mutex::new(Machine::new());
+    let machine = Mutex::new(CrashServer::new());
     let device = machine.lock().unwrap().open(LONG);
     let (end, kills) = (AtomicBool::new(false), AtomicU64::new(0));
     let failures = Mutex::new(0_u64);
@@ -374,7 +375,7 @@ fn nothing_that_was_flushed_is_lost() {
                 let blocks = SIZE as u64 / BLOCK as u64 / THREADS;
                 let base = thread * blocks;
                 let mut rng = Rng::new(10 + thread);
-                // Of each block: what it is if nothing is lost, and what it may be else.
+                // Per block: the value if nothing was lost, and all possible values.
                 let mut now = vec![0_u8; blocks as usize];
                 let mut maybe: Vec<Vec<u8>> = vec![vec![0]; blocks as usize];
                 let mut value = 0_u8;
@@ -395,7 +396,7 @@ fn nothing_that_was_flushed_is_lost() {
                                 continue;
                             }
                             assert!(matches!(flushed, Ok(()) | Err(Error::Media)));
-                            // Who is told looks at what is there, and goes on with that.
+                            // After a failed flush, the thread continues with the content it finds.
                             known = *failures;
                             drop(failures);
                             for (number, maybe) in maybe.iter_mut().enumerate() {
@@ -427,7 +428,7 @@ fn nothing_that_was_flushed_is_lost() {
     println!("{} flushes failed", failures.lock().unwrap());
 }
 
-/// What a block holds, which is one of these.
+/// Returns the content of a block, which must be one of `maybe`.
 fn found(device: &Nbd, offset: u64, maybe: &[u8]) -> u8 {
     let mut data = [0; BLOCK];
     device.read_at(offset, &mut data).unwrap();
@@ -436,7 +437,7 @@ fn found(device: &Nbd, offset: u64, maybe: &[u8]) -> u8 {
     data[0]
 }
 
-/// A model and the device see the same, whenever connections are cut.
+/// The device matches a model, whenever connections are cut.
 mod model {
     use proptest::prelude::*;
 
@@ -470,8 +471,8 @@ mod model {
         #![proptest_config(ProptestConfig { cases: if std::env::var_os("PROPTEST_CASES").is_some() { ProptestConfig::default().cases } else { 24 }, failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
-        fn a_byte_vector_is_what_is_read(steps in prop::collection::vec(step(), 1..40)) {
-            let machine = Machine::new();
+        fn device_matches_model_across_cuts(steps in prop::collection::vec(step(), 1..40)) {
+            let machine = CrashServer::new();
             let device = machine.open(LONG);
             let mut model = vec![0; 64 << 10];
             let mut dirty = false;
@@ -498,7 +499,7 @@ mod model {
                             device.read_at(at * 512, &mut data).unwrap();
                             assert!(data == model[(at * 512) as usize..((at + len) * 512) as usize]);
                         }
-                        // It may only fail where something was cut off, or is about to be.
+                        // A flush may fail only if a connection was cut, or is about to be.
                         Step::Flush => {
                             cutters.retain(|cutter: &std::thread::ScopedJoinHandle<'_, ()>| !cutter.is_finished());
                             match device.flush() {

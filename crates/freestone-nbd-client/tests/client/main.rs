@@ -1,6 +1,6 @@
-//! The device over servers: our own, broken ones, ones that come and go.
+//! Tests of the client with our own server, broken servers, and servers that restart.
 
-// `#[test]` passes if a program is missing and this is not continuous integration.
+// `#[test]` passes if a tool is missing, except in continuous integration.
 #[macro_use]
 extern crate freestone_testkit;
 

@@ -1,4 +1,4 @@
-//! Which requests go together, over which connections, and how many.
+//! Ordering of overlapping requests, use of connections, and the in-flight limit.
 
 use std::collections::HashSet;
 use std::io::ErrorKind;
@@ -9,48 +9,48 @@ use freestone_core::device::{Blocking as _, Flags, Request};
 use freestone_nbd_client::Nbd;
 use freestone_nbd_proto::{chunk, command};
 
-use crate::fake::{Asked, Fake, Peer, TOLD, Talks, Told};
-use crate::harness::{answer, begin, eventually};
+use crate::fake::{ClientRequest, DEFAULT_EXPORT, ExportSpec, Fake, Peer, PeerResult};
+use crate::harness::{begin, eventually, wait_result};
 
-/// How long a server waits for a request that must not come.
+/// Time that a server waits to see that no request arrives.
 const WAIT: Duration = Duration::from_millis(200);
-/// Requests on their way over one connection.
+/// In-flight limit of one connection.
 const IN_FLIGHT: usize = 32;
-/// `CAN_MULTI_CONN`.
+/// The `CAN_MULTI_CONN` flag.
 const SEVERAL: u16 = 1 << 8;
 
-/// Nothing comes.
+/// Returns true if no request arrives.
 fn is_silent(peer: &mut Peer) -> bool {
     peer.0.set_read_timeout(Some(WAIT)).unwrap();
-    let came = peer.asked();
+    let came = peer.request();
     peer.0.set_read_timeout(None).unwrap();
     came.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
 }
 
-fn done(peer: &mut Peer, asked: &Asked) -> Talks<()> {
-    if asked.command == command::READ {
-        return peer.data(asked.cookie, true, asked.offset, &vec![1; asked.len as usize]);
+fn done(peer: &mut Peer, request: &ClientRequest) -> PeerResult<()> {
+    if request.command == command::READ {
+        return peer.data(request.cookie, true, request.offset, &vec![1; request.len as usize]);
     }
-    peer.chunk(asked.cookie, chunk::NONE, true, &[])
+    peer.chunk(request.cookie, chunk::NONE, true, &[])
 }
 
 #[test]
-fn what_overlaps_a_write_is_asked_when_that_is_answered() {
+fn overlapping_requests_wait_for_write() {
     let fake = Fake::new(|_, peer| {
-        peer.welcome(TOLD)?;
-        let write = peer.asked()?;
-        let elsewhere = peer.asked()?;
+        peer.welcome(DEFAULT_EXPORT)?;
+        let write = peer.request()?;
+        let elsewhere = peer.request()?;
         assert_eq!((write.command, write.offset, elsewhere.offset), (1, 4096, 65536));
         done(peer, &elsewhere)?;
         assert!(is_silent(peer));
         done(peer, &write)?;
-        // Both reads, and not the write that overlaps them.
-        let (first, second) = (peer.asked()?, peer.asked()?);
+        // Both reads, but not the write that overlaps them.
+        let (first, second) = (peer.request()?, peer.request()?);
         assert_eq!((first.command, second.command), (0, 0));
         assert!(is_silent(peer));
         done(peer, &second)?;
         done(peer, &first)?;
-        let last = peer.asked()?;
+        let last = peer.request()?;
         assert_eq!(last.command, 1);
         done(peer, &last)
     });
@@ -66,28 +66,28 @@ fn what_overlaps_a_write_is_asked_when_that_is_answered() {
         begin(&device, Request::read(65536, 512), &[]),
     ];
     for told in all {
-        answer(&told).unwrap();
+        wait_result(&told).unwrap();
     }
     assert_eq!(fake.connections(), 1);
 }
 
 #[test]
-fn more_than_a_connection_carries_waits_in_order() {
+fn requests_beyond_in_flight_limit_wait_in_order() {
     let fake = Fake::new(|_, peer| {
-        peer.welcome(TOLD)?;
-        let all: Vec<_> = (0..IN_FLIGHT).map(|_| peer.asked()).collect::<Talks<_>>()?;
-        assert!(all.iter().map(|asked| asked.offset).eq((0..IN_FLIGHT as u64).map(|n| n * 512)));
+        peer.welcome(DEFAULT_EXPORT)?;
+        let all: Vec<_> = (0..IN_FLIGHT).map(|_| peer.request()).collect::<PeerResult<_>>()?;
+        assert!(all.iter().map(|request| request.offset).eq((0..IN_FLIGHT as u64).map(|n| n * 512)));
         assert!(is_silent(peer));
         done(peer, &all[7])?;
-        let next = peer.asked()?;
+        let next = peer.request()?;
         assert_eq!(next.offset, IN_FLIGHT as u64 * 512);
         assert!(is_silent(peer));
-        for asked in all.iter().filter(|asked| asked.cookie != all[7].cookie).chain([&next]) {
-            done(peer, asked)?;
+        for request in all.iter().filter(|request| request.cookie != all[7].cookie).chain([&next]) {
+            done(peer, request)?;
         }
         loop {
-            let asked = peer.asked()?;
-            done(peer, &asked)?;
+            let request = peer.request()?;
+            done(peer, &request)?;
         }
     });
     let mut config = fake.config();
@@ -95,26 +95,26 @@ fn more_than_a_connection_carries_waits_in_order() {
     let device = Nbd::open(&config).unwrap();
     let all: Vec<_> = (0..200).map(|n| begin(&device, Request::read(n * 512, 512), &[])).collect();
     for told in all {
-        answer(&told).unwrap();
+        wait_result(&told).unwrap();
     }
     assert_eq!(fake.connections(), 1);
 }
 
 #[test]
-fn several_connections_only_where_the_server_says_so() {
+fn several_connections_need_multi_conn() {
     for (flags, connections) in [(0, 1), (SEVERAL, 3), (2, 3)] {
-        let told = Told { flags: TOLD.flags | flags, ..TOLD };
+        let told = ExportSpec { flags: DEFAULT_EXPORT.flags | flags, ..DEFAULT_EXPORT };
         let used = Arc::new(Mutex::new(HashSet::new()));
         let fake = Fake::new({
             let used = Arc::clone(&used);
             move |number, peer| {
                 peer.welcome(told)?;
                 loop {
-                    let asked = peer.asked()?;
+                    let request = peer.request()?;
                     used.lock().unwrap().insert(number);
-                    // Long enough for another request to go elsewhere.
+                    // Long enough for another request to use another connection.
                     std::thread::sleep(Duration::from_millis(5));
-                    done(peer, &asked)?;
+                    done(peer, &request)?;
                 }
             }
         });
@@ -124,7 +124,7 @@ fn several_connections_only_where_the_server_says_so() {
         eventually("all are open", || device.connections() == connections);
         let all: Vec<_> = (0..30).map(|n| begin(&device, Request::read(n * 512, 512), &[])).collect();
         for told in all {
-            answer(&told).unwrap();
+            wait_result(&told).unwrap();
         }
         assert_eq!(fake.connections(), connections);
         assert_eq!(used.lock().unwrap().len(), connections, "each has its part");
@@ -132,11 +132,11 @@ fn several_connections_only_where_the_server_says_so() {
 }
 
 #[test]
-fn no_request_is_larger_than_the_server_takes() {
-    let told = Told { blocks: Some((512, 4096, 64 << 10)), ..TOLD };
-    let fake = Fake::serving(told, |peer, asked| {
-        assert!(asked.len <= 64 << 10 || asked.data.is_empty());
-        done(peer, asked)
+fn requests_respect_maximum_payload() {
+    let told = ExportSpec { blocks: Some((512, 4096, 64 << 10)), ..DEFAULT_EXPORT };
+    let fake = Fake::serving(told, |peer, request| {
+        assert!(request.len <= 64 << 10 || request.data.is_empty());
+        done(peer, request)
     });
     let device = Nbd::open(&fake.config()).unwrap();
     let mut data = vec![0; 1 << 20];

@@ -1,4 +1,4 @@
-//! TLS with qemu-nbd and nbdkit as servers, with certificates that are made here; and what is refused.
+//! TLS with qemu-nbd and nbdkit as servers and generated certificates, and refused configurations.
 
 use std::fs;
 use std::path::Path;
@@ -9,20 +9,21 @@ use freestone_core::device::{Blocking as _, Device as _, Flags};
 use freestone_nbd_client::{Config, Nbd, TlsFiles};
 use freestone_nbd_proto::{option, reply};
 use freestone_testkit::certificates::{Authority, Usage};
+use freestone_testkit::tools::is_listening;
 
-use crate::fake::{Fake, TOLD};
+use crate::fake::{DEFAULT_EXPORT, Fake};
 use crate::harness::PATIENCE;
 
-/// A server that ends with the test.
+/// A server process, killed on drop.
 struct Process(Child);
 
 impl Process {
-    fn start(command: &mut Command, socket: &Path) -> Self {
+    fn start(command: &mut Command, is_ready: impl Fn() -> bool) -> Self {
         let child = command.stdin(Stdio::null()).spawn().unwrap_or_else(|e| panic!("{command:?}: {e}"));
         let process = Self(child);
         let end = Instant::now() + PATIENCE;
-        while !socket.exists() {
-            assert!(Instant::now() < end, "{command:?}: no socket");
+        while !is_ready() {
+            assert!(Instant::now() < end, "{command:?}: is not ready");
             std::thread::sleep(Duration::from_millis(5));
         }
         process
@@ -36,7 +37,7 @@ impl Drop for Process {
     }
 }
 
-/// qemu-nbd with TLS at a Unix socket; clients have to show who they are.
+/// Starts qemu-nbd with TLS at a Unix socket; clients need a certificate.
 fn qemu_nbd(dir: &Path, tls: &Path) -> Process {
     let image = dir.join("disk.img");
     fs::write(&image, vec![5; 1 << 20]).unwrap();
@@ -45,7 +46,7 @@ fn qemu_nbd(dir: &Path, tls: &Path) -> Process {
     let object = format!("tls-creds-x509,id=tls,dir={},endpoint=server,verify-peer=yes", tls.display());
     command.args(["--persistent", "--shared=0", "-f", "raw", "--object", &object, "--tls-creds", "tls"]);
     command.arg("--export-name=disk").arg("--socket").arg(&socket).arg(&image);
-    Process::start(&mut command, &socket)
+    Process::start(&mut command, || is_listening(&socket))
 }
 
 fn config(dir: &Path, scheme: &str, socket: &str, tls: TlsFiles) -> Config {
@@ -61,7 +62,7 @@ fn why(config: &Config) -> String {
 }
 
 #[test]
-fn qemu_nbd_is_trusted_as_far_as_its_certificate_goes() {
+fn qemu_nbd_certificates_are_verified() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let ours = Authority::new(dir.join("ours"));
@@ -86,23 +87,23 @@ fn qemu_nbd_is_trusted_as_far_as_its_certificate_goes() {
     device.read_at(512 << 10, &mut found).unwrap();
     assert!(found == data && device.flush() == Ok(()));
     assert!(device.extents(0, 1 << 20, &mut |_| true).unwrap() > 0);
-    // Not this host.
+    // The certificate is for another host.
     let elsewhere = TlsFiles { hostname: Some("example.org".into()), ..tls.clone() };
     assert!(why(&config(dir, "nbds", "qemu", elsewhere)).contains("certificate not valid for name"));
-    // Signed by nobody whom this side trusts.
+    // The CA is not trusted.
     let stranger = TlsFiles { ca: Some(other.file("ca-cert.pem")), ..tls.clone() };
     assert!(why(&config(dir, "nbds", "qemu", stranger)).contains("certificate"));
-    // Nobody whom the server trusts, or nobody at all.
+    // The client's certificate is not trusted by the server, or missing.
     let (cert, key) = (Some(other.file("client-cert.pem")), Some(other.file("client-key.pem")));
     why(&config(dir, "nbds", "qemu", TlsFiles { cert, key, ..tls.clone() }));
     why(&config(dir, "nbds", "qemu", TlsFiles { cert: None, key: None, ..tls.clone() }));
     // Without TLS.
     assert!(why(&config(dir, "nbd", "qemu", TlsFiles::default())).contains("only with TLS"));
-    // Files that are no certificates.
+    // Files that are not certificates.
     let none = TlsFiles { ca: Some(dir.join("none")), ..tls.clone() };
     assert!(why(&config(dir, "nbds", "qemu", none)).starts_with("tls_ca="));
     let image = TlsFiles { ca: Some(dir.join("disk.img")), ..tls.clone() };
-    assert!(why(&config(dir, "nbds", "qemu", image)).contains("has no certificate in it"));
+    assert!(why(&config(dir, "nbds", "qemu", image)).contains("contains no certificate"));
     let mixed = TlsFiles { key: Some(other.file("client-key.pem")), ..tls };
     assert!(why(&config(dir, "nbds", "qemu", mixed)).starts_with("tls_cert="));
 }
@@ -118,7 +119,7 @@ fn nbdkit_over_tcp_with_tls() {
     command.args(["-f", "-P"]).arg(dir.join("pid")).args(["-i", "127.0.0.1", "-p", &free.to_string()]);
     command.arg("--tls=require").arg(format!("--tls-certificates={}", ours.dir().display()));
     command.args(["memory", "8M"]);
-    let _server = Process::start(&mut command, &dir.join("pid"));
+    let _server = Process::start(&mut command, || dir.join("pid").exists());
     let tls = TlsFiles { ca: Some(ours.file("ca-cert.pem")), ..TlsFiles::default() };
     let uri = format!("nbds://127.0.0.1:{free}/").parse().unwrap();
     let device = Nbd::open(&Config { tls, ..Config::new(uri) }).unwrap();
@@ -130,7 +131,7 @@ fn nbdkit_over_tcp_with_tls() {
 }
 
 #[test]
-fn there_is_no_way_around_tls() {
+fn tls_cannot_be_bypassed() {
     let tls = TlsFiles { ca: None, ..TlsFiles::default() };
     let dir = tempfile::tempdir().unwrap();
     let ours = Authority::new(dir.path().join("ours"));
@@ -140,12 +141,12 @@ fn there_is_no_way_around_tls() {
         (config.uri.tls, config.tls) = (true, tls.clone());
         why(&config)
     };
-    // It has none.
-    let fake = Fake::new(|_, peer| peer.welcome(TOLD));
-    assert!(with_tls(&fake).contains("it has no TLS"));
+    // The server has no TLS.
+    let fake = Fake::new(|_, peer| peer.welcome(DEFAULT_EXPORT));
+    assert!(with_tls(&fake).contains("it does not support TLS"));
     let fake = Fake::new(|_, peer| peer.greet(0));
-    assert!(with_tls(&fake).contains("it has no TLS"));
-    // It goes on in plain text, as if somebody had put that between.
+    assert!(with_tls(&fake).contains("it does not support TLS"));
+    // The server continues in plain text, as a man in the middle could.
     let fake = Fake::new(|_, peer| {
         peer.greet(3)?;
         assert_eq!(peer.option()?.0, option::STARTTLS);
@@ -153,21 +154,21 @@ fn there_is_no_way_around_tls() {
         peer.reply(option::STRUCTURED_REPLY, reply::ACK, &[])?;
         peer.export(1 << 20, 1)?;
         peer.reply(option::GO, reply::ACK, &[])?;
-        peer.until_the_end()
+        peer.drain()
     });
     assert!(with_tls(&fake).contains("TLS"));
-    // Something before the answer.
+    // A reply before the TLS reply.
     let fake = Fake::new(|_, peer| {
         peer.greet(3)?;
         peer.option()?;
         peer.export(1 << 20, 1)
     });
-    assert!(with_tls(&fake).contains("does not belong to what was asked"));
-    // An answer with something in it.
+    assert!(with_tls(&fake).contains("does not match the option"));
+    // A TLS reply with data.
     let fake = Fake::new(|_, peer| {
         peer.greet(3)?;
         peer.option()?;
         peer.reply(option::STARTTLS, reply::ACK, b"x")
     });
-    assert!(with_tls(&fake).contains("does not belong to what was asked"));
+    assert!(with_tls(&fake).contains("does not match the option"));
 }

@@ -1,4 +1,4 @@
-//! The keys of a connection, and how they are exchanged for new ones.
+//! The keys of a TLS connection, and their update.
 
 use std::cell::{Cell, RefCell};
 
@@ -7,24 +7,24 @@ use rustls::kernel::KernelConnection;
 use rustls::server::ServerConnectionData;
 use rustls::{ConnectionTrafficSecrets, Error, SupportedCipherSuite};
 
-/// Keys of both directions. TLS 1.3 can exchange them; the thread of the connection has both.
+/// Keys of both directions, used only by the connection's thread. TLS 1.3 can update them.
 pub struct Keys {
     kernel: RefCell<KernelConnection<ServerConnectionData>>,
-    /// The client wants new ones in the other direction, too.
-    answer_due: Cell<bool>,
+    /// Set if the client requested an update of the server's key.
+    update_requested: Cell<bool>,
 }
 
 impl Keys {
-    /// Those of a finished handshake.
+    /// Takes the keys of a finished handshake.
     pub fn new(kernel: KernelConnection<ServerConnectionData>) -> Self {
-        Self { kernel: RefCell::new(kernel), answer_due: Cell::new(false) }
+        Self { kernel: RefCell::new(kernel), update_requested: Cell::new(false) }
     }
 
     fn suite(&self) -> SupportedCipherSuite {
         self.kernel.borrow().negotiated_cipher_suite()
     }
 
-    /// So many records may be sealed with one key.
+    /// Returns the maximum number of records encrypted with one key.
     pub fn records_max(&self) -> u64 {
         let suite = self.suite();
         let common = match &suite {
@@ -34,23 +34,23 @@ impl Keys {
         common.confidentiality_limit
     }
 
-    /// Whether keys can be exchanged at all.
+    /// Returns true if keys can be updated.
     pub fn can_change(&self) -> bool {
         matches!(self.suite(), SupportedCipherSuite::Tls13(_))
     }
 
-    /// The client has exchanged its key, and asks for as much from us.
-    pub fn ask_for_answer(&self) {
-        self.answer_due.set(true);
+    /// Records that the client has updated its key and requests the same from the server.
+    pub fn request_update(&self) {
+        self.update_requested.set(true);
     }
 
-    /// Whether it asked; told once.
+    /// Returns true once after the client requested a key update.
     #[inline]
-    pub fn take_answer_due(&self) -> bool {
-        self.answer_due.replace(false)
+    pub fn take_update_request(&self) -> bool {
+        self.update_requested.replace(false)
     }
 
-    /// What seals with these secrets.
+    /// Creates the encrypter for these secrets.
     pub fn encrypter(&self, secrets: ConnectionTrafficSecrets) -> Result<Box<dyn MessageEncrypter>, Error> {
         let (key, iv) = parts(secrets)?;
         Ok(match self.suite() {
@@ -62,7 +62,7 @@ impl Keys {
         })
     }
 
-    /// What opens with these secrets.
+    /// Creates the decrypter for these secrets.
     pub fn decrypter(&self, secrets: ConnectionTrafficSecrets) -> Result<Box<dyn MessageDecrypter>, Error> {
         let (key, iv) = parts(secrets)?;
         Ok(match self.suite() {
@@ -74,13 +74,14 @@ impl Keys {
         })
     }
 
-    /// The next key of what the client sends.
+    /// Updates the key for received data. Returns the new decrypter and its first record number.
     pub fn next_decrypter(&self) -> Result<(u64, Box<dyn MessageDecrypter>), Error> {
         let (number, secrets) = self.kernel.borrow_mut().update_rx_secret()?;
         Ok((number, self.decrypter(secrets)?))
     }
 
-    /// The next key of what we send; the client is to be told before with the old one.
+    /// Updates the key for sent data. Returns the new encrypter and its first record number. The caller must
+    /// send the update message with the old key first.
     pub fn next_encrypter(&self) -> Result<(u64, Box<dyn MessageEncrypter>), Error> {
         let (number, secrets) = self.kernel.borrow_mut().update_tx_secret()?;
         Ok((number, self.encrypter(secrets)?))
@@ -92,6 +93,6 @@ fn parts(secrets: ConnectionTrafficSecrets) -> Result<(AeadKey, Iv), Error> {
         ConnectionTrafficSecrets::Aes128Gcm { key, iv }
         | ConnectionTrafficSecrets::Aes256Gcm { key, iv }
         | ConnectionTrafficSecrets::Chacha20Poly1305 { key, iv } => Ok((key, iv)),
-        _ => Err(Error::General("a cipher that is not known here".into())),
+        _ => Err(Error::General("unknown cipher".into())),
     }
 }

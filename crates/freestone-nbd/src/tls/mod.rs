@@ -1,11 +1,11 @@
-//! TLS of a server: rustls, with the cryptography of ring.
+//! TLS of a server, with rustls and the cryptography of ring.
 //!
-//! rustls shakes hands and derives keys. What comes after that is done record by record in the
-//! connection's own thread, with rustls' ciphers: a record is decrypted where it was received, and
-//! several replies leave in one. So each byte is copied once on either way, and a large receive or
-//! send is one system call, where rustls' own buffers take 4 KiB at a time.
+//! rustls does the handshake and derives the keys. Afterwards the connection's thread processes records
+//! itself with rustls' ciphers. Records are decrypted in the receive buffer, and several replies share one
+//! record. Each byte is copied once in each direction, and a large receive or send is one system call.
+//! rustls' own buffers would take 4 KiB at a time.
 //!
-//! Nobody is known again by a ticket: who connects is checked against the authority of now.
+//! Session tickets are disabled, so every client is checked against the current certificate authority.
 
 pub mod keys;
 pub mod names;
@@ -16,9 +16,9 @@ pub mod start;
 #[cfg(test)]
 mod tests;
 
-/// Longest data of one record in bytes.
+/// Longest data of a record, in bytes.
 pub const RECORD_BYTES: usize = 16 << 10;
-/// What stands before each record.
+/// Length of a record header, in bytes.
 pub const RECORD_HEADER_BYTES: usize = 5;
-/// Most by which a cipher makes a record longer.
+/// Largest difference between an encrypted record and its data, in bytes.
 pub const RECORD_OVERHEAD_BYTES: usize = 256;

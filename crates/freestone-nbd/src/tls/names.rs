@@ -1,11 +1,11 @@
-//! The names in a client's certificate: its DNS names and URIs, and its common name.
+//! The names in a client's certificate: DNS names, URIs, and common names.
 
 use rustls::pki_types::CertificateDer;
 use webpki::EndEntityCert;
 
-/// Most names of one certificate that are looked at.
+/// Maximum number of names taken from one certificate.
 const MAX_NAMES: usize = 64;
-/// Tags of DER: of the parts of a name, and of the texts that are UTF-8 or a part of it.
+/// DER tags of the parts of a name, and of its string types that are valid UTF-8.
 const SEQUENCE: u8 = 0x30;
 const SET: u8 = 0x31;
 const OBJECT_IDENTIFIER: u8 = 0x06;
@@ -15,7 +15,7 @@ const IA5_STRING: u8 = 0x16;
 /// `id-at-commonName`, 2.5.4.3.
 const COMMON_NAME: [u8; 3] = [0x55, 0x04, 0x03];
 
-/// The names in a certificate that was verified.
+/// Returns the names in a verified certificate, without duplicates.
 pub fn names_of(certificate: &CertificateDer<'_>) -> Vec<String> {
     let Ok(parsed) = EndEntityCert::try_from(certificate) else { return Vec::new() };
     let dns = parsed.valid_dns_names().chain(parsed.valid_uri_names()).map(str::to_owned);
@@ -29,7 +29,7 @@ pub fn names_of(certificate: &CertificateDer<'_>) -> Vec<String> {
     names
 }
 
-/// The common names of a subject: the content of a sequence of sets of pairs.
+/// Returns the common names of a subject. The input is the content of its sequence of sets of pairs.
 fn common_names(mut subject: &[u8]) -> Vec<String> {
     let mut names = Vec::new();
     while let Some((SET, mut pairs)) = element(&mut subject) {
@@ -52,14 +52,14 @@ fn common_names(mut subject: &[u8]) -> Vec<String> {
     names
 }
 
-/// The next element of DER: its tag and its content.
+/// Splits off the next DER element. Returns its tag and content.
 fn element<'a>(bytes: &mut &'a [u8]) -> Option<(u8, &'a [u8])> {
     let [tag, first, rest @ ..] = *bytes else { return None };
     let (len, rest) = match first {
         0..=0x7f => (usize::from(*first), rest),
         0x81 => (usize::from(*rest.first()?), &rest[1..]),
         0x82 => (usize::from(u16::from_be_bytes(*rest.first_chunk()?)), &rest[2..]),
-        // No name is longer.
+        // No element of a name is that long.
         _ => return None,
     };
     let (content, rest) = rest.split_at_checked(len)?;
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn all_names_are_found_once() {
+    fn certificate_names_have_no_duplicates() {
         let found = names_of(&certificate(|params| {
             params.distinguished_name.push(DnType::CommonName, "A host of \u{fc}s");
             params.subject_alt_names.push(SanType::URI("spiffe://x/y".try_into().unwrap()));
@@ -91,7 +91,7 @@ mod tests {
         let found =
             names_of(&certificate(|params| params.distinguished_name.push(DnType::CommonName, "b.example")));
         assert_eq!(found, ["a.example", "b.example"]);
-        // A long one has a long length.
+        // A long name needs a two-byte length.
         let long = "n".repeat(300);
         let found =
             names_of(&certificate(|params| params.distinguished_name.push(DnType::CommonName, &long[..])));
@@ -99,14 +99,14 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_could_be_read_as_another_is_none() {
+    fn common_name_with_nul_is_ignored() {
         let found =
             names_of(&certificate(|params| params.distinguished_name.push(DnType::CommonName, "a\0b")));
         assert_eq!(found, ["a.example", "b.example"]);
     }
 
     #[test]
-    fn any_bytes_are_read_without_a_panic() {
+    fn common_names_of_damaged_der_do_not_panic() {
         let good = certificate(|params| params.distinguished_name.push(DnType::CommonName, "name"));
         let subject = EndEntityCert::try_from(&good).unwrap().subject().to_vec();
         assert_eq!(common_names(&subject), ["name"]);

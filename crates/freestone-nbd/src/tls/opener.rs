@@ -1,4 +1,4 @@
-//! What comes from a client by TLS: received sealed, opened where it lies.
+//! The receiving half of a TLS connection. Records are decrypted in the receive buffer.
 
 use std::fmt;
 use std::ops::Range;
@@ -15,38 +15,37 @@ use super::keys::Keys;
 use super::{RECORD_BYTES, RECORD_HEADER_BYTES, RECORD_OVERHEAD_BYTES};
 use crate::receive::receive_into;
 
-/// Room for what was received and is still sealed, in bytes: a large request at once.
+/// Size of the buffer for encrypted data, in bytes: a large request at once.
 pub const SEALED_BUFFER_BYTES: usize = 272 << 10;
-/// The version in the header of a record, of 1.3 as well.
+/// The version in a record header, also for TLS 1.3.
 const VERSION: [u8; 2] = [3, 3];
-/// Type and length of a message that exchanges keys.
+/// Type and length of a key update message.
 const KEY_UPDATE: [u8; 4] = [24, 0, 0, 1];
 
 const _: () =
     assert!(SEALED_BUFFER_BYTES >= 2 * (RECORD_HEADER_BYTES + RECORD_BYTES + RECORD_OVERHEAD_BYTES));
 
-/// The client ended TLS, or broke it: nothing after that is looked at.
+/// The client ended TLS or sent an invalid record. Later data is ignored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Closed;
 
-/// The receiving half of a TLS connection.
 pub struct Opener {
     keys: Rc<Keys>,
     decrypter: Box<dyn MessageDecrypter>,
     /// Number of the next record.
     number: u64,
-    /// `opened`, then what is sealed, up to `end`.
+    /// Decrypted data in `opened`, then encrypted data up to `end`.
     buf: Mapped,
-    /// Data of the record that was opened last and not taken yet.
+    /// Decrypted data of the last record that was not taken yet.
     opened: Range<usize>,
-    /// Where the next record begins.
+    /// Start of the next record.
     sealed: usize,
     end: usize,
     is_closed: bool,
 }
 
 impl Opener {
-    /// Goes on behind the handshake, with what it left in `buf`.
+    /// Continues after the handshake, with the unprocessed bytes `left` of `buf`.
     pub fn new(
         keys: Rc<Keys>,
         decrypter: Box<dyn MessageDecrypter>,
@@ -58,12 +57,12 @@ impl Opener {
         Self { keys, decrypter, number, buf, opened: 0..0, sealed, end, is_closed: false }
     }
 
-    /// Whether there is something to take, or nothing ever will be, without another receive.
+    /// Returns true if [`take`](Self::take) returns data or an error without another receive.
     pub fn is_ready(&self) -> bool {
         !self.opened.is_empty() || self.is_closed || self.record().is_some()
     }
 
-    /// The next record where it is here as a whole, or as much of it as shows that it cannot be.
+    /// Returns the next record if it is complete, or if its length is invalid.
     fn record(&self) -> Option<Range<usize>> {
         let bytes = &self.buf[self.sealed..self.end];
         let header = bytes.first_chunk::<RECORD_HEADER_BYTES>()?;
@@ -73,19 +72,19 @@ impl Opener {
             .then(|| self.sealed..self.sealed + RECORD_HEADER_BYTES + len)
     }
 
-    /// Receives once, at most `limit` bytes, when nothing [is ready](Self::is_ready). Returns them;
-    /// 0 is the end of the stream.
+    /// Receives once, at most `limit` bytes. Called only if the opener is not [ready](Self::is_ready).
+    /// Returns the number of bytes; 0 is the end of the stream.
     ///
     /// # Errors
-    /// Those of the system call.
+    /// Errors of the system call.
     pub fn receive(
         &mut self,
         socket: BorrowedFd<'_>,
         flags: RecvFlags,
         limit: usize,
     ) -> Result<usize, Errno> {
-        debug_assert!(!self.is_ready(), "what is here is taken first");
-        // At most the begin of one record.
+        debug_assert!(!self.is_ready(), "decrypted data was not taken");
+        // At most an incomplete record.
         self.buf.copy_within(self.sealed..self.end, 0);
         (self.sealed, self.end) = (0, self.end - self.sealed);
         let stop = self.buf.len().min(self.end.saturating_add(limit));
@@ -94,10 +93,10 @@ impl Opener {
         Ok(n)
     }
 
-    /// Puts data into `out`, as much as is here and fits. Returns the bytes.
+    /// Copies decrypted data into `out`, as much as is available and fits. Returns the number of bytes.
     ///
     /// # Errors
-    /// Nothing is here any more, and nothing will come.
+    /// All data was taken and TLS has ended.
     pub fn take(&mut self, out: &mut [u8]) -> Result<usize, Closed> {
         let mut filled = 0;
         while filled < out.len() {
@@ -112,7 +111,7 @@ impl Opener {
         if filled == 0 && self.is_closed { Err(Closed) } else { Ok(filled) }
     }
 
-    /// Opens the next record. False: there is none.
+    /// Decrypts the next record. Returns false if there is none, or it was the last.
     fn open_next(&mut self) -> bool {
         if self.is_closed {
             return false;
@@ -127,20 +126,20 @@ impl Opener {
         !self.is_closed
     }
 
-    /// Opens a record, and does what it asks for where it is no data.
+    /// Decrypts a record, and handles a key update. Returns the range of the data.
     fn open(&mut self, record: &Range<usize>) -> Result<Range<usize>, Closed> {
         let start = record.start + RECORD_HEADER_BYTES;
         let [kind, version @ .., _, _] =
             self.buf[record.start..].first_chunk::<RECORD_HEADER_BYTES>().ok_or(Closed)?;
         let kind = ContentType::from(*kind);
-        // The cipher of TLS 1.3 does not look at these.
+        // The cipher of TLS 1.3 does not authenticate these.
         if *version != VERSION || (self.keys.can_change() && kind != ContentType::ApplicationData) {
             return Err(Closed);
         }
         let bytes = &mut self.buf[start..record.end];
         let base = bytes.as_ptr().addr();
         let sealed = InboundOpaqueMessage::new(kind, ProtocolVersion::TLSv1_2, bytes);
-        // The begin of one that was tampered with may be decrypted now: it is never looked at.
+        // A tampered record may be partly decrypted now, but its data is never used.
         let plain = self.decrypter.decrypt(sealed, self.number).map_err(|_| Closed)?;
         self.number = self.number.checked_add(1).ok_or(Closed)?;
         match plain.typ {
@@ -149,23 +148,23 @@ impl Opener {
                 Ok(at..at + plain.payload.len())
             }
             ContentType::Handshake => {
-                let &[a, b, c, d, wants_answer] = plain.payload else { return Err(Closed) };
-                if [a, b, c, d] != KEY_UPDATE || wants_answer > 1 || !self.keys.can_change() {
+                let &[a, b, c, d, wants_update] = plain.payload else { return Err(Closed) };
+                if [a, b, c, d] != KEY_UPDATE || wants_update > 1 || !self.keys.can_change() {
                     return Err(Closed);
                 }
                 (self.number, self.decrypter) = self.keys.next_decrypter().map_err(|_| Closed)?;
-                if wants_answer == 1 {
-                    self.keys.ask_for_answer();
+                if wants_update == 1 {
+                    self.keys.request_update();
                 }
                 Ok(0..0)
             }
-            // Alerts, and what nobody sends.
+            // Alerts, and types that are invalid here.
             _ => Err(Closed),
         }
     }
 
-    /// Gives the memory back, where nothing is in it.
-    pub fn rest(&mut self) {
+    /// Returns the memory to the kernel if the buffer is empty.
+    pub fn free_memory(&mut self) {
         if self.opened.is_empty() && self.sealed == self.end {
             self.buf.clear();
         }

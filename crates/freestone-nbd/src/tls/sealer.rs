@@ -1,4 +1,4 @@
-//! What goes to a client by TLS.
+//! The sending half of a TLS connection.
 
 use std::fmt;
 use std::io::IoSlice;
@@ -13,39 +13,37 @@ use rustls::{ContentType, ProtocolVersion};
 use super::keys::Keys;
 use super::{RECORD_BYTES, RECORD_OVERHEAD_BYTES};
 
-/// Records that are sealed before they are sent: the client opens them while the next are sealed.
+/// Number of records encrypted before a send. The client decrypts them while the next ones are encrypted.
 const BATCH_RECORDS: usize = 8;
-/// The memory of these.
+/// Largest size of a batch of encrypted records, in bytes.
 pub const BATCH_BYTES: usize = BATCH_RECORDS * (RECORD_BYTES + RECORD_OVERHEAD_BYTES);
-/// Messages: the key is exchanged; no more will come.
+/// The key update and close messages.
 const KEY_UPDATE: [u8; 5] = [24, 0, 0, 1, 0];
 const CLOSE_NOTIFY: [u8; 2] = [1, 0];
 
-/// The sending half of a TLS connection.
 pub struct Sealer {
     keys: Rc<Keys>,
     encrypter: Box<dyn MessageEncrypter>,
     /// Number of the next record.
     number: u64,
-    /// So many may have one key.
+    /// Maximum number of records for one key.
     pub(super) records_max: u64,
-    /// Sealed and not sent: gone when the send returns.
+    /// Encrypted records of the current batch; empty between sends.
     records: Vec<Vec<u8>>,
 }
 
 impl Sealer {
-    /// Goes on behind the handshake.
     pub fn new(keys: Rc<Keys>, encrypter: Box<dyn MessageEncrypter>, number: u64) -> Self {
-        // Those of the handshake have the same key.
+        // Half of the limit, as the records of the handshake used the same key.
         let records_max = keys.records_max() / 2;
         Self { keys, encrypter, number, records_max, records: Vec::new() }
     }
 
-    /// Seals all of this and sends it, waits as long as the peer does not read. Returns the system
-    /// calls.
+    /// Encrypts and sends all parts, and waits for the peer to read them. Returns the number of system calls.
     ///
     /// # Errors
-    /// Those of the system calls; [`Errno::PROTO`] where the key has to be exchanged and cannot be.
+    /// Errors of the system calls. [`Errno::PROTO`] if encryption fails, or the key must be updated and
+    /// cannot be.
     pub fn send<'a>(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -75,29 +73,29 @@ impl Sealer {
         Ok(sends + self.flush(socket, SendFlags::empty())?)
     }
 
-    /// Says that no more will come, as far as the socket takes that at once.
+    /// Sends the close alert if the socket accepts it without blocking.
     pub fn close(&mut self, socket: BorrowedFd<'_>) {
         self.records.clear();
         let closed = self.seal(ContentType::Alert, OutboundChunks::Single(&CLOSE_NOTIFY));
         if closed.is_ok() {
-            // Who does not read it learns it from the end of the stream.
+            // If the alert is lost, the client sees the end of the stream.
             let _ = self.flush(socket, SendFlags::DONTWAIT);
         }
     }
 
     fn seal_data(&mut self, chunks: &[&[u8]]) -> Result<(), Errno> {
         let is_used_up = self.number >= self.records_max;
-        if self.keys.take_answer_due() || is_used_up {
+        if self.keys.take_update_request() || is_used_up {
             self.change_key()?;
         }
         self.seal(ContentType::ApplicationData, OutboundChunks::new(chunks))
     }
 
-    /// Tells the client that the key changes, and changes it.
+    /// Sends a key update message, and updates the key.
     #[cold]
     fn change_key(&mut self) -> Result<(), Errno> {
         if !self.keys.can_change() {
-            tracing::info!("a key of TLS 1.2 is used up: its connection ends");
+            tracing::info!("the record limit of a TLS 1.2 key is reached: the connection ends");
             return Err(Errno::PROTO);
         }
         self.seal(ContentType::Handshake, OutboundChunks::Single(&KEY_UPDATE))?;
@@ -113,7 +111,7 @@ impl Sealer {
         Ok(())
     }
 
-    /// Sends what is sealed; nothing is left of it afterwards, also on error.
+    /// Sends the encrypted records. None is left afterwards, even on error.
     fn flush(&mut self, socket: BorrowedFd<'_>, flags: SendFlags) -> Result<u64, Errno> {
         let records = std::mem::take(&mut self.records);
         let result = send_all(socket, &records, flags);

@@ -1,4 +1,4 @@
-//! What a server shows of itself and whom it trusts, out of files.
+//! TLS settings: the server's certificate and the authorities that it trusts, loaded from files.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -11,30 +11,29 @@ use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig};
 use thiserror::Error;
 
-/// Whom TLS is for.
+/// Which clients use TLS.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TlsMode {
-    /// Who asks for it, and who wants an export that needs it.
+    /// TLS is optional, except for exports that require it.
     On,
-    /// Everybody.
+    /// TLS is required for all clients.
     Require,
 }
 
-/// Files in PEM.
+/// TLS files in PEM format.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The certificate of the server, first, and those between it and the authority.
+    /// The server's certificate, followed by intermediate certificates.
     pub cert: PathBuf,
-    /// Its private key.
+    /// The server's private key.
     pub key: PathBuf,
-    /// Authorities, one of which has to stand behind a client's certificate; none: clients need
-    /// none.
+    /// Authorities for client certificates. None: clients need no certificate.
     pub client_ca: Option<PathBuf>,
-    /// Lists of certificates that those have revoked; none: nothing is asked for.
+    /// Revocation lists of these authorities. None: revocation is not checked.
     pub client_crl: Option<PathBuf>,
 }
 
-/// Why files cannot be used. The key is the option's, as a file has it.
+/// Why TLS files cannot be used. `key` is the option's name in a configuration file.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{key}={}: {why}", .path.display())]
 pub struct TlsError {
@@ -42,11 +41,11 @@ pub struct TlsError {
     pub key: &'static str,
     /// The file.
     pub path: PathBuf,
-    /// Half a sentence.
+    /// The reason, without a capital letter and a period.
     pub why: String,
 }
 
-/// What was in the files.
+/// The loaded certificates and keys.
 #[derive(Clone)]
 pub struct Credentials {
     config: Arc<ServerConfig>,
@@ -54,7 +53,7 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// Reads the files.
+    /// Loads the files.
     ///
     /// # Errors
     /// See [`TlsError`].
@@ -62,8 +61,9 @@ impl Credentials {
         let provider = Arc::new(ring::default_provider());
         let chain = certificates("tls_cert", &files.cert)?;
         let key = PrivateKeyDer::from_pem_file(&files.key)
-            .map_err(|why| wrong("tls_key", &files.key, &why.to_string()))?;
-        let of_cert = |why: rustls::Error| wrong("tls_cert", &files.cert, &format!("with tls_key: {why}"));
+            .map_err(|why| file_error("tls_key", &files.key, &why.to_string()))?;
+        let of_cert =
+            |why: rustls::Error| file_error("tls_cert", &files.cert, &format!("with tls_key: {why}"));
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider));
         let builder = builder.with_safe_default_protocol_versions().map_err(of_cert)?;
         let builder = match &files.client_ca {
@@ -71,30 +71,30 @@ impl Credentials {
             Some(path) => {
                 let mut roots = RootCertStore::empty();
                 for root in certificates("tls_client_ca", path)? {
-                    roots.add(root).map_err(|why| wrong("tls_client_ca", path, &why.to_string()))?;
+                    roots.add(root).map_err(|why| file_error("tls_client_ca", path, &why.to_string()))?;
                 }
                 let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
                 let (verifier, key, path) = match &files.client_crl {
                     None => (verifier, "tls_client_ca", path),
                     Some(lists) => {
-                        let verifier = verifier.with_crls(revoked("tls_client_crl", lists)?);
+                        let verifier = verifier.with_crls(revocation_lists("tls_client_crl", lists)?);
                         (verifier.enforce_revocation_expiration(), "tls_client_crl", lists)
                     }
                 };
-                let verifier = verifier.build().map_err(|why| wrong(key, path, &why.to_string()))?;
+                let verifier = verifier.build().map_err(|why| file_error(key, path, &why.to_string()))?;
                 builder.with_client_cert_verifier(verifier)
             }
         };
         let mut config = builder.with_single_cert(chain, key).map_err(of_cert)?;
-        // The records are ours.
+        // `Sealer` and `Opener` process the records.
         config.enable_secret_extraction = true;
-        // Who was trusted once is not for that trusted again.
+        // No session resumption: a certificate may have been revoked since.
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
         Ok(Self { config: Arc::new(config), verifies: files.client_ca.is_some() })
     }
 
-    /// For a connection.
+    /// Returns the configuration for a new connection.
     pub fn config(&self) -> Arc<ServerConfig> {
         Arc::clone(&self.config)
     }
@@ -106,53 +106,55 @@ impl fmt::Debug for Credentials {
     }
 }
 
-/// The TLS of a server.
+/// The TLS settings of a server.
 #[derive(Debug)]
 pub struct Policy {
-    /// Whom it is for.
+    /// Which clients use TLS.
     pub mode: TlsMode,
-    /// Locked to read or replace the value only.
+    /// Locked only to read or replace the value.
     credentials: Mutex<Credentials>,
 }
 
 impl Policy {
-    /// With these to begin with.
+    /// Creates the settings with the first credentials.
     pub fn new(mode: TlsMode, credentials: Credentials) -> Self {
         Self { mode, credentials: Mutex::new(credentials) }
     }
 
-    /// What connections are shown from now on.
+    /// Replaces the credentials for new connections.
     pub fn renew(&self, credentials: Credentials) {
         *self.credentials.lock().unwrap_or_else(PoisonError::into_inner) = credentials;
     }
 
-    /// What a connection is shown.
     pub fn config(&self) -> Arc<ServerConfig> {
         self.credentials.lock().unwrap_or_else(PoisonError::into_inner).config()
     }
 }
 
-fn wrong(key: &'static str, path: &Path, why: &str) -> TlsError {
+fn file_error(key: &'static str, path: &Path, why: &str) -> TlsError {
     TlsError { key, path: path.to_owned(), why: why.to_owned() }
 }
 
 fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let all = CertificateDer::pem_file_iter(path).and_then(Iterator::collect);
-    some(key, path, all, "has no certificate in it")
+    non_empty(key, path, all, "contains no certificate")
 }
 
-fn revoked(key: &'static str, path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, TlsError> {
+fn revocation_lists(
+    key: &'static str,
+    path: &Path,
+) -> Result<Vec<CertificateRevocationListDer<'static>>, TlsError> {
     let all = CertificateRevocationListDer::pem_file_iter(path).and_then(Iterator::collect);
-    some(key, path, all, "has no list of revoked certificates in it")
+    non_empty(key, path, all, "contains no certificate revocation list")
 }
 
-/// What a file has, unless that is nothing.
-fn some<T>(
+/// Returns the entries of a file, or an error if there are none.
+fn non_empty<T>(
     key: &'static str,
     path: &Path,
     all: Result<Vec<T>, pem::Error>,
     none: &str,
 ) -> Result<Vec<T>, TlsError> {
-    let all = all.map_err(|why| wrong(key, path, &why.to_string()))?;
-    if all.is_empty() { Err(wrong(key, path, none)) } else { Ok(all) }
+    let all = all.map_err(|why| file_error(key, path, &why.to_string()))?;
+    if all.is_empty() { Err(file_error(key, path, none)) } else { Ok(all) }
 }

@@ -1,4 +1,4 @@
-//! The handshake of TLS, and what the two halves of the connection begin with.
+//! The TLS handshake, and the initial state of both halves of the connection.
 
 use std::os::fd::BorrowedFd;
 use std::rc::Rc;
@@ -16,56 +16,51 @@ use super::names::names_of;
 use super::opener::{Opener, SEALED_BUFFER_BYTES};
 use super::sealer::Sealer;
 use crate::limits::MAX_HANDSHAKE_BYTES;
-use crate::receive::{Impatient, Patience, receive_into};
+use crate::receive::{Timeouts, WaitError, receive_into};
 
 const _: () = assert!(MAX_HANDSHAKE_BYTES <= SEALED_BUFFER_BYTES);
 
-/// A connection by TLS.
-pub struct Started {
-    /// Opens what the client sends.
+/// A connection after the TLS handshake.
+pub struct TlsConnection {
     pub opener: Opener,
-    /// Seals what it is sent.
     pub sealer: Sealer,
-    /// What the client sent right behind its handshake; already opened.
+    /// Data that arrived directly behind the handshake, already decrypted.
     pub early: Vec<u8>,
-    /// The names in its certificate, where it has shown one.
+    /// The names in the client's certificate, if it has sent one.
     pub names: Vec<String>,
 }
 
-/// Why there is no TLS.
+/// Why TLS did not start.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum NotStarted {
-    /// The client left.
+pub enum StartError {
     Left,
-    /// It took too long.
     TimedOut,
-    /// One side does not want the other; why.
+    /// One side rejected the other, with the reason.
     Refused(String),
 }
 
-impl From<Impatient> for NotStarted {
-    fn from(end: Impatient) -> Self {
+impl From<WaitError> for StartError {
+    fn from(end: WaitError) -> Self {
         match end {
-            Impatient::TimedOut => Self::TimedOut,
-            Impatient::Left => Self::Left,
+            WaitError::TimedOut => Self::TimedOut,
+            WaitError::Left => Self::Left,
         }
     }
 }
 
-impl From<Errno> for NotStarted {
+impl From<Errno> for StartError {
     fn from(errno: Errno) -> Self {
-        // The send timeout of the handshake.
+        // The socket's send timeout expired.
         if errno == Errno::WOULDBLOCK { Self::TimedOut } else { Self::Left }
     }
 }
 
-impl From<Error> for NotStarted {
+impl From<Error> for StartError {
     fn from(error: Error) -> Self {
         Self::Refused(error.to_string())
     }
 }
 
-/// What the state of a handshake asks for.
 enum Next {
     Go,
     Receive,
@@ -73,16 +68,16 @@ enum Next {
     Failed(Error),
 }
 
-/// Shakes hands with a client that was told that it may, and that may send at most so many bytes
-/// before it is known; a chain of certificates is a tenth of what is usual.
+/// Does the TLS handshake after the reply to `OPT_STARTTLS`. The client may send at most `most` bytes before
+/// it is authenticated.
 pub fn start(
     config: Arc<ServerConfig>,
     socket: BorrowedFd<'_>,
-    patience: Patience,
+    timeouts: Timeouts,
     most: usize,
-) -> Result<Started, NotStarted> {
+) -> Result<TlsConnection, StartError> {
     let mut connection = UnbufferedServerConnection::new(config)?;
-    let mut buf = Mapped::new(SEALED_BUFFER_BYTES, 0).map_err(|_| NotStarted::Left)?;
+    let mut buf = Mapped::new(SEALED_BUFFER_BYTES, 0).map_err(|_| StartError::Left)?;
     let (mut at, mut end, mut total) = (0, 0, 0);
     let (mut out, mut early) = (Vec::new(), Vec::new());
     loop {
@@ -106,7 +101,7 @@ pub fn start(
             }
             Ok(ConnectionState::BlockedHandshake) => Next::Receive,
             Ok(ConnectionState::WriteTraffic(_)) => Next::Done,
-            Ok(_) => return Err(NotStarted::Left),
+            Ok(_) => return Err(StartError::Left),
             Err(error) => Next::Failed(error),
         };
         at += discard;
@@ -114,12 +109,12 @@ pub fn start(
             Next::Go => {}
             Next::Done => break,
             Next::Failed(error) => {
-                // Asked once more it has what the client is told; more often it would look at the same
-                // bytes again.
+                // A second call returns the alert for the client. Further calls would parse the same bytes
+                // again.
                 let UnbufferedStatus { state, .. } = connection.process_tls_records(&mut buf[at..end]);
                 if let Ok(ConnectionState::EncodeTlsData(data)) = state {
                     encode(data, &mut out)?;
-                    // That the client hears it is not waited for.
+                    // Does not wait for the client to receive the alert.
                     let _ = send(socket, &out, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
                 }
                 return Err(error.into());
@@ -128,12 +123,12 @@ pub fn start(
                 buf.copy_within(at..end, 0);
                 (at, end) = (0, end - at);
                 if total == most {
-                    return Err(NotStarted::Refused(format!("its handshake has more than {most} bytes")));
+                    return Err(StartError::Refused(format!("its handshake is longer than {most} bytes")));
                 }
-                patience.wait(socket)?;
+                timeouts.wait(socket)?;
                 let stop = end + (most - total);
                 match receive_into(socket, RecvFlags::DONTWAIT, &mut buf[end..stop]) {
-                    Ok(0) => return Err(NotStarted::Left),
+                    Ok(0) => return Err(StartError::Left),
                     Ok(n) => (end, total) = (end + n, total + n),
                     Err(Errno::WOULDBLOCK) => {}
                     Err(errno) => return Err(errno.into()),
@@ -146,7 +141,7 @@ pub fn start(
     let keys = Rc::new(Keys::new(kernel));
     let ExtractedSecrets { tx, rx } = secrets;
     let (encrypter, decrypter) = (keys.encrypter(tx.1)?, keys.decrypter(rx.1)?);
-    Ok(Started {
+    Ok(TlsConnection {
         opener: Opener::new(Rc::clone(&keys), decrypter, rx.0, buf, at..end),
         sealer: Sealer::new(keys, encrypter, tx.0),
         early,
@@ -154,7 +149,7 @@ pub fn start(
     })
 }
 
-fn encode<Data>(mut data: EncodeTlsData<'_, Data>, out: &mut Vec<u8>) -> Result<(), NotStarted> {
+fn encode<Data>(mut data: EncodeTlsData<'_, Data>, out: &mut Vec<u8>) -> Result<(), StartError> {
     let at = out.len();
     loop {
         match data.encode(&mut out[at..]) {
@@ -163,7 +158,7 @@ fn encode<Data>(mut data: EncodeTlsData<'_, Data>, out: &mut Vec<u8>) -> Result<
                 return Ok(());
             }
             Err(EncodeError::InsufficientSize(wanted)) => out.resize(at + wanted.required_size, 0),
-            Err(error) => return Err(NotStarted::Refused(error.to_string())),
+            Err(error) => return Err(StartError::Refused(error.to_string())),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Handshakes and records with rustls at the other end of a socket, and with what is no TLS.
+//! Handshakes and records with a rustls client, and with invalid data.
 
 use std::io::{Read as _, Write as _};
 use std::os::fd::AsFd as _;
@@ -16,9 +16,9 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, Support
 
 use super::opener::Closed;
 use super::settings::{Credentials, TlsFiles};
-use super::start::{NotStarted, Started, start};
+use super::start::{StartError, TlsConnection, start};
 use crate::limits::MAX_HANDSHAKE_BYTES;
-use crate::receive::Patience;
+use crate::receive::Timeouts;
 
 struct Pair {
     _dir: tempfile::TempDir,
@@ -52,17 +52,17 @@ impl Pair {
         ClientConnection::new(Arc::new(config), ServerName::try_from("localhost").unwrap()).unwrap()
     }
 
-    fn start(&self, socket: &UnixStream) -> Result<Started, NotStarted> {
+    fn start(&self, socket: &UnixStream) -> Result<TlsConnection, StartError> {
         let deadline = Instant::now() + Duration::from_secs(20);
-        let patience = Patience { silence: Duration::from_millis(200), deadline };
-        start(self.credentials.config(), socket.as_fd(), patience, MAX_HANDSHAKE_BYTES)
+        let timeouts = Timeouts { idle: Duration::from_millis(200), deadline };
+        start(self.credentials.config(), socket.as_fd(), timeouts, MAX_HANDSHAKE_BYTES)
     }
 
-    /// Both ends behind the handshake; the client has said "early" in it.
+    /// Returns both ends after the handshake. The client has sent "early".
     fn both(
         &self,
         version: &'static SupportedProtocolVersion,
-    ) -> (Started, UnixStream, StreamOwned<ClientConnection, UnixStream>) {
+    ) -> (TlsConnection, UnixStream, StreamOwned<ClientConnection, UnixStream>) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut stream = StreamOwned::new(self.client(version), theirs);
         let client = std::thread::spawn(move || {
@@ -75,7 +75,7 @@ impl Pair {
 }
 
 #[test]
-fn what_comes_behind_the_handshake_is_not_lost() {
+fn data_behind_handshake_is_kept() {
     let pair = Pair::new();
     for version in [&rustls::version::TLS13, &rustls::version::TLS12] {
         let (mut started, ours, mut stream) = pair.both(version);
@@ -90,7 +90,7 @@ fn what_comes_behind_the_handshake_is_not_lost() {
             said.extend(&out[..n]);
         }
         assert_eq!(said, b"early and late");
-        // The end is told.
+        // The close alert is recognized.
         stream.conn.send_close_notify();
         stream.flush().unwrap();
         started.opener.receive(ours.as_fd(), RecvFlags::empty(), usize::MAX).unwrap();
@@ -101,7 +101,7 @@ fn what_comes_behind_the_handshake_is_not_lost() {
 }
 
 #[test]
-fn a_key_is_exchanged_before_it_is_used_up() {
+fn key_is_updated_before_record_limit() {
     let pair = Pair::new();
     let (mut started, ours, mut stream) = pair.both(&rustls::version::TLS13);
     started.sealer.records_max = 3;
@@ -114,7 +114,7 @@ fn a_key_is_exchanged_before_it_is_used_up() {
     });
     started.sealer.send(ours.as_fd(), data.chunks(100_001)).unwrap();
     reader.join().unwrap();
-    // Before that there were no ways to do so.
+    // TLS 1.2 cannot update keys.
     let (mut started, ours, stream) = pair.both(&rustls::version::TLS12);
     started.sealer.records_max = 3;
     let sent = started.sealer.send(ours.as_fd(), data[..100_000].chunks(16_384));
@@ -123,7 +123,7 @@ fn a_key_is_exchanged_before_it_is_used_up() {
 }
 
 #[test]
-fn a_handshake_of_any_bytes_ends_in_an_error() {
+fn handshake_with_random_bytes_fails() {
     let pair = Pair::new();
     let mut hello = Vec::new();
     pair.client(&rustls::version::TLS13).write_tls(&mut hello).unwrap();
@@ -154,7 +154,7 @@ fn a_handshake_of_any_bytes_ends_in_an_error() {
 }
 
 #[test]
-fn records_of_any_bytes_end_in_an_error() {
+fn records_with_random_bytes_fail() {
     let pair = Pair::new();
     let mut rng = Rng::new(21);
     for round in 0..120 {
@@ -177,7 +177,7 @@ fn records_of_any_bytes_end_in_an_error() {
         loop {
             if started.opener.is_ready() {
                 let Ok(n) = started.opener.take(&mut [0; 64]) else { break };
-                assert_eq!(n, 0, "nothing of it is data");
+                assert_eq!(n, 0, "random bytes were decrypted");
             } else if started.opener.receive(ours.as_fd(), RecvFlags::empty(), usize::MAX).unwrap() == 0 {
                 break;
             }

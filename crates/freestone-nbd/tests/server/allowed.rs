@@ -1,4 +1,4 @@
-//! Lists of who may connect, and how long one that may is left alone.
+//! Allow lists, and the grace time of handshakes.
 
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
 use std::os::unix::net::UnixStream;
@@ -13,7 +13,7 @@ fn networks(all: &[&str]) -> AllowList {
     AllowList::new(all.iter().map(|text| Who::network(text).unwrap()))
 }
 
-/// A client that connects from this address.
+/// Connects from this source address.
 fn from(source: Ipv4Addr, port: u16) -> Client {
     let stream = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
     bind(&stream, &SocketAddrV4::new(source, 0)).unwrap();
@@ -24,10 +24,11 @@ fn from(source: Ipv4Addr, port: u16) -> Client {
 }
 
 #[test]
-fn who_is_not_on_the_list_gets_no_byte_and_no_place() {
+fn denied_peer_is_closed_and_uses_no_connection() {
     let me = rustix::process::geteuid().as_raw();
-    // Nobody but one may be there at a time.
-    let fixture = Fixture::with(Limits { max_connections: 1, max_newcomers: 1, ..Limits::default() });
+    // At most one connection at a time.
+    let fixture =
+        Fixture::with(Limits { max_connections: 1, max_pending_handshakes: 1, ..Limits::default() });
     fixture.publish("disk", &MemDevice::new(1 << 20));
     let server = &fixture.server;
     assert_eq!(server.allow_at(&fixture.address), None);
@@ -41,7 +42,7 @@ fn who_is_not_on_the_list_gets_no_byte_and_no_place() {
     let stats = server.stats();
     assert_eq!((stats.denied, stats.refused, stats.connections), (100, 0, 1));
     assert_eq!(server.denials().count(), 100);
-    // Who was there stays, and who is let in again comes in.
+    // Existing connections stay, and a peer that is allowed again can connect.
     before.read(0, 512).unwrap();
     before.disconnect();
     fixture.assert_no_connections();
@@ -53,9 +54,9 @@ fn who_is_not_on_the_list_gets_no_byte_and_no_place() {
     assert!(!server.set_allow(&Address::Unix("/nowhere".into()), None));
 }
 
-/// One that is let in waits behind any number that are not.
+/// An allowed client is served after any number of denied ones.
 #[test]
-fn strangers_do_not_keep_others_out() {
+fn denied_peers_do_not_block_allowed_ones() {
     let fixture = Fixture::serving(&MemDevice::new(1 << 20));
     let Address::Unix(path) = &fixture.address else { panic!("a Unix address") };
     let me = rustix::process::geteuid().as_raw();
@@ -68,11 +69,11 @@ fn strangers_do_not_keep_others_out() {
 }
 
 #[test]
-fn networks_are_those_of_the_source() {
+fn allow_list_networks_match_source_address() {
     let server = Server::new(Limits::default());
     let any = Address::Tcp { host: "127.0.0.1".into(), port: 0 };
     let at = server.listen_as(&any, &Access::default(), Some(networks(&["127.0.0.1"]))).unwrap();
-    // A second call leaves the list as it is.
+    // A second call does not change the list.
     assert_eq!(server.listen_as(&at, &Access::default(), None).unwrap(), at);
     let device = MemDevice::new(1 << 20);
     server.publish(&at, "disk", device, ExportOptions::default()).unwrap();
@@ -92,9 +93,9 @@ fn networks_are_those_of_the_source() {
     client.read(0, 512).unwrap();
 }
 
-/// What listens for IPv6 and IPv4 sees addresses of IPv4 as mapped ones.
+/// A socket that listens for IPv6 and IPv4 sees IPv4 addresses as mapped addresses.
 #[test]
-fn mapped_addresses_are_ipv4() {
+fn allow_list_treats_mapped_address_as_ipv4() {
     let server = Server::new(Limits::default());
     let both = Address::Tcp { host: "::".into(), port: 0 };
     let at = server.listen_as(&both, &Access::default(), Some(networks(&["127.0.0.0/8"]))).unwrap();
@@ -108,12 +109,12 @@ fn mapped_addresses_are_ipv4() {
 }
 
 #[test]
-fn how_long_a_newcomer_is_left_alone_is_a_setting() {
-    // Less than unless said, and enough for a handshake on a busy machine.
-    let newcomer_grace = Duration::from_secs(1);
-    let fixture = Fixture::with(Limits { max_newcomers: 1, newcomer_grace, ..Limits::default() });
+fn pending_handshake_is_closed_after_its_grace() {
+    // Shorter than the default, but long enough for a handshake on a busy machine.
+    let handshake_grace = Duration::from_secs(1);
+    let fixture = Fixture::with(Limits { max_pending_handshakes: 1, handshake_grace, ..Limits::default() });
     fixture.publish("disk", &MemDevice::new(1 << 20));
-    // Once at least the machine is not busy with something else.
+    // Retried, as other load on the machine may delay a handshake.
     eventually(|| {
         let mut silent = fixture.connect();
         silent.greet(3);

@@ -1,4 +1,4 @@
-//! The budget of bytes in flight that connections share.
+//! The memory budget that connections share.
 
 use std::collections::HashMap;
 use std::net::Shutdown;
@@ -16,20 +16,21 @@ use freestone_testkit::effort;
 /// Connections, each with the thread that sends its requests.
 type Connections = Vec<(Client, JoinHandle<()>)>;
 
-/// A server with the least budget, and a device whose connections hold all that it may have of that.
+/// Creates a server with the smallest budget, and a hung device whose connections use all of the device's
+/// share.
 fn with_hung_device() -> (Fixture, Arc<MemDevice>, Connections) {
     let device = MemDevice::new(64 * MIB);
     let fixture = Fixture::with(Limits { max_memory_in_flight: 64 * MIB, ..Limits::default() });
     fixture.publish("disk", &device);
     device.set(Manner::Held);
-    // Three that would take half of the budget each.
+    // Three connections that would use half of the budget each.
     let large = (0..3).map(|_| split(&fixture.address, WRITE, 256 << 10, 128)).collect();
     eventually(|| held(&device) >= 8 * MIB);
     std::thread::sleep(Duration::from_millis(20));
     (fixture, device, large)
 }
 
-/// Bytes of requests that a device has.
+/// Returns the bytes of the requests that the device holds.
 fn held(device: &MemDevice) -> u64 {
     device.held().iter().map(|request| request.len).sum()
 }
@@ -38,10 +39,10 @@ fn held(device: &MemDevice) -> u64 {
 fn hung_device_leaves_budget_to_others() {
     let (fixture, device, large) = with_hung_device();
     assert!(held(&device) <= 16 * MIB, "{}", held(&device));
-    // One reply that is larger than what may be in flight.
+    // A reply that is larger than the limit on bytes in flight.
     let mut simple = fixture.enter(false);
     let cookie = simple.ask(0, READ, 0, 40 << 20);
-    // One with little is served as if it were alone.
+    // A small request is served as if it were alone.
     let mut small = fixture.enter(true);
     let asked = small.ask(0, READ, 0, 4096);
     let at = || device.held().iter().position(|request| request.len == 4096);
@@ -51,7 +52,7 @@ fn hung_device_leaves_budget_to_others() {
     }
     let mut wanted = HashMap::from([(asked, (0, 4096))]);
     assert!(small.read_replies(&mut wanted)[&asked].is_ok());
-    // Requests to another device are, too.
+    // Requests to another device are served too.
     let other = MemDevice::new(64 * MIB);
     other.set(Manner::Thread);
     fixture.publish("other", &other);
@@ -65,7 +66,7 @@ fn hung_device_leaves_budget_to_others() {
         wanted.insert(cookie, (0, len));
     }
     assert!(neighbour.read_replies(&mut wanted).values().all(Result::is_ok));
-    // All of the others are done in the end.
+    // All other requests complete in the end.
     device.set(Manner::Inline);
     device.release_all_backwards();
     for (mut reader, writer) in large {
@@ -96,7 +97,7 @@ fn stalled_connection_ends_when_client_leaves() {
     let connections = || fixture.server.stats().connections;
     assert_eq!(connections(), 9);
     drop(stalled);
-    // The device may have a request of one of them.
+    // The device may hold a request of one of them.
     eventually(|| connections() <= 4);
     device.set(Manner::Inline);
     device.release_all_backwards();
@@ -107,7 +108,7 @@ fn stalled_connection_ends_when_client_leaves() {
     fixture.assert_sound();
 }
 
-/// The protocol wants what was asked for before a request to disconnect to be done.
+/// The protocol requires that requests before a disconnect are completed.
 #[test]
 fn stalled_requests_before_disconnect_are_done() {
     let (fixture, device, large) = with_hung_device();
@@ -134,7 +135,7 @@ fn stalled_requests_before_disconnect_are_done() {
 }
 
 #[test]
-fn who_waits_for_the_budget_can_leave_and_be_ended() {
+fn connection_waiting_for_budget_can_be_cut() {
     let device = MemDevice::new(64 * MIB);
     let limits = Limits { max_memory_in_flight: 64 * MIB, ..Limits::default() };
     let fixture = Fixture::with(limits);
@@ -142,13 +143,13 @@ fn who_waits_for_the_budget_can_leave_and_be_ended() {
     device.set(Manner::Held);
     let held = || device.held().len();
     let two: Vec<_> = (0..2).map(|_| split(&fixture.address, READ, 256 << 10, 128)).collect();
-    // All that a device may have beside what is kept for those with little.
+    // The whole share of the device, except the reserve for small requests.
     eventually(|| held() >= 32);
     let waits = split(&fixture.address, READ, 1 << 20, 1);
     std::thread::sleep(Duration::from_millis(20));
-    // A cut ends it, although what it waits for does not come.
+    // A cut ends the connection, although the budget is not granted.
     let begun = Instant::now();
-    // Both end the connections after a grace period; that of `unpublish` is fixed and long.
+    // Both end the connections after a grace time. That of `unpublish` is fixed and long.
     if effort(true, false) {
         fixture.server.shutdown(Duration::from_millis(200));
     } else {

@@ -1,4 +1,4 @@
-//! Requests of any offset and length, over the wire.
+//! Requests of any offset and length over NBD.
 
 use std::collections::HashMap;
 
@@ -13,9 +13,9 @@ const EXPORT_NAME: u32 = 1;
 const GO: u32 = 7;
 const MIB: u64 = 1 << 20;
 
-/// Writes, zeroes and trims at random, compared with a model after each.
+/// Compares random writes, zeroes and trims with a model after each request.
 #[test]
-fn any_offset_and_length() {
+fn random_requests_match_model() {
     let size = 4 * MIB - 300;
     for manner in [Manner::Inline, Manner::Thread] {
         let device = MemDevice::with(4 * MIB, |geometry| geometry.padding = 300);
@@ -57,7 +57,7 @@ fn any_offset_and_length() {
                 assert!(found == model[from..to], "round {round}: {offset}, {len}");
             }
             assert!(client.read(0, size as u32).unwrap() == model);
-            // Behind its end.
+            // Beyond the end.
             assert_eq!(client.read(size, 1), Err(22));
             assert_eq!(client.write(0, size - 1, &[1; 2]), 28);
         }
@@ -65,10 +65,9 @@ fn any_offset_and_length() {
     }
 }
 
-/// Bytes of one block from two connections, by two names of one device, beside writes of whole
-/// blocks from two others.
+/// Two connections write bytes of one block through two export names, while two others write whole blocks.
 #[test]
-fn connections_lose_nothing_to_one_another() {
+fn partial_block_writes_keep_bytes_of_others() {
     for manner in [Manner::Inline, Manner::Thread] {
         let device = MemDevice::new(MIB);
         device.set(manner);
@@ -107,9 +106,9 @@ fn connections_lose_nothing_to_one_another() {
     }
 }
 
-/// It negotiates nothing, as old clients do.
+/// The client negotiates nothing, like old clients.
 #[test]
-fn a_client_that_only_names_the_export() {
+fn export_name_without_negotiation_serves_bytes() {
     let device = MemDevice::with(MIB, |geometry| geometry.padding = 24);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.connect();
@@ -127,23 +126,23 @@ fn a_client_that_only_names_the_export() {
 }
 
 #[test]
-fn status_is_cut_to_what_was_asked() {
+fn block_status_is_cut_to_requested_range() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(true);
     assert_eq!(client.write(0, 8192, &[1; 4096]), 0);
     assert_eq!(client.status(0, 8000, 5000), Ok(vec![(192, 3), (4096, 0), (712, 3)]));
     assert_eq!(client.status(0, 9000, 10), Ok(vec![(10, 0)]));
-    // What was written as a part is data as a whole.
+    // A partly zeroed block counts as data.
     assert_eq!(client.run(0, WRITE_ZEROES, 20001, 1), 0);
     assert_eq!(client.status(0, 20001, 1), Ok(vec![(1, 0)]));
     assert_eq!(client.run(0, TRIM, 8193, 4000), 0);
     assert_eq!(client.read(8193, 1), Ok(vec![1]));
 }
 
-/// Many small parts in flight take no more memory than the bound.
+/// Many small parts in flight do not exceed the memory limit.
 #[test]
-fn parts_in_flight_are_charged() {
+fn small_parts_in_flight_stay_in_memory_limit() {
     let device = MemDevice::with(MIB, |geometry| geometry.logical_block = 4096);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(true);

@@ -1,4 +1,4 @@
-//! Extended headers: how they are agreed on, payloads, lengths of 64 bits, contexts by identifier.
+//! Extended headers: negotiation, payloads, 64-bit lengths, contexts by identifier.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
@@ -22,7 +22,7 @@ const EOVERFLOW: u32 = 75;
 
 const MIB: u64 = 1 << 20;
 
-/// In the transmission phase of "disk", with these contexts.
+/// Returns a client in the transmission phase of "disk", with these contexts.
 fn enter(fixture: &Fixture, contexts: &[&str]) -> Client {
     let mut client = fixture.connect();
     client.greet(3);
@@ -41,7 +41,7 @@ fn fork(size: u64) -> Arc<MemDevice> {
 }
 
 #[test]
-fn they_are_agreed_on_before_or_instead_of_structured_replies() {
+fn extended_headers_negotiated_with_or_without_structured() {
     let fixture = Fixture::serving(&MemDevice::new(MIB));
     let mut client = fixture.connect();
     client.greet(3);
@@ -50,7 +50,7 @@ fn they_are_agreed_on_before_or_instead_of_structured_replies() {
     assert_eq!(client.outcome(EXTENDED, &[]), ACK);
     assert_eq!(client.outcome(STRUCTURED, &[]), ERR_EXT_HEADER_REQD);
     assert_eq!(client.outcome(EXTENDED, &[]), ACK);
-    // What is selected is told of: also to who only asks.
+    // The flags reflect the selected contexts, also for a client that only queries.
     let flags = |client: &mut Client, name: &str| {
         let replies = client.option(6, &info_data(name, &[]));
         assert!(replies.iter().any(|reply| reply.kind == INFO));
@@ -67,14 +67,14 @@ fn they_are_agreed_on_before_or_instead_of_structured_replies() {
     (client.structured, client.extended) = (true, true);
     assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
     client.disconnect();
-    // Without them nothing is offered, and contexts are selected after structured replies as before.
+    // Without extended headers the payload flag is not offered.
     let mut compact = fixture.connect();
     compact.greet(3);
     compact.structured();
     compact.set_context("disk");
     assert_eq!(compact.go("disk").1 & STATUS_PAYLOAD, 0);
     compact.disconnect();
-    // The option without an answer is no way on.
+    // OPT_EXPORT_NAME has no error reply, so the connection ends.
     let mut client = fixture.connect();
     client.greet(3);
     client.extended();
@@ -84,7 +84,7 @@ fn they_are_agreed_on_before_or_instead_of_structured_replies() {
 }
 
 #[test]
-fn the_other_header_ends_the_connection() {
+fn request_with_wrong_header_layout_ends_connection() {
     let fixture = Fixture::serving(&MemDevice::new(MIB));
     for headers in Headers::ALL {
         let mut client = fixture.enter(headers);
@@ -99,7 +99,7 @@ fn the_other_header_ends_the_connection() {
 }
 
 #[test]
-fn each_command_is_answered_in_chunks() {
+fn extended_replies_are_always_chunks() {
     let device = MemDevice::new(8 * MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(Headers::Extended);
@@ -121,7 +121,7 @@ fn each_command_is_answered_in_chunks() {
 }
 
 #[test]
-fn lengths_of_64_bits() {
+fn length_beyond_device_64_bit_is_refused() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(Headers::Extended);
@@ -141,13 +141,13 @@ fn lengths_of_64_bits() {
     }
     assert_eq!(client.long_statuses(0, 0, 0), Err(EINVAL));
     assert_eq!(client.status_of(0, 0, &[1]), Err(EINVAL));
-    assert!(device.log.lock().unwrap().is_empty(), "nothing of it reached the device");
+    assert!(device.log.lock().unwrap().is_empty(), "a refused request reached the device");
     client.disconnect();
     fixture.assert_sound();
 }
 
 #[test]
-fn a_read_is_bounded_as_before() {
+fn extended_read_is_limited_to_max_payload() {
     let device = MemDevice::new(128 * MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(Headers::Extended);
@@ -157,13 +157,13 @@ fn a_read_is_bounded_as_before() {
     assert!(client.read(0, MAX_PAYLOAD_BYTES).unwrap() == pattern(3, 64 << 20));
 }
 
-/// Payloads where none belong, and the data of writes.
+/// Payloads of commands without one, and of writes.
 #[test]
-fn payloads_are_taken_as_they_are_announced() {
+fn payload_follows_announced_length() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(Headers::Extended);
-    // With the flag so much follows, whatever the command.
+    // With the flag a payload of this length follows any command.
     for command in [READ, FLUSH, TRIM, CACHE, WRITE_ZEROES, 8, 77, u16::MAX] {
         for len in [0, 1, 4096, 700 << 10] {
             let cookie = client.cookie();
@@ -173,14 +173,14 @@ fn payloads_are_taken_as_they_are_announced() {
             assert_eq!(client.plain_reply(cookie), EINVAL, "command {command}, {len} bytes");
         }
     }
-    // A write that is refused takes it along.
+    // The payload of a refused write is discarded.
     assert_eq!(client.write(0, MIB - 512, &[1; 4096]), ENOSPC);
     assert_eq!(client.write(0, 0, &[]), EINVAL);
     assert_eq!(client.write(DF, 0, &[1; 4096]), EINVAL);
-    assert!(device.log.lock().unwrap().is_empty(), "nothing of it reached the device");
+    assert!(device.log.lock().unwrap().is_empty(), "a refused request reached the device");
     assert_eq!(client.write(0, 0, &[1; 4096]), 0);
     assert_eq!(client.read(0, 4096), Ok(vec![1; 4096]));
-    // Without the flag, as QEMU's client has it, the data of a write is there all the same.
+    // Without the flag, which QEMU's client omits, a write still has its payload.
     for (len, outcome) in [(4096, 0), (700 << 10, 0), (2 << 20, ENOSPC)] {
         let cookie = client.cookie();
         let mut bytes = client.header(0, WRITE, cookie, 0, len);
@@ -190,7 +190,7 @@ fn payloads_are_taken_as_they_are_announced() {
     }
     assert_eq!(client.read(0, 4096), Ok(vec![0x21; 4096]));
     client.disconnect();
-    // More than there may be: the server does not wait for it.
+    // The payload is too large: the server does not wait for it.
     let more = u64::from(MAX_PAYLOAD_BYTES) + 1;
     for (flags, command, len) in [
         (PAYLOAD_LEN, WRITE, more),
@@ -206,7 +206,7 @@ fn payloads_are_taken_as_they_are_announced() {
 }
 
 #[test]
-fn the_payload_of_a_block_status() {
+fn block_status_payload_selects_contexts() {
     let device = fork(MIB);
     device.fill(4096, &[1; 4096]);
     let fixture = Fixture::serving(&device);
@@ -222,11 +222,11 @@ fn the_payload_of_a_block_status() {
     }
     let one = [&PAGE.to_be_bytes()[..], &[0, 0, 0, 2]].concat();
     assert_eq!(client.status_with(REQ_ONE, 4096, &one), Ok(vec![(2, vec![(PAGE, 1)])]));
-    // Unknown ones, the same twice, none.
+    // Unknown identifiers, duplicates, and none.
     for ids in [&[0][..], &[3], &[1, 3], &[1, 1], &[2, 1, 2], &[1; 100], &[u32::MAX], &[]] {
         assert_eq!(client.status_of(0, MIB, ids), Err(EINVAL), "{ids:?}");
     }
-    // Lengths that are none.
+    // Invalid payload lengths.
     let good = [&MIB.to_be_bytes()[..], &[0, 0, 0, 1, 0, 0, 0, 2]].concat();
     for len in [0, 1, 7, 8, 9, 11, 13, 15] {
         assert_eq!(client.status_with(0, 0, &good[..len]), Err(EINVAL), "{len} bytes");
@@ -246,7 +246,7 @@ fn the_payload_of_a_block_status() {
     let (context, extents) = own;
     assert_eq!(client.chunk(), Chunk::LongStatus { cookie, done: true, context, extents });
     client.disconnect();
-    // Only what was selected, of what there is.
+    // Only selected contexts can be named.
     let mut one = enter(&fixture, &both[1..]);
     assert_eq!(one.status_of(0, MIB, &[1]), Err(EINVAL));
     assert_eq!(one.status_of(0, MIB, &[2]).unwrap().len(), 1);
@@ -259,7 +259,7 @@ fn the_payload_of_a_block_status() {
 }
 
 #[test]
-fn descriptors_are_bounded() {
+fn extended_descriptors_are_limited() {
     let pages = 2 * MAX_DESCRIPTORS as u64 + 2;
     let device = fork(pages * PAGE);
     for page in (0..pages).step_by(2) {
@@ -267,7 +267,7 @@ fn descriptors_are_bounded() {
     }
     let fixture = Fixture::serving(&device);
     let mut client = enter(&fixture, &["base:allocation", "freestone:changed"]);
-    // Many replies at once, so that they also meet the end of the reply buffer.
+    // Many replies at once, to reach the end of the reply buffer.
     let cookies: Vec<_> = (0..20).map(|_| client.ask_long(0, BLOCK_STATUS, 0, pages * PAGE)).collect();
     for wanted in cookies {
         for (id, flags) in [(1, [0, 3]), (2, [1, 0])] {
@@ -282,7 +282,7 @@ fn descriptors_are_bounded() {
 }
 
 #[test]
-fn requests_at_once_and_a_client_that_cuts_them() {
+fn extended_requests_pipelined_or_cut_are_handled() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let mut session = Vec::new();

@@ -1,4 +1,4 @@
-//! Disconnects at every byte of a session, and bytes that make no sense.
+//! Disconnects at every byte of a session, and invalid data.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -17,7 +17,7 @@ use proptest::prelude::*;
 
 const SIZE: u64 = 1 << 20;
 
-/// All that a client says in a session with every option and command.
+/// Returns the bytes that a client sends in a session with every option and command.
 fn session() -> Vec<u8> {
     let mut bytes = 3_u32.to_be_bytes().to_vec();
     bytes.extend(option(99, b"what"));
@@ -49,19 +49,19 @@ fn raw(fixture: &Fixture) -> UnixStream {
     stream
 }
 
-/// Sends, ends in one of three ways; the server may have closed before.
+/// Sends bytes and disconnects in one of three ways. The server may have closed before.
 fn talk(fixture: &Fixture, bytes: &[u8], manner: usize) {
     let mut stream = raw(fixture);
     let _ = stream.write_all(bytes);
     match manner % 3 {
-        // Gone at once, replies unread.
+        // Closes without reading replies.
         0 => drop(stream),
-        // Says that nothing follows, and reads to the end.
+        // Half-closes and reads to the end.
         1 => {
             let _ = stream.shutdown(Shutdown::Write);
             let _ = stream.read_to_end(&mut Vec::new());
         }
-        // Does not listen any more.
+        // Closes the receiving side first.
         _ => {
             let _ = stream.shutdown(Shutdown::Read);
             drop(stream);
@@ -70,7 +70,7 @@ fn talk(fixture: &Fixture, bytes: &[u8], manner: usize) {
 }
 
 #[test]
-fn a_disconnect_after_each_byte() {
+fn disconnect_after_each_byte_leaves_server_sound() {
     let bytes = session();
     for manner in [Manner::Inline, Manner::Thread] {
         let device = MemDevice::new(SIZE);
@@ -87,7 +87,7 @@ fn a_disconnect_after_each_byte() {
 }
 
 #[test]
-fn a_session_byte_by_byte_is_answered() {
+fn session_sent_byte_by_byte_gets_same_replies() {
     let fixture = Fixture::serving(&MemDevice::new(SIZE));
     let bytes = session();
     let mut whole = Vec::new();
@@ -104,13 +104,13 @@ fn a_session_byte_by_byte_is_answered() {
     fixture.assert_sound();
 }
 
-/// A server of its own for each case, so that each case can say whether it was the one.
+/// Creates a server for each case, so that a failure identifies its case.
 fn fixture() -> (Fixture, Arc<MemDevice>) {
     let device = MemDevice::new(SIZE);
     (Fixture::serving(&device), device)
 }
 
-/// Nothing panicked, nothing leaked, and the next client is served.
+/// Checks that nothing panicked or leaked, and that the next client is served.
 fn check(fixture: &Fixture) -> Result<(), TestCaseError> {
     fixture.assert_sound();
     prop_assert_eq!(fixture.server.stats().panics, 0);
@@ -127,7 +127,7 @@ fn handshake(structured: bool) -> Vec<u8> {
     bytes
 }
 
-/// A request whose numbers are near the edges where mistakes are made.
+/// Generates a request with values near the limits.
 fn any_request() -> impl Strategy<Value = Vec<u8>> {
     let flags = prop_oneof![4 => Just(0_u16), 2 => 0_u16..32, 1 => any::<u16>()];
     let offset = prop_oneof![
@@ -157,7 +157,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: if std::env::var_os("PROPTEST_CASES").is_some() { ProptestConfig::default().cases } else { 96 }, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn random_bytes_in_the_handshake(
+    fn random_handshake_bytes_leave_server_sound(
         bytes in proptest::collection::vec(any::<u8>(), 0..300),
         with_flags in any::<bool>(),
         manner in 0_usize..3,
@@ -170,7 +170,7 @@ proptest! {
     }
 
     #[test]
-    fn random_options(
+    fn random_options_leave_server_sound(
         options in proptest::collection::vec(
             (0_u32..13, proptest::collection::vec(prop_oneof![Just(0_u8), any::<u8>()], 0..60)), 0..20),
         manner in 0_usize..3,
@@ -185,7 +185,7 @@ proptest! {
     }
 
     #[test]
-    fn random_requests(
+    fn random_requests_leave_server_sound(
         requests in proptest::collection::vec(any_request(), 0..12),
         tail in proptest::collection::vec(any::<u8>(), 0..40),
         structured in any::<bool>(),
@@ -201,7 +201,7 @@ proptest! {
             all.extend(request);
         }
         all.extend(tail);
-        // Reads while it writes: the server's replies may be longer than what a socket holds.
+        // Reads while it writes, as the replies may exceed the socket's buffer.
         let stream = raw(&fixture);
         let mut reader = stream.try_clone().unwrap();
         std::thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! Options, one by one.
+//! Handshake options, one by one.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ fn fixture() -> Fixture {
 }
 
 #[test]
-fn go_tells_size_flags_and_blocks() {
+fn go_returns_size_flags_and_block_sizes() {
     let fixture = fixture();
     let mut client = fixture.connect();
     client.greet(3);
@@ -46,9 +46,9 @@ fn go_tells_size_flags_and_blocks() {
     fixture.assert_sound();
 }
 
-/// Also where what breaks the protocol came together with them.
+/// Replies are sent even if the violation arrived together with the options.
 #[test]
-fn options_before_a_violation_are_answered() {
+fn options_before_violation_get_replies() {
     let long_name = option(EXPORT_NAME, &[b'x'; 5000]);
     for violation in [b"GET / HTTP/1.1\r\n\r\n", &option(EXPORT_NAME, b"nothing")[..], &long_name] {
         let fixture = fixture();
@@ -63,7 +63,7 @@ fn options_before_a_violation_are_answered() {
 }
 
 #[test]
-fn flags_follow_the_device_and_the_options() {
+fn transmission_flags_follow_device_and_options() {
     let fixture = fixture();
     let plain = MemDevice::with(MIB, |geometry| geometry.discard_granularity = 0);
     fixture.publish("no-trim", &plain);
@@ -92,7 +92,7 @@ fn flags_follow_the_device_and_the_options() {
 }
 
 #[test]
-fn fua_is_refused_where_it_is_not_offered() {
+fn fua_not_offered_is_refused() {
     const FUA: u16 = 1;
     let fixture = Fixture::new();
     let options = ExportOptions { without_fua: true, ..ExportOptions::default() };
@@ -106,7 +106,7 @@ fn fua_is_refused_where_it_is_not_offered() {
 }
 
 #[test]
-fn block_sizes_follow_the_device() {
+fn info_block_sizes_follow_device() {
     let fixture = fixture();
     let device = MemDevice::with(MIB, |geometry| {
         geometry.logical_block = 4096;
@@ -120,14 +120,14 @@ fn block_sizes_follow_the_device() {
     let sizes = replies.iter().find(|reply| reply.data.starts_with(&[0, 3])).unwrap();
     assert_eq!(sizes.data, b"\x00\x03\x00\x00\x00\x01\x00\x01\x00\x00\x04\x00\x00\x00");
 
-    // Zones are written by whole blocks, and all or not at all.
+    // Writes to zones consist of whole blocks and are not split.
     fixture.publish("zones", &MemDevice::zoned(64 * MIB));
     let replies = client.option(OPT_INFO, &info_data("zones", &[3]));
     let sizes = replies.iter().find(|reply| reply.data.starts_with(&[0, 3])).unwrap();
     assert_eq!(sizes.data, b"\x00\x03\x00\x00\x02\x00\x00\x00\x10\x00\x02\x00\x00\x00");
 
-    // The largest request of a device need not be a power of two, the preferred one must be and is
-    // no larger.
+    // The maximum request size need not be a power of two. The preferred size must be one, and at most the
+    // maximum.
     let device = MemDevice::with(MIB, |geometry| {
         geometry.io_min = 1 << 20;
         geometry.max_request = 96 << 10;
@@ -139,7 +139,7 @@ fn block_sizes_follow_the_device() {
 }
 
 #[test]
-fn info_stays_in_the_handshake() {
+fn info_does_not_choose_export() {
     let fixture = fixture();
     let mut client = fixture.connect();
     client.greet(3);
@@ -152,7 +152,7 @@ fn info_stays_in_the_handshake() {
 }
 
 #[test]
-fn the_empty_name_is_the_default_export() {
+fn empty_name_selects_default_export() {
     let fixture = Fixture::new();
     fixture.publish("other", &MemDevice::new(2 * MIB));
     let mut client = fixture.connect();
@@ -165,7 +165,7 @@ fn the_empty_name_is_the_default_export() {
 }
 
 #[test]
-fn export_name_with_and_without_padding() {
+fn export_name_reply_padding_follows_client_flags() {
     let fixture = fixture();
     for (flags, padding) in [(1, 124), (3, 0), (0, 124)] {
         let mut client = fixture.connect();
@@ -188,7 +188,7 @@ fn export_name_with_and_without_padding() {
 }
 
 #[test]
-fn a_client_sees_what_is_published_at_its_address() {
+fn client_sees_only_exports_of_its_address() {
     let fixture = fixture();
     let second = fixture.server.listen(&Address::Unix(fixture.directory.path().join("2.sock"))).unwrap();
     let other = MemDevice::new(MIB);
@@ -215,7 +215,7 @@ fn a_client_sees_what_is_published_at_its_address() {
 }
 
 #[test]
-fn abort_is_acknowledged_and_ends() {
+fn abort_is_acknowledged_and_ends_connection() {
     let fixture = fixture();
     let mut client = fixture.connect();
     client.greet(3);
@@ -225,11 +225,11 @@ fn abort_is_acknowledged_and_ends() {
 }
 
 #[test]
-fn unknown_options_are_refused_one_by_one() {
+fn unknown_options_are_refused() {
     let fixture = fixture();
     let mut client = fixture.connect();
     client.greet(3);
-    // Peek, and numbers nobody has given out.
+    // OPT_PEEK_EXPORT and unassigned numbers.
     for kind in [0, 4, 12, 0xffff, u32::MAX] {
         for data in [&[][..], &[7; 100]] {
             assert_eq!(client.outcome(kind, data), ERR_UNSUP, "option {kind}");
@@ -262,12 +262,12 @@ fn malformed_options_are_refused() {
         for cut in 0..good.len() {
             assert_eq!(client.outcome(kind, &good[..cut]), ERR_INVALID, "{cut}");
         }
-        // More queries promised than there are.
+        // The count promises more queries than the data has.
         let mut bytes = context_data("disk", &[]);
         let at = bytes.len() - 4;
         bytes[at..].copy_from_slice(&u32::MAX.to_be_bytes());
         assert_eq!(client.outcome(kind, &bytes), ERR_INVALID);
-        // A query that is longer than what there is, or than a string may be.
+        // A query longer than the data, or longer than a string may be.
         let mut bytes = context_data("disk", &["x"]);
         let at = bytes.len() - 5;
         bytes[at..at + 4].copy_from_slice(&u32::MAX.to_be_bytes());
@@ -279,7 +279,7 @@ fn malformed_options_are_refused() {
 }
 
 #[test]
-fn oversized_options_are_skipped_or_end_the_connection() {
+fn oversized_option_is_skipped_or_ends_connection() {
     let fixture = fixture();
     let mut client = fixture.connect();
     client.greet(3);
@@ -287,7 +287,7 @@ fn oversized_options_are_skipped_or_end_the_connection() {
         assert_eq!(client.outcome(kind, &vec![1; MAX_OPTION_BYTES + 1]), ERR_TOO_BIG);
         assert_ne!(client.outcome(kind, &vec![1; MAX_OPTION_BYTES]), ERR_TOO_BIG);
     }
-    // Skipped to the last byte: what follows is understood.
+    // Skipped to the last byte: the next option is parsed.
     assert_eq!(client.outcome(LIST, &vec![1; 3 << 20]), ERR_TOO_BIG);
     assert_eq!(client.outcome(LIST, &[]), ACK);
     let mut header = option(LIST, &[]);
@@ -298,7 +298,7 @@ fn oversized_options_are_skipped_or_end_the_connection() {
 }
 
 #[test]
-fn metadata_contexts() {
+fn metadata_context_queries_are_matched() {
     let fixture = fixture();
     fixture.publish("other", &MemDevice::new(MIB));
     let mut client = fixture.connect();
@@ -328,11 +328,11 @@ fn metadata_contexts() {
 }
 
 #[test]
-fn contexts_count_for_their_export_and_until_the_next_set() {
+fn selected_contexts_apply_to_their_export_only() {
     let fixture = fixture();
     fixture.publish("other", &MemDevice::new(MIB));
     let good = context_data("disk", &["base:allocation"]);
-    // What is set, and whether block status works afterwards.
+    // The selections, and whether block status works afterwards.
     let other = context_data("other", &["base:allocation"]);
     let empty = context_data("disk", &[]);
     let unknown = context_data("nothing", &["base:allocation"]);
@@ -361,7 +361,7 @@ fn contexts_count_for_their_export_and_until_the_next_set() {
 }
 
 #[test]
-fn bad_client_flags_and_magic_end_the_connection() {
+fn invalid_client_flags_or_magic_end_connection() {
     let fixture = fixture();
     for flags in [4, 7, 0x1_0003, u32::MAX] {
         let mut client = fixture.connect();
@@ -372,7 +372,7 @@ fn bad_client_flags_and_magic_end_the_connection() {
     client.greet(3);
     client.send(b"IHAVEOPS\x00\x00\x00\x03\x00\x00\x00\x00");
     client.assert_closed();
-    // A request where an option is expected.
+    // A request instead of an option.
     let mut client = fixture.connect();
     client.greet(3);
     client.send(&request(0, 0, 1, 0, 512));
@@ -381,9 +381,9 @@ fn bad_client_flags_and_magic_end_the_connection() {
 }
 
 #[test]
-fn silence_and_dawdling_end_the_handshake() {
+fn handshake_timeouts_end_silent_or_slow_client() {
     let limits = Limits {
-        handshake_silence: Duration::from_millis(300),
+        handshake_idle_timeout: Duration::from_millis(300),
         handshake_total: Duration::from_millis(900),
         ..Limits::default()
     };
@@ -391,7 +391,7 @@ fn silence_and_dawdling_end_the_handshake() {
     let mut silent = fixture.connect();
     silent.greet(3);
     silent.assert_closed();
-    // One byte of an endless option at a time.
+    // A long option, one byte at a time.
     let mut slow = fixture.connect();
     slow.greet(3);
     let mut bytes = option(77, &[]);
@@ -402,7 +402,7 @@ fn silence_and_dawdling_end_the_handshake() {
         slow.stream.write_all(&[0]).is_err()
     });
     fixture.assert_no_connections();
-    // None in the transmission phase.
+    // The transmission phase has no timeouts.
     fixture.publish("disk", &MemDevice::new(MIB));
     let mut client = fixture.enter(true);
     std::thread::sleep(Duration::from_millis(400));
@@ -410,7 +410,7 @@ fn silence_and_dawdling_end_the_handshake() {
 }
 
 #[test]
-fn connections_are_bounded() {
+fn connection_above_limit_is_closed() {
     let fixture = Fixture::with(Limits { max_connections: 2, ..Limits::default() });
     let device: Arc<MemDevice> = MemDevice::new(MIB);
     fixture.publish("disk", &device);
@@ -424,19 +424,19 @@ fn connections_are_bounded() {
 }
 
 #[test]
-fn connections_come_at_a_pace() {
-    let fixture = Fixture::with(Limits { connects_per_second: 100, ..Limits::default() });
+fn connect_rate_delays_connections_after_burst() {
+    let fixture = Fixture::with(Limits { max_connect_rate: 100, ..Limits::default() });
     let device: Arc<MemDevice> = MemDevice::new(MIB);
     fixture.publish("disk", &device);
     let mut here = fixture.enter(false);
     let begun = Instant::now();
-    // The kernel takes them all at once; the server greets them when it is their turn.
+    // The kernel accepts all connects at once. The server greets them at the limited rate.
     let mut others: Vec<_> = (0..100).map(|_| fixture.connect()).collect();
-    // Nobody who is there waits for them.
+    // Existing connections do not wait.
     assert_eq!(here.write(0, 0, &[1; 512]), 0);
     others[99].greet(3);
     let all = begun.elapsed();
-    // 64 are free, the other 36 take 10 ms each.
+    // 64 are free; the other 36 take 10 ms each.
     assert!(all >= Duration::from_millis(360), "{all:?}");
     assert_eq!(fixture.server.stats().refused, 0);
     drop(others);
@@ -444,10 +444,9 @@ fn connections_come_at_a_pace() {
     fixture.assert_sound();
 }
 
-/// Many small options at once fill the reply buffer to its last bytes just before the reply to the
-/// last one.
+/// Many small options fill the reply buffer to its last bytes just before the last reply.
 #[test]
-fn a_full_reply_buffer_has_room_for_the_export() {
+fn export_name_reply_fits_full_reply_buffer() {
     let fixture = Fixture::new();
     let options = ExportOptions { description: "d".repeat(4000), ..ExportOptions::default() };
     fixture.server.publish(&fixture.address, "a", MemDevice::new(MIB), options).unwrap();

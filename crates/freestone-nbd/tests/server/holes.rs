@@ -1,5 +1,4 @@
-//! What a read's reply carries: zeroes as holes where chunks can tell of them, and nothing that is not
-//! its own.
+//! The data of read replies: zeroes as hole chunks, and no data from failed reads.
 
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -11,7 +10,7 @@ const EIO: u32 = 5;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// The chunks of a read, in their order on the device: offset, and data or the length of a hole.
+/// Returns the chunks of a read in the order of their offsets, with data or the length of a hole.
 fn read(client: &mut Client, flags: u16, offset: u64, len: u32) -> Vec<(u64, Result<Vec<u8>, u32>)> {
     let wanted = client.ask(flags, READ, offset, len);
     let mut parts = Vec::new();
@@ -33,7 +32,7 @@ fn read(client: &mut Client, flags: u16, offset: u64, len: u32) -> Vec<(u64, Res
 }
 
 #[test]
-fn pieces_that_are_zeroes_are_told_as_holes() {
+fn zero_pieces_are_sent_as_holes() {
     let device = MemDevice::new(8 * MIB);
     let fixture = Fixture::serving(&device);
     let data = pattern(3, 4096);
@@ -42,20 +41,20 @@ fn pieces_that_are_zeroes_are_told_as_holes() {
         for manner in [Manner::Inline, Manner::Thread] {
             device.set(manner);
             let mut client = fixture.enter(headers);
-            // One piece, one hole; also where it must be one chunk.
+            // One piece is one hole, also with DF.
             for flags in [0, DF] {
                 assert_eq!(read(&mut client, flags, 512, 4096), [(512, Err(4096))]);
                 assert_eq!(read(&mut client, flags, 1, 700), [(1, Err(700))]);
                 assert_eq!(read(&mut client, flags, MIB, 4096), [(MIB, Ok(data.clone()))]);
             }
             assert_eq!(read(&mut client, DF, 0, 1 << 20), [(0, Err(1 << 20))]);
-            // Short ones go as they are.
+            // Short zeroes are sent as data.
             assert_eq!(read(&mut client, 0, 0, 511), [(0, Ok(vec![0; 511]))]);
-            // Of a large read each piece is one or the other.
+            // Each piece of a large read is data or a hole.
             let parts = read(&mut client, 0, MIB - 512 * KIB, 1 << 20);
             let told: Vec<_> = parts.iter().map(|(at, part)| (at / KIB, part.is_ok())).collect();
             assert_eq!(told, [(512, false), (768, false), (1024, true), (1280, false)]);
-            // With data anywhere in it, what must be one chunk is data.
+            // A single chunk with any data in it is sent as data.
             let all = read(&mut client, DF, 0, 2 << 20);
             let Ok(all) = &all[0].1 else { panic!("a hole over data") };
             assert!(all[..1 << 20].iter().all(|byte| *byte == 0) && all[1 << 20..][..4096] == data);
@@ -68,7 +67,7 @@ fn pieces_that_are_zeroes_are_told_as_holes() {
 }
 
 #[test]
-fn a_single_byte_is_data() {
+fn single_nonzero_byte_is_sent_as_data() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(Headers::Structured);
@@ -82,7 +81,7 @@ fn a_single_byte_is_data() {
 }
 
 #[test]
-fn holes_are_not_sent_as_bytes() {
+fn read_of_holes_sends_few_bytes() {
     let device = MemDevice::new(64 * MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(Headers::Structured);
@@ -93,10 +92,10 @@ fn holes_are_not_sent_as_bytes() {
     assert!(sent <= 256 * 40, "{sent} bytes for 256 pieces");
 }
 
-/// A device that leaves something in the buffer of a read that fails, at once or later, alone or
-/// as a part: none of it is in a reply, and what follows is as it should be.
+/// A device leaves data in the buffer of a failed read, inline or submitted, whole or in parts. Replies do
+/// not contain that data.
 #[test]
-fn what_a_failed_read_leaves_is_in_no_reply() {
+fn failed_read_buffer_is_not_sent() {
     let device = MemDevice::new(8 * MIB);
     let fixture = Fixture::serving(&device);
     device.spoils.store(true, SeqCst);
@@ -130,7 +129,7 @@ fn what_a_failed_read_leaves_is_in_no_reply() {
                     }
                 }
                 device.bad_byte.store(u64::MAX, SeqCst);
-                // In the buffers that held it.
+                // The same buffers are used again.
                 assert!(client.read(0, len).unwrap() == data[..len as usize]);
                 assert_eq!(client.read(4 * MIB, len), Ok(vec![0; len as usize]));
             }
@@ -140,9 +139,9 @@ fn what_a_failed_read_leaves_is_in_no_reply() {
     }
 }
 
-/// Descriptors of one context, when the other has none: they are not sent.
+/// Descriptors of the first context are discarded if the second context fails.
 #[test]
-fn a_status_that_fails_halfway_leaves_no_bytes() {
+fn failed_block_status_sends_no_descriptors() {
     let device = MemDevice::new(MIB);
     device.forked.store(true, SeqCst);
     for page in (0..200).step_by(2) {
@@ -154,7 +153,7 @@ fn a_status_that_fails_halfway_leaves_no_bytes() {
     client.extended();
     assert_eq!(client.set_contexts("disk", &["base:allocation", "freestone:changed"]).len(), 2);
     client.go("disk");
-    // The second one fails.
+    // The second context fails.
     device.bad_byte.store(1, SeqCst);
     let mut cookies = Vec::new();
     for flags in [0, REQ_ONE] {

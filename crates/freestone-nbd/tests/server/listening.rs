@@ -1,4 +1,4 @@
-//! Addresses: what can be listened on, and what is said where it cannot.
+//! Listening addresses, and errors of listening and publishing.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
@@ -30,7 +30,7 @@ fn path_of(address: &Address) -> &Path {
 }
 
 #[test]
-fn a_socket_is_private_and_goes_with_its_server() {
+fn unix_socket_is_private_and_removed_at_end() {
     let directory = tempfile::tempdir().unwrap();
     let address = unix(directory.path().join("nbd.sock"));
     let server = Server::new(Limits::default());
@@ -46,7 +46,7 @@ fn a_socket_is_private_and_goes_with_its_server() {
 }
 
 #[test]
-fn a_stale_socket_is_replaced() {
+fn listen_replaces_stale_socket() {
     let directory = tempfile::tempdir().unwrap();
     let address = unix(directory.path().join("nbd.sock"));
     drop(UnixListener::bind(path_of(&address)).unwrap());
@@ -60,24 +60,25 @@ fn a_stale_socket_is_replaced() {
 }
 
 #[test]
-fn a_live_socket_is_left_alone() {
+fn listen_at_live_socket_fails() {
     let directory = tempfile::tempdir().unwrap();
     let address = unix(directory.path().join("nbd.sock"));
     let first = Server::new(Limits::default());
     first.listen(&address).unwrap();
     let error = listen(&address).unwrap_err();
-    assert!(matches!(&error, ListenError::SocketInUse(at) if *at == address), "{error}");
-    assert!(error.to_string().contains("nbd.sock: another server listens there"), "{error}");
+    assert!(matches!(&error, ListenError::SocketInUse(at, _) if *at == address), "{error}");
+    let listener = format!("nbd.sock: another server listens there (pid {})", std::process::id());
+    assert!(error.to_string().contains(&listener), "{error}");
     first.publish(&address, "disk", MemDevice::new(4096), ExportOptions::default()).unwrap();
     Client::connect(&address).greet(3);
-    // Also one that does not answer: its backlog is full.
+    // Also a busy socket, whose backlog is full.
     let address = unix(directory.path().join("busy.sock"));
     let _listener = UnixListener::bind(path_of(&address)).unwrap();
-    assert!(matches!(listen(&address), Err(ListenError::SocketInUse(_))));
+    assert!(matches!(listen(&address), Err(ListenError::SocketInUse(..))));
 }
 
 #[test]
-fn what_is_no_socket_is_left_alone() {
+fn listen_at_other_file_fails_and_keeps_it() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("file");
     fs::write(&file, "precious").unwrap();
@@ -91,7 +92,7 @@ fn what_is_no_socket_is_left_alone() {
 }
 
 #[test]
-fn paths_that_cannot_be() {
+fn listen_at_invalid_path_fails() {
     let directory = tempfile::tempdir().unwrap();
     let missing = directory.path().join("no").join("nbd.sock");
     assert!(matches!(listen(&unix(missing)), Err(ListenError::NoDirectory(_))));
@@ -100,13 +101,13 @@ fn paths_that_cannot_be() {
         Err(ListenError::PathTooLong { len, .. }) => assert_eq!(len, MAX_SOCKET_PATH_BYTES + 1),
         other => panic!("{other:?}"),
     }
-    // Not even root makes sockets there.
+    // Even root cannot create sockets there.
     let error = listen(&unix("/sys/freestone.sock")).unwrap_err();
     assert!(matches!(error, ListenError::Permission(_)), "{error}");
 }
 
 #[test]
-fn a_socket_that_became_anothers_is_not_removed() {
+fn close_keeps_socket_file_of_another_server() {
     let fixture = Fixture::new();
     let path = path_of(&fixture.address);
     fs::remove_file(path).unwrap();
@@ -116,7 +117,7 @@ fn a_socket_that_became_anothers_is_not_removed() {
 }
 
 #[test]
-fn tcp_ports() {
+fn listen_at_tcp_port_returns_chosen_port() {
     let server = Server::new(Limits::default());
     let address = server.listen(&tcp("127.0.0.1", 0)).unwrap();
     let Address::Tcp { host, port } = &address else { panic!("a TCP address") };
@@ -130,18 +131,18 @@ fn tcp_ports() {
     client.greet(3);
     client.go("disk");
     assert!(client.read(0, 512).is_ok());
-    // A server may come back at once, although connections of the old one linger.
+    // A server can restart at once, although old connections are in TIME_WAIT.
     server.shutdown(std::time::Duration::from_secs(30));
     client.assert_closed();
     listen(&address).unwrap();
 }
 
 #[test]
-fn tcp_hosts() {
-    // Documentation addresses are nobody's.
+fn listen_at_tcp_host_uses_all_its_addresses() {
+    // An address reserved for documentation.
     assert!(matches!(listen(&tcp("192.0.2.1", 0)), Err(ListenError::NotOurs(_))));
     assert!(matches!(listen(&tcp("no such host", 0)), Err(ListenError::Host { .. })));
-    // By name, at all its addresses and one port.
+    // A host name: all its addresses, with one port.
     let server = Server::new(Limits::default());
     let address = server.listen(&tcp("localhost", 0)).unwrap();
     let Address::Tcp { port, .. } = address else { panic!("a TCP address") };
@@ -149,7 +150,7 @@ fn tcp_hosts() {
 }
 
 #[test]
-fn an_address_can_be_closed_and_opened_again() {
+fn closed_address_can_be_listened_at_again() {
     let fixture = Fixture::serving(&MemDevice::new(4096));
     let second = fixture.server.listen(&unix(fixture.directory.path().join("2.sock"))).unwrap();
     fixture.server.publish(&second, "disk", MemDevice::new(8192), ExportOptions::default()).unwrap();
@@ -169,12 +170,12 @@ fn an_address_can_be_closed_and_opened_again() {
     fixture.server.listen(&fixture.address).unwrap();
     let mut client = fixture.connect();
     client.greet(3);
-    // Exports went with the address.
+    // The exports were removed with the address.
     assert_ne!(client.outcome(7, &info_data("disk", &[])), 1);
 }
 
 #[test]
-fn what_cannot_be_published() {
+fn publish_invalid_export_fails() {
     let fixture = Fixture::serving(&MemDevice::new(4096));
     let publish = |address: &Address, name: &str, default: bool, description: &str| {
         let options =
@@ -194,7 +195,7 @@ fn what_cannot_be_published() {
     let taken = PublishError::DefaultTaken { name: "disk".to_owned(), address: here.clone() };
     assert_eq!(publish(here, "x", true, ""), Err(taken));
     assert_eq!(fixture.server.exports().len(), 1);
-    // The longest there are.
+    // The longest name and description allowed.
     let longest = "x".repeat(MAX_STRING_BYTES);
     publish(here, &longest, false, &longest).unwrap();
     let mut client = fixture.connect();
@@ -206,7 +207,7 @@ fn what_cannot_be_published() {
 }
 
 #[test]
-fn two_servers_do_not_both_replace_a_stale_socket() {
+fn stale_socket_is_replaced_by_one_server() {
     for _ in 0..20 {
         let directory = tempfile::tempdir().unwrap();
         let address = unix(directory.path().join("nbd.sock"));
@@ -223,7 +224,7 @@ fn two_servers_do_not_both_replace_a_stale_socket() {
 }
 
 #[test]
-fn the_uri_leads_to_the_export() {
+fn uri_names_export_and_socket() {
     let fixture = Fixture::serving(&MemDevice::new(4096));
     let uri = fixture.address.uri("disk");
     assert_eq!(uri, format!("nbd+unix:///disk?socket={}", path_of(&fixture.address).display()));
@@ -232,7 +233,7 @@ fn the_uri_leads_to_the_export() {
 }
 
 #[test]
-fn addresses_come_and_go_while_clients_connect() {
+fn addresses_closed_concurrently_with_connects() {
     let fixture = Fixture::serving(&MemDevice::new(4096));
     std::thread::scope(|scope| {
         for thread in 0..4 {
@@ -249,7 +250,7 @@ fn addresses_come_and_go_while_clients_connect() {
                     assert_eq!(fixture.server.exports_at(&address), infos);
                     assert!(fixture.server.listens_at(&address));
                     let mut client = Client::connect(&address);
-                    // Never accepted, accepted just now, or in its handshake when the address goes.
+                    // Never accepted, just accepted, or in handshake when the address is closed.
                     let _hasty: Vec<_> = (0..3).map(|_| Client::connect(&address)).collect();
                     client.greet(3);
                     client.go(&name);

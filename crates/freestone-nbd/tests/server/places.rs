@@ -1,4 +1,4 @@
-//! How many may be connected: one more waits for a place in the handshake.
+//! Client limits: a further client waits in the handshake.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ const GO: u32 = 7;
 const EXPORT_NAME: u32 = 1;
 const SHORT: Duration = Duration::from_millis(300);
 
-/// "disk" at one address with so many places, and at another one, with so many over both.
+/// Publishes "disk" at two addresses, with a limit for the first address and one over both.
 fn serving(limits: Limits, here: u64, both: u64) -> (Fixture, Address, [Arc<Places>; 2]) {
     let fixture = Fixture::with(limits);
     let other = fixture.server.listen(&Address::Unix(fixture.directory.path().join("other.sock"))).unwrap();
@@ -36,7 +36,7 @@ fn enter(address: &Address) -> Client {
     client
 }
 
-/// A client that has chosen the export and has no answer yet.
+/// Returns a client that has chosen the export and waits for the reply.
 fn begin(address: &Address) -> Client {
     let mut client = Client::connect(address);
     client.greet(3);
@@ -45,19 +45,19 @@ fn begin(address: &Address) -> Client {
 }
 
 #[test]
-fn one_more_waits_for_a_place_and_gets_it() {
+fn client_above_limit_waits_and_enters() {
     let (fixture, other, [own, all]) = serving(Limits::default(), 2, 3);
     let first = enter(&fixture.address);
     let mut second = enter(&fixture.address);
     let mut third = begin(&fixture.address);
-    // The other export has a place left, the device no more after that.
+    // The other address has a place left; afterwards the shared limit is reached.
     let mut there = enter(&other);
     let mut fifth = begin(&other);
     assert_eq!((own.taken(), all.taken()), (2, 3));
     std::thread::sleep(SHORT);
-    assert_eq!((own.taken(), all.taken()), (2, 3), "nobody got in");
+    assert_eq!((own.taken(), all.taken()), (2, 3), "no client may enter");
     first.disconnect();
-    // Either of the two that wait.
+    // One of the two waiting clients gets the place.
     eventually(|| all.taken() == 3 && fixture.server.connections("disk") == 3);
     there.read(0, 512).unwrap();
     second.read(0, 512).unwrap();
@@ -69,11 +69,11 @@ fn one_more_waits_for_a_place_and_gets_it() {
         client.disconnect();
     }
     fixture.assert_no_connections();
-    assert_eq!((own.taken(), all.taken()), (0, 0), "all were given back");
+    assert_eq!((own.taken(), all.taken()), (0, 0), "all places must be released");
 }
 
 #[test]
-fn who_waits_too_long_is_told_why_and_can_ask_again() {
+fn client_limit_timeout_returns_error_and_can_retry() {
     let limits = Limits { handshake_total: SHORT, ..Limits::default() };
     let (fixture, _, [own, _]) = serving(limits, 1, 0);
     let first = enter(&fixture.address);
@@ -82,9 +82,9 @@ fn who_waits_too_long_is_told_why_and_can_ask_again() {
     let reply = late.option_replies(GO).pop().unwrap();
     assert_eq!(reply.kind, ERR_POLICY);
     let text = String::from_utf8(reply.data).unwrap();
-    assert_eq!(text, "as many clients are connected as may be, 1 (max_clients)");
+    assert_eq!(text, "client limit reached: 1 (max_clients)");
     assert!(begun.elapsed() >= SHORT / 2);
-    // The oldest way to choose has no error.
+    // OPT_EXPORT_NAME has no error reply.
     let mut old = Client::connect(&fixture.address);
     old.greet(3);
     old.send(&option(EXPORT_NAME, b"disk"));
@@ -97,7 +97,7 @@ fn who_waits_too_long_is_told_why_and_can_ask_again() {
 }
 
 #[test]
-fn who_leaves_while_it_waits_takes_no_place() {
+fn client_leaving_while_waiting_takes_no_place() {
     let (fixture, _, [own, _]) = serving(Limits::default(), 1, 0);
     let first = enter(&fixture.address);
     let waiting: Vec<_> = (0..20).map(|_| begin(&fixture.address)).collect();

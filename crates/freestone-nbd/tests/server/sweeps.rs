@@ -1,4 +1,4 @@
-//! Trims and zeroes of ranges beyond all bounds of other requests.
+//! Trims and write zeroes of very large ranges.
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -25,7 +25,7 @@ fn serving(size: u64, per_try: u64) -> (Fixture, Arc<Vast>, Client) {
     (fixture, device, client)
 }
 
-/// That these are the steps of one range, in order.
+/// Checks that the steps cover one range, in order.
 fn assert_covered(steps: &[Request], op: Op, offset: u64, len: u64) {
     let mut at = offset;
     for step in steps {
@@ -36,7 +36,7 @@ fn assert_covered(steps: &[Request], op: Op, offset: u64, len: u64) {
 }
 
 #[test]
-fn the_whole_of_a_vast_device_at_once() {
+fn sweep_of_whole_device_inline_takes_one_step() {
     let (fixture, device, mut client) = serving(HUGE, HUGE);
     assert_eq!(client.long_statuses(0, 0, HUGE), Ok(vec![(1, vec![(HUGE, 3)])]));
     assert_eq!(client.long_statuses(REQ_ONE, 1, HUGE - 1), Ok(vec![(1, vec![(HUGE - 1, 3)])]));
@@ -44,13 +44,17 @@ fn the_whole_of_a_vast_device_at_once() {
         assert_eq!(client.run_long(0, command, 0, HUGE), 0);
         assert_eq!(client.run_long(NO_HOLE * (command - TRIM) / 2, command, 512, HUGE - 512), 0);
     }
-    assert_eq!(device.steps.lock().unwrap().len(), 4, "a device that does all of it at once is let do it");
+    assert_eq!(
+        device.steps.lock().unwrap().len(),
+        4,
+        "a device that does all of it inline gets it in one step"
+    );
     client.disconnect();
     fixture.assert_sound();
 }
 
 #[test]
-fn what_comes_behind_is_served_meanwhile() {
+fn requests_behind_sweep_are_served() {
     for headers in [Headers::Structured, Headers::Extended] {
         let device = Arc::new(Vast::new(64 * GIB, 0));
         let fixture = Fixture::serving(&device);
@@ -82,8 +86,8 @@ fn what_comes_behind_is_served_meanwhile() {
 }
 
 #[test]
-fn steps_that_are_done_at_once_hold_up_nobody() {
-    // So many steps that the test would never end if one had to wait for all.
+fn inline_sweep_steps_do_not_delay_requests() {
+    // So many steps that the test would not end if a request waited for all.
     let (fixture, device, mut client) = serving(HUGE, 1 << 20);
     client.ask_long(0, WRITE_ZEROES, 0, HUGE);
     let mut bystander = fixture.enter(Headers::Structured);
@@ -92,7 +96,7 @@ fn steps_that_are_done_at_once_hold_up_nobody() {
         assert_eq!(client.run(0, TRIM, 0, 4096), 0);
         assert_eq!(bystander.read(round * GIB, 512), Ok(vec![0; 512]));
     }
-    // The client goes, and with it what it had asked for.
+    // The sweep ends with its client.
     drop(client);
     eventually(|| fixture.server.stats().connections == 1);
     let steps = device.steps.lock().unwrap().len();
@@ -103,12 +107,12 @@ fn steps_that_are_done_at_once_hold_up_nobody() {
 }
 
 #[test]
-fn nothing_more_is_begun_for_a_client_that_has_gone() {
+fn sweep_stops_when_client_leaves() {
     let (fixture, device, mut client) = serving(HUGE, 0);
     client.ask_long(0, TRIM, 0, HUGE);
     eventually(|| device.held().len() == 1);
     drop(client);
-    // What the device has is waited for.
+    // The part in flight is waited for.
     std::thread::sleep(Duration::from_millis(20));
     assert_eq!(fixture.server.stats().connections, 1);
     device.release();
@@ -116,9 +120,9 @@ fn nothing_more_is_begun_for_a_client_that_has_gone() {
     assert_eq!(device.steps.lock().unwrap().len(), 1);
 }
 
-/// Also where so many are under way that no more of what it sent is read.
+/// Also if so many sweeps are in progress that the server does not receive.
 #[test]
-fn a_client_that_goes_is_noticed_behind_many() {
+fn client_leave_is_noticed_behind_many_sweeps() {
     for per_try in [0, 1 << 20] {
         let (fixture, device, mut client) = serving(HUGE, per_try);
         for _ in 0..3 * MAX_SWEEPS {
@@ -135,7 +139,7 @@ fn a_client_that_goes_is_noticed_behind_many() {
 }
 
 #[test]
-fn who_only_says_no_more_is_told() {
+fn half_closed_client_gets_sweep_error() {
     for per_try in [0, 1 << 20] {
         let device = Arc::new(Vast::new(HUGE, per_try));
         let fixture = Fixture::serving(&device);
@@ -160,7 +164,7 @@ fn who_only_says_no_more_is_told() {
 }
 
 #[test]
-fn who_disconnects_in_order_has_it_done() {
+fn sweep_before_disconnect_is_completed() {
     let (fixture, device, mut client) = serving(64 * GIB, 1 << 20);
     let sweep = client.ask_long(0, TRIM, 0, 64 * GIB);
     client.ask(0, DISC, 0, 0);
@@ -171,7 +175,7 @@ fn who_disconnects_in_order_has_it_done() {
 }
 
 #[test]
-fn a_failure_ends_it() {
+fn device_error_ends_sweep() {
     for per_try in [0, 1 << 26] {
         let (fixture, device, mut client) = serving(HUGE, per_try);
         device.bad_byte.store(GIB, SeqCst);
@@ -189,7 +193,7 @@ fn a_failure_ends_it() {
 }
 
 #[test]
-fn so_many_at_a_time_and_the_others_in_turn() {
+fn sweeps_above_limit_wait() {
     let (fixture, device, mut client) = serving(HUGE, 0);
     let len = 2 * STEP_BYTES;
     let cookies: Vec<_> =
@@ -222,13 +226,13 @@ fn so_many_at_a_time_and_the_others_in_turn() {
 }
 
 #[test]
-fn a_server_that_stops_waits_no_longer_than_for_others() {
+fn shutdown_cuts_sweep_after_grace() {
     let (fixture, device, mut client) = serving(HUGE, 1 << 20);
     client.ask_long(0, TRIM, 0, HUGE);
     eventually(|| !device.steps.lock().unwrap().is_empty());
     assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
     let began = Instant::now();
-    // Both end the connections after a grace period; that of `unpublish` is fixed and long.
+    // Both end the connections after a grace time. That of `unpublish` is fixed and long.
     if effort(true, false) {
         fixture.server.shutdown(Duration::from_millis(200));
     } else {

@@ -1,4 +1,4 @@
-//! Templates: every connection gets a device of its own, which ends with it, once, however it ends.
+//! Templates: every connection gets its own device, which ends exactly once, however the connection ends.
 
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
@@ -21,20 +21,20 @@ const GO: u32 = 7;
 const MULTI_CONN: u16 = 256;
 const SHORT: Duration = Duration::from_millis(100);
 
-/// Makes devices and keeps the books.
+/// Creates devices and counts them.
 #[derive(Default)]
 struct Maker {
     made: AtomicUsize,
     ended: AtomicUsize,
-    /// The devices are only watched: who holds them is seen.
+    /// Weak references, to detect who holds a device.
     devices: Mutex<Vec<Weak<MemDevice>>>,
-    /// What the next call says instead of making a device.
+    /// Error that the next call returns.
     fails: Mutex<Option<String>>,
     panics: AtomicBool,
     end_panics: AtomicBool,
-    /// The test, or a thread of the device, holds devices too.
+    /// Set if the test or a device thread also holds devices.
     shared: AtomicBool,
-    /// Devices are made while it is false.
+    /// Blocks device creation while true.
     held: Mutex<bool>,
     released: Condvar,
 }
@@ -48,7 +48,7 @@ impl Maker {
                 held = maker.released.wait(held).unwrap();
             }
             drop(held);
-            assert!(!maker.panics.load(SeqCst), "asked to");
+            assert!(!maker.panics.load(SeqCst), "injected");
             if let Some(text) = maker.fails.lock().unwrap().take() {
                 return Err(text);
             }
@@ -62,7 +62,7 @@ impl Maker {
                 let held = weak.strong_count() > 0 && !maker.shared.load(SeqCst);
                 assert!(!held, "the server still holds the device");
                 maker.ended.fetch_add(1, SeqCst);
-                assert!(!maker.end_panics.load(SeqCst), "asked to");
+                assert!(!maker.end_panics.load(SeqCst), "injected");
             });
             Ok(Fresh { device: device as Arc<dyn Device>, on_end })
         })
@@ -90,7 +90,7 @@ fn serving(ttl: Option<Duration>) -> (Fixture, Arc<Maker>) {
     (fixture, maker)
 }
 
-/// As [`Fixture::enter`], without contexts: nothing is asked before the export is chosen.
+/// Enters like [`Fixture::enter`], but without contexts: no query precedes the choice of the export.
 fn enter(fixture: &Fixture) -> Client {
     let mut client = fixture.connect();
     client.greet(3);
@@ -101,7 +101,7 @@ fn enter(fixture: &Fixture) -> Client {
 }
 
 #[test]
-fn every_connection_has_its_own() {
+fn template_gives_each_connection_a_device() {
     let (fixture, maker) = serving(None);
     let infos = fixture.server.exports();
     assert!(infos.len() == 1 && infos[0].template && infos[0].connections == 0, "{infos:?}");
@@ -120,7 +120,7 @@ fn every_connection_has_its_own() {
     two.disconnect();
     eventually(|| maker.counts() == (2, 2));
     fixture.assert_no_connections();
-    // By the old option, too, and by the name of the default export.
+    // Also with OPT_EXPORT_NAME and the empty name.
     let mut client = fixture.connect();
     client.greet(3);
     client.send(&option(EXPORT_NAME, b""));
@@ -133,7 +133,7 @@ fn every_connection_has_its_own() {
 }
 
 #[test]
-fn who_only_asks_leaves_nothing_behind() {
+fn template_query_keeps_no_device() {
     let (fixture, maker) = serving(None);
     let mut client = fixture.connect();
     client.greet(3);
@@ -158,7 +158,7 @@ fn who_only_asks_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_failure_is_told_and_not_the_end() {
+fn template_failure_is_reported_and_can_be_retried() {
     let (fixture, maker) = serving(None);
     fixture
         .server
@@ -176,7 +176,7 @@ fn a_failure_is_told_and_not_the_end() {
     client.structured();
     *maker.fails.lock().unwrap() = Some("no".to_owned());
     assert_eq!(client.outcome(9, &context_data("disk", &[])), ERR_POLICY);
-    // A sentence that is longer than the protocol's, cut between two characters.
+    // A message longer than the protocol allows is truncated between two characters.
     *maker.fails.lock().unwrap() = Some("x".to_owned() + &"ü".repeat(MAX_STRING_BYTES));
     let replies = client.option(GO, &info_data("disk", &[]));
     assert_eq!(replies[0].data.len(), MAX_STRING_BYTES - 1);
@@ -184,7 +184,7 @@ fn a_failure_is_told_and_not_the_end() {
     assert_eq!(fixture.server.unpublish("nothing", false), Err(PublishError::NotPublished("nothing".into())));
     assert_eq!(client.outcome(GO, &info_data("other", &[])), ACK);
     client.disconnect();
-    // The old option has no error reply.
+    // OPT_EXPORT_NAME has no error reply.
     *maker.fails.lock().unwrap() = Some("no".to_owned());
     let mut client = fixture.connect();
     client.greet(3);
@@ -193,20 +193,20 @@ fn a_failure_is_told_and_not_the_end() {
     fixture.assert_no_connections();
     assert_eq!(maker.counts(), (0, 0));
     assert_eq!(fixture.server.stats().panics, 0);
-    // And again: nothing of it stays.
+    // A later attempt succeeds.
     enter(&fixture).disconnect();
     eventually(|| maker.counts() == (1, 1));
 }
 
 #[test]
-fn killed_in_the_middle_of_requests() {
+fn client_killed_with_requests_ends_device() {
     let (fixture, maker) = serving(None);
     for round in 0..20 {
         let mut client = enter(&fixture);
         let threads = round % 2 == 1;
         maker.shared.store(threads, SeqCst);
         maker.device(round).set(if threads { Manner::Thread } else { Manner::Inline });
-        // A write whose payload never comes, behind reads whose replies nobody takes.
+        // An incomplete write, behind reads whose replies are not read.
         let mut bytes = Vec::new();
         for cookie in 0..20 {
             bytes.extend(request(0, READ, cookie, 0, 1 << 20));
@@ -225,7 +225,7 @@ fn killed_in_the_middle_of_requests() {
 }
 
 #[test]
-fn what_the_device_holds_is_waited_for_or_cut() {
+fn device_end_waits_for_requests_or_cut() {
     let (fixture, maker) = serving(None);
     maker.shared.store(true, SeqCst);
     let enter_and_wait = |index: usize| {
@@ -243,7 +243,7 @@ fn what_the_device_holds_is_waited_for_or_cut() {
     assert_eq!(fixture.server.connections("disk"), 1);
     device.release(0);
     eventually(|| maker.counts() == (1, 1));
-    // Not for ever, where the server ends.
+    // A server shutdown does not wait forever.
     let (mut client, device) = enter_and_wait(1);
     fixture.server.shutdown(SHORT);
     assert_eq!(maker.counts(), (2, 2));
@@ -253,14 +253,14 @@ fn what_the_device_holds_is_waited_for_or_cut() {
 }
 
 #[test]
-fn panics_end_the_device_too() {
+fn panic_ends_template_device() {
     let (fixture, maker) = serving(None);
     let mut client = enter(&fixture);
     maker.device(0).panics.store(true, SeqCst);
     client.send(&request(0, READ, 1, 0, 512));
     client.assert_closed();
     eventually(|| maker.counts() == (1, 1) && fixture.server.stats().panics == 1);
-    // In making one.
+    // While creating a device.
     maker.panics.store(true, SeqCst);
     let mut client = fixture.connect();
     client.greet(3);
@@ -268,7 +268,7 @@ fn panics_end_the_device_too() {
     client.assert_closed();
     eventually(|| fixture.server.stats().panics == 2);
     maker.panics.store(false, SeqCst);
-    // And in ending it.
+    // While ending a device.
     maker.end_panics.store(true, SeqCst);
     enter(&fixture).disconnect();
     eventually(|| fixture.server.stats().panics == 3);
@@ -281,14 +281,14 @@ fn panics_end_the_device_too() {
 }
 
 #[test]
-fn unpublished_closed_and_shut_down() {
+fn unpublish_close_and_shutdown_end_devices() {
     let (fixture, maker) = serving(None);
     let mut client = enter(&fixture);
     let busy = PublishError::Busy { name: "disk".to_owned(), connections: 1 };
     assert_eq!(fixture.server.unpublish("disk", false), Err(busy));
     assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
     assert_eq!(fixture.server.unpublish("disk", true), Ok(1));
-    // Whoever waited for the connections' ends finds their devices ended.
+    // The devices have ended when `unpublish` returns.
     assert_eq!(maker.counts(), (1, 1));
     client.assert_closed();
     let options = TemplateOptions::default();
@@ -301,13 +301,12 @@ fn unpublished_closed_and_shut_down() {
     let _clients: Vec<_> = (0..10).map(|_| enter(&fixture)).collect();
     fixture.server.shutdown(Duration::from_secs(5));
     assert_eq!(maker.counts(), (12, 12));
-    // Nothing of the server holds the template any more, when the last thread of a connection has
-    // returned.
+    // The server releases the template when the last connection thread has returned.
     eventually(|| Arc::strong_count(&maker) == 1);
 }
 
 #[test]
-fn unpublished_while_a_device_is_made() {
+fn unpublish_while_device_is_created_waits() {
     let (fixture, maker) = serving(None);
     maker.hold(true);
     let mut client = fixture.connect();
@@ -337,12 +336,12 @@ fn unpublished_while_a_device_is_made() {
 }
 
 #[test]
-fn after_its_time_to_live_a_connection_ends() {
+fn connection_ends_after_time_to_live() {
     let (fixture, maker) = serving(Some(SHORT));
     let start = Instant::now();
     let mut idle = enter(&fixture);
     let mut clients: Vec<_> = (0..5).map(|_| enter(&fixture)).collect();
-    // One that leaves before takes its place in the clock with it.
+    // A connection that ends early removes its deadline.
     clients.pop().unwrap().disconnect();
     idle.assert_closed();
     assert!(start.elapsed() >= SHORT);
@@ -352,11 +351,11 @@ fn after_its_time_to_live_a_connection_ends() {
     eventually(|| maker.counts() == (6, 6));
     fixture.assert_no_connections();
     assert!(start.elapsed() < freestone_nbd::END_GRACE, "they were cut, not drained");
-    // A busy one ends between two requests; each that was answered was answered well.
+    // A busy connection ends between two requests, and each reply is complete.
     let mut busy = enter(&fixture);
     let mut answered = 0;
     loop {
-        // So few bytes are data, also where they are zeroes.
+        // Few bytes are sent as data, even zeroes.
         let bytes = request(0, READ, answered, 0, 256);
         if busy.stream.write_all(&bytes).is_err() {
             break;
@@ -373,7 +372,7 @@ fn after_its_time_to_live_a_connection_ends() {
 }
 
 #[test]
-fn connections_to_a_template_are_bounded() {
+fn connection_limit_applies_to_template() {
     let fixture = Fixture::with(Limits { max_connections: 3, ..Limits::default() });
     let maker = Arc::new(Maker::default());
     let options = TemplateOptions::default();
@@ -386,7 +385,7 @@ fn connections_to_a_template_are_bounded() {
 }
 
 #[test]
-fn templates_and_devices_share_their_names() {
+fn templates_and_devices_share_export_names() {
     let (fixture, maker) = serving(None);
     let again =
         fixture.server.publish_template(&fixture.address, "disk", TemplateOptions::default(), maker.make());

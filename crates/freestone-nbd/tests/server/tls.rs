@@ -1,4 +1,4 @@
-//! TLS: what clients get by it, who gets it, and what cannot be done to it from between.
+//! TLS: exports, client certificates, and attacks between client and server.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -32,10 +32,10 @@ fn serving(mode: TlsMode) -> (Secure, Arc<MemDevice>) {
     (secure, device)
 }
 
-/// A client's end, of which the test keeps the TLS in its hands.
+/// A client's stream that the test can access too.
 struct Shared {
     stream: Arc<Mutex<StreamOwned<ClientConnection, UnixStream>>>,
-    /// With each write, and the other side is asked for as much.
+    /// Updates the keys with each write, and requests the same from the server.
     changes_keys: bool,
 }
 
@@ -67,7 +67,7 @@ fn listed(client: &mut Client) -> Vec<String> {
 }
 
 #[test]
-fn requests_of_all_sizes_in_both_versions() {
+fn requests_of_all_sizes_work_in_both_tls_versions() {
     let (secure, device) = serving(TlsMode::Require);
     let lens = [1, 512, 4096, 16_383, 16_384, 16_385, 100_000, 128 << 10, 256 << 10, 300_000, 5 << 20];
     for versions in [&[&TLS12][..], &[&TLS13]] {
@@ -87,7 +87,7 @@ fn requests_of_all_sizes_in_both_versions() {
         }
     }
     device.set(Manner::Inline);
-    // In one piece, in windows, and of a device that wants the whole first.
+    // In one piece, in windows, and of a zoned device, which receives a write completely first.
     let mut client = secure.client();
     client.structured();
     client.go("disk");
@@ -113,7 +113,7 @@ fn requests_of_all_sizes_in_both_versions() {
 }
 
 #[test]
-fn many_requests_at_once_are_answered_each() {
+fn pipelined_requests_over_tls_get_replies() {
     let (secure, device) = serving(TlsMode::Require);
     for manner in [Manner::Inline, Manner::Thread] {
         device.set(manner);
@@ -147,7 +147,7 @@ fn many_requests_at_once_are_answered_each() {
 }
 
 #[test]
-fn where_it_is_required_nothing_is_answered_in_clear() {
+fn tls_required_refuses_options_without_tls() {
     let (secure, _device) = serving(TlsMode::Require);
     let mut client = secure.clear();
     for kind in [0, LIST, 4, INFO, GO, 8, 9, 10, 11, u32::MAX] {
@@ -162,7 +162,7 @@ fn where_it_is_required_nothing_is_answered_in_clear() {
     }
     assert_eq!(client.outcome(ABORT, &[]), ACK);
     client.assert_closed();
-    // It has no answer but the export.
+    // OPT_EXPORT_NAME has no error reply.
     let mut client = secure.clear();
     client.send(&option(1, b"disk"));
     client.assert_closed();
@@ -173,7 +173,7 @@ fn where_it_is_required_nothing_is_answered_in_clear() {
 }
 
 #[test]
-fn what_was_negotiated_before_does_not_count_behind() {
+fn starttls_resets_negotiated_state() {
     let (secure, _device) = serving(TlsMode::On);
     for headers in [Headers::Structured, Headers::Extended] {
         let socket = secure.socket();
@@ -185,11 +185,11 @@ fn what_was_negotiated_before_does_not_count_behind() {
         assert_eq!(clear.outcome(STARTTLS, &[]), ACK);
         let connection = connection(&secure.ours, &secure.ours, Some("alice"), rustls::ALL_VERSIONS);
         let mut client = Client::over(Box::new(StreamOwned::new(connection, socket)));
-        // Once is enough.
+        // TLS cannot start twice.
         for data in [&[][..], b"x"] {
             assert_eq!(client.outcome(STARTTLS, data), ERR_INVALID);
         }
-        // Contexts need chunks, which there are none of.
+        // Contexts need chunks, which were not negotiated.
         assert_eq!(client.outcome(10, &context_data("disk", &["base:allocation"])), ERR_INVALID);
         let (_, flags) = client.go("disk");
         assert_eq!(flags & (1 << 7), 0, "DF is for replies with chunks");
@@ -197,7 +197,7 @@ fn what_was_negotiated_before_does_not_count_behind() {
         assert_ne!(client.run(0, 7, 0, 512), 0, "block status without a context");
         client.disconnect();
     }
-    // And in clear all is as ever.
+    // Clients without TLS still work.
     let mut client = secure.clear();
     client.structured();
     client.go("disk");
@@ -205,10 +205,10 @@ fn what_was_negotiated_before_does_not_count_behind() {
     client.disconnect();
 }
 
-/// A range beyond all bounds: others are served meanwhile, and it ends with the client, whether that
-/// goes or says in TLS that no more will come.
+/// Other requests are served during a sweep. The sweep ends if the client closes or sends the TLS close
+/// alert.
 #[test]
-fn a_sweep_ends_with_its_client() {
+fn sweep_over_tls_ends_with_client() {
     const HUGE: u64 = 1 << 60;
     const ESHUTDOWN: u32 = 108;
     let secure = Secure::new(TlsMode::Require);
@@ -245,7 +245,7 @@ fn a_sweep_ends_with_its_client() {
 }
 
 #[test]
-fn without_it_the_option_is_refused() {
+fn starttls_without_tls_is_refused() {
     let fixture = Fixture::serving(&MemDevice::new(1 << 20));
     let mut client = fixture.connect();
     client.greet(3);
@@ -255,9 +255,9 @@ fn without_it_the_option_is_refused() {
     client.disconnect();
 }
 
-/// What somebody in between sends first must not be taken for what the client sends by TLS.
+/// Data injected before TLS must not count as sent by the client.
 #[test]
-fn bytes_in_front_of_tls_end_the_connection() {
+fn injected_bytes_around_starttls_end_connection() {
     let (secure, device) = serving(TlsMode::On);
     let extras: [Vec<u8>; 4] =
         [option(GO, &info_data("disk", &[])), option(8, &[]), vec![0], vec![22, 3, 1, 0, 5]];
@@ -272,11 +272,11 @@ fn bytes_in_front_of_tls_end_the_connection() {
         assert_ends(&mut socket);
     }
     for extra in &extras[..2] {
-        // Behind the answer, in front of the handshake.
+        // After the reply, before the handshake.
         let mut socket = secure.upgraded();
         socket.write_all(extra).unwrap();
         assert_ends(&mut socket);
-        // Behind the handshake.
+        // After the handshake.
         let mut stream = secure.stream(&secure.ours, Some("alice"), rustls::ALL_VERSIONS);
         stream.conn.complete_io(&mut stream.sock).unwrap();
         stream.sock.write_all(extra).unwrap();
@@ -287,7 +287,7 @@ fn bytes_in_front_of_tls_end_the_connection() {
 }
 
 #[test]
-fn a_record_that_was_changed_ends_the_connection_before_any_effect() {
+fn tampered_record_ends_connection_without_effect() {
     let (secure, device) = serving(TlsMode::Require);
     for versions in [&[&TLS12][..], &[&TLS13]] {
         for (at, change) in [(0, 1), (3, 0x40), (4, 1), (5, 1), (20, 1), (40, 0x80)] {
@@ -295,7 +295,7 @@ fn a_record_that_was_changed_ends_the_connection_before_any_effect() {
             stream.write_all(&option(GO, &info_data("disk", &[]))).unwrap();
             let mut client = Client::over(Box::new(stream.sock.try_clone().unwrap()));
             stream.flush().unwrap();
-            // The answers, which are not looked at.
+            // Lets the replies arrive, which the test ignores.
             std::thread::sleep(Duration::from_millis(20));
             let mut sealed = Vec::new();
             stream.conn.writer().write_all(&request(0, WRITE, 1, 0, 512)).unwrap();
@@ -304,7 +304,7 @@ fn a_record_that_was_changed_ends_the_connection_before_any_effect() {
                 stream.conn.write_tls(&mut sealed).unwrap();
             }
             sealed[at] ^= change;
-            // As much again, so that a longer record is complete.
+            // Enough data to complete a record whose length was changed.
             sealed.extend(vec![0; 20_000]);
             client.stream.write_all(&sealed).unwrap();
             assert_ends(&mut stream.sock);
@@ -316,7 +316,7 @@ fn a_record_that_was_changed_ends_the_connection_before_any_effect() {
 }
 
 #[test]
-fn keys_can_change_at_any_time() {
+fn client_key_updates_are_followed() {
     let (secure, _device) = serving(TlsMode::Require);
     let mut stream = secure.stream(&secure.ours, Some("alice"), &[&TLS13]);
     stream.write_all(&option(GO, &info_data("disk", &[]))).unwrap();
@@ -335,7 +335,7 @@ fn keys_can_change_at_any_time() {
 }
 
 #[test]
-fn a_client_is_who_its_certificate_says() {
+fn export_access_follows_certificate_names() {
     let secure = Secure::new(TlsMode::On);
     let ours = &secure.ours;
     ours.sign("bob", "bob.example", Usage::Client);
@@ -377,7 +377,7 @@ fn a_client_is_who_its_certificate_says() {
 }
 
 #[test]
-fn who_is_not_trusted_gets_nothing() {
+fn untrusted_certificate_is_refused() {
     let (secure, _device) = serving(TlsMode::Require);
     let others = Authority::new(secure.directory.path().join("others"));
     others.sign("alice", "alice.example", Usage::Client);
@@ -386,19 +386,20 @@ fn who_is_not_trusted_gets_nothing() {
         for (of, who) in [
             (&others, Some("alice")),
             (&secure.ours, Some("past")),
-            // A server's, which is not for clients.
+            // A server certificate, which is not valid for clients.
             (&secure.ours, Some("server")),
             (&secure.ours, None),
         ] {
             let mut stream = secure.stream(of, who, versions);
-            // With version 1.3 the client is told only after it has begun to talk.
+            // With TLS 1.3 the client learns of the refusal only after its first data.
             let _ = stream.write_all(&option(GO, &info_data("disk", &[])));
-            let error = std::io::Read::read(&mut stream, &mut [0; 1]).expect_err("it is refused");
+            let error =
+                std::io::Read::read(&mut stream, &mut [0; 1]).expect_err("the certificate must be refused");
             assert!(error.to_string().contains("received fatal alert"), "{who:?}: {error}");
         }
     }
     secure.assert_sound();
-    // Where no authority is given, nobody needs one.
+    // Without a client CA, clients need no certificate.
     let open = Secure::with(TlsMode::Require, Limits::default(), false);
     open.publish("disk", &MemDevice::new(1 << 20), Clients::Secure);
     for who in [None, Some("alice")] {
@@ -409,7 +410,7 @@ fn who_is_not_trusted_gets_nothing() {
 }
 
 #[test]
-fn who_is_revoked_is_trusted_no_more() {
+fn revoked_certificate_is_refused() {
     let (secure, _device) = serving(TlsMode::Require);
     let ours = &secure.ours;
     ours.sign("bob", "bob.example", Usage::Client);
@@ -430,13 +431,13 @@ fn who_is_revoked_is_trusted_no_more() {
     ours.revoke("crl.pem", &[], 2100);
     with(ours.file("crl.pem")).unwrap();
     assert!(comes("alice") && comes("bob"));
-    // A list that is out of date, or another authority's, says nothing of anybody: nobody is trusted.
+    // An expired revocation list, or one of another authority: no certificate is trusted.
     ours.revoke("old.pem", &["bob"], 2002);
     for list in [ours.file("old.pem"), others.file("crl.pem")] {
         with(list.clone()).unwrap();
         assert!(!comes("alice") && !comes("bob"), "{}", list.display());
     }
-    for (list, why) in [("ca-cert.pem", "has no list of revoked"), ("none.pem", "")] {
+    for (list, why) in [("ca-cert.pem", "contains no certificate revocation list"), ("none.pem", "")] {
         let error = with(ours.file(list)).unwrap_err().to_string();
         assert!(error.starts_with("tls_client_crl=") && error.contains(why), "{error}");
     }
@@ -445,7 +446,7 @@ fn who_is_revoked_is_trusted_no_more() {
 }
 
 #[test]
-fn other_credentials_are_for_who_comes_next() {
+fn renewed_credentials_apply_to_new_connections() {
     let (secure, _device) = serving(TlsMode::Require);
     let mut before = secure.client();
     before.structured();
@@ -453,7 +454,7 @@ fn other_credentials_are_for_who_comes_next() {
     let next = Authority::new(secure.directory.path().join("next"));
     next.sign("server", "localhost", Usage::Server);
     next.sign("alice", "alice.example", Usage::Client);
-    // Files that do not fit leave all as it was.
+    // Mismatched files change nothing.
     let mut mixed = files(&next, true);
     mixed.key = secure.ours.file("server-key.pem");
     let error = Credentials::load(&mixed).unwrap_err().to_string();
@@ -473,19 +474,19 @@ fn other_credentials_are_for_who_comes_next() {
 }
 
 #[test]
-fn what_is_sent_before_tls_is_bounded() {
+fn bytes_before_tls_are_limited() {
     assert_eq!(Limits::default().handshake_bytes, MAX_HANDSHAKE_BYTES);
     for most in [MAX_HANDSHAKE_BYTES, 8 << 10] {
-        is_bounded_before_tls(most);
+        check_limit_before_tls(most);
     }
 }
 
-fn is_bounded_before_tls(most: usize) {
-    let handshake_silence = Duration::from_millis(300);
-    let limits = Limits { handshake_silence, handshake_bytes: most, ..Limits::default() };
+fn check_limit_before_tls(most: usize) {
+    let handshake_idle_timeout = Duration::from_millis(300);
+    let limits = Limits { handshake_idle_timeout, handshake_bytes: most, ..Limits::default() };
     let secure = Secure::with(TlsMode::Require, limits, true);
     secure.publish("disk", &MemDevice::new(1 << 20), Clients::All);
-    // Options without an end.
+    // Endless options.
     let mut socket = secure.socket();
     let mut bytes = 3_u32.to_be_bytes().to_vec();
     while bytes.len() <= most + 1000 {
@@ -504,18 +505,18 @@ fn is_bounded_before_tls(most: usize) {
     let mut client = secure.clear();
     client.send(&[&b"IHAVEOPT"[..], &LIST.to_be_bytes(), &(most as u32 + 1).to_be_bytes()].concat());
     client.assert_closed();
-    // A handshake without an end: hellos of a length that is never reached.
+    // Endless handshake messages.
     let mut socket = secure.upgraded();
     let record = [&[22, 3, 1, 0x40, 0][..], &[1, 0, 0xff, 0xff][..], &[0; 0x4000 - 4]].concat();
     let end = Instant::now() + Duration::from_secs(5);
     for _ in 0..=most / record.len() {
         let _ = socket.write_all(&record);
     }
-    // What comes late is thrown away for a moment.
+    // Later data is discarded for a moment.
     while socket.write_all(&record).is_ok() {
-        assert!(Instant::now() < end, "it takes all");
+        assert!(Instant::now() < end, "the server reads without limit");
     }
-    // Nothing at all, at each step.
+    // Silence, at each step.
     let started = Instant::now();
     let mut socket = secure.upgraded();
     assert_ends(&mut socket);
@@ -527,7 +528,7 @@ fn is_bounded_before_tls(most: usize) {
 }
 
 #[test]
-fn the_end_of_a_server_answers_what_it_received() {
+fn close_over_tls_replies_to_received_requests() {
     for round in 0..20 {
         let (secure, device) = serving(TlsMode::Require);
         device.set(if round % 2 == 0 { Manner::Inline } else { Manner::Thread });
@@ -540,7 +541,7 @@ fn the_end_of_a_server_answers_what_it_received() {
             bytes.extend(pattern(n, 65536));
         }
         let writer = std::thread::spawn(move || {
-            // Until nobody reads.
+            // Until the server stops reading.
             let _ = client.stream.write_all(&bytes);
             let mut answered = 0;
             while let Ok(()) = client.stream.read_exact(&mut [0; 16]) {
@@ -558,11 +559,11 @@ fn the_end_of_a_server_answers_what_it_received() {
 }
 
 #[test]
-fn who_chooses_no_export_makes_room() {
-    let limits = Limits { max_newcomers: 4, ..Limits::default() };
+fn oldest_pending_handshake_makes_room() {
+    let limits = Limits { max_pending_handshakes: 4, ..Limits::default() };
     let secure = Secure::with(TlsMode::Require, limits, true);
     secure.publish("disk", &MemDevice::new(1 << 20), Clients::All);
-    // Those that have an export do not count.
+    // Connections with an export do not count.
     let users: Vec<_> = (0..6)
         .map(|_| {
             let mut client = secure.client();
@@ -572,13 +573,13 @@ fn who_chooses_no_export_makes_room() {
         .collect();
     let idle: Vec<_> = (0..4).map(|_| secure.upgraded()).collect();
     let started = Instant::now();
-    // It waits until the oldest was there for long enough.
+    // Waits until the grace time of the oldest handshake is over.
     let mut client = secure.client();
     client.go("disk");
     let waited = started.elapsed();
     assert!(waited > Duration::from_millis(500) && waited < Duration::from_secs(20), "{waited:?}");
     assert_ends(&mut { &idle[0] });
-    // Where one leaves, nobody waits for the rest of its time.
+    // When a handshake ends, its place is free at once.
     let fresh: Vec<_> = (0..2).map(|_| secure.upgraded()).collect();
     drop(idle);
     drop(fresh);

@@ -1,4 +1,4 @@
-//! Commands, one by one, on a device that does everything inline.
+//! Commands, one by one, on a device that executes everything inline.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::SeqCst;
@@ -23,7 +23,7 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn what_is_written_is_read() {
+fn written_data_reads_back() {
     let device = MemDevice::new(8 * MIB);
     let fixture = Fixture::serving(&device);
     for headers in Headers::ALL {
@@ -45,7 +45,7 @@ fn what_is_written_is_read() {
 }
 
 #[test]
-fn large_reads_come_in_pieces_unless_told_otherwise() {
+fn large_read_is_split_unless_df() {
     let device = MemDevice::new(8 * MIB);
     let fixture = Fixture::serving(&device);
     let data = pattern(7, 3 * MIB as usize);
@@ -57,7 +57,7 @@ fn large_reads_come_in_pieces_unless_told_otherwise() {
         let mut count = 0;
         loop {
             match client.chunk() {
-                // Workers do them, and not always in order.
+                // Workers may complete the pieces out of order.
                 Chunk::Data { data, done, offset, .. } => {
                     assert!(flags == DF || data.len() <= 256 << 10);
                     count += 1;
@@ -77,7 +77,7 @@ fn large_reads_come_in_pieces_unless_told_otherwise() {
 }
 
 #[test]
-fn thirty_two_requests_leave_in_few_sends() {
+fn replies_of_32_requests_share_sends() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let data = pattern(1, MIB as usize);
@@ -96,15 +96,14 @@ fn thirty_two_requests_leave_in_few_sends() {
             let at = (cookie - 1000) as usize * 8192;
             assert!(result.unwrap() == data[at..at + 4096]);
         }
-        // Single numbers are shown one after the other.
+        // The counters are published one by one.
         eventually(|| {
             let now = fixture.server.stats();
             now.replies == before.replies + 32 && now.receives > before.receives
         });
         let after = fixture.server.stats();
         assert_eq!(after.requests - before.requests, 32);
-        // 896 bytes arrive at once; their replies are 128 KiB, which a socket may take in a few
-        // parts.
+        // 896 bytes arrive at once. Their replies are 128 KiB, which a socket may accept in a few parts.
         assert_eq!(after.receives - before.receives, 1);
         assert!(after.sends - before.sends <= 3, "{} sends", after.sends - before.sends);
         assert_eq!(after.submitted, 0);
@@ -128,7 +127,7 @@ fn thirty_two_requests_leave_in_few_sends() {
 }
 
 #[test]
-fn requests_beyond_the_end() {
+fn request_beyond_end_is_refused() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     for headers in Headers::ALL {
@@ -149,7 +148,7 @@ fn requests_beyond_the_end() {
 }
 
 #[test]
-fn lengths_at_both_ends() {
+fn zero_and_maximum_length_are_refused() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     for structured in [false, true] {
@@ -168,7 +167,7 @@ fn lengths_at_both_ends() {
         assert_eq!(client.read(0, u32::MAX), Err(EINVAL));
         assert_eq!(client.read(MIB - 1, 2), Err(EINVAL));
         assert_eq!(client.write(0, MIB - 511, &[1; 512]), 28);
-        // The longest payload there is, which is thrown away in bounded memory.
+        // The longest payload possible is discarded in bounded memory.
         let cookie = client.ask(0, WRITE, 0, u32::MAX);
         let waste = vec![9; 1 << 20];
         let mut left = u32::MAX as usize;
@@ -187,7 +186,7 @@ fn lengths_at_both_ends() {
 }
 
 #[test]
-fn more_than_the_maximum_payload() {
+fn payload_above_maximum_is_refused() {
     let device = MemDevice::new(128 * MIB);
     let fixture = Fixture::serving(&device);
     let max = MAX_PAYLOAD_BYTES as usize;
@@ -199,14 +198,14 @@ fn more_than_the_maximum_payload() {
     let data = pattern(3, max);
     assert_eq!(client.write(FUA, 511, &data), 0);
     assert!(client.read(511, MAX_PAYLOAD_BYTES).unwrap() == data);
-    // One chunk is one buffer.
+    // One chunk needs one buffer.
     let mut wanted = HashMap::new();
     for (len, answer) in [((32 << 20) + 1, Err(EOVERFLOW)), (32 << 20, Ok(data[..32 << 20].to_vec()))] {
         let cookie = client.ask(DF, READ, 511, len);
         wanted.insert(cookie, (511, len));
         assert!(client.read_replies(&mut wanted)[&cookie] == answer);
     }
-    // A simple reply is not: it goes out in two.
+    // A simple reply does not: it is sent in two windows.
     for manner in [Manner::Inline, Manner::Thread] {
         device.set(manner);
         let mut simple = fixture.enter(false);
@@ -216,7 +215,7 @@ fn more_than_the_maximum_payload() {
                     == data[offset as usize - 511..][..max - 1]
             );
         }
-        // What is in flight before it, and what comes behind it.
+        // Requests in flight before the large read, and requests after it.
         let bytes = [(1, READ, 4096), (2, READ, 48 << 20), (3, FLUSH, 0), (4, READ, 7)];
         let bytes: Vec<u8> =
             bytes.iter().flat_map(|(cookie, command, len)| request(0, *command, *cookie, 0, *len)).collect();
@@ -226,7 +225,7 @@ fn more_than_the_maximum_payload() {
         let got = simple.read_replies(&mut wanted);
         assert!(got[&2].as_ref().unwrap()[511..] == data[..(48 << 20) - 511]);
         assert_eq!(got[&4], Ok(vec![0; 7]));
-        // It fails within the first window, and behind that.
+        // Failures within the first window, and after it.
         device.bad_byte.store(1, SeqCst);
         assert_eq!(simple.read(0, 48 << 20), Err(EIO));
         assert!(simple.read(512, 512).is_ok());
@@ -238,7 +237,7 @@ fn more_than_the_maximum_payload() {
         device.bad_byte.store(u64::MAX, SeqCst);
     }
     device.set(Manner::Inline);
-    // Without a payload there is no such limit.
+    // The limit does not apply to commands without a payload.
     assert_eq!(client.run(0, WRITE_ZEROES, 0, 64 << 20), 0);
     assert_eq!(client.run(0, TRIM, 0, 64 << 20), 0);
     assert_eq!(client.run(0, CACHE, 0, 64 << 20), 0);
@@ -246,7 +245,7 @@ fn more_than_the_maximum_payload() {
 }
 
 #[test]
-fn flags_and_commands_that_do_not_exist() {
+fn unknown_flags_and_commands_are_refused() {
     let fixture = Fixture::serving(&MemDevice::new(MIB));
     let mut client = fixture.enter(true);
     for command in [8, 9, 255, u16::MAX] {
@@ -276,19 +275,19 @@ fn flags_and_commands_that_do_not_exist() {
             assert_eq!(error, if flags & allowed != 0 { 0 } else { EINVAL }, "{command} with flag {flags}");
         }
     }
-    // A refused write takes its payload with it.
+    // The payload of a refused write is discarded.
     for bit in 1..16 {
         assert_eq!(client.write(1 << bit, 0, &[1; 4096]), EINVAL);
     }
     assert_eq!(client.read(0, 4096), Ok(vec![0; 4096]));
-    // DF is offered with structured replies only.
+    // DF needs structured replies.
     let mut simple = fixture.enter(false);
     assert_eq!(simple.run(DF, READ, 0, 512), EINVAL);
     assert_eq!(simple.run(0, BLOCK_STATUS, 0, 512), EINVAL);
 }
 
 #[test]
-fn read_only_exports_refuse_every_change() {
+fn read_only_export_refuses_writes() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let options = ExportOptions { read_only: true, ..ExportOptions::default() };
@@ -309,7 +308,7 @@ fn read_only_exports_refuse_every_change() {
 }
 
 #[test]
-fn flags_reach_the_device() {
+fn request_flags_reach_device() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(true);
@@ -333,18 +332,18 @@ fn flags_reach_the_device() {
     ];
     assert_eq!(*device.log.lock().unwrap(), wanted);
     assert_eq!(*device.prefetched.lock().unwrap(), [(4096, 8192)]);
-    // FUA in pieces: each piece carries it.
+    // Each piece of a write with FUA has FUA.
     assert_eq!(client.write(FUA, 512, &vec![1; 768 << 10]), 0);
     let writes = device.requests(Op::Write);
     assert!(writes.len() > 4, "in pieces");
     assert!(writes[2..].iter().all(|write| write.flags == Flags::FUA));
     assert_eq!(writes[2..].iter().map(|write| write.len).sum::<u64>(), 768 * KIB);
-    // All but the first begin at a block.
+    // All but the first piece start at a block boundary.
     assert!(writes[3..].iter().all(|write| write.offset % 4096 == 0));
 }
 
 #[test]
-fn fast_zeroes_only_where_they_are_fast() {
+fn fast_zero_without_support_is_refused() {
     let device = MemDevice::with(MIB, |geometry| geometry.fast_zeroes = false);
     let fixture = Fixture::serving(&device);
     device.fill(0, &[7; 4096]);
@@ -358,14 +357,14 @@ fn fast_zeroes_only_where_they_are_fast() {
 }
 
 #[test]
-fn trim_only_where_it_is_offered() {
+fn trim_without_discard_support_is_refused() {
     let device = MemDevice::with(MIB, |geometry| geometry.discard_granularity = 0);
     let fixture = Fixture::serving(&device);
     assert_eq!(fixture.enter(true).run(0, TRIM, 0, 4096), EINVAL);
 }
 
 #[test]
-fn block_status_tells_data_zeroes_and_holes() {
+fn block_status_reports_data_zeroes_and_holes() {
     let device = MemDevice::new(4 * MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(true);
@@ -381,7 +380,7 @@ fn block_status_tells_data_zeroes_and_holes() {
     device.bad_byte.store(4096, SeqCst);
     assert_eq!(client.status(0, 4096, 4096), Err(EIO));
     device.bad_byte.store(u64::MAX, SeqCst);
-    // Not without a context.
+    // Block status needs a context.
     let mut other = fixture.connect();
     other.greet(3);
     other.structured();
@@ -390,7 +389,7 @@ fn block_status_tells_data_zeroes_and_holes() {
 }
 
 #[test]
-fn block_status_is_bounded() {
+fn block_status_descriptors_are_limited() {
     let pages = 3 * MAX_DESCRIPTORS as u64;
     let device = MemDevice::new(pages * 4096);
     for page in (0..pages).step_by(2) {
@@ -413,7 +412,7 @@ fn block_status_is_bounded() {
 }
 
 #[test]
-fn errors_of_the_device_end_one_request() {
+fn device_error_fails_only_its_request() {
     let device = MemDevice::new(32 * MIB);
     let fixture = Fixture::serving(&device);
     for headers in Headers::ALL {
@@ -423,11 +422,11 @@ fn errors_of_the_device_end_one_request() {
         assert_eq!(client.read(0, 2 << 20), Err(EIO));
         assert_eq!(client.write(0, 4096, &[1; 4096]), EIO);
         assert_eq!(client.run(0, WRITE_ZEROES, 4096, 4096), EIO);
-        // In the middle of a large write: the rest is thrown away, and not written.
+        // In the middle of a large write: the rest is discarded and not written.
         device.bad_byte.store(600 * KIB, SeqCst);
         device.log.lock().unwrap().clear();
         assert_eq!(client.write(0, 0, &vec![8; 24 << 20]), EIO);
-        // Of 96 pieces workers may have begun some of the next ones.
+        // Workers may have started some of the next of the 96 pieces.
         let begun = device.requests(Op::Write).len();
         assert!((3..96).contains(&begun), "{begun}");
         assert_eq!(client.read(24 << 20, 1 << 20), Ok(vec![0; 1 << 20]));
@@ -445,7 +444,7 @@ fn errors_of_the_device_end_one_request() {
 }
 
 #[test]
-fn requests_that_are_done_in_parts() {
+fn partly_done_requests_are_continued() {
     let device = MemDevice::new(8 * MIB);
     let fixture = Fixture::serving(&device);
     for per_try in [512, 8192, 100 * KIB] {
@@ -459,7 +458,7 @@ fn requests_that_are_done_in_parts() {
             }
             assert_eq!(client.run(0, WRITE_ZEROES, 0, 1 << 20), 0);
             assert!(client.read(0, 1 << 20).unwrap() == vec![0; 1 << 20]);
-            // Replies that were ready before stay whole.
+            // Replies that were pending before are not damaged.
             let mut bytes = client.header(0, FLUSH, 1, 0, 0);
             bytes.extend(client.header(0, READ, 2, 4096, 128 << 10));
             bytes.extend(client.header(0, FLUSH, 3, 0, 0));
@@ -474,7 +473,7 @@ fn requests_that_are_done_in_parts() {
 }
 
 #[test]
-fn zoned_devices_get_each_write_whole() {
+fn zoned_device_gets_writes_unsplit() {
     let device = MemDevice::zoned(64 * MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(true);
@@ -496,11 +495,11 @@ fn zoned_devices_get_each_write_whole() {
 }
 
 #[test]
-fn garbage_ends_one_connection() {
+fn invalid_request_ends_only_its_connection() {
     let fixture = Fixture::serving(&MemDevice::new(MIB));
     let mut bystander = fixture.enter(true);
     let mut client = fixture.enter(true);
-    // The requests before it are answered.
+    // Requests before the garbage are completed.
     let mut bytes = request(0, FLUSH, 5, 0, 0);
     bytes.extend([0x42; 100]);
     client.send(&bytes);
@@ -512,7 +511,7 @@ fn garbage_ends_one_connection() {
 }
 
 #[test]
-fn disconnect_answers_what_came_before() {
+fn requests_before_disconnect_get_replies() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(true);
@@ -526,7 +525,7 @@ fn disconnect_answers_what_came_before() {
 }
 
 #[test]
-fn a_panic_of_the_device_ends_one_connection() {
+fn device_panic_ends_only_its_connection() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let mut bystander = fixture.enter(true);
@@ -541,7 +540,7 @@ fn a_panic_of_the_device_ends_one_connection() {
 }
 
 #[test]
-fn a_device_may_grow_under_its_clients() {
+fn grown_device_is_usable_by_connected_client() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(true);
@@ -555,7 +554,7 @@ fn a_device_may_grow_under_its_clients() {
 }
 
 #[test]
-fn the_text_of_errors_is_for_people() {
+fn error_chunk_has_message() {
     let fixture = Fixture::serving(&MemDevice::new(MIB));
     let mut client = fixture.enter(true);
     let cookie = client.ask(0, 99, 0, 0);

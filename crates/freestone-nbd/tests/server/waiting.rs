@@ -1,5 +1,5 @@
-//! Devices that would block: completions in any order, bounds, and the ends of connections with
-//! requests in flight.
+//! Devices that would block: completions in any order, limits, and connections that end with requests in
+//! flight.
 
 use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
@@ -20,7 +20,7 @@ const ESHUTDOWN: u32 = 108;
 pub const LONG: Duration = Duration::from_secs(30);
 
 #[test]
-fn everything_works_through_a_thread() {
+fn all_commands_work_with_submitted_requests() {
     let device = MemDevice::new(64 * MIB);
     let fixture = Fixture::serving(&device);
     device.set(Manner::Thread);
@@ -46,7 +46,7 @@ fn everything_works_through_a_thread() {
 }
 
 #[test]
-fn replies_come_as_the_device_finishes() {
+fn replies_follow_completion_order() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let data = pattern(1, MIB as usize);
@@ -59,7 +59,7 @@ fn replies_come_as_the_device_finishes() {
     }
     client.send(&bytes);
     eventually(|| device.held().len() == 32);
-    // They started in the order in which they came.
+    // In order of arrival.
     let offsets: Vec<_> = device.held().iter().map(|request| request.offset / 4096).collect();
     assert_eq!(offsets, (0..32).collect::<Vec<_>>());
     device.release_all_backwards();
@@ -72,12 +72,12 @@ fn replies_come_as_the_device_finishes() {
 }
 
 #[test]
-fn writes_to_zones_start_in_the_order_in_which_they_came() {
+fn writes_to_zones_start_in_order_of_arrival() {
     let device = MemDevice::zoned(16 * MIB);
     let fixture = Fixture::serving(&device);
     device.set(Manner::Held);
     let mut client = fixture.enter(true);
-    // Small ones, ones that fill the receive buffer, ones that are gathered.
+    // Small writes, writes that fill the receive buffer, and gathered writes.
     let lengths = [512, 64 << 10, 1 << 20, 512, 300 << 10, 2 << 20, 4096, 255 << 10, 256 << 10, 512];
     let mut bytes = Vec::new();
     let (mut at, mut wanted) = (0, Vec::new());
@@ -90,13 +90,13 @@ fn writes_to_zones_start_in_the_order_in_which_they_came() {
     client.send(&bytes);
     eventually(|| device.held().len() == lengths.len());
     let started: Vec<_> = device.held().iter().map(|request| (request.offset, request.len)).collect();
-    // Each as a whole.
+    // Each write is submitted as a whole.
     assert_eq!(started, wanted);
     device.release_all_backwards();
 }
 
 #[test]
-fn a_restart_cuts_connections_and_holds_new_ones() {
+fn restart_cuts_connections_and_holds_new_ones() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let mut idle = fixture.enter(true);
@@ -112,18 +112,18 @@ fn a_restart_cuts_connections_and_holds_new_ones() {
 
     let address = fixture.address.clone();
     let (ended, late) = fixture.server.restart("disk", || {
-        // What was in flight is not waited for, and not answered.
+        // Requests in flight get no reply and are not waited for.
         idle.assert_closed();
         busy.assert_closed();
         assert_eq!(device.held().len(), 1);
         let late = std::thread::spawn(move || {
             let mut late = Client::connect(&address);
             late.greet(3);
-            // The empty name is the same export.
+            // The empty name selects the same export.
             late.go("");
             late
         });
-        // Others come in meanwhile.
+        // Clients of other exports can connect meanwhile.
         let mut free = fixture.connect();
         free.greet(3);
         free.go("other");
@@ -142,9 +142,9 @@ fn a_restart_cuts_connections_and_holds_new_ones() {
     late.disconnect();
     untouched.disconnect();
 
-    // Nobody is connected, and a panic leaves nothing held.
+    // No client is connected, and a panic releases the hold.
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        fixture.server.restart("disk", || panic!("on purpose"))
+        fixture.server.restart("disk", || panic!("injected"))
     }));
     assert!(outcome.is_err());
     assert_eq!(fixture.server.restart("disk", || 5), (0, 5));
@@ -152,7 +152,7 @@ fn a_restart_cuts_connections_and_holds_new_ones() {
 }
 
 #[test]
-fn a_slow_request_holds_up_nobody() {
+fn slow_request_does_not_delay_others() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(true);
@@ -169,7 +169,7 @@ fn a_slow_request_holds_up_nobody() {
 }
 
 #[test]
-fn pieces_of_a_large_read_finish_in_any_order() {
+fn large_read_pieces_complete_in_any_order() {
     let device = MemDevice::new(4 * MIB);
     let fixture = Fixture::serving(&device);
     let data = pattern(2, 2 * MIB as usize);
@@ -189,7 +189,7 @@ fn pieces_of_a_large_read_finish_in_any_order() {
 }
 
 #[test]
-fn pieces_of_a_large_write_are_answered_once() {
+fn large_write_gets_one_reply() {
     let device = MemDevice::new(4 * MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(true);
@@ -211,11 +211,11 @@ fn pieces_of_a_large_write_are_answered_once() {
 }
 
 #[test]
-fn requests_in_flight_are_bounded() {
+fn requests_in_flight_are_limited() {
     let device = MemDevice::new(64 * MIB);
     let fixture = Fixture::serving(&device);
     device.set(Manner::Held);
-    // By number, and by bytes; the payloads of writes count as well.
+    // Limits on number and bytes; payloads of writes count too.
     for (command, len, count, most) in [
         (READ, 4096_u32, 400_u64, MAX_IN_FLIGHT),
         (READ, 256 << 10, 300, MAX_IN_FLIGHT_BYTES / (256 << 10)),
@@ -241,7 +241,7 @@ fn requests_in_flight_are_bounded() {
 }
 
 #[test]
-fn a_connection_that_was_idle_goes_on() {
+fn idle_connection_continues() {
     let device = MemDevice::new(4 * MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(true);
@@ -251,7 +251,7 @@ fn a_connection_that_was_idle_goes_on() {
             assert_eq!(client.write(0, 512, &data), 0);
             assert!(client.read(512, len as u32).unwrap() == data, "round {round}, {len} bytes");
         }
-        // Longer than it takes until its memory is given back; half a header comes before that.
+        // Longer than the idle time after which memory is freed, with half a header received before.
         let cookie = client.cookie();
         let bytes = request(0, FLUSH, cookie, 0, 0);
         client.send(&bytes[..9]);
@@ -266,7 +266,7 @@ fn a_connection_that_was_idle_goes_on() {
     fixture.assert_sound();
 }
 
-/// A client, and its socket.
+/// Connects, and returns the client and its socket.
 pub fn connect(address: &Address) -> (Client, UnixStream) {
     let Address::Unix(path) = address else { panic!("a Unix address") };
     let stream = UnixStream::connect(path).unwrap();
@@ -278,7 +278,7 @@ pub fn connect(address: &Address) -> (Client, UnixStream) {
     (client, stream)
 }
 
-/// A client whose requests are sent by a thread, as the server stops reading at its bounds.
+/// Connects, and sends requests from a thread, as the server stops reading at its limits.
 pub fn split(address: &Address, command: u16, len: u32, count: u64) -> (Client, JoinHandle<()>) {
     let (client, mut stream) = connect(address);
     let thread = std::thread::spawn(move || {
@@ -293,7 +293,7 @@ pub fn split(address: &Address, command: u16, len: u32, count: u64) -> (Client, 
 }
 
 #[test]
-fn completions_that_are_dropped_are_answered() {
+fn dropped_completions_get_error_replies() {
     let device = MemDevice::new(4 * MIB);
     let fixture = Fixture::serving(&device);
     let mut client = fixture.enter(true);
@@ -312,7 +312,7 @@ fn completions_that_are_dropped_are_answered() {
 }
 
 #[test]
-fn a_flush_follows_the_writes_that_were_answered() {
+fn flush_covers_completed_writes_of_all_connections() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let (mut first, mut second) = (fixture.enter(true), fixture.enter(true));
@@ -320,12 +320,12 @@ fn a_flush_follows_the_writes_that_were_answered() {
         device.set(if i % 2 == 0 { Manner::Thread } else { Manner::Inline });
         device.log.lock().unwrap().clear();
         assert_eq!(first.write(0, i * 4096, &[1; 4096]), 0);
-        // On another connection: CAN_MULTI_CONN.
+        // From another connection: CAN_MULTI_CONN.
         assert_eq!(second.run(0, FLUSH, 0, 0), 0);
         let ops: Vec<_> = device.log.lock().unwrap().iter().map(|request| request.op).collect();
         assert_eq!(ops, [Op::Write, Op::Flush]);
     }
-    // A flush is not answered before the device says so.
+    // The reply to a flush waits for the device.
     device.set(Manner::Held);
     let cookie = second.ask(0, FLUSH, 0, 0);
     eventually(|| device.held().len() == 1);
@@ -336,7 +336,7 @@ fn a_flush_follows_the_writes_that_were_answered() {
 }
 
 #[test]
-fn a_client_that_leaves_does_not_take_its_writes_along() {
+fn writes_of_client_that_leaves_complete() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     device.set(Manner::Held);
@@ -348,7 +348,7 @@ fn a_client_that_leaves_does_not_take_its_writes_along() {
     }
     eventually(|| device.held().len() == 2);
     drop(client);
-    // Its buffers count as long as the device holds them.
+    // The connection lasts as long as the device holds its buffers.
     std::thread::sleep(Duration::from_millis(20));
     assert_eq!(fixture.server.stats().connections, 1);
     device.release_all_backwards();
@@ -359,7 +359,7 @@ fn a_client_that_leaves_does_not_take_its_writes_along() {
 }
 
 #[test]
-fn shutdown_answers_what_is_in_flight() {
+fn shutdown_completes_requests_in_flight() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     let Address::Unix(path) = fixture.address.clone() else { panic!("a Unix address") };
@@ -382,14 +382,14 @@ fn shutdown_answers_what_is_in_flight() {
     }
     drop(idle);
     assert_eq!(fixture.server.stats().connections, 0);
-    // Once more changes nothing, and nothing can be started again.
+    // A second shutdown does nothing, and the server cannot listen again.
     fixture.server.shutdown(LONG);
     assert!(fixture.server.listen(&fixture.address).is_err());
     assert!(fixture.server.addresses().is_empty());
 }
 
 #[test]
-fn shutdown_answers_what_was_received() {
+fn shutdown_replies_to_received_requests() {
     let device = MemDevice::new(MIB);
     for tcp in [false, true] {
         for _ in 0..10 {
@@ -408,7 +408,7 @@ fn shutdown_answers_what_was_received() {
             for i in 0..200 {
                 bytes.extend(request(0, FLUSH, i, 0, 0));
             }
-            // The last one is not complete: it cannot be answered.
+            // The last request is incomplete and gets no reply.
             bytes.extend(&request(0, FLUSH, 999, 0, 0)[..20]);
             client.send(&bytes);
             fixture.server.shutdown(LONG);
@@ -421,7 +421,7 @@ fn shutdown_answers_what_was_received() {
 }
 
 #[test]
-fn a_client_that_does_not_read_holds_up_nobody_but_itself() {
+fn client_that_does_not_read_delays_only_itself() {
     let device = MemDevice::new(64 * MIB);
     let fixture = Fixture::serving(&device);
     let mut deaf = fixture.enter(true);
@@ -442,7 +442,7 @@ fn a_client_that_does_not_read_holds_up_nobody_but_itself() {
 }
 
 #[test]
-fn shutdown_does_not_wait_for_a_dead_device_for_ever() {
+fn shutdown_with_hung_device_times_out() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     device.set(Manner::Held);
@@ -452,12 +452,12 @@ fn shutdown_does_not_wait_for_a_dead_device_for_ever() {
     fixture.server.shutdown(Duration::from_millis(50));
     assert_eq!(fixture.server.stats().connections, 0);
     client.assert_closed();
-    // Too late, and harmless.
+    // A late completion is harmless.
     device.release(0);
 }
 
 #[test]
-fn unpublishing_what_is_in_use() {
+fn unpublish_in_use_needs_force() {
     let device = MemDevice::new(MIB);
     let fixture = Fixture::serving(&device);
     fixture.publish("other", &device);
@@ -483,7 +483,7 @@ fn unpublishing_what_is_in_use() {
     assert_eq!(other.run(0, FLUSH, 0, 0), 0);
     let unknown = PublishError::NotPublished("disk".to_owned());
     assert_eq!(fixture.server.unpublish("disk", true), Err(unknown));
-    // The device is not held any longer than its connections.
+    // The device is dropped with its last connection.
     assert_eq!(fixture.server.unpublish("other", true), Ok(1));
     eventually(|| Arc::strong_count(&device) == 1);
 }

@@ -1,4 +1,5 @@
-//! Workers that do large requests: nobody starves, nobody holds them, and zones keep their order.
+//! Workers: large requests do not starve, blocked peers do not hold workers, and writes to zones keep their
+//! order.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::SeqCst;
@@ -10,7 +11,7 @@ use freestone_core::device::Op;
 
 const MIB: u64 = 1 << 20;
 const PIECE: u32 = 64 << 10;
-/// More than handing on takes.
+/// CPU time of a request, longer than the handover to a worker.
 const COST_US: u64 = 120;
 const DEPTH: u64 = 16;
 
@@ -18,7 +19,7 @@ fn ask(client: &mut Client, cookie: u64) {
     client.send(&request(0, READ, cookie, cookie % 64 * u64::from(PIECE), PIECE));
 }
 
-/// Reads a reply that succeeds; its cookie.
+/// Receives a successful reply and returns its cookie.
 fn answered(client: &mut Client) -> u64 {
     let mut reply = [0; 16];
     client.stream.read_exact(&mut reply).unwrap();
@@ -27,11 +28,11 @@ fn answered(client: &mut Client) -> u64 {
     u64::from_be_bytes(reply[8..].try_into().unwrap())
 }
 
-/// Keeps [`DEPTH`] reads in flight until so many were answered. The most that were answered before
-/// one that had been sent before them.
+/// Keeps [`DEPTH`] reads in flight. Returns the largest number of later reads that completed before an
+/// earlier one.
 fn overtakers(client: &mut Client, requests: u64) -> u64 {
     let (mut sent, mut most) = (0, 0);
-    // By cookie: how many later ones were answered before it.
+    // By cookie: the number of later requests that completed before it.
     let mut waiting = HashMap::new();
     for _ in 0..requests {
         while sent < requests && waiting.len() < DEPTH as usize {
@@ -40,7 +41,7 @@ fn overtakers(client: &mut Client, requests: u64) -> u64 {
             sent += 1;
         }
         let cookie = answered(client);
-        most = most.max(waiting.remove(&cookie).expect("asked for once"));
+        most = most.max(waiting.remove(&cookie).expect("unexpected cookie"));
         for (_, overtaken) in waiting.iter_mut().filter(|(other, _)| **other < cookie) {
             *overtaken += 1;
         }
@@ -48,35 +49,35 @@ fn overtakers(client: &mut Client, requests: u64) -> u64 {
     most
 }
 
-fn dear(size: u64) -> std::sync::Arc<MemDevice> {
+fn slow_device(size: u64) -> std::sync::Arc<MemDevice> {
     let device = MemDevice::new(size);
     device.cost_us.store(COST_US, SeqCst);
     device
 }
 
 #[test]
-fn no_request_is_overtaken_for_ever() {
+fn requests_are_not_starved_by_workers() {
     const REQUESTS: u64 = 4000;
-    let device = dear(4 * MIB);
+    let device = slow_device(4 * MIB);
     let fixture = Fixture::with_workers(4);
     fixture.publish("disk", &device);
     let most = overtakers(&mut fixture.enter(false), REQUESTS);
     assert!(device.by_workers.load(SeqCst) > REQUESTS / 20, "{:?} by workers", device.by_workers);
-    // A worker that has no CPU for some milliseconds keeps its piece for as long.
-    assert!(most < REQUESTS / 8, "{most} later ones were answered before it");
+    // A worker without a CPU for some milliseconds delays its piece.
+    assert!(most < REQUESTS / 8, "{most} later requests completed before one");
 }
 
 #[test]
-fn stalled_devices_and_clients_that_read_nothing_hold_no_worker() {
-    let (stalled, disk) = (dear(4 * MIB), dear(4 * MIB));
-    // There is one worker.
+fn stalled_device_or_client_does_not_hold_worker() {
+    let (stalled, disk) = (slow_device(4 * MIB), slow_device(4 * MIB));
+    // The server has one worker.
     let fixture = Fixture::with_workers(2);
     fixture.publish("stalled", &stalled);
     fixture.publish("disk", &disk);
     let mut client = fixture.connect();
     client.greet(3);
     client.go("stalled");
-    // Its cost is known.
+    // Measures the cost of requests.
     overtakers(&mut client, 100);
     assert!(stalled.by_workers.load(SeqCst) > 0);
     stalled.set(Manner::Held);
@@ -91,7 +92,7 @@ fn stalled_devices_and_clients_that_read_nothing_hold_no_worker() {
 
     let before = disk.by_workers.load(SeqCst);
     overtakers(&mut fixture.enter(false), 1000);
-    assert!(disk.by_workers.load(SeqCst) > before + 50, "the worker was held");
+    assert!(disk.by_workers.load(SeqCst) > before + 50, "the worker was blocked");
 
     stalled.release_all_backwards();
     let mut cookies: Vec<_> = (0..DEPTH).map(|_| answered(&mut client)).collect();
@@ -105,8 +106,8 @@ fn stalled_devices_and_clients_that_read_nothing_hold_no_worker() {
 }
 
 #[test]
-fn writes_to_zones_keep_their_order_among_pieces() {
-    let (zones, disk) = (MemDevice::zoned(16 * MIB), dear(4 * MIB));
+fn writes_to_zones_keep_order_beside_workers() {
+    let (zones, disk) = (MemDevice::zoned(16 * MIB), slow_device(4 * MIB));
     zones.cost_us.store(COST_US, SeqCst);
     let fixture = Fixture::with_workers(4);
     fixture.publish("zones", &zones);
@@ -116,8 +117,8 @@ fn writes_to_zones_keep_their_order_among_pieces() {
     client.go("zones");
     std::thread::scope(|scope| {
         scope.spawn(|| overtakers(&mut fixture.enter(false), 1000));
-        // Some have a read behind them, which a worker may take. The answers to those of one turn fit
-        // into the socket.
+        // Some writes are followed by a read, which a worker may execute. The replies of one turn fit into
+        // the socket.
         let writes = 16 * MIB / u64::from(PIECE);
         for first in (0..writes).step_by(8) {
             let mut bytes = Vec::new();

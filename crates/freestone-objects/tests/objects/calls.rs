@@ -1,4 +1,4 @@
-//! What the calls do where nothing goes wrong.
+//! Calls without failures.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::SeqCst;
@@ -23,7 +23,7 @@ fn keys(store: &dyn Objects, prefix: &str) -> Vec<String> {
 }
 
 #[test]
-fn what_was_written_is_read_listed_and_deleted() {
+fn objects_are_written_read_listed_and_deleted() {
     let Store { server, objects, _dir } = &Store::new();
     assert_eq!(objects.url(), "s3://disks/a/b");
     assert_eq!(objects.get("x", None, 10, soon()), Err(Fault::NotFound));
@@ -55,7 +55,7 @@ fn what_was_written_is_read_listed_and_deleted() {
 }
 
 #[test]
-fn lists_are_read_page_after_page() {
+fn listing_reads_all_pages() {
     let Store { server, objects, _dir } = &Store::new();
     server.set_page(3);
     let time = SystemTime::UNIX_EPOCH + Duration::from_secs(1_234_567_890);
@@ -87,7 +87,7 @@ fn lists_are_read_page_after_page() {
 }
 
 #[test]
-fn conditions_are_kept() {
+fn conditional_write_fails_if_object_changed() {
     let objects = &Store::new().objects;
     let put = |bytes: &[u8], when| objects.put("t", bytes, when, soon());
     let first = put(b"1", When::Absent).unwrap().unwrap();
@@ -103,7 +103,7 @@ fn conditions_are_kept() {
 }
 
 #[test]
-fn of_several_writers_with_a_condition_one_wins() {
+fn one_of_concurrent_conditional_writes_wins() {
     let store = Store::new();
     for round in 0..20_u8 {
         let before = store.objects.head("t", soon()).ok().and_then(|head| head.version);
@@ -128,7 +128,7 @@ fn of_several_writers_with_a_condition_one_wins() {
 }
 
 #[test]
-fn many_threads_call_at_once() {
+fn concurrent_calls_of_many_threads_succeed() {
     let store = Store::new();
     thread::scope(|scope| {
         for thread in 0..32_u64 {
@@ -155,12 +155,12 @@ fn many_threads_call_at_once() {
         }
     });
     assert_eq!(keys(&*store.objects, "").len(), 32 * 4);
-    // Connections are used again: far fewer than requests.
+    // One request for each write.
     assert!(store.server.traffic().of("PUT") == 256);
 }
 
 #[test]
-fn names_that_are_none_are_refused() {
+fn invalid_keys_are_refused() {
     let objects = &Store::new().objects;
     for key in ["", "/a", "a//b", "../a", "a/../b", "a/", &"a".repeat(1021)] {
         let refused = objects.put(key, b"", When::Always, soon());
@@ -170,7 +170,7 @@ fn names_that_are_none_are_refused() {
 }
 
 #[test]
-fn without_the_right_key_nothing_is_allowed() {
+fn wrong_access_key_is_denied() {
     let store = Store::new();
     store.server.require_key(Some("ANOTHER"));
     let host = store.server.address();
@@ -178,7 +178,7 @@ fn without_the_right_key_nothing_is_allowed() {
     assert_eq!(store.objects.get("x", None, 1, soon()), Err(denied.clone()));
     assert_eq!(store.objects.put("x", b"", When::Always, soon()), Err(denied.clone()));
     assert_eq!(store.objects.list("", &mut |_| true, soon()), Err(denied));
-    // A HEAD has no body that could say more.
+    // The response to HEAD has no body with an error code.
     let denied = Fault::Denied(format!("{host} answers 403 Forbidden"));
     assert_eq!(store.objects.head("x", soon()), Err(denied));
 

@@ -1,4 +1,4 @@
-//! What is built for it: one library of cryptography, and no C that needs more than a compiler.
+//! Build dependencies: one cryptography library, and no C code that needs more than a compiler.
 
 use std::process::Command;
 

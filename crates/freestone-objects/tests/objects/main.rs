@@ -1,4 +1,4 @@
-//! Stores over the network, against a server in this process that fails as it is told.
+//! Tests of object storage over the network, with a server in this process that injects failures.
 
 mod calls;
 mod dependencies;
@@ -53,7 +53,7 @@ impl Store {
         Self { server, objects, _dir: dir }
     }
 
-    /// The server's requests for that key of the store.
+    /// Returns the number of requests with this method for a key of the store.
     fn requests(&self, method: &str, key: &str) -> u64 {
         let key = (method.to_owned(), format!("a/b/{key}"));
         self.server.traffic().requests.get(&key).copied().unwrap_or_default()

@@ -1,4 +1,4 @@
-//! Stores that take conditions otherwise than HTTP has it: each is used as it wants, or refused.
+//! Stores whose conditional writes differ from HTTP: each is supported or refused.
 
 use std::sync::Arc;
 
@@ -36,7 +36,7 @@ fn set_tag(store: &Images, generation: u64) -> Result<(), Error> {
     store.set_tag("v1", before.as_ref(), &tag, soon())
 }
 
-/// Each takes a tag that is set again and again, and refuses one that was changed meanwhile.
+/// Each store accepts repeated updates of a tag, and refuses an update if the tag has changed.
 #[test]
 fn quirky_store_takes_tags() {
     let first_put = |asked: &Asked<'_>| asked.method == "PUT" && asked.nth == 1;
@@ -72,7 +72,7 @@ fn quirky_store_takes_tags() {
             set_tag(&store, generation).unwrap_or_else(|error| panic!("{name}: {generation}: {error}"));
             assert_eq!(store.tag("v1", soon()).unwrap().unwrap().tag.generation, generation, "{name}");
         }
-        // Another process changes the tag meanwhile.
+        // Another process changes the tag.
         let before = store.tag("v1", soon()).unwrap();
         let (other, _) = Images::open_or_begin(objects(&server), None, BEGIN, soon()).unwrap();
         set_tag(&other, 6).unwrap();
@@ -85,7 +85,7 @@ fn quirky_store_takes_tags() {
 }
 
 #[test]
-fn store_without_conditions_is_not_begun() {
+fn store_without_conditions_is_not_created() {
     for (conditions, why) in [
         (Conditions::Ignored, "the store ignores If-None-Match"),
         (Conditions::IfMatchIgnored, "the store ignores If-Match"),

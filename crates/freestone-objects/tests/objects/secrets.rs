@@ -1,4 +1,4 @@
-//! No secret gets into a message, a log or `Debug` output.
+//! Secrets do not appear in messages, logs or `Debug` output.
 
 use std::fmt::Write as _;
 use std::io;
@@ -32,9 +32,9 @@ impl<'a> MakeWriter<'a> for Log {
     }
 }
 
-/// Logs of all that happens on any thread are taken: the test is a process of its own, with those beside it.
+/// The subscriber is global, so this test also captures the logs of other tests in the same process.
 #[test]
-fn secrets_stay_secret() {
+fn secrets_are_not_logged() {
     let log = Log::default();
     let subscriber = tracing_subscriber::fmt().with_max_level(tracing::Level::TRACE).with_writer(log.clone());
     tracing::subscriber::set_global_default(subscriber.finish()).unwrap();

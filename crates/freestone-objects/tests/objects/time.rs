@@ -1,4 +1,4 @@
-//! Deadlines, calls that nobody waits for any more, and reads that are sent twice.
+//! Deadlines, cancellation, and hedged reads.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
@@ -12,7 +12,7 @@ use freestone_testkit::s3::Trouble;
 
 use crate::{Store, soon};
 
-/// Longest time of a call after its deadline on a busy machine. The server stalls for good.
+/// Longest accepted delay after a deadline on a busy machine. The server stalls forever.
 const LATE_MAX: Duration = Duration::from_secs(15);
 
 fn stalled(trouble: Trouble) -> Store {
@@ -23,7 +23,7 @@ fn stalled(trouble: Trouble) -> Store {
 }
 
 #[test]
-fn no_call_lasts_longer_than_it_may() {
+fn calls_end_at_their_deadline() {
     for trouble in [Trouble::Stall(None), Trouble::StallInBody(10, None)] {
         let store = stalled(trouble.clone());
         let objects = &store.objects;
@@ -51,7 +51,7 @@ fn no_call_lasts_longer_than_it_may() {
 }
 
 #[test]
-fn a_call_ends_when_nobody_wants_it() {
+fn cancelled_call_ends_promptly() {
     let store = stalled(Trouble::Stall(None));
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -69,7 +69,7 @@ fn a_call_ends_when_nobody_wants_it() {
 }
 
 #[test]
-fn calls_that_stall_hold_up_no_others() {
+fn stalled_calls_do_not_block_others() {
     let store = Store::new();
     store.server.set_object("disks", "a/b/x", b"1");
     store.server.trouble(|asked| asked.key.ends_with("stalls"), Trouble::Stall(None));
@@ -99,7 +99,7 @@ fn hedging(after: u64) -> Store {
 }
 
 #[test]
-fn a_read_that_hangs_is_sent_a_second_time() {
+fn hanging_read_is_hedged() {
     for trouble in [Trouble::Stall(None), Trouble::StallInBody(10, None)] {
         let store = hedging(100);
         store.server.trouble(|asked| asked.nth == 1, trouble);
@@ -112,17 +112,17 @@ fn a_read_that_hangs_is_sent_a_second_time() {
 }
 
 #[test]
-fn a_read_is_not_sent_twice_without_need() {
+fn fast_read_is_not_hedged() {
     let store = hedging(5000);
     for _ in 0..3 {
         store.objects.get("x", None, 1000, soon()).unwrap();
     }
     assert_eq!(store.requests("GET", "x"), 3);
-    // A fault is an answer, too: who calls tries again.
+    // A fault is a response, too. Only callers retry.
     store.server.trouble(|_| true, Trouble::Status(503, "SlowDown"));
     store.objects.get("x", None, 1000, soon()).unwrap_err();
     assert_eq!(store.requests("GET", "x"), 4);
-    // Writes never are.
+    // Writes are never hedged.
     let store = hedging(50);
     store.server.trouble(|_| true, Trouble::Stall(Some(Duration::from_millis(300))));
     store.objects.put("y", b"", When::Absent, soon()).unwrap();
@@ -130,14 +130,14 @@ fn a_read_is_not_sent_twice_without_need() {
 }
 
 #[test]
-fn of_two_reads_the_good_one_counts() {
-    // The second fails at once, the first is late and good.
+fn hedged_read_returns_good_response() {
+    // The second request fails at once, the first one succeeds late.
     let store = hedging(50);
     store.server.trouble(|asked| asked.nth == 1, Trouble::Stall(Some(Duration::from_millis(400))));
     store.server.trouble(|asked| asked.nth == 2, Trouble::Status(500, "InternalError"));
     assert_eq!(store.objects.get("x", None, 1000, soon()).unwrap().bytes, [7; 1000]);
     assert_eq!(store.requests("GET", "x"), 2);
-    // Both are bad.
+    // Both requests fail.
     let store = hedging(50);
     store.server.trouble(|asked| asked.nth == 1, Trouble::Stall(Some(Duration::from_millis(200))));
     store.server.trouble(|asked| asked.nth == 2, Trouble::Status(500, "InternalError"));
@@ -147,7 +147,7 @@ fn of_two_reads_the_good_one_counts() {
 }
 
 #[test]
-fn a_long_way_is_only_slow() {
+fn slow_link_only_delays_calls() {
     let near = Store::new();
     near.server.set_object("disks", "a/b/x", &vec![7; 1 << 20]);
     let line = Latency::start(near.server.address(), Duration::from_millis(20), Some(100_000_000));
@@ -155,10 +155,10 @@ fn a_long_way_is_only_slow() {
     far.objects.head("x", soon()).unwrap();
     let since = Instant::now();
     assert_eq!(far.objects.get("x", None, 1 << 20, soon()).unwrap().bytes.len(), 1 << 20);
-    // 20 ms there and back, and 84 ms for the bytes.
+    // 20 ms round trip, and 84 ms for the data.
     assert!((95..5000).contains(&since.elapsed().as_millis()), "{:?}", since.elapsed());
     assert!(line.bytes().1 > 1 << 20);
-    // The line has seen what the server was asked.
+    // The proxy and the server count the same requests.
     far.objects.put("y", &vec![7; 100_000], When::Always, soon()).unwrap();
     far.objects.list("", &mut |_| true, soon()).unwrap();
     let path = |key: String| if key == "disks/" { "/disks".to_owned() } else { format!("/disks/{key}") };

@@ -1,7 +1,7 @@
-//! TLS: with an authority that this host knows, with one that it does not know, and with something else.
+//! TLS with a trusted authority, with an unknown authority, and with a server without TLS.
 //!
-//! The files in `tls/` were made for this with `openssl`, for a hundred years: an authority, whose key is gone, and a
-//! certificate for `localhost` and `127.0.0.1`, whose key is no secret.
+//! The files in `tls/` were created with `openssl` and are valid for a hundred years: an authority, whose key
+//! was deleted, and a certificate for `localhost` and `127.0.0.1`, whose key is public.
 
 use std::env;
 use std::io::{Read as _, Write as _};
@@ -19,7 +19,7 @@ use crate::{Store, soon};
 
 const CHILD: &str = "FREESTONE_TLS_TEST";
 
-/// Answers each connection with one answer of HTTP over TLS, and ends it.
+/// Starts a server that sends one HTTP response over TLS on each connection.
 fn serve() -> SocketAddr {
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/objects/tls/");
     let certificate = CertificateDer::from_pem_file(format!("{dir}server.pem")).unwrap();
@@ -50,7 +50,7 @@ fn store(address: SocketAddr) -> Store {
 }
 
 #[test]
-fn an_authority_that_nobody_knows_is_refused() {
+fn unknown_authority_is_refused() {
     let store = store(serve());
     for fault in [
         store.objects.get("x", None, 2, soon()).unwrap_err(),
@@ -60,9 +60,9 @@ fn an_authority_that_nobody_knows_is_refused() {
     }
 }
 
-/// The library looks at the variable once in a process, so that the test runs itself in another.
+/// The TLS library reads the variable once per process, so the test runs itself in a child process.
 #[test]
-fn an_authority_that_is_named_is_believed() {
+fn authority_in_ssl_cert_file_is_trusted() {
     if env::var_os(CHILD).is_some() {
         let store = store(serve());
         assert_eq!(store.objects.get("x", None, 2, soon()).unwrap().bytes, b"hi");
@@ -70,14 +70,14 @@ fn an_authority_that_is_named_is_believed() {
     }
     let authority = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/objects/tls/authority.pem");
     let mut child = Command::new(env::current_exe().unwrap());
-    child.args(["--exact", "tls::an_authority_that_is_named_is_believed"]);
+    child.args(["--exact", "tls::authority_in_ssl_cert_file_is_trusted"]);
     let output = child.env(CHILD, "1").env("SSL_CERT_FILE", authority).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
 }
 
 #[test]
-fn what_speaks_no_tls_is_no_store() {
+fn server_without_tls_is_refused() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     thread::spawn(move || {

@@ -1,4 +1,4 @@
-//! What comes of each thing that goes wrong.
+//! Faults for each kind of failure.
 
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use freestone_testkit::s3::{Server, Trouble};
 
 use crate::{Store, soon};
 
-/// A store in which all requests for keys that end with `bad` have that trouble.
+/// Creates a store in which all requests for keys that end with `bad` have this trouble.
 fn with(trouble: Trouble) -> Store {
     let store = Store::new();
     store.server.set_object("disks", "a/b/bad", &[b'x'; 1000]);
@@ -29,7 +29,7 @@ fn is_transient<T>(result: &Result<T, Fault>) -> bool {
 }
 
 #[test]
-fn a_busy_store_may_answer_later() {
+fn busy_store_is_transient_fault() {
     for (status, code) in [(503, "SlowDown"), (500, "InternalError"), (429, "TooManyRequests"), (507, "Full")]
     {
         let store = with(Trouble::Status(status, code));
@@ -38,13 +38,13 @@ fn a_busy_store_may_answer_later() {
         assert_eq!(store.objects.put("bad", b"", When::Absent, soon()), Err(busy.clone()));
         assert_eq!(store.objects.delete("bad", soon()), Err(busy));
         assert!(is_transient(&store.objects.head("bad", soon())));
-        // Who calls tries again, nobody else.
+        // Only callers retry.
         assert_eq!((store.requests("GET", "bad"), store.requests("PUT", "bad")), (1, 1));
     }
 }
 
 #[test]
-fn an_answer_that_is_cut_off_is_none() {
+fn truncated_response_is_transient_fault() {
     for trouble in [Trouble::Cut(0), Trouble::Cut(999), Trouble::Cut(50), Trouble::Length(1)] {
         let store = with(trouble.clone());
         assert!(is_transient(&get(&store)), "{trouble:?}: {:?}", get(&store));
@@ -53,18 +53,18 @@ fn an_answer_that_is_cut_off_is_none() {
         let store = with(trouble.clone());
         assert!(is_transient(&part(&store)), "{trouble:?}: {:?}", part(&store));
     }
-    // Of the whole object nobody else says how long it is.
+    // A wrong length of a whole object is undetectable.
     assert_eq!(get(&with(Trouble::Length(-1))).map(|bytes| bytes.len()), Ok(999));
 }
 
 #[test]
-fn wrong_bytes_come_through_and_are_for_the_caller_to_find() {
+fn corrupt_bytes_are_passed_to_caller() {
     let read = get(&with(Trouble::Flip(7))).unwrap();
     assert_eq!((read[6], read[7], read.len()), (b'x', b'y', 1000));
 }
 
 #[test]
-fn a_store_that_answers_no_parts_is_read_from_the_start() {
+fn store_without_ranges_is_read_from_start() {
     let store = with(Trouble::NoRange);
     store.server.set_object("disks", "a/b/bad", b"0123456789");
     let get = |part, most| store.objects.get("bad", Some(part), most, soon()).map(|read| read.bytes);
@@ -80,12 +80,12 @@ fn a_store_that_answers_no_parts_is_read_from_the_start() {
 }
 
 #[test]
-fn another_part_than_was_asked_for_is_not_taken() {
+fn response_with_other_range_is_transient_fault() {
     assert!(is_transient(&part(&with(Trouble::OtherPart(1)))));
 }
 
 #[test]
-fn a_connection_that_breaks_leaves_open_what_happened() {
+fn broken_connection_is_transient_fault() {
     for (trouble, is_written) in [
         (Trouble::ResetBefore, false),
         (Trouble::ResetAfter, true),
@@ -100,14 +100,14 @@ fn a_connection_that_breaks_leaves_open_what_happened() {
     }
     let store = Store::new();
     store.objects.put("x", b"1", When::Always, soon()).unwrap();
-    // A connection that went while nobody used it is no trouble of the next request.
+    // A connection that was closed while idle does not fail the next request.
     store.server.cut_connections();
     std::thread::sleep(Duration::from_millis(50));
     store.objects.put("x", b"2", When::Always, soon()).unwrap();
 }
 
 #[test]
-fn a_bucket_that_is_not_there_is_no_missing_object() {
+fn missing_bucket_is_not_missing_object() {
     let store = Store::new();
     store.server.remove_bucket("disks");
     let missing = Fault::Other("the bucket disks is not there".to_owned());
@@ -122,7 +122,7 @@ fn a_bucket_that_is_not_there_is_no_missing_object() {
 }
 
 #[test]
-fn a_full_bucket_takes_nothing() {
+fn full_bucket_denies_writes() {
     let store = Store::new();
     store.server.set_quota(Some(10));
     store.objects.put("x", b"0123456789", When::Always, soon()).unwrap();
@@ -132,7 +132,7 @@ fn a_full_bucket_takes_nothing() {
 }
 
 #[test]
-fn no_answer_takes_more_memory_than_was_allowed_for() {
+fn endless_response_is_limited() {
     let endless = |head| {
         let store = with(Trouble::Endless(head));
         store.server.trouble(|asked| asked.key.is_empty(), Trouble::Endless(head));
@@ -155,7 +155,7 @@ fn no_answer_takes_more_memory_than_was_allowed_for() {
 }
 
 #[test]
-fn what_is_no_http_is_a_fault() {
+fn invalid_http_response_is_fault() {
     for (bytes, status) in [
         (&b""[..], None),
         (b"\0\xff\x1b[2J", None),
@@ -175,7 +175,7 @@ fn what_is_no_http_is_a_fault() {
 }
 
 #[test]
-fn a_write_is_written_though_the_store_does_not_say_as_what() {
+fn write_without_etag_reads_version_back() {
     let store = Store::new();
     let answer = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n";
     store.server.trouble(|asked| asked.method == "PUT", Trouble::Raw(answer.to_vec()));
@@ -185,7 +185,7 @@ fn a_write_is_written_though_the_store_does_not_say_as_what() {
 }
 
 #[test]
-fn lists_that_make_no_sense_are_faults() {
+fn invalid_listings_are_faults() {
     for body in
         ["", "<", "<ListBucketResult><Contents><Key>a/b/x</Key></Contents></ListBucketResult>", "\x1b[2J"]
     {
@@ -197,7 +197,7 @@ fn lists_that_make_no_sense_are_faults() {
         let fault = listed.unwrap_err();
         assert!(matches!(fault, Fault::Transient(_)) && !fault.to_string().contains('\x1b'), "{fault:?}");
     }
-    // A key that is no path: it stays so.
+    // An invalid key fails the listing with a permanent fault.
     let store = Store::new();
     store.server.set_object("disks", "a/b/x//y", b"");
     let listed = store.objects.list("", &mut |_| true, soon()).unwrap_err();
@@ -205,7 +205,7 @@ fn lists_that_make_no_sense_are_faults() {
 }
 
 #[test]
-fn a_store_that_is_not_there_may_come() {
+fn refused_connection_is_transient_fault() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     drop(listener);
@@ -215,7 +215,7 @@ fn a_store_that_is_not_there_may_come() {
 }
 
 #[test]
-fn a_list_ends_with_its_deadline_whatever_comes() {
+fn endless_listing_ends_at_deadline() {
     let store = Store::new();
     let page = "<ListBucketResult><NextContinuationToken>x</NextContinuationToken></ListBucketResult>";
     let answer =
@@ -224,12 +224,12 @@ fn a_list_ends_with_its_deadline_whatever_comes() {
     let since = Instant::now();
     let listed = store.objects.list("", &mut |_| true, Until::within(Duration::from_millis(300)));
     assert_eq!(listed, Err(Fault::Late));
-    // Without the deadline the list has no end.
+    // Without the deadline the listing would never end.
     assert!(since.elapsed() < Duration::from_secs(15), "{:?}", since.elapsed());
 }
 
 #[test]
-fn pieces_are_counted_where_no_length_is_said() {
+fn chunked_range_length_is_checked() {
     let answer = |pieces: &str| {
         let head = "HTTP/1.1 206 Partial Content\r\nConnection: close\r\nContent-Range: bytes 100-109/1000\r\n\
                     Last-Modified: Thu, 01 Jan 1970 00:00:00 GMT\r\nTransfer-Encoding: chunked\r\n\r\n";
@@ -243,7 +243,7 @@ fn pieces_are_counted_where_no_length_is_said() {
 }
 
 #[test]
-fn nobody_else_is_shown_what_is_meant_for_the_store() {
+fn bucket_redirects_are_not_followed() {
     let elsewhere = Server::start(&["disks"]);
     let target = format!("{}/disks/a/b/bad", elsewhere.endpoint());
     for status in [301, 302, 307, 308] {
@@ -259,7 +259,7 @@ fn nobody_else_is_shown_what_is_meant_for_the_store() {
 }
 
 #[test]
-fn keys_that_were_not_asked_for_are_passed_over() {
+fn listed_keys_outside_prefix_are_skipped() {
     let store = Store::new();
     let contents = ["a/b/x", "a/b/y/1", "other/x", "a/bx", "b/a/b/x"].map(|key| {
         let modified = "2009-10-12T17:50:30.000Z";

@@ -1,4 +1,4 @@
-//! Files of a web server.
+//! Read-only files of a web server.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use freestone_testkit::s3::{Server, Trouble};
 use crate::soon;
 
 #[test]
-fn files_are_read_and_not_written() {
+fn web_files_are_read_only() {
     let server = Server::start(&["www"]);
     server.set_object("www", "a/x y", b"0123456789");
     let objects = open(&format!("{}/www/", server.endpoint()), &Options::default()).unwrap();
@@ -36,7 +36,7 @@ fn files_are_read_and_not_written() {
 }
 
 #[test]
-fn a_server_without_parts_is_read_from_the_start() {
+fn web_server_without_ranges_is_read_from_start() {
     let server = Server::start(&["www"]);
     server.set_object("www", "x", b"0123456789");
     server.trouble(|asked| asked.method == "GET", Trouble::NoRange);
@@ -46,7 +46,7 @@ fn a_server_without_parts_is_read_from_the_start() {
 }
 
 #[test]
-fn a_server_that_says_little_is_enough() {
+fn web_server_with_minimal_headers_is_enough() {
     let server = Server::start(&["www"]);
     let bare = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 3\r\n\r\nabc".to_vec();
     server.trouble(|_| true, Trouble::Raw(bare));
@@ -56,7 +56,7 @@ fn a_server_that_says_little_is_enough() {
     assert_eq!(objects.head("x", soon()).unwrap().version, None);
 }
 
-/// Leads every request to that URL.
+/// Starts a server that redirects all requests to `target`.
 fn leads_to(target: &str) -> Server {
     let server = Server::start(&[]);
     let answer =
@@ -66,7 +66,7 @@ fn leads_to(target: &str) -> Server {
 }
 
 #[test]
-fn redirects_are_followed_and_end() {
+fn web_redirects_are_followed_up_to_limit() {
     let server = Server::start(&["www"]);
     server.set_object("www", "x", b"0123456789");
     let there = leads_to(&format!("{}/www/x", server.endpoint()));
@@ -79,7 +79,7 @@ fn redirects_are_followed_and_end() {
 }
 
 #[test]
-fn only_what_is_meant_can_be_given() {
+fn web_store_refuses_other_options() {
     let with = |change: fn(&mut Options)| {
         let mut options = Options::default();
         change(&mut options);

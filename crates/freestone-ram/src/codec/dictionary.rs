@@ -1,34 +1,35 @@
-//! Dictionaries: what a compressor has seen before it sees the page.
+//! Compression dictionaries.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Largest dictionary that is read or trained.
+/// Size of the largest dictionary read or trained, in bytes.
 pub const DICTIONARY_BYTES_MAX: u64 = 1 << 20;
-/// Smallest dictionary that is trained: the library makes none that is smaller.
+/// Size of the smallest trained dictionary in bytes: the library's minimum.
 const TRAINED_BYTES_MIN: usize = 256;
 
-/// A compression dictionary. Its content is shared by its clones.
+/// A compression dictionary. Clones share its content.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Dictionary {
-    /// The file that it was read from; none where it was trained here.
+    /// File that the dictionary was read from; `None` if trained.
     path: Option<PathBuf>,
     bytes: Arc<[u8]>,
 }
 
 impl Dictionary {
-    /// The content of a file: a dictionary of any kind that zstd takes, trained, or just typical
-    /// content.
+    /// Creates a dictionary from the content of a file: any kind that zstd accepts, trained or just
+    /// typical content.
     pub(super) fn of_file(path: &Path, bytes: Vec<u8>) -> Self {
         Self { path: Some(path.into()), bytes: bytes.into() }
     }
 
-    /// Trains a dictionary of at most `max_bytes` (never more than [`DICTIONARY_BYTES_MAX`]) on
-    /// samples that lie one behind the other in `samples`, each as long as `sizes` says. Takes
-    /// about a second of CPU for 8 MiB. `None` where the sizes do not add up to the samples, where
-    /// there is too little to learn from (the library wants a good hundred times `max_bytes`, and
-    /// takes less), or without memory.
+    /// Trains a dictionary of at most `max_bytes` (limited to [`DICTIONARY_BYTES_MAX`]) on samples.
+    /// `samples` has them one after the other, `sizes` their lengths. Takes about a second of CPU
+    /// time for 8 MiB.
+    ///
+    /// Returns `None` if the sizes do not add up to the samples, if there is too little data (the
+    /// library recommends 100 times `max_bytes` but accepts less), or if memory is short.
     pub fn train(samples: &[u8], sizes: &[usize], max_bytes: usize) -> Option<Self> {
         let total = sizes.iter().try_fold(0_usize, |sum, &size| sum.checked_add(size));
         let capacity = max_bytes.min(DICTIONARY_BYTES_MAX as usize);
@@ -41,25 +42,25 @@ impl Dictionary {
         Some(Self { path: None, bytes: bytes.into() })
     }
 
-    /// A dictionary of 1 to [`DICTIONARY_BYTES_MAX`] bytes that was trained elsewhere; `None` for
-    /// another size.
+    /// Creates a dictionary of 1 to [`DICTIONARY_BYTES_MAX`] bytes that another process trained;
+    /// `None` for another size.
     pub fn trained(bytes: &[u8]) -> Option<Self> {
         let fits = (1..=DICTIONARY_BYTES_MAX).contains(&(bytes.len() as u64));
         fits.then(|| Self { path: None, bytes: bytes.into() })
     }
 
-    /// The file that it was read from; none where it was trained here.
+    /// Returns the file that the dictionary was read from; `None` if trained.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
 
-    /// The content.
+    /// Returns the content.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 }
 
-/// The path; `(trained,N)` for one of N bytes that was trained here and has none.
+/// Prints the path, or `(trained,N)` for a trained dictionary of N bytes.
 impl fmt::Display for Dictionary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.path {
@@ -80,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn training_learns_what_samples_share() {
+    fn train_finds_common_content() {
         let samples: Vec<u8> =
             (0..20_000_u32).flat_map(|n| format!("row {n}: state=ok\n").into_bytes()).collect();
         let samples = &samples[..samples.len() / 512 * 512];
@@ -92,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_trained_on_is_refused() {
+    fn train_invalid_samples_returns_none() {
         assert_eq!(Dictionary::train(b"abc", &[2], 4096), None);
         assert_eq!(Dictionary::train(b"abc", &[usize::MAX, 4], 4096), None);
         assert_eq!(Dictionary::train(b"", &[], 4096), None);

@@ -1,4 +1,4 @@
-//! Where a thread gets a stream from: one a CPU.
+//! Per-CPU streams.
 
 use crossbeam_utils::CachePadded;
 
@@ -10,23 +10,23 @@ use freestone_core::sync::{Mutex, MutexGuard};
 pub struct Lender<T>(Box<[CachePadded<Mutex<T>>]>);
 
 impl<T> Lender<T> {
-    /// Makes every CPU's.
+    /// Creates the value of every CPU.
     ///
     /// # Errors
-    /// The first that `make` has.
+    /// Returns the first error of `make`.
     pub fn new(mut make: impl FnMut() -> Result<T>) -> Result<Self> {
         let all = (0..percpu::cpus()).map(|_| Ok(CachePadded::new(Mutex::new(make()?))));
         Ok(Self(all.collect::<Result<_>>()?))
     }
 
-    /// This CPU's; where a descheduled thread holds it, another CPU's, before this one is waited
-    /// for.
+    /// Locks the value of this CPU. If a descheduled thread holds it, tries those of other CPUs
+    /// before waiting.
     #[inline]
     pub fn take(&self) -> MutexGuard<'_, T> {
         percpu::lock_nearest(|cpu| &*self.0[cpu])
     }
 
-    /// Every CPU's.
+    /// Iterates over the values of all CPUs.
     pub fn all(&self) -> impl ExactSizeIterator<Item = &Mutex<T>> {
         self.0.iter().map(|one| &**one)
     }

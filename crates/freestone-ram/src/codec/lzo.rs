@@ -1,6 +1,9 @@
-//! LZO1X, by a library that is neither the kernel's nor GPL's. Its search for matches is more
-//! thorough than that of the kernel's `lzo1x_1`: objects are smaller, and take longer to make. Any
-//! LZO1X decompressor reads them.
+//! LZO1X, by a library independent of the kernel's GPL code. Its match search is more thorough than
+//! the kernel's `lzo1x_1`: objects are smaller and take longer to compress. Any LZO1X decompressor
+//! can read them.
+//!
+//! The library clears 160 KiB of tables for each page, so this LZO is much slower than lz4. The
+//! experiments in `research/` need it.
 
 use std::mem::MaybeUninit;
 
@@ -11,23 +14,21 @@ use zerocopy::IntoBytes as _;
 
 use super::Scratch;
 
-/// Working memory of one compressor.
 pub struct Lzo {
-    /// The tables of the search.
     tables: Box<Dict>,
-    /// The library takes no memory that is not initialised.
+    /// Output buffer: the library only accepts initialised memory.
     packed: Box<[u8; Scratch::BYTES]>,
 }
 
 impl Lzo {
     pub fn new() -> Self {
         let mut tables = Dict::new();
-        // Written once, so that no fault is taken on it later.
+        // Written once, to avoid page faults later.
         tables.as_mut_bytes().fill(0);
         Self { tables, packed: Box::new([0; Scratch::BYTES]) }
     }
 
-    /// Compresses a page into `out`; `None` where it does not fit.
+    /// Compresses a page into `out`; `None` if the result does not fit.
     pub fn compress(&mut self, page: &[u8; PAGE_BYTES], out: &mut [MaybeUninit<u8>]) -> Option<usize> {
         let room = out.len().min(Scratch::BYTES);
         let bytes = compress_no_alloc(page, &mut self.packed[..room], &mut self.tables).ok()?;
@@ -42,7 +43,7 @@ impl Lzo {
     }
 }
 
-/// Decompresses an object; false where it is not a whole page. Needs no working memory.
+/// Decompresses an object; false if the result is not a whole page. Needs no working memory.
 pub fn decompress(object: &[u8], page: &mut [u8; PAGE_BYTES]) -> bool {
     decompress::decompress(object, page) == Ok(PAGE_BYTES)
 }

@@ -1,12 +1,13 @@
-//! Compression: algorithms, their parameters, and one stream a CPU.
+//! Compression: algorithms, parameters, and one stream per CPU.
 //!
-//! A *stream* is the working memory of an algorithm. There is one for each CPU, taken by the CPU
-//! that a thread runs on, so memory is bounded by CPUs and not by threads; disks with the same
-//! algorithm and parameters share them. The kernel's history shows the hard point: whoever
-//! allocates while it holds a stream either waits for memory with the stream in hand, or compresses
-//! twice. Here nothing is allocated under a stream and no page fault is taken: the object is
-//! written to the caller's stack, which was touched before, the stream goes back, and only then the
-//! pool is asked for a place.
+//! A *stream* is the working memory of an algorithm. A thread uses the stream of the CPU it runs
+//! on, so memory is bounded by CPUs, not by threads. Disks with the same algorithm and parameters
+//! share streams.
+//!
+//! No memory is allocated and no page fault is taken while a stream is held (the kernel had to
+//! choose between waiting for memory with the stream locked and compressing twice). The object is
+//! written to the caller's stack, which was touched before. The stream is released before the
+//! object is stored in the pool.
 
 mod codecs;
 mod dictionary;
@@ -27,18 +28,18 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
 use freestone_core::sync::Mutex;
 
-/// A page's content.
+/// Content of a page.
 pub type Page = [u8; PAGE_BYTES];
 
-/// Room for a compressed page on the caller's stack. A page that needs more is not worth
-/// compressing.
+/// Buffer for a compressed page on the caller's stack. Pages that need more are stored
+/// uncompressed.
 pub struct Scratch([MaybeUninit<u8>; Scratch::BYTES]);
 
 impl Scratch {
-    /// The largest object that is stored compressed.
+    /// Size of the largest object stored compressed, in bytes.
     pub const BYTES: usize = crate::pool::class::HUGE_LINE_BYTES;
 
-    /// Uninitialised room.
+    /// Creates an uninitialised buffer.
     #[inline]
     pub fn new() -> Self {
         Self([MaybeUninit::uninit(); Self::BYTES])
@@ -51,7 +52,7 @@ impl Default for Scratch {
     }
 }
 
-/// One algorithm's working memory for one thread at a time.
+/// Working memory of an algorithm, for one thread at a time.
 enum Stream {
     Lz4(lz4::Lz4),
     Lz4hc(lz4::Lz4hc),
@@ -83,22 +84,21 @@ impl Stream {
     }
 }
 
-/// The streams of one algorithm, one a CPU.
+/// The streams of one algorithm, one per CPU.
 ///
-/// Lock order: a stream is taken with nothing held but, for a read or a partial write, the page's
-/// slot. Under a stream nothing is taken, allocated or waited for.
+/// Lock order: a stream is locked with no other lock held, except the page's slot for a read or a
+/// partial write. No lock is taken, nothing allocated and nothing waited for under a stream.
 pub struct Streams {
     algorithm: Algorithm,
     level: i32,
     dictionary: Option<Dictionary>,
-    /// The dictionary as all streams use it.
+    /// Digested dictionary, shared by all streams.
     digest: Option<Arc<zstd::Digest>>,
     per_cpu: Lender<Stream>,
 }
 
 impl Streams {
-    /// The process's streams of an algorithm with these parameters: all disks that use them the
-    /// same way share them.
+    /// Returns the streams of an algorithm with these parameters, shared by the process.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -117,10 +117,10 @@ impl Streams {
         Ok(streams)
     }
 
-    /// Makes every CPU's stream and brings all its memory in.
+    /// Creates the streams of all CPUs and touches all their memory.
     ///
     /// # Errors
-    /// The parameters do not fit the algorithm; no memory.
+    /// Fails if the parameters do not fit the algorithm, or memory is short.
     pub fn new(algorithm: Algorithm, params: &Params) -> std::result::Result<Self, StreamsError> {
         let level = params.check(algorithm)?;
         let digest = params.dictionary.as_ref().map(|dictionary| zstd::Digest::new(dictionary, level));
@@ -140,7 +140,7 @@ impl Streams {
         Ok(Self { algorithm, level, dictionary: params.dictionary.clone(), digest, per_cpu })
     }
 
-    /// Compresses `page` into `scratch`; `None` where the result is over the class-waste line.
+    /// Compresses `page` into `scratch`; `None` if the result exceeds [`Scratch::BYTES`].
     #[inline]
     pub fn compress<'s>(&self, page: &Page, scratch: &'s mut Scratch) -> Option<&'s [u8]> {
         touch::scratch(scratch);
@@ -150,7 +150,7 @@ impl Streams {
     /// Decompresses `object` into `page`.
     ///
     /// # Errors
-    /// [`Error::Media`]: the object is not what this algorithm made of a page.
+    /// [`Error::Media`] if the object is not a page compressed by this algorithm.
     #[inline]
     pub fn decompress(&self, object: &[u8], page: &mut Page) -> Result<()> {
         let whole = match self.algorithm {
@@ -168,7 +168,7 @@ impl Streams {
         if whole { Ok(()) } else { Err(Error::Media) }
     }
 
-    /// Pages that are compressed in about a millisecond: what a bounded piece of work may be.
+    /// Returns the pages compressed in about a millisecond, to bound a piece of work.
     pub fn pages_per_millisecond(&self) -> u64 {
         match self.algorithm {
             Algorithm::Lz4 | Algorithm::Store => 256,
@@ -179,22 +179,22 @@ impl Streams {
         }
     }
 
-    /// The algorithm.
+    /// Returns the algorithm.
     pub fn algorithm(&self) -> Algorithm {
         self.algorithm
     }
 
-    /// The level; 0 where the algorithm has none.
+    /// Returns the level; 0 if the algorithm has none.
     pub fn level(&self) -> i32 {
         self.level
     }
 
-    /// The dictionary, if there is one.
+    /// Returns the dictionary.
     pub fn dictionary(&self) -> Option<&Dictionary> {
         self.dictionary.as_ref()
     }
 
-    /// Bytes of all streams, and of the dictionary in all its forms.
+    /// Returns the bytes of all streams, and of the dictionary in all its forms.
     pub fn bytes(&self) -> u64 {
         let streams: usize = self.per_cpu.all().map(|stream| stream.lock().bytes()).sum();
         let dictionary = self.dictionary.as_ref().map_or(0, |dictionary| dictionary.bytes().len());
@@ -203,19 +203,19 @@ impl Streams {
     }
 }
 
-/// Why streams could not be made.
+/// Errors of creating streams.
 #[derive(Debug, thiserror::Error)]
 pub enum StreamsError {
-    /// Parameters.
+    /// The parameters are invalid.
     #[error(transparent)]
     Params(#[from] ParamsError),
-    /// Memory.
+    /// Memory is short.
     #[error(transparent)]
     Device(Error),
 }
 
-/// Compresses pages of every kind once, so that all of a stream's memory has been touched before
-/// its first use.
+/// Compresses pages of several kinds, so that all memory of a stream is touched before its first
+/// use.
 fn warm_up(stream: &mut Stream) {
     let mut scratch = Scratch::new();
     touch::scratch(&mut scratch);
@@ -231,7 +231,7 @@ fn warm_up(stream: &mut Stream) {
         for (index, byte) in page.iter_mut().enumerate() {
             *byte = match kind {
                 0 => next() as u8,
-                // Many short matches; long matches; text of few letters.
+                // Many short matches; long matches; text from a small alphabet.
                 1 => [1, 2, 3, next() as u8][index % 4],
                 2 => (index / 512) as u8,
                 _ => b"etaoin sr"[next() as usize % 9],
@@ -250,32 +250,32 @@ mod touch {
 
     use super::{Page, Scratch, Stream};
 
-    /// Writes to every page of the scratch memory, so that no fault is taken on it later.
+    /// Writes to every page of the buffer, to avoid page faults later.
     #[inline]
     pub fn scratch(scratch: &mut Scratch) {
         let last = Scratch::BYTES - 1;
         for at in [0, last] {
-            // SAFETY: inside the array; volatile so that the write is made now. It spans at most
-            // two pages.
+            // SAFETY: inside the array; volatile so that the write happens now. The buffer spans at
+            // most two pages.
             unsafe { scratch.0[at].as_mut_ptr().write_volatile(0) };
         }
     }
 
-    /// Writes to a page that is about to be filled, so that no fault is taken on it under a stream.
+    /// Writes to a page about to be filled, to avoid page faults under a stream.
     #[inline]
     pub fn page(page: &mut Page) {
         for at in [0, page.len() - 1] {
-            // SAFETY: inside the array; volatile so that the write is made now.
+            // SAFETY: inside the array; volatile so that the write happens now.
             unsafe { (&raw mut page[at]).write_volatile(0) };
         }
     }
 
-    /// What a stream makes of a page.
+    /// Compresses a page with a stream.
     #[inline]
     pub fn packed<'s>(stream: &mut Stream, page: &Page, scratch: &'s mut Scratch) -> Option<&'s [u8]> {
         let bytes = stream.compress(page, &mut scratch.0)?;
         let written = &scratch.0[..bytes];
-        // SAFETY: the compressors return how many bytes they have written.
+        // SAFETY: the compressors return the number of bytes they wrote.
         Some(unsafe { std::slice::from_raw_parts(written.as_ptr().cast(), written.len()) })
     }
 }

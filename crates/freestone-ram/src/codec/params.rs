@@ -1,4 +1,4 @@
-//! Algorithm names and their parameters, in the kernel's words.
+//! Algorithm names and parameters, in the kernel's syntax.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,19 +8,19 @@ use thiserror::Error;
 
 use super::dictionary::{DICTIONARY_BYTES_MAX, Dictionary};
 
-/// A compression algorithm. `lzo-rle`, the kernel's default, is not offered: no library has it.
+/// A compression algorithm. The kernel's default, `lzo-rle`, is missing: no library provides it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Algorithm {
     /// LZ4, the default: fastest.
     #[default]
     Lz4,
-    /// LZ4 with a slower, better search; reads as fast as LZ4.
+    /// LZ4 with a slower, better search; decompresses as fast as LZ4.
     Lz4hc,
-    /// LZO, the kernel's algorithm before lzo-rle; slower than there, and smaller.
+    /// LZO, the kernel's algorithm before lzo-rle; slower than the kernel's, with smaller results.
     Lzo,
     /// Zstandard: smallest, several times slower.
     Zstd,
-    /// No compression: same-filled pages are still found, all others are stored as they are.
+    /// No compression: same-filled pages are detected, all others stored as they are.
     Store,
 }
 
@@ -28,7 +28,7 @@ impl Algorithm {
     /// All algorithms.
     pub const ALL: [Self; 5] = [Self::Lz4, Self::Lz4hc, Self::Lzo, Self::Zstd, Self::Store];
 
-    /// The name a user types.
+    /// Returns the name as typed by users.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Lz4 => "lz4",
@@ -39,8 +39,8 @@ impl Algorithm {
         }
     }
 
-    /// The smallest, the default and the largest `level`. For lz4 it is the acceleration, as in the
-    /// kernel: higher is faster and packs less.
+    /// Returns the minimum, default and maximum `level`. For lz4 the level is the acceleration, as
+    /// in the kernel: higher is faster and compresses less.
     const fn levels(self) -> Option<(i32, i32, i32)> {
         match self {
             Self::Lz4 => Some((1, 1, 65537)),
@@ -68,11 +68,11 @@ impl FromStr for Algorithm {
     }
 }
 
-/// Why algorithm or parameters were not understood.
+/// Errors of parsing algorithms and parameters.
 #[derive(Debug, Error)]
 #[expect(missing_docs, reason = "each variant's message is its documentation")]
 pub enum ParamsError {
-    #[error("no algorithm is called \"{0}\"; there are lz4, lz4hc, lzo, zstd and store")]
+    #[error("unknown algorithm \"{0}\"; available are lz4, lz4hc, lzo, zstd and store")]
     UnknownAlgorithm(String),
     #[error("lzo-rle is not offered, as no library has it; there are lz4, lz4hc, lzo, zstd and store")]
     LzoRle,
@@ -94,58 +94,57 @@ pub enum ParamsError {
     DictionarySize { path: PathBuf, bytes: u64 },
 }
 
-/// What `algorithm_params` sets.
+/// Values set by `algorithm_params`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Params {
-    /// The algorithm's level; its default where `None`.
+    /// Level; `None` for the algorithm's default.
     pub level: Option<i32>,
-    /// A dictionary (zstd only; the kernel also takes one for lz4 and lz4hc).
+    /// Dictionary (zstd only; the kernel also supports one for lz4 and lz4hc).
     pub dictionary: Option<Dictionary>,
-    /// The algorithm that the parameters were written for, where that was said.
+    /// Algorithm for which the parameters were written, if given.
     pub algo: Option<String>,
 }
 
 impl Params {
-    /// Reads the kernel's words: space separated `level=NUMBER`, `dict=PATH`, `algo=NAME`. The
-    /// dictionary is read now.
+    /// Parses the kernel's syntax: `level=NUMBER`, `dict=PATH` and `algo=NAME`, separated by
+    /// spaces. Reads the dictionary.
     ///
     /// # Errors
-    /// What was not understood.
+    /// Fails if a word is invalid or the dictionary cannot be read.
     pub fn parse(text: &str) -> Result<Self, ParamsError> {
         Self::parse_with(text, |path| path.into())
     }
 
-    /// The same where paths are written in another way, as those that are not UTF-8 have to be:
-    /// `path` reads them.
+    /// As [`parse`](Self::parse), with `path` decoding the written form of paths (which may not be
+    /// UTF-8).
     ///
     /// # Errors
-    /// What was not understood.
+    /// As [`parse`](Self::parse).
     pub fn parse_with(text: &str, path: impl Fn(&str) -> PathBuf) -> Result<Self, ParamsError> {
         let Words { level, dict, algo } = Words::parse(text)?;
         let dictionary = dict.map(|dict| read_dictionary(&path(&dict))).transpose()?;
         Ok(Self { level, dictionary, algo })
     }
 
-    /// Checks that `text` can be parsed and fits `algorithm`, as far as that goes without reading
-    /// the dictionary.
+    /// Checks that `text` can be parsed and fits `algorithm`, without reading the dictionary.
     ///
     /// # Errors
-    /// What was not understood, or does not fit, with the range that does.
+    /// Fails if a word is invalid or does not fit, with the valid range.
     pub fn check_words(text: &str, algorithm: Algorithm) -> Result<(), ParamsError> {
         let words = Words::parse(text)?;
         fits(algorithm, words.level, words.dict.is_some(), words.algo.as_deref()).map(drop)
     }
 
-    /// Checks that the parameters fit `algorithm` and returns the level to use.
+    /// Checks that the parameters fit `algorithm` and returns the effective level.
     ///
     /// # Errors
-    /// Which one does not fit, with the range that does.
+    /// Fails if a parameter does not fit, with the valid range.
     pub fn check(&self, algorithm: Algorithm) -> Result<i32, ParamsError> {
         fits(algorithm, self.level, self.dictionary.is_some(), self.algo.as_deref())
     }
 }
 
-/// The words of a text, nothing read yet.
+/// The parsed words, before the dictionary is read.
 #[derive(Default)]
 struct Words {
     level: Option<i32>,
@@ -175,7 +174,7 @@ impl Words {
     }
 }
 
-/// Checks what was given for `algorithm`; the level to use.
+/// Checks the parameters of `algorithm` and returns the effective level.
 fn fits(
     algorithm: Algorithm,
     level: Option<i32>,
@@ -208,8 +207,8 @@ fn read_dictionary(path: &Path) -> Result<Dictionary, ParamsError> {
     Ok(Dictionary::of_file(path, std::fs::read(path).map_err(failed)?))
 }
 
-/// The words that [`Params::parse`] takes; for a dictionary that was trained here, which has no
-/// path, what it is.
+/// Prints the words that [`Params::parse`] accepts; for a dictionary trained by this process, its
+/// description.
 impl fmt::Display for Params {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let words = [
@@ -232,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn levels_have_ranges() {
+    fn params_level_outside_range_fails() {
         assert_eq!(Params::parse("").unwrap().check(Algorithm::Zstd).unwrap(), 3);
         assert_eq!(Params::parse(" level=-5  algo=zstd ").unwrap().check(Algorithm::Zstd).unwrap(), -5);
         assert_eq!(refused(Algorithm::Lz4hc, "level=13"), "level=13 is out of range: lz4hc takes 2 to 12");
@@ -247,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn dictionaries_are_read_with_a_bound() {
+    fn params_dictionary_size_is_limited() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let path = file.path().display();
         assert!(
@@ -266,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_checked_without_reading_the_dictionary() {
+    fn check_words_does_not_read_dictionary() {
         let refused =
             |algorithm, text| Params::check_words(text, algorithm).err().map(|error| error.to_string());
         assert_eq!(refused(Algorithm::Zstd, "level=22 dict=/nowhere/d algo=zstd"), None);
@@ -276,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_algorithms_are_named() {
+    fn algorithm_unknown_name_fails_with_name() {
         assert!(Algorithm::from_str("lzo-rle").unwrap_err().to_string().contains("no library"));
         assert!(Algorithm::from_str("gzip").unwrap_err().to_string().contains("\"gzip\""));
         for algorithm in Algorithm::ALL {

@@ -23,7 +23,7 @@ fn dictionary() -> (tempfile::NamedTempFile, Params) {
 }
 
 #[test]
-fn every_algorithm_gives_back_what_it_took() {
+fn algorithms_round_trip() {
     let (_file, with_dictionary) = dictionary();
     for (algorithm, params) in
         Algorithm::ALL.map(|a| (a, Params::default())).into_iter().chain([(Algorithm::Zstd, with_dictionary)])
@@ -38,7 +38,7 @@ fn every_algorithm_gives_back_what_it_took() {
             let mut back = [0; PAGE_BYTES];
             streams.decompress(object, &mut back).unwrap();
             assert!(back == page, "{algorithm}");
-            // Cut short or followed by garbage it is an error, not a wrong page.
+            // A truncated object is an error, not a wrong page.
             assert_eq!(
                 streams.decompress(&object[..object.len() - 1], &mut back),
                 Err(Error::Media),
@@ -53,12 +53,12 @@ fn every_algorithm_gives_back_what_it_took() {
     }
 }
 
-/// By the description of the format in the kernel's documentation.
+/// The object follows the format description in the kernel's documentation.
 #[test]
-fn lzo_reads_what_others_wrote() {
+fn lzo_reads_reference_stream() {
     let streams = Streams::new(Algorithm::Lzo, &Params::default()).unwrap();
-    // Three literals; a match of 4093 bytes at distance 3: 33 by the instruction, zeroes for 255
-    // each, the rest; the end.
+    // Three literals, then a match of 4093 bytes at distance 3 (33 by the instruction, 255 for each
+    // zero, and the rest), then the end.
     let mut object = vec![17 + 3, b'a', b'b', b'c', 0x20];
     object.extend([0; 15]);
     object.extend([(4093 - 33 - 15 * 255) as u8, 2 << 2, 0, 0x11, 0, 0]);
@@ -68,7 +68,7 @@ fn lzo_reads_what_others_wrote() {
 }
 
 #[test]
-fn damaged_objects_are_refused_or_make_some_page() {
+fn decompress_damaged_object_does_not_panic() {
     for algorithm in [Algorithm::Lz4, Algorithm::Lzo, Algorithm::Zstd] {
         let streams = Streams::new(algorithm, &Params::default()).unwrap();
         let mut refused = 0;
@@ -86,7 +86,7 @@ fn damaged_objects_are_refused_or_make_some_page() {
 }
 
 #[test]
-fn a_dictionary_pays() {
+fn dictionary_shrinks_objects() {
     let (_file, params) = dictionary();
     let (plain, with) = (
         Streams::new(Algorithm::Zstd, &Params::default()).unwrap(),
@@ -100,7 +100,7 @@ fn a_dictionary_pays() {
 }
 
 #[test]
-fn memory_is_bounded_by_cpus() {
+fn streams_are_bounded_by_cpus() {
     let streams = Streams::new(Algorithm::Lz4, &Params::default()).unwrap();
     let before = streams.bytes();
     assert_eq!(streams.per_cpu.all().len(), percpu::cpus());
@@ -117,9 +117,9 @@ fn memory_is_bounded_by_cpus() {
 }
 
 #[test]
-fn no_page_fault_is_taken_under_a_stream() {
-    // Field 10 of the thread's stat is its count of minor faults. Read without allocating, which
-    // could fault itself.
+fn compress_takes_no_page_fault() {
+    // Field 10 of the thread's stat counts minor faults. Read without an allocation, which could
+    // cause a fault.
     fn faults() -> u64 {
         let mut stat = [0; 1024];
         let len = std::io::Read::read(&mut std::fs::File::open("/proc/thread-self/stat").unwrap(), &mut stat)
@@ -133,7 +133,7 @@ fn no_page_fault_is_taken_under_a_stream() {
         let pages = pages();
         let mut scratch = Scratch::new();
         touch::scratch(&mut scratch);
-        // Every CPU's stream, whichever this thread runs on.
+        // Test the streams of all CPUs, not only this one's.
         for stream in streams.per_cpu.all() {
             let mut stream = stream.lock();
             let before = faults();
@@ -153,7 +153,7 @@ fn streams_share_one_dictionary() {
     let params = Params::parse(&format!("dict={}", file.path().display())).unwrap();
     let with = Streams::new(Algorithm::Zstd, &params).unwrap();
     let digest = with.digest.as_ref().unwrap();
-    // One reference a CPU and the one here.
+    // One reference per CPU, and `digest` here.
     assert_eq!(Arc::strong_count(digest), percpu::cpus() + 1);
     let streams: u64 = with.per_cpu.all().map(|stream| stream.lock().bytes() as u64).sum();
     assert_eq!(with.bytes(), streams + (bytes.len() + digest.bytes()) as u64);
@@ -174,8 +174,8 @@ fn streams_share_one_dictionary() {
 }
 
 #[test]
-fn a_trained_dictionary_shrinks_pages() {
-    // Pages that share their words with other pages more than within themselves.
+fn trained_dictionary_shrinks_pages() {
+    // Pages that share more words with other pages than within themselves.
     let mut state = 1_u64;
     let words: Vec<[u8; 16]> = (0..2048)
         .map(|_| {
@@ -209,7 +209,7 @@ fn a_trained_dictionary_shrinks_pages() {
 }
 
 #[test]
-fn codecs_are_set_once_and_found_by_number() {
+fn codecs_set_twice_fails() {
     let streams = |algorithm| Arc::new(Streams::new(algorithm, &Params::default()).unwrap());
     let codecs = Codecs::new(streams(Algorithm::Lz4));
     let page = &pages()[0];

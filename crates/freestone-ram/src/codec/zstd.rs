@@ -1,5 +1,4 @@
-//! Zstandard with frames cut down to what a page needs: no magic, no content size, no checksum, no
-//! dictionary id.
+//! Zstandard with minimal frames: no magic, content size, checksum or dictionary id.
 
 use std::mem::MaybeUninit;
 use std::sync::Arc;
@@ -10,10 +9,10 @@ use super::dictionary::Dictionary;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
 
-/// A dictionary in the form in which compressors and decompressors use it. One for all streams: it
-/// is several times as large as the dictionary.
+/// A dictionary digested for compressors and decompressors. Shared by all streams, as it is several
+/// times as large as the dictionary.
 pub struct Digest {
-    // `'static`: the library keeps a copy of the dictionary in each.
+    // `'static`: each context keeps its own copy of the dictionary.
     compress: CDict<'static>,
     decompress: DDict<'static>,
 }
@@ -30,14 +29,14 @@ impl Digest {
     }
 }
 
-/// A compressor and a decompressor, which refer to the digest that they were set up with.
+/// A compressor and a decompressor, which borrow their digest.
 struct Contexts<'d> {
     compressor: CCtx<'d>,
     decompressor: DCtx<'d>,
 }
 
 self_cell::self_cell!(
-    /// Contexts, and beside them the digest that they refer to for as long as they live.
+    /// Contexts together with the digest they borrow.
     struct Joined {
         owner: Option<Arc<Digest>>,
         #[not_covariant]
@@ -45,7 +44,8 @@ self_cell::self_cell!(
     }
 );
 
-/// Working memory of one compressor and decompressor. On the heap: it is as large as a pointer.
+/// Working memory of one compressor and decompressor. A pointer in size: the contexts are on the
+/// heap.
 pub struct Zstd(Joined);
 
 impl<'d> Contexts<'d> {
@@ -78,13 +78,13 @@ impl Zstd {
         Joined::try_new(digest, |digest| Contexts::new(level, digest.as_deref())).map(Self)
     }
 
-    /// Compresses a page into `out`; `None` where it does not fit.
+    /// Compresses a page into `out`; `None` if the result does not fit.
     pub fn compress(&mut self, page: &[u8; PAGE_BYTES], out: &mut [MaybeUninit<u8>]) -> Option<usize> {
         let mut target = Target { out, written: 0 };
         self.0.with_dependent_mut(|_, contexts| contexts.compressor.compress2(&mut target, page).ok())
     }
 
-    /// Decompresses an object; false where it is not a whole page.
+    /// Decompresses an object; false if the result is not a whole page.
     pub fn decompress(&mut self, object: &[u8], page: &mut [u8; PAGE_BYTES]) -> bool {
         let page = page.as_mut_slice();
         self.0.with_dependent_mut(|_, contexts| contexts.decompressor.decompress(page, object))
@@ -96,7 +96,7 @@ impl Zstd {
     }
 }
 
-/// Uninitialised memory as the library's kind of target.
+/// Uninitialised memory as a target of the library.
 struct Target<'a> {
     out: &'a mut [MaybeUninit<u8>],
     written: usize,
@@ -107,11 +107,11 @@ mod target {
     // UNSAFETY: the library's trait for targets is unsafe to implement.
     use super::Target;
 
-    // SAFETY: capacity and pointer describe the same slice, and `as_slice` shows only what
-    // `filled_until` vouched for.
+    // SAFETY: capacity and pointer describe the same slice, and `as_slice` shows only bytes
+    // reported to `filled_until`.
     unsafe impl zstd_safe::WriteBuf for Target<'_> {
         fn as_slice(&self) -> &[u8] {
-            // SAFETY: `filled_until` says that so many bytes are initialised.
+            // SAFETY: `filled_until` was told that this many bytes are initialised.
             unsafe { std::slice::from_raw_parts(self.out.as_ptr().cast(), self.written) }
         }
         fn capacity(&self) -> usize {
@@ -120,7 +120,7 @@ mod target {
         fn as_mut_ptr(&mut self) -> *mut u8 {
             self.out.as_mut_ptr().cast()
         }
-        // SAFETY: the caller vouches for `n` initialised bytes; they are only noted here.
+        // SAFETY: the caller guarantees `n` initialised bytes; only the number is stored here.
         unsafe fn filled_until(&mut self, n: usize) {
             self.written = n;
         }

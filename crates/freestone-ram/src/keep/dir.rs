@@ -1,10 +1,10 @@
-//! The directory: which files are the present chain, a whole file and the increments that continue
-//! it.
+//! The directory of kept devices, and the choice of the present chain: a whole file and the
+//! increments that continue it.
 //!
-//! Names say a file's place, `NUMBER.whole` and `NUMBER-INCREMENT.part`, and the header says it
-//! again, with the salt of the file that it continues. There is no other list: a file gets its name
-//! when it is durable, in one step, so what is there is complete, and the newest whole file with what
-//! continues it is the present chain at any moment. A list would be one more file to be torn.
+//! A file's name gives its place, `NUMBER.whole` or `NUMBER-INCREMENT.part`; its header repeats it,
+//! with the salt of the file that it continues. There is no other list. A file gets its name
+//! atomically when it is durable, so every file is complete, and the newest whole file with its
+//! increments is always the present chain. A list would be another file that could be torn.
 
 use std::fs::{self, File};
 use std::io;
@@ -24,50 +24,45 @@ use freestone_core::replace;
 const WHOLE: &str = "whole";
 const PART: &str = "part";
 
-/// A directory that nobody else keeps devices in.
 pub struct Dir {
     pub path: PathBuf,
-    /// Locked as long as this is there. Its fsync makes names durable.
+    /// Locked while the directory is open. Its fsync makes names durable.
     lock: File,
 }
 
-/// A file of the chain.
 #[derive(Debug, Clone)]
-pub struct Member {
+pub struct ChainFile {
     pub path: PathBuf,
     pub bytes: u64,
-    /// By which the next one names it.
+    /// Salt by which the next file refers to this one.
     pub salt: u64,
     pub when: SystemTime,
-    /// It has pages as lost.
     pub has_lost: bool,
 }
 
-/// The files that together are the newest save.
+/// The files of the newest save.
 pub struct Chain {
     pub generation: u64,
-    /// The whole one first.
-    pub files: Vec<Member>,
-    /// Of the newest.
+    /// The whole file first.
+    pub files: Vec<ChainFile>,
     pub contents: Contents,
-    /// Newer files, which cannot be used.
+    /// Number of newer, unusable files.
     pub left_out: usize,
 }
 
 impl Chain {
-    /// Bytes of all files.
     pub fn bytes(&self) -> u64 {
         self.files.iter().map(|file| file.bytes).sum()
     }
 
-    /// Whether a file has pages as lost, which older files may still have.
+    /// Returns true if a file has lost pages, which older files may still have.
     pub fn has_lost(&self) -> bool {
         self.files.iter().any(|file| file.has_lost)
     }
 }
 
 impl Dir {
-    /// Makes it if need be, and removes what a crash left of files that were not finished.
+    /// Creates the directory if necessary, and removes unfinished files of a crash.
     pub fn open(path: &Path) -> Result<Self, KeepError> {
         let failed = |source| KeepError::Directory { path: path.to_owned(), source };
         fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(failed)?;
@@ -84,7 +79,6 @@ impl Dir {
         Ok(Self { path, lock })
     }
 
-    /// Where a file of the chain is.
     pub fn place(&self, generation: u64, number: u32) -> PathBuf {
         self.path.join(match number {
             0 => format!("{generation:010}.{WHOLE}"),
@@ -96,28 +90,28 @@ impl Dir {
         KeepError::Directory { path: self.path.clone(), source }
     }
 
-    /// All files that are of a chain by their names, in order.
+    /// Returns the files with valid names, in order.
     fn files(&self) -> Result<Vec<(u64, u32)>, KeepError> {
         let mut files = Vec::new();
         for row in fs::read_dir(&self.path).map_err(|error| self.failed(error))? {
             let name = row.map_err(|error| self.failed(error))?.file_name();
-            // Only as it would be written.
+            // Accept the canonical form of a name only.
             let is_ours = |&(generation, number): &(u64, u32)| {
                 self.place(generation, number).file_name() == Some(&name)
             };
-            files.extend(name.to_str().and_then(place_of).filter(is_ours));
+            files.extend(name.to_str().and_then(parse_name).filter(is_ours));
         }
         files.sort_unstable();
         Ok(files)
     }
 
-    /// A generation that there is not yet.
+    /// Returns an unused generation.
     pub fn next_generation(&self) -> Result<u64, KeepError> {
         Ok(self.files()?.last().map_or(1, |(newest, _)| newest + 1))
     }
 
-    /// The present chain. An older one counts only where a newer one is damaged: a file that cannot be
-    /// read now may be read again later, and would take precedence over what is saved meanwhile.
+    /// Returns the present chain. An older chain is used only if a newer one is damaged: a file
+    /// that is just unreadable now might be readable later, and would then supersede newer saves.
     pub fn chain(&self, damaged: Damaged) -> Result<Option<Chain>, KeepError> {
         let files = self.files()?;
         let mut generations: Vec<u64> = files.iter().map(|(generation, _)| *generation).collect();
@@ -155,16 +149,16 @@ impl Dir {
                     contents = newer;
                 }
                 Ok((file, _)) => {
-                    let what = "it continues a file of other devices";
+                    let what = "the increment has other devices than the file before it";
                     return Err(RestoreError::Damaged { path: file.path, at: 0, what });
                 }
-                // A save that never was complete.
+                // A save that was never completed.
                 Err(error @ RestoreError::Incomplete(_)) if number as usize == parts => {
-                    tracing::warn!("kept devices: {error}; what was saved before is used");
+                    tracing::warn!("kept devices: {error}; using the save before it");
                     break;
                 }
                 Err(error) if damaged == Damaged::LeaveOut && is_damage(&error) => {
-                    tracing::warn!("kept devices: {error}; what was saved before is used");
+                    tracing::warn!("kept devices: {error}; using the save before it");
                     break;
                 }
                 Err(error) => return Err(error),
@@ -174,37 +168,38 @@ impl Dir {
         Ok(Chain { generation, files: chain, contents, left_out })
     }
 
-    /// A file of a chain, if it is that.
     fn member(
         &self,
         generation: u64,
         number: u32,
         continues: u64,
         damaged: Damaged,
-    ) -> Result<(Member, Contents), RestoreError> {
+    ) -> Result<(ChainFile, Contents), RestoreError> {
         let path = self.place(generation, number);
         let reader = Reader::open_any(&path)?;
         let Some(kept) = reader.kept else { return Err(RestoreError::Foreign(path)) };
         let place = (kept.generation.get(), kept.number.get(), kept.continues.get());
         if place != (generation, number, continues) {
-            return Err(RestoreError::Damaged { path, at: 0, what: "it is another file than its name says" });
+            return Err(RestoreError::Damaged {
+                path,
+                at: 0,
+                what: "the file name does not match the header",
+            });
         }
         if damaged == Damaged::LeaveOut {
             scan(&path, 0)?;
         }
         let (salt, bytes, when) = (reader.salt, reader.end.file_bytes, when(&kept));
         let has_lost = reader.has_lost();
-        Ok((Member { path, bytes, salt, when, has_lost }, contents(&reader)))
+        Ok((ChainFile { path, bytes, salt, when, has_lost }, contents(&reader)))
     }
 
-    /// Removes what is of other generations, so that only the present chain is left.
     pub fn remove_others(&self, present: u64) -> Result<(), KeepError> {
         self.remove(|(generation, _)| generation != present)
     }
 
-    /// Removes files of a chain.
     pub fn remove(&self, which: impl Fn((u64, u32)) -> bool) -> Result<(), KeepError> {
-        // The newest first: what is left is a chain at any moment.
+        // Newest first: the remaining files are a valid chain at any time.
         let mut gone = self.files()?;
         gone.retain(|file| which(*file));
         for &(generation, number) in gone.iter().rev() {
@@ -213,19 +208,18 @@ impl Dir {
         if gone.is_empty() { Ok(()) } else { self.sync() }
     }
 
-    /// Makes the names of the files durable.
     pub fn sync(&self) -> Result<(), KeepError> {
         replace::sync_dir(&self.lock).map_err(|error| self.failed(error))
     }
 
-    /// Bytes that this process may still write there.
+    /// Returns the bytes that this process can still write there.
     pub fn free_bytes(&self) -> Result<u64, KeepError> {
         let stat = rustix::fs::statvfs(&self.path).map_err(|errno| self.failed(errno.into()))?;
         Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
     }
 }
 
-/// Returns true if no later look at a file can find it right: it is missing, or not what was written.
+/// Returns true if the error is permanent: the file is missing, or not what was written.
 fn is_damage(error: &RestoreError) -> bool {
     match error {
         RestoreError::Foreign(_) | RestoreError::Incomplete(_) | RestoreError::Damaged { .. } => true,
@@ -234,8 +228,8 @@ fn is_damage(error: &RestoreError) -> bool {
     }
 }
 
-/// The place that a name says.
-fn place_of(name: &str) -> Option<(u64, u32)> {
+/// Parses a file name into its place.
+fn parse_name(name: &str) -> Option<(u64, u32)> {
     let (stem, kind) = name.rsplit_once('.')?;
     match (kind, stem.split_once('-')) {
         (WHOLE, None) => Some((stem.parse().ok()?, 0)),
@@ -246,7 +240,7 @@ fn place_of(name: &str) -> Option<(u64, u32)> {
     }
 }
 
-/// Whether an increment is of the same devices, which may have grown.
+/// Returns true if an increment has the same devices, which may have grown.
 fn same_devices(before: &Contents, after: &Contents) -> bool {
     before.bases == after.bases
         && before.devices.len() == after.devices.len()
@@ -256,7 +250,7 @@ fn same_devices(before: &Contents, after: &Contents) -> bool {
         })
 }
 
-/// When the devices had this content.
+/// Returns the time at which the devices had this content.
 pub fn when(kept: &KeptRecord) -> SystemTime {
     let since =
         Duration::from_secs(kept.seconds.get()).saturating_add(Duration::from_nanos(kept.nanos.get().into()));

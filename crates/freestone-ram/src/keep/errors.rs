@@ -1,5 +1,3 @@
-//! Why devices could not be kept.
-
 use std::io;
 use std::path::PathBuf;
 
@@ -8,27 +6,27 @@ use thiserror::Error;
 use crate::save::{RestoreError, SaveError};
 use freestone_core::file_size_limit::Explained;
 
-/// Why something could not be done with kept devices.
+/// Errors of keeping devices.
 #[derive(Debug, Error)]
 pub enum KeepError {
-    /// The directory could not be made, read, or changed.
+    /// The directory cannot be created, read or changed.
     #[error("cannot use {}: {}", path.display(), Explained(source))]
     Directory {
-        /// Which.
+        /// The directory.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
-    /// Another one has it open, here or in another process.
+    /// The directory is in use by this or another process.
     #[error("{} is in use; one server keeps devices in it at a time", .0.display())]
     InUse(PathBuf),
-    /// Nothing was saved there yet.
+    /// The directory is empty.
     #[error("{} holds nothing yet", .0.display())]
     Nothing(PathBuf),
-    /// A file of it could not be read, or the devices not made.
+    /// A file cannot be read, or the devices cannot be created.
     #[error(transparent)]
     Read(#[from] RestoreError),
-    /// The devices could not be saved, or files not merged.
+    /// The devices cannot be saved, or the files cannot be merged.
     #[error(transparent)]
     Save(#[from] SaveError),
 }

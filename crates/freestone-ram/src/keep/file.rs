@@ -1,5 +1,4 @@
-//! A file of kept devices: what is in it, without the data; and the data of a page when it is
-//! wanted.
+//! A file of kept devices: its metadata, and page data on demand.
 
 use std::fs::File;
 use std::num::NonZeroU64;
@@ -11,8 +10,8 @@ use rustix::fs::Advice;
 
 use super::index::Entry;
 use crate::codec::{Algorithm, Dictionary};
+use crate::save::file_codec::{FileCodec, Refused};
 use crate::save::format::{KeptRecord, block_sum, form};
-use crate::save::known::{Known, Refused};
 use crate::save::reader::{BlockPlace, Node, Reader, Skimmed};
 use crate::save::{BaseIdentity, RestoreError};
 use freestone_core::device::Error;
@@ -20,45 +19,43 @@ use freestone_core::fail_points::{self, Call};
 use freestone_core::log_limit::LogLimit;
 use freestone_core::sync::{AtomicU32, Instant, Ordering};
 
-/// An algorithm as a file has it.
-pub struct Learned {
+pub struct FileAlgorithm {
     pub algorithm: Algorithm,
     pub level: i32,
     pub trained: bool,
     pub dictionary: Option<Dictionary>,
 }
 
-/// A file of which all is known but the data.
+/// Metadata of a file: everything but page data.
 pub struct Scanned {
     pub kept: KeptRecord,
     pub bases: Vec<BaseIdentity>,
     pub nodes: Arc<[Node]>,
-    pub algorithms: Vec<Learned>,
-    /// By node.
+    pub algorithms: Vec<FileAlgorithm>,
     pub entries: Vec<Vec<Entry>>,
     pub blocks: Blocks,
 }
 
-/// The blocks of a file, of which the data is not trusted before it was seen to be right.
+/// The blocks of a file. Data is verified before use.
 pub struct Blocks {
     file: File,
     path: PathBuf,
     salt: u64,
     pub bytes: u64,
-    places: Vec<BlockOf>,
+    places: Vec<BlockState>,
     scanned: Instant,
     lines: LogLimit<()>,
 }
 
-struct BlockOf {
+struct BlockState {
     place: BlockPlace,
     node: u32,
-    /// One of [`UNKNOWN`], [`RIGHT`], [`DAMAGED`]; from [`UNREADABLE`] on: reads failed, in which second
-    /// since the file was scanned.
+    /// [`UNKNOWN`], [`RIGHT`] or [`DAMAGED`]; from [`UNREADABLE`] on: the second, since the scan,
+    /// of the last failed read.
     state: AtomicU32,
 }
 
-/// What is read ahead of a block.
+/// Size of the read-ahead in bytes.
 const AHEAD_BYTES: u64 = 8 << 20;
 
 const UNKNOWN: u32 = 0;
@@ -66,16 +63,17 @@ const RIGHT: u32 = 1;
 const DAMAGED: u32 = 2;
 const UNREADABLE: u32 = 3;
 
-/// Tries to read a block before its pages count as unreadable: an error may be a passing one.
+/// Read attempts before a block counts as unreadable: an error may be transient.
 const READ_TRIES: u32 = 3;
-/// Seconds until an unreadable block is read again. A save of its pages need not wait for a bad sector
-/// of the disk at each of them.
+/// Seconds before an unreadable block is retried, so that a save does not wait for a bad sector
+/// once per page.
 const UNREADABLE_SECS: u32 = 1;
 
-/// Reads all of a file but the data. `number` is the file's in its chain.
+/// Reads the metadata of a file. `number` is the file's number in its chain.
 ///
 /// # Errors
-/// As [`inspect`](crate::save::inspect); records that are not right. No file of kept devices.
+/// As [`inspect`](crate::save::inspect); also if a record is invalid, or the file is not one of
+/// kept devices.
 pub fn scan(path: &Path, number: usize) -> Result<Scanned, RestoreError> {
     let mut reader = Reader::open_any(path)?;
     let Some(kept) = reader.kept else { return Err(RestoreError::Foreign(path.to_owned())) };
@@ -86,8 +84,9 @@ pub fn scan(path: &Path, number: usize) -> Result<Scanned, RestoreError> {
         match reader.skim()? {
             None => break,
             Some(Skimmed::Algorithm { algorithm, level, trained, dictionary }) => {
-                let dictionary = Known::dictionary(dictionary).map_err(|refused| told(path, at, refused))?;
-                algorithms.push(Learned { algorithm, level, trained, dictionary });
+                let dictionary = FileCodec::dictionary(dictionary)
+                    .map_err(|refused| to_restore_error(path, at, refused))?;
+                algorithms.push(FileAlgorithm { algorithm, level, trained, dictionary });
             }
             Some(Skimmed::Pages { node, place, records }) => {
                 let mut data = 0;
@@ -96,7 +95,7 @@ pub fn scan(path: &Path, number: usize) -> Result<Scanned, RestoreError> {
                     of_node.push(Entry::new(record, number, passed, data));
                     data += if form::is_run(record.form) { 0 } else { u32::from(record.len.get()) };
                 }
-                places.push(BlockOf { place, node, state: AtomicU32::new(UNKNOWN) });
+                places.push(BlockState { place, node, state: AtomicU32::new(UNKNOWN) });
                 passed += 1;
             }
         }
@@ -109,8 +108,8 @@ pub fn scan(path: &Path, number: usize) -> Result<Scanned, RestoreError> {
     Ok(Scanned { kept, bases, nodes, algorithms, entries, blocks })
 }
 
-/// What of a file was refused, at byte `at`.
-pub fn told(path: &Path, at: u64, refused: Refused) -> RestoreError {
+/// Converts a refusal of content at byte `at` to an error.
+pub fn to_restore_error(path: &Path, at: u64, refused: Refused) -> RestoreError {
     match refused {
         Refused::Damaged(what) => RestoreError::Damaged { path: path.to_owned(), at, what },
         Refused::Other(error) => error,
@@ -118,12 +117,11 @@ pub fn told(path: &Path, at: u64, refused: Refused) -> RestoreError {
 }
 
 impl Blocks {
-    /// How many there are.
     pub fn len(&self) -> usize {
         self.places.len()
     }
 
-    /// Whose pages a block has.
+    /// Returns the node whose pages a block has.
     pub fn node(&self, block: u32) -> u32 {
         self.places[block as usize].node
     }
@@ -132,29 +130,29 @@ impl Blocks {
         &self.path
     }
 
-    /// Reads a whole block, and sees whether it is right.
+    /// Reads a whole block and verifies its checksum.
     ///
     /// # Errors
-    /// [`Error::Media`]: it is not, or cannot be read.
+    /// [`Error::Media`] if the block is damaged or unreadable.
     pub fn load(&self, block: u32, into: &mut Vec<u8>) -> Result<(), Error> {
         let of = &self.places[block as usize];
-        let BlockOf { place, state, .. } = of;
+        let BlockState { place, state, .. } = of;
         into.resize(place.bytes as usize, 0);
         self.read_exact(of, into, place.at)?;
         let sum = block_sum(into, self.salt).to_le_bytes();
         let right = into[..sum.len()] == sum;
-        // Relaxed: what it says is of what the caller has read, or reads from a file that does not
+        // Relaxed: the state describes data that the caller has read, or a file that does not
         // change.
         state.store(if right { RIGHT } else { DAMAGED }, Ordering::Relaxed);
         if !right {
-            self.tell(place.at, &"a block's checksum is wrong");
+            self.log_unusable(place.at, &"a block's checksum is wrong");
             return Err(Error::Media);
         }
         Ok(())
     }
 
-    /// Reads a part of a block, more than once if need be.
-    fn read_exact(&self, of: &BlockOf, into: &mut [u8], at: u64) -> Result<(), Error> {
+    /// Reads part of a block, with retries.
+    fn read_exact(&self, of: &BlockState, into: &mut [u8], at: u64) -> Result<(), Error> {
         let now = self.scanned.elapsed().as_secs() as u32;
         // Relaxed: as in `load`.
         let state = of.state.load(Ordering::Relaxed);
@@ -165,33 +163,33 @@ impl Blocks {
         let Err(error) = (1..READ_TRIES).fold(read(), |outcome, _| outcome.or_else(|_| read())) else {
             return Ok(());
         };
-        self.tell(of.place.at, &error);
+        self.log_unusable(of.place.at, &error);
         let now = self.scanned.elapsed().as_secs() as u32;
         // Relaxed: as in `load`.
         of.state.store(UNREADABLE.saturating_add(now), Ordering::Relaxed);
         Err(Error::Media)
     }
 
-    /// Returns true if a block was read, and is not what was written.
+    /// Returns true if a block was read and is damaged.
     pub fn is_damaged(&self, block: u32) -> bool {
         // Relaxed: as in `load`.
         self.places[block as usize].state.load(Ordering::Relaxed) == DAMAGED
     }
 
-    /// A block is about to be loaded, and those behind it then: the system reads them meanwhile.
-    /// `asked` is up to where that was asked for already.
-    pub fn will_load(&self, block: u32, asked: &mut u64) {
+    /// Requests read-ahead by the system before blocks are loaded in order. `asked` is the end of
+    /// the range already requested.
+    pub fn read_ahead(&self, block: u32, asked: &mut u64) {
         let place = self.places[block as usize].place;
-        // In large pieces: the system looks through all of it each time.
+        // In large pieces: each call costs the system a scan of the range.
         if place.at + AHEAD_BYTES / 2 > *asked {
             let from = place.at.max(*asked);
             *asked = place.at + AHEAD_BYTES;
-            // It is for speed only; some file systems cannot do it.
+            // An optimisation only; some file systems do not support it.
             let _ = rustix::fs::fadvise(&self.file, from, NonZeroU64::new(*asked - from), Advice::WillNeed);
         }
     }
 
-    /// The data of an entry in a block that was [loaded](Self::load).
+    /// Returns the data of an entry from a [loaded](Self::load) block.
     pub fn data<'a>(&self, entry: &Entry, loaded: &'a [u8]) -> Result<&'a [u8], Error> {
         let place = self.places[entry.block as usize].place;
         let (at, len) = entry.data(place);
@@ -199,7 +197,7 @@ impl Blocks {
         loaded.get(from..from + len).ok_or(Error::Media)
     }
 
-    /// Reads the data of one entry; its block is seen to be right before anything of it is used.
+    /// Reads the data of one entry, after its block was verified.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -223,10 +221,10 @@ impl Blocks {
     }
 
     #[cold]
-    fn tell(&self, at: u64, why: &dyn std::fmt::Display) {
+    fn log_unusable(&self, at: u64, why: &dyn std::fmt::Display) {
         if let Some(held_back) = self.lines.line(()) {
             tracing::error!(
-                "{}, at byte {at}: {why}; the pages that lie there are lost{held_back}",
+                "{}: block at byte {at}: {why}; its pages are lost{held_back}",
                 self.path.display()
             );
         }

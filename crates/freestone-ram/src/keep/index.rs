@@ -1,16 +1,16 @@
-//! Which record of which file has a page.
+//! Index of pages in the files of a chain.
 
 use crate::save::format::{PageRecord, form};
 use crate::save::reader::{BlockPlace, Page};
 
-/// A page, or a run of pages of one form without data, and where it is: 24 bytes.
+/// A page, or a run of pages without data, and its place: 24 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
-    /// The page; above it, from [`FILE_SHIFT`] on, the file's number in its chain.
+    /// Page number; from bit [`FILE_SHIFT`] on the file's number in its chain.
     page_and_file: u64,
-    /// The block's number in the file.
+    /// Number of the block in the file.
     pub block: u32,
-    /// Where the data begins behind the block's records; of runs the pattern.
+    /// Offset of the data behind the block's records; for runs the pattern.
     place: u32,
     len: u16,
     form: u8,
@@ -22,7 +22,7 @@ const FILE_SHIFT: u32 = 48;
 const _: () = assert!(freestone_core::slot::MAX_SLOTS < 1 << FILE_SHIFT);
 
 impl Entry {
-    /// Of a record that was checked, of which the data begins at `place`.
+    /// Creates the entry of a checked record whose data begins at `place`.
     pub fn new(record: &PageRecord, file: usize, block: u32, place: u32) -> Self {
         let place = if form::is_run(record.form) { u32::from_ne_bytes(record.pattern) } else { place };
         Self {
@@ -39,7 +39,6 @@ impl Entry {
         self.page_and_file & ((1 << FILE_SHIFT) - 1)
     }
 
-    /// The file's number in its chain.
     pub fn file(&self) -> usize {
         (self.page_and_file >> FILE_SHIFT) as usize
     }
@@ -48,28 +47,26 @@ impl Entry {
         form::is_run(self.form)
     }
 
-    /// It says that the page is what lies below.
     pub fn is_below(&self) -> bool {
         self.form == form::BELOW
     }
 
-    /// The record says that the page could not be read when it was saved.
+    /// Returns true if the page was unreadable when saved.
     pub fn is_lost(&self) -> bool {
         self.form == form::LOST
     }
 
-    /// The page behind its last one.
     pub fn end(&self) -> u64 {
         self.page() + if self.is_run() { u64::from(self.len) } else { 1 }
     }
 
-    /// Where its data is in the file.
+    /// Returns the place and length of the data in the file.
     pub fn data(&self, block: BlockPlace) -> (u64, usize) {
         let bytes = if self.is_run() { 0 } else { usize::from(self.len) };
         (block.at + u64::from(block.data) + if self.is_run() { 0 } else { u64::from(self.place) }, bytes)
     }
 
-    /// As it stands in a file, but for the number of its algorithm, which is `algorithm` there.
+    /// Returns the record for a file in which the algorithm has number `algorithm`.
     pub fn record(&self, algorithm: u8) -> PageRecord {
         PageRecord {
             page: self.page().into(),
@@ -80,17 +77,17 @@ impl Entry {
         }
     }
 
-    /// The number of its algorithm in its file; `None`: it has none.
+    /// Returns the algorithm's number in its file; `None` for forms without one.
     pub fn algorithm(&self) -> Option<u8> {
         matches!(self.form, form::COMPRESSED | form::HUGE).then_some(self.algorithm)
     }
 
-    /// With its data.
+    /// Combines the entry with its data.
     pub fn page_of<'a>(&self, data: &'a [u8]) -> Option<Page<'a>> {
         Page::of(&self.record(self.algorithm), data)
     }
 
-    /// The part of it in these pages.
+    /// Returns the part of the entry in `[from, to)`.
     fn cut(&self, from: u64, to: u64) -> Option<Self> {
         let (from, to) = (from.max(self.page()), to.min(self.end()));
         let file = self.page_and_file >> FILE_SHIFT << FILE_SHIFT;
@@ -99,8 +96,8 @@ impl Entry {
     }
 }
 
-/// Those pages of `entries` that are also in `by`, and those that are not. Both are in order, and
-/// have no page twice; so are both parts.
+/// Splits `entries` into the pages that `by` has and the others. All lists are sorted and have no
+/// page twice.
 pub fn divide(entries: &[Entry], by: &[Entry]) -> (Vec<Entry>, Vec<Entry>) {
     let (mut inside, mut outside) = (Vec::new(), Vec::new());
     let mut by = by.iter().peekable();
@@ -117,17 +114,17 @@ pub fn divide(entries: &[Entry], by: &[Entry]) -> (Vec<Entry>, Vec<Entry>) {
     (inside, outside)
 }
 
-/// Both, in order; no page is in both.
+/// Merges two sorted lists with distinct pages.
 pub fn join(mut entries: Vec<Entry>, more: Vec<Entry>) -> Vec<Entry> {
     if !more.is_empty() {
         entries.extend(more);
-        // It sees that these are two runs in order.
+        // A stable sort merges two sorted runs in linear time.
         entries.sort_by_key(Entry::page);
     }
     entries
 }
 
-/// What there is when `newer` has come over `older`.
+/// Returns `older` overlaid with `newer`.
 pub fn overlay(older: Vec<Entry>, newer: Vec<Entry>) -> Vec<Entry> {
     if older.is_empty() || newer.is_empty() {
         return join(older, newer);
@@ -135,7 +132,7 @@ pub fn overlay(older: Vec<Entry>, newer: Vec<Entry>) -> Vec<Entry> {
     join(divide(&older, &newer).1, newer)
 }
 
-/// The entry of a page; else where the next one begins, if there is one.
+/// Returns the entry of a page, or else the start of the next entry if there is one.
 pub fn find(entries: &[Entry], page: u64) -> Result<&Entry, Option<u64>> {
     let behind = entries.partition_point(|entry| entry.page() <= page);
     match behind.checked_sub(1).map(|at| &entries[at]) {
@@ -168,9 +165,9 @@ mod tests {
         map
     }
 
-    /// Runs and pages, against a map.
+    /// Compares with a map implementation.
     #[test]
-    fn overlays_and_divisions_are_those_of_maps() {
+    fn overlay_and_divide_match_maps() {
         let mut state = 1_u64;
         let mut next = move |below: u64| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

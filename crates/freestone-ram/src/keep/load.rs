@@ -1,5 +1,5 @@
-//! Loading: all pages go from the files into memory, block by block in the order of the files, while
-//! the devices are used.
+//! Loading of kept devices: moves all pages from the files into memory, block by block in the order
+//! of the files, while the devices are in use.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,19 +10,17 @@ use crate::ram::Loader;
 use freestone_core::device::{Error, Result};
 use freestone_core::sync::thread;
 
-/// Before another try where there was no room.
+/// Pauses between retries when memory is short.
 const PAUSE_FIRST: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(100);
 
-/// A chain of devices whose pages are in files.
+/// A chain of devices with pages in files.
 pub struct Stage {
     loader: Loader,
     index: Arc<Index>,
-    /// Blocks that are not loaded yet.
     blocks: u32,
-    /// A page of it could not be read.
     failed: bool,
-    /// There was no room for it: the others come first.
+    /// Whether memory was short: other stages go first.
     waits: bool,
 }
 
@@ -32,50 +30,47 @@ impl Stage {
     }
 }
 
-/// A file and a block of it.
-type At = (usize, u32);
+type BlockId = (usize, u32);
 
-/// What came of a block.
-enum Came {
+/// Result of loading a block or page.
+enum LoadResult {
     Done,
     NoRoom,
     Cancelled,
 }
 
-/// What is left to be loaded of devices that were [restored](super::Keep::restore), which are used
-/// meanwhile. As long as this is there, or a page could not be loaded, pages are read from the files;
-/// dropping it leaves them there.
+/// Remaining load of [restored](super::Keep::restore) devices, which are in use meanwhile. Pages
+/// not loaded are read from the files. Dropping the value leaves them there.
 pub struct Loading {
     parts: Arc<[Part]>,
-    /// Those that are not loaded yet.
+    /// Stages; `None` once loaded.
     stages: Vec<Option<Stage>>,
-    /// By node, its place in `stages`.
+    /// Index into `stages` by node.
     by_node: Vec<Option<usize>>,
-    /// By file and block: where the first and the last of its entries are in their index, if there
-    /// are any.
+    /// By file and block: first and last index position of the block's entries, if any.
     wanted: Vec<Vec<Option<(u32, u32)>>>,
-    /// What comes next of those that were not tried yet.
-    next: At,
-    /// What comes before that, and what is tried again when all have been tried.
-    first: Vec<At>,
-    later: Vec<At>,
+    /// Next block among those never tried.
+    next: BlockId,
+    /// Blocks to try before `next`, and blocks to retry when all have been tried.
+    first: Vec<BlockId>,
+    later: Vec<BlockId>,
     done: u64,
     all: u64,
     left: u64,
     block: Vec<u8>,
-    /// Up to where the system was asked to read a file.
+    /// File and end of the read-ahead already requested.
     asked: (usize, u64),
 }
 
-/// How loading ended.
+/// Result of loading.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Loaded {
-    /// All pages are in memory, and the files are let go.
+    /// All pages are in memory, and the files are closed.
     All,
-    /// All but so many pages, which cannot be read: a block of a file is damaged. Reads of them
-    /// fail until they are written.
+    /// All pages but this many are in memory; the rest is unreadable, as a block of a file is
+    /// damaged. Reads of them fail until they are written.
     AllBut(u64),
-    /// It was asked to stop, and can be carried on with.
+    /// The caller cancelled the load, which can be continued.
     Cancelled,
 }
 
@@ -108,26 +103,26 @@ impl Loading {
         }
     }
 
-    /// Blocks of the files, of about a MiB: loaded and in all.
+    /// Returns the blocks (about 1 MiB each) loaded and the total.
     pub fn progress(&self) -> (u64, u64) {
         (self.done, self.all)
     }
 
-    /// Loads what is left, until `cancelled`, which is asked between blocks and while it waits, says
-    /// so. Where there is no room it waits until there is, and goes on with other devices: pages are
-    /// read from the files meanwhile. `progress` is given blocks as [`progress`](Self::progress)
-    /// tells them.
+    /// Loads the remaining pages until `cancelled` returns true; it is polled between blocks and
+    /// while waiting. If memory is short, continues with other devices and retries later; pages are
+    /// read from the files meanwhile. `progress` receives the values of
+    /// [`progress`](Self::progress).
     pub fn run(&mut self, cancelled: &dyn Fn() -> bool, progress: &mut dyn FnMut(u64, u64)) -> Loaded {
         loop {
             while let Some(at) = self.take_next() {
-                let came = if cancelled() { Came::Cancelled } else { self.load(at, cancelled) };
+                let came = if cancelled() { LoadResult::Cancelled } else { self.load(at, cancelled) };
                 match came {
-                    Came::Done => {
+                    LoadResult::Done => {
                         self.done += 1;
                         progress(self.done, self.all);
                     }
-                    Came::NoRoom => self.later.push(at),
-                    Came::Cancelled => {
+                    LoadResult::NoRoom => self.later.push(at),
+                    LoadResult::Cancelled => {
                         self.first.push(at);
                         return Loaded::Cancelled;
                     }
@@ -136,7 +131,7 @@ impl Loading {
             if self.later.is_empty() {
                 break;
             }
-            // The next one is taken from the end.
+            // The next block is taken from the end.
             self.later.reverse();
             self.first = std::mem::take(&mut self.later);
             self.stages.iter_mut().flatten().for_each(|stage| stage.waits = false);
@@ -148,8 +143,8 @@ impl Loading {
         if self.left == 0 { Loaded::All } else { Loaded::AllBut(self.left) }
     }
 
-    /// The next block that has pages which are wanted.
-    fn take_next(&mut self) -> Option<At> {
+    /// Returns the next block with needed pages.
+    fn take_next(&mut self) -> Option<BlockId> {
         if let Some(at) = self.first.pop() {
             return Some(at);
         }
@@ -163,22 +158,21 @@ impl Loading {
         }
     }
 
-    /// Loads a block. Where it stops what was loaded of it is loaded once more later, which finds the
-    /// slots full.
-    fn load(&mut self, (file, block): At, cancelled: &dyn Fn() -> bool) -> Came {
-        let Some((first, last)) = self.wanted[file][block as usize] else { return Came::Done };
+    /// Loads a block. If it stops midway, a later retry finds the loaded slots full.
+    fn load(&mut self, (file, block): BlockId, cancelled: &dyn Fn() -> bool) -> LoadResult {
+        let Some((first, last)) = self.wanted[file][block as usize] else { return LoadResult::Done };
         let blocks = &self.parts[file].blocks;
-        let Some(place) = self.by_node[blocks.node(block) as usize] else { return Came::Done };
-        let Some(stage) = &mut self.stages[place] else { return Came::Done };
+        let Some(place) = self.by_node[blocks.node(block) as usize] else { return LoadResult::Done };
+        let Some(stage) = &mut self.stages[place] else { return LoadResult::Done };
         if stage.waits {
-            return Came::NoRoom;
+            return LoadResult::NoRoom;
         }
         let mut failed = 0;
         if stage.loader.is_wanted() {
             if self.asked.0 != file {
                 self.asked = (file, 0);
             }
-            blocks.will_load(block, &mut self.asked.1);
+            blocks.read_ahead(block, &mut self.asked.1);
             let loaded = blocks.load(block, &mut self.block);
             let index = Arc::clone(&stage.index);
             let entries = &index.entries[first as usize..=last as usize];
@@ -186,9 +180,9 @@ impl Loading {
                 for page in entry.page()..entry.end() {
                     let put = loaded.and_then(|()| put(stage, page, entry, &self.block, cancelled));
                     match put {
-                        Ok(Came::Done) => {}
+                        Ok(LoadResult::Done) => {}
                         Ok(came) => {
-                            stage.waits = matches!(came, Came::NoRoom);
+                            stage.waits = matches!(came, LoadResult::NoRoom);
                             return came;
                         }
                         Err(_) => failed += 1,
@@ -203,31 +197,37 @@ impl Loading {
             stage.loader.finish();
             self.stages[place] = None;
         }
-        Came::Done
+        LoadResult::Done
     }
 }
 
-/// Puts one page in, if there is room soon.
-fn put(stage: &Stage, page: u64, entry: &Entry, block: &[u8], cancelled: &dyn Fn() -> bool) -> Result<Came> {
+/// Stores one page, with short retries if memory is short.
+fn put(
+    stage: &Stage,
+    page: u64,
+    entry: &Entry,
+    block: &[u8],
+    cancelled: &dyn Fn() -> bool,
+) -> Result<LoadResult> {
     let data = stage.index.parts[entry.file()].blocks.data(entry, block)?;
     let mut pause = PAUSE_FIRST;
     loop {
         match stage.index.unpack(page, entry, data, |incoming| stage.loader.put(page, incoming)) {
             Err(Error::NoSpace | Error::NoMemory) => {}
-            // Nobody needs it any more.
-            Err(Error::Gone) => return Ok(Came::Done),
-            put => return put.map(|()| Came::Done),
+            // No device needs the page any more.
+            Err(Error::Gone) => return Ok(LoadResult::Done),
+            put => return put.map(|()| LoadResult::Done),
         }
         if cancelled() {
-            return Ok(Came::Cancelled);
+            return Ok(LoadResult::Cancelled);
         }
         if !stage.loader.is_wanted() {
-            return Ok(Came::Done);
+            return Ok(LoadResult::Done);
         }
         if pause > PAUSE_MAX {
-            return Ok(Came::NoRoom);
+            return Ok(LoadResult::NoRoom);
         }
-        stage.loader.ask_for_room();
+        stage.loader.request_space();
         thread::sleep(pause);
         pause *= 2;
     }

@@ -1,7 +1,7 @@
-//! A chain becomes one whole file, from the files alone.
+//! Merging of a chain into one whole file, from the files alone.
 //!
-//! Of each page the newest record is copied as it is. In memory are the index, 24 bytes a record of
-//! the files (twice that for a moment), and one block of each file.
+//! The newest record of each page is copied unchanged. Memory use: the index of 24 bytes per record
+//! (twice that temporarily), and one block of each file.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,16 +11,15 @@ use zerocopy::byteorder::little_endian::{I32, U16, U32, U64};
 use super::KeepError;
 use super::file::{Blocks, Scanned, scan};
 use super::index::Entry;
-use super::restore::Whole;
+use super::restore::MergedChain;
 use crate::save::format::{KeptRecord, NodeRecord, Over, algorithm_id};
 use crate::save::reader::Node;
-use crate::save::writer::{Contents, Known, Writer};
+use crate::save::writer::{AlgorithmSpec, Contents, Writer};
 use crate::save::{RestoreError, SaveError, Saved};
 
-/// Entries that are copied between two looks whether it was cancelled.
+/// Entries copied between two polls of `cancelled`.
 const TURN_ENTRIES: usize = 256;
 
-/// The block of a file that was read last.
 #[derive(Default)]
 struct Loaded {
     block: Option<u32>,
@@ -43,7 +42,7 @@ impl Loaded {
     }
 }
 
-/// Writes what all files of a chain say together, as the whole file of a new generation.
+/// Writes the merged content of a chain as the whole file of a new generation.
 pub fn merge(
     paths: impl Iterator<Item = std::path::PathBuf>,
     mut writer: Writer<'_>,
@@ -58,7 +57,7 @@ pub fn merge(
     let Some(newest) = files.last().map(|file| file.kept) else {
         return Err(SaveError::Nothing.into());
     };
-    let Some(whole) = Whole::new(files) else { return Err(SaveError::Nothing.into()) };
+    let Some(whole) = MergedChain::new(files) else { return Err(SaveError::Nothing.into()) };
     let kept =
         KeptRecord { generation: U64::new(generation), number: U32::ZERO, continues: U64::ZERO, ..newest };
     let nodes: Arc<[Node]> = Arc::clone(&whole.nodes);
@@ -71,7 +70,7 @@ pub fn merge(
     let mut numbers: HashMap<(usize, u8), u8> = HashMap::new();
     for (number, file) in whole.files.iter().enumerate() {
         for (algorithm, learned) in (0_u8..).zip(&file.algorithms) {
-            let known = Known {
+            let known = AlgorithmSpec {
                 id: algorithm_id(learned.algorithm),
                 level: learned.level,
                 trained: learned.trained,
@@ -117,6 +116,6 @@ fn node_record(node: &Node) -> NodeRecord {
         algorithm: algorithm_id(node.algorithm),
         reserved: [0; 3],
         level: I32::new(node.level),
-        reserved2: U64::ZERO,
+        mem_limit: U64::new(node.mem_limit),
     }
 }

@@ -1,39 +1,38 @@
-//! Devices are made at once, and their pages stay in the files until they are loaded.
+//! Restoring of kept devices: devices are created at once, and their pages stay in the files until
+//! they are loaded.
 //!
-//! Of snapshots of one origin each holds only what differs from the one after it. Those pages are
-//! loaded before anybody gets the devices: an origin's writers would not know that a snapshot needs
-//! what is still in a file. All other pages, which the origin and all of its snapshots have in
-//! common, and what the origin has beside them, can stay.
+//! A snapshot stores only pages that differ from the next younger one of its chain. Those pages are
+//! loaded before the devices are published: the origin's writers could not preserve a snapshot page
+//! that is still in a file. Pages common to the origin and all of its snapshots, and the origin's
+//! pages without a counterpart, can stay in the files.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::file::{Scanned, told};
+use super::file::{Scanned, to_restore_error};
 use super::index::{Entry, divide, join, overlay};
 use super::load::{Loading, Stage};
 use super::source::{Index, Part};
 use crate::ram::{Family, ForkConfig, Incoming, Lower, Ram};
+use crate::save::file_codec::FileCodec;
 use crate::save::format::Over;
-use crate::save::known::Known;
 use crate::save::reader::Node;
 use crate::save::restore::{Base, find_bases};
 use crate::save::{BaseIdentity, RestoreError};
 use freestone_core::device::{Blocking as _, Device as _, Error, Flags};
 use freestone_core::{PAGE_BYTES, device};
 
-/// What the files of a chain say together.
-pub struct Whole {
+/// The merged content of a chain's files.
+pub struct MergedChain {
     pub bases: Vec<BaseIdentity>,
-    /// As the newest file has them.
     pub nodes: Arc<[Node]>,
-    /// By node.
     pub entries: Vec<Vec<Entry>>,
-    /// By file.
+    /// The files, the whole one first.
     pub files: Vec<Scanned>,
 }
 
-impl Whole {
-    /// Of files from the whole one to the newest increment.
+impl MergedChain {
+    /// Merges the files, given in order from the whole one to the newest increment.
     pub fn new(mut files: Vec<Scanned>) -> Option<Self> {
         let mut entries: Vec<Vec<Entry>> = Vec::new();
         for file in &mut files {
@@ -48,25 +47,23 @@ impl Whole {
     }
 }
 
-/// What was restored.
-pub struct Made {
-    /// By node, all that were in the files.
+pub struct RestoredDevices {
     pub devices: Vec<Ram>,
     pub loading: Loading,
 }
 
-/// Makes the devices.
+/// Creates the devices.
 ///
 /// # Errors
-/// As [`restore`](crate::save::restore), but for pages that stay in the files.
+/// As [`restore`](crate::save::restore), except for pages that stay in the files.
 pub fn make(
-    mut whole: Whole,
+    mut whole: MergedChain,
     family: &Family,
     bases: &[Base],
     cancelled: &dyn Fn() -> bool,
-) -> Result<Made, RestoreError> {
+) -> Result<RestoredDevices, RestoreError> {
     let bases = find_bases((&whole.bases, &whole.nodes), bases, &mut || cancelled())?;
-    // Of another family it is one device, whatever lies over it.
+    // A base of another family is a plain device, whatever it is itself.
     let bases = bases.into_iter().map(|base| match base {
         Base::Snapshot(ram) if !family.has(&ram) || !ram.is_snapshot() => Base::Device(Arc::new(ram)),
         base => base,
@@ -75,13 +72,13 @@ pub fn make(
     let mut parts = Vec::new();
     for Scanned { algorithms, blocks, .. } in whole.files {
         let known = algorithms.into_iter().map(|learned| {
-            let super::file::Learned { algorithm, level, trained, dictionary } = learned;
-            let known = Known::new(family, algorithm, level, trained, dictionary);
-            known.map_err(|refused| told(blocks.path(), 0, refused))
+            let super::file::FileAlgorithm { algorithm, level, trained, dictionary } = learned;
+            let known = FileCodec::new(family, algorithm, level, trained, dictionary);
+            known.map_err(|refused| to_restore_error(blocks.path(), 0, refused))
         });
         parts.push(Part { algorithms: known.collect::<Result<_, _>>()?, blocks });
     }
-    let mut maker = Maker {
+    let mut maker = DeviceBuilder {
         family,
         nodes: &whole.nodes,
         bases,
@@ -95,10 +92,10 @@ pub fn make(
         maker.chain(&chain, &mut whole.entries)?;
     }
     let devices = maker.made.into_iter().flatten().collect();
-    Ok(Made { devices, loading: Loading::new(maker.parts, maker.stages, maker.by_node) })
+    Ok(RestoredDevices { devices, loading: Loading::new(maker.parts, maker.stages, maker.by_node) })
 }
 
-/// The nodes, by chain; each chain comes after what it lies over.
+/// Groups nodes by chain; each chain comes after its parent.
 fn chains(nodes: &[Node]) -> Vec<Vec<usize>> {
     let mut chains: Vec<Vec<usize>> = Vec::new();
     let mut by_last: HashMap<usize, usize> = HashMap::new();
@@ -114,13 +111,12 @@ fn chains(nodes: &[Node]) -> Vec<Vec<usize>> {
         chains[chain].push(number);
         by_last.insert(number, chain);
     }
-    // A chain is needed by none that has only nodes before its last one: but one may lie over its
-    // last one and have begun before that.
+    // Sort by depth: a chain may have a parent that is the last node of a chain begun later.
     chains.sort_by_key(|chain| nodes_below(nodes, chain[0]));
     chains
 }
 
-/// How many nodes lie below one another.
+/// Returns the number of parents below a node.
 fn nodes_below(nodes: &[Node], number: usize) -> usize {
     let mut over = nodes[number].over;
     let mut depth = 0;
@@ -131,7 +127,7 @@ fn nodes_below(nodes: &[Node], number: usize) -> usize {
     depth
 }
 
-struct Maker<'a> {
+struct DeviceBuilder<'a> {
     family: &'a Family,
     nodes: &'a [Node],
     bases: Vec<Base>,
@@ -142,14 +138,13 @@ struct Maker<'a> {
     cancelled: &'a dyn Fn() -> bool,
 }
 
-impl Maker<'_> {
-    /// Makes the devices of a chain.
+impl DeviceBuilder<'_> {
     fn chain(&mut self, chain: &[usize], entries: &mut [Vec<Entry>]) -> Result<(), RestoreError> {
         let (Some(&first), Some(&last)) = (chain.first(), chain.last()) else { return Ok(()) };
         let with = |entries: Vec<Entry>, wanted: fn(&Entry) -> bool| -> Vec<Entry> {
             entries.into_iter().filter(wanted).collect()
         };
-        // By node of the chain: what is put before anybody has the devices.
+        // By node of the chain: entries to store before the devices are published.
         let mut put: Vec<Vec<Entry>> = Vec::new();
         let (index, stays) = if first == last {
             put.push(Vec::new());
@@ -158,14 +153,14 @@ impl Maker<'_> {
             let of = |number: usize| entries[number].clone();
             let changed = chain[1..].iter().fold(Vec::new(), |all, &number| overlay(all, of(number)));
             let has_content = |entry: &Entry| !entry.is_below() && !entry.is_lost();
-            // Pages that are lost in any of them stay in the index, alone: there a read fails, and who
-            // has lost one is told that it lies below.
+            // Pages lost in any node stay in the index: reads of them fail there. A node that has
+            // lost a page gets a mark that refers to the parent.
             let unreadable =
                 chain.iter().fold(Vec::new(), |all, &number| overlay(all, with(of(number), Entry::is_lost)));
             let oldest = with(of(first), has_content);
             let (eager, common) = divide(&oldest, &changed);
-            // A snapshot that has nothing at a page is told that it lies below, and would find there
-            // what is the origin's: such pages of the origin cannot stay.
+            // A snapshot without content at a page refers to the parent and would find the origin's
+            // page in the file: such pages of the origin cannot stay.
             let mut known = eager.clone();
             for &number in &chain[1..chain.len() - 1] {
                 known = divide(&known, &with(of(number), Entry::is_below)).1;
@@ -175,13 +170,13 @@ impl Maker<'_> {
             put.push(eager);
             put.extend(chain[1..chain.len() - 1].iter().map(|&number| of(number)));
             put.push(join(other, with(of(last), |entry| entry.is_below() || entry.is_lost())));
-            // Their pages in the snapshots leave the origin, as when it is written.
+            // Snapshot pages stored here leave the origin, as when it is written.
             (join(join(common, stays.clone()), unreadable), stays)
         };
         let size = self.nodes[last].size;
         let index = Arc::new(Index { entries: index, parts: Arc::clone(&self.parts), size });
         let live = self.live(chain, &index)?;
-        // Pages that are put are read with the size that the device has in the end.
+        // Pages are stored and read with the final size of the device.
         for (&number, entries) in chain.iter().zip(&put) {
             let node = &self.nodes[number];
             let failed = |error| RestoreError::Setup { device: node.label(), error };
@@ -202,7 +197,7 @@ impl Maker<'_> {
         Ok(())
     }
 
-    /// The live device of a chain, with the size of its first node.
+    /// Creates the live device of a chain, with the size of its first node.
     fn live(&mut self, chain: &[usize], index: &Arc<Index>) -> Result<Ram, RestoreError> {
         let node = &self.nodes[chain[0]];
         let failed = |error| RestoreError::Setup { device: node.label(), error };
@@ -235,7 +230,7 @@ impl Maker<'_> {
         Ok(ram)
     }
 
-    /// Puts pages into a device that nobody uses yet.
+    /// Stores pages in a device that is not published yet.
     fn put(
         &self,
         ram: &Ram,
@@ -275,7 +270,7 @@ impl Maker<'_> {
     }
 }
 
-/// Puts a page in; where there is no room, as any write it waits until others have left memory.
+/// Stores a page. If space is short, writes it as a request, which waits for evictions.
 fn put_or_write(ram: &Ram, page: u64, incoming: Incoming<'_>) -> device::Result<()> {
     match ram.put(page, incoming) {
         Err(Error::NoSpace) if ram.can_spill() => {

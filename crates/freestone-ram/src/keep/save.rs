@@ -1,13 +1,18 @@
-//! Saving: all of it, or what changed since the last save.
+//! Saving of whole files and increments.
+//!
+//! An increment needs a snapshot only while it is written. A permanent snapshot would keep old pages
+//! in memory. If a save fails, its change bits are put back. What an increment cannot express (other
+//! devices or snapshots, a rewind) is saved as a whole file: that is rare, and keeps the format
+//! small.
 
 use std::sync::{Arc, Weak};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use zerocopy::byteorder::little_endian::{U32, U64};
 
-use crate::ram::{Gathered, PendingSnapshot, Ram, SetupError, WeakRam};
+use crate::ram::{CollectedPages, PendingSnapshot, Ram, SetupError, WeakRam};
 use crate::save::format::{KeptRecord, Over};
-use crate::save::plan::Plan;
+use crate::save::plan::{NamedDevice, Plan};
 use crate::save::writer::{Contents, PageWriter, Writer};
 use crate::save::{BaseIdentity, SaveError, Saved, write_pages};
 use freestone_core::consistency_group::{self, NotInTime};
@@ -15,79 +20,82 @@ use freestone_core::device::Device;
 use freestone_core::slot::LEAF_SLOTS;
 use freestone_core::slot::chain::Dirty;
 
-/// Pages that could not be read, with their nodes.
+/// Unreadable pages with their nodes.
 pub type Unread = Vec<(u32, u64)>;
 
-/// Most pages that are looked at at a time: as many as a leaf has.
+/// Maximum pages per step: those of a leaf.
 const TURN_PAGES: usize = LEAF_SLOTS as usize;
 
-/// What the newest save holds, as far as the next one has to know.
-pub struct Last {
-    nodes: Vec<LastNode>,
+/// State of the newest save, as far as the next one needs it.
+pub struct LastSave {
+    nodes: Vec<SavedNode>,
     bases: Vec<(Weak<dyn Device>, BaseIdentity)>,
 }
 
-struct LastNode {
+struct SavedNode {
     name: Option<String>,
     snapshot: bool,
     over: Over,
     device: WeakRam,
-    /// Bytes.
     size: u64,
-    /// Where it is noted what changed since, of a live one.
+    /// Bitmap of changes since the save, for a live device.
     dirty: Option<Arc<Dirty>>,
-    /// Pages that could not be read for the save, of a live one: the next save tries again.
+    /// Unreadable pages of a live device, which the next save retries.
     unread: Vec<u64>,
 }
 
-/// Devices at one moment.
-pub struct Moment {
+/// The devices at the moment of a save.
+pub struct SavePoint {
     pub plan: Plan,
-    /// The live devices that are saved, in the order of the names.
-    lives: Vec<Live>,
+    /// The live devices, sorted by name.
+    live_devices: Vec<LiveDevice>,
     pub when: SystemTime,
 }
 
-struct Live {
+struct LiveDevice {
     name: String,
     ram: Ram,
-    /// Where it was noted what changed until then, and from then on.
+    /// Bitmaps of changes before and after the moment.
     before: Option<Arc<Dirty>>,
     after: Arc<Dirty>,
 }
 
-impl Moment {
-    /// Takes snapshots of all live ones among these at one moment, from which on changes are noted
-    /// anew.
+impl SavePoint {
+    /// Takes snapshots of all live devices at one moment, and starts new bitmaps of changes.
     pub fn new(devices: &[(&str, &Ram)]) -> Result<Self, SaveError> {
-        // So that the next save finds the same order.
+        // Sorted, for the same order in every save.
         let mut devices = devices.to_vec();
         devices.sort_unstable_by_key(|(name, _)| *name);
         let setup = |name: &str| {
             let device = name.to_owned();
             move |error| SaveError::Setup { device, error }
         };
-        let (mut pending, mut lives): (Vec<PendingSnapshot>, Vec<Live>) = (Vec::new(), Vec::new());
+        let (mut pending, mut live_devices): (Vec<PendingSnapshot>, Vec<LiveDevice>) =
+            (Vec::new(), Vec::new());
         for (name, ram) in devices.iter().filter(|(_, ram)| !ram.is_snapshot()) {
             let (after, mut snapshot) =
                 (Arc::new(Dirty::new()), ram.prepare_snapshot().map_err(setup(name))?);
             snapshot.note_changes(Arc::clone(&after));
             pending.push(snapshot);
-            lives.push(Live { name: (*name).to_owned(), ram: (*ram).clone(), before: None, after });
+            live_devices.push(LiveDevice {
+                name: (*name).to_owned(),
+                ram: (*ram).clone(),
+                before: None,
+                after,
+            });
         }
         let mut together: Vec<&mut dyn consistency_group::Pending> =
             pending.iter_mut().map(|pending| pending as &mut dyn consistency_group::Pending).collect();
         consistency_group::take(&mut together)
-            .map_err(|late| setup(&lives[late.at].name)(SetupError::NotInTime(NotInTime)))?;
+            .map_err(|late| setup(&live_devices[late.at].name)(SetupError::NotInTime(NotInTime)))?;
         let when = SystemTime::now();
-        let mut frozen: Vec<_> =
-            devices.iter().map(|(name, ram)| ((*name).to_owned(), (*ram).clone(), false)).collect();
-        let places = frozen.iter_mut().filter(|(_, ram, _)| !ram.is_snapshot());
-        for ((place, live), mut pending) in places.zip(&mut lives).zip(pending) {
-            live.before = pending.noted();
-            (place.1, place.2) = (pending.into_snapshot(), true);
+        let mut frozen: Vec<_> = devices.iter().map(NamedDevice::new).collect();
+        let places = frozen.iter_mut().filter(|device| !device.ram.is_snapshot());
+        for ((place, live), mut pending) in places.zip(&mut live_devices).zip(pending) {
+            live.before = pending.take_changes();
+            place.freeze(pending.into_snapshot());
         }
-        let mut moment = Self { plan: Plan::default(), lives, when };
+        let mut moment = Self { plan: Plan::default(), live_devices, when };
         match Plan::new(frozen) {
             Ok(plan) => moment.plan = plan,
             Err(error) => {
@@ -98,9 +106,9 @@ impl Moment {
         Ok(moment)
     }
 
-    /// It was not saved: what changed before it has still to be.
+    /// Merges the old bitmaps into the new ones after a failed save.
     pub fn put_back(&self) {
-        for live in &self.lives {
+        for live in &self.live_devices {
             match &live.before {
                 Some(before) => live.after.put_back(before),
                 None => live.after.put_back(&Dirty::everything()),
@@ -108,13 +116,14 @@ impl Moment {
         }
     }
 
-    fn live(&self, name: Option<&String>) -> Option<&Live> {
-        let at = self.lives.binary_search_by_key(&name?, |live| &live.name).ok()?;
-        Some(&self.lives[at])
+    fn live(&self, name: Option<&String>) -> Option<&LiveDevice> {
+        let at = self.live_devices.binary_search_by_key(&name?, |live| &live.name).ok()?;
+        Some(&self.live_devices[at])
     }
 
-    /// By node: what changed since `last`, of live ones; `None`: an increment cannot say that.
-    pub fn changes(&self, last: &Last) -> Option<Vec<Option<&Dirty>>> {
+    /// Returns the changes since `last` by node (live devices only); `None` if an increment is not
+    /// possible.
+    pub fn changes(&self, last: &LastSave) -> Option<Vec<Option<&Dirty>>> {
         let bases = self.plan.bases.iter().map(|base| &base.device);
         let same_bases = last.bases.len() == bases.len()
             && bases
@@ -139,19 +148,17 @@ impl Moment {
             .collect()
     }
 
-    /// Whether nothing changed.
-    pub fn is_as(&self, last: &Last, changes: &[Option<&Dirty>]) -> bool {
+    pub fn is_unchanged(&self, last: &LastSave, changes: &[Option<&Dirty>]) -> bool {
         let sizes = self.plan.nodes.iter().zip(&last.nodes);
         changes.iter().flatten().all(|dirty| dirty.next(0).is_none())
             && sizes.into_iter().all(|(node, last)| node.ram.geometry().size == last.size)
     }
 
-    /// What the next save has to know, when this one is done.
-    /// `unread` are pages that could not be read, with their nodes.
-    pub fn into_last(self, bases: Vec<BaseIdentity>, unread: &[(u32, u64)]) -> Last {
+    /// Returns the state for the next save. `unread` are unreadable pages with their nodes.
+    pub fn into_last(self, bases: Vec<BaseIdentity>, unread: &[(u32, u64)]) -> LastSave {
         let nodes = (0_u32..).zip(&self.plan.nodes).map(|(number, node)| {
             let live = if node.snapshot { None } else { self.live(node.name.as_ref()) };
-            LastNode {
+            SavedNode {
                 name: node.name.clone(),
                 snapshot: node.snapshot,
                 over: node.over,
@@ -162,10 +169,9 @@ impl Moment {
             }
         });
         let devices = self.plan.bases.iter().map(|base| Arc::downgrade(&base.device));
-        Last { nodes: nodes.collect(), bases: devices.zip(bases).collect() }
+        LastSave { nodes: nodes.collect(), bases: devices.zip(bases).collect() }
     }
 
-    /// Writes all of it.
     pub fn write_whole(
         &self,
         mut writer: Writer<'_>,
@@ -179,7 +185,7 @@ impl Moment {
         Ok((writer.to.finish()?, writer.unread))
     }
 
-    /// Writes what changed. `progress` is given bytes of pages.
+    /// Writes an increment. `progress` receives bytes of pages.
     pub fn write_changes(
         &self,
         mut writer: Writer<'_>,
@@ -189,11 +195,11 @@ impl Moment {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<(Saved, Unread), SaveError> {
         writer.contents(&Contents::new(Some(kept), &self.plan, bases))?;
-        // Those that pages refer to come as they do: a dictionary may be larger than all the rest.
+        // Algorithms are written on first use: a dictionary may be larger than all else.
         let mut writer = PageWriter::new(writer, &self.plan);
         let page_bytes = freestone_core::PAGE_BYTES as u64;
         let all = changes.iter().flatten().map(|dirty| dirty.pages()).sum::<u64>() * page_bytes;
-        let (mut done, mut pages) = (0, Gathered::default());
+        let (mut done, mut pages) = (0, CollectedPages::default());
         for (number, (node, dirty)) in self.plan.nodes.iter().zip(changes).enumerate() {
             let Some(dirty) = dirty else { continue };
             let mut next = dirty.next(0);
@@ -220,7 +226,7 @@ impl Moment {
         Ok((writer.to.finish()?, writer.unread))
     }
 
-    /// The place of a file with this content.
+    /// Returns the chain record for a file with this content.
     pub fn record(&self, generation: u64, number: u32, continues: u64) -> KeptRecord {
         let since = self.when.duration_since(UNIX_EPOCH).unwrap_or_default();
         KeptRecord {
@@ -235,9 +241,8 @@ impl Moment {
     }
 }
 
-impl Last {
-    /// Of devices that were just restored, and whose changes are noted from now on. They come by
-    /// node, with names and what they are.
+impl LastSave {
+    /// Creates the state of just restored devices, and starts to record their changes.
     pub fn of_restored(
         nodes: &[crate::save::reader::Node],
         devices: &[Ram],
@@ -249,7 +254,7 @@ impl Last {
             if let Some(dirty) = &dirty {
                 ram.note_changes(Some(Arc::clone(dirty)));
             }
-            LastNode {
+            SavedNode {
                 name: node.name.clone(),
                 snapshot: node.snapshot,
                 over: node.over,
@@ -263,14 +268,13 @@ impl Last {
         Self { nodes: nodes.iter().zip(devices).map(of_node).collect(), bases }
     }
 
-    /// What its bases are known by.
     pub fn identities(&self) -> Vec<BaseIdentity> {
         self.bases.iter().map(|(_, identity)| *identity).collect()
     }
 
-    /// Whether the next save of these devices can be an increment, and then how many pages it has,
-    /// as far as that can be said without holding writers up.
-    pub fn about(&self, devices: &[(&str, &Ram)]) -> Option<u64> {
+    /// Returns the approximate number of pages of an increment of these devices, `None` if the next
+    /// save must be a whole one. Does not delay writers.
+    pub fn estimate_pages(&self, devices: &[(&str, &Ram)]) -> Option<u64> {
         let named = self.nodes.iter().filter(|node| node.name.is_some());
         if named.clone().count() != devices.len() {
             return None;
@@ -289,11 +293,12 @@ impl Last {
             .sum()
     }
 
-    /// A save failed, and what it would have had was put back: it is noted there from now on.
-    pub fn goes_on(&mut self, failed: &Moment) {
+    /// Continues with the new bitmaps after a failed save that merged the old ones into them.
+    pub fn adopt_new_bitmaps(&mut self, failed: &SavePoint) {
         for node in &mut self.nodes {
             let live = failed.live(node.name.as_ref()).filter(|live| node.device.is(&live.ram));
-            if let (Some(dirty), Some(Live { before: Some(before), after, .. })) = (&mut node.dirty, live)
+            if let (Some(dirty), Some(LiveDevice { before: Some(before), after, .. })) =
+                (&mut node.dirty, live)
                 && Arc::ptr_eq(dirty, before)
             {
                 *dirty = Arc::clone(after);
@@ -301,8 +306,7 @@ impl Last {
         }
     }
 
-    /// Nothing is noted any more.
-    pub fn end(&self) {
+    pub fn stop_tracking(&self) {
         for node in &self.nodes {
             if let (Some(dirty), Some(ram)) = (&node.dirty, node.device.get())
                 && ram.dirty().is_some_and(|present| Arc::ptr_eq(&present, dirty) || present.is_everything())

@@ -1,4 +1,4 @@
-//! Pages of a device that are still in files, for the device.
+//! Pages of a device that are still in files.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -7,32 +7,31 @@ use super::file::Blocks;
 use super::index::{Entry, find};
 use crate::codec;
 use crate::ram::{Incoming, Source};
-use crate::save::known::{self, Known, Refused};
+use crate::save::file_codec::{self, FileCodec, Refused};
 use freestone_core::PAGE_BYTES;
 use freestone_core::client_log;
 use freestone_core::device::{Error, Result};
 
-/// A file of a chain, and what reads its objects.
+/// A file of a chain, and the algorithms of its objects.
 pub struct Part {
     pub blocks: Blocks,
-    pub algorithms: Vec<Known>,
+    pub algorithms: Vec<FileCodec>,
 }
 
-/// See the module.
+/// The index of a device's pages in files.
 pub struct Index {
     pub entries: Vec<Entry>,
     pub parts: Arc<[Part]>,
-    /// The device's, in bytes.
     pub size: u64,
 }
 
 thread_local! {
-    /// What is read of a file for one page.
+    /// Buffer for reading one page's object.
     static OBJECT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
 impl Index {
-    /// Hands a page of an entry, of which this is the data, to `take`, as it is stored.
+    /// Passes a page to `take` in stored form. `data` is the entry's data.
     pub fn unpack<R>(
         &self,
         page: u64,
@@ -41,19 +40,19 @@ impl Index {
         take: impl FnOnce(Incoming<'_>) -> Result<R>,
     ) -> Result<R> {
         if entry.is_lost() {
-            // The log has said so when it was saved, and how many there are.
+            // The save already logged lost pages and their number.
             return Err(Error::Media);
         }
         let form = entry.page_of(data).ok_or(Error::Media)?;
         let bytes = self.size.saturating_sub(page * PAGE_BYTES as u64).min(PAGE_BYTES as u64) as usize;
         let algorithms = &self.parts[entry.file()].algorithms;
         if bytes == PAGE_BYTES
-            && let Some(incoming) = known::as_it_is(algorithms, &form)
+            && let Some(incoming) = file_codec::stored_form(algorithms, &form)
         {
             return take(incoming);
         }
         let mut content: codec::Page = [0; PAGE_BYTES];
-        match known::incoming(algorithms, &form, bytes, &mut content) {
+        match file_codec::incoming(algorithms, &form, bytes, &mut content) {
             Ok(incoming) => take(incoming),
             Err(Refused::Damaged(what)) => {
                 let path = self.parts[entry.file()].blocks.path().display();
@@ -69,7 +68,7 @@ impl Source for Index {
     fn run(&self, page: u64, end: u64) -> (u64, bool) {
         match find(&self.entries, page) {
             Ok(entry) => {
-                // Neighbours are read together.
+                // Neighbouring entries are read together.
                 let behind = self.entries.partition_point(|other| other.page() <= entry.page());
                 let mut to = entry.end();
                 for next in &self.entries[behind..] {
@@ -86,7 +85,7 @@ impl Source for Index {
 
     fn fetch(&self, page: u64, take: &mut dyn FnMut(Incoming<'_>) -> Result<()>) -> Result<()> {
         let entry = find(&self.entries, page).map_err(|_| Error::Media)?;
-        // Taken out: what `take` does may come here again.
+        // Taken out: `take` may call this function again.
         let mut object = OBJECT.take();
         let read = self.parts[entry.file()].blocks.read(entry, &mut object);
         let taken = read.and_then(|()| self.unpack(page, entry, &object, take));

@@ -1,4 +1,5 @@
-//! Kept devices against models: round trips, crashes, damage, loading beside writers.
+//! Kept devices compared with models: round trips, crashes, damage, loading with concurrent
+//! writers.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -26,7 +27,7 @@ fn never() -> bool {
     false
 }
 
-/// Numbers that a seed decides.
+/// A random number generator with a seed.
 struct Random(u64);
 
 impl Random {
@@ -37,7 +38,7 @@ impl Random {
         self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) % end
     }
 
-    /// A page of one of several kinds.
+    /// Returns a page of one of several kinds.
     fn page(&mut self) -> Vec<u8> {
         let (kind, word) = (self.below(5), self.below(u64::MAX));
         let mut page = Vec::with_capacity(PAGE_BYTES);
@@ -89,14 +90,14 @@ fn borrowed(devices: &[(String, Ram)]) -> Vec<(&str, &Ram)> {
     devices.iter().map(|(name, ram)| (&**name, ram)).collect()
 }
 
-/// Names and bytes of all files.
+/// Returns the names and content of all files.
 fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
     let rows = fs::read_dir(dir).unwrap().map(Result::unwrap);
     rows.map(|row| (row.file_name().into_string().unwrap(), fs::read(row.path()).unwrap())).collect()
 }
 
 #[test]
-fn a_disk_comes_back_from_a_whole_file_and_increments_and_goes_on() {
+fn disk_restores_from_whole_file_and_increments() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("kept");
     let ram = family().ram(8 * MIB).unwrap();
@@ -153,7 +154,7 @@ fn a_disk_comes_back_from_a_whole_file_and_increments_and_goes_on() {
 }
 
 #[test]
-fn what_an_increment_cannot_say_makes_a_whole_file() {
+fn save_after_structural_change_is_whole() {
     let dir = tempfile::tempdir().unwrap();
     let family = family();
     let (a, b) = (family.ram(MIB).unwrap(), family.ram(MIB).unwrap());
@@ -186,7 +187,7 @@ fn what_an_increment_cannot_say_makes_a_whole_file() {
 }
 
 #[test]
-fn a_save_that_fails_or_is_cancelled_leaves_what_changed_to_the_next() {
+fn cancelled_save_keeps_changes_for_next() {
     let dir = tempfile::tempdir().unwrap();
     let ram = family().ram(16 * MIB).unwrap();
     let mut random = Random(3);
@@ -219,9 +220,9 @@ fn a_save_that_fails_or_is_cancelled_leaves_what_changed_to_the_next() {
     assert!(content(named(&again, "a")) == content(&ram));
 }
 
-/// One in a hundred pages, at random places: the file has their bytes, and little else.
+/// One in a hundred pages changes at random: the increment has little more than their bytes.
 #[test]
-fn an_increment_is_little_more_than_what_changed() {
+fn increment_size_is_close_to_changed_bytes() {
     let dir = tempfile::tempdir().unwrap();
     let ram = family().ram(64 * MIB).unwrap();
     let mut random = Random(4);
@@ -258,7 +259,7 @@ fn an_increment_is_little_more_than_what_changed() {
 }
 
 #[test]
-fn merges_come_when_they_are_due_and_change_nothing() {
+fn merge_if_due_keeps_content() {
     let dir = tempfile::tempdir().unwrap();
     let ram = family().ram(4 * MIB).unwrap();
     let mut random = Random(5);
@@ -281,13 +282,13 @@ fn merges_come_when_they_are_due_and_change_nothing() {
         assert!(files(dir.path()).len() <= INCREMENTS_MAX + 1);
     }
     assert_eq!(merges, 3, "after each 17 increments");
-    // Many pages at once are half of it.
+    // Many pages at once exceed half of the whole file.
     for page in 0..700 {
         ram.write_at(page * PAGE, &random.page(), Flags::empty()).unwrap();
     }
     save(&mut keep, &devices);
     assert!(keep.merge_if_due(&never, &mut |_, _| {}).unwrap().is_some());
-    // The files are those of a save: a plain restore reads them.
+    // The merged file is a regular saved file: `restore` reads it.
     let path = dir.path().join(files(dir.path()).keys().next().unwrap());
     let plain = crate::save::restore(&path, &family(), &[], &mut |_, _| {}).unwrap();
     assert!(content(&plain[0].1) == content(&ram));

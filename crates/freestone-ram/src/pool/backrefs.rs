@@ -1,54 +1,49 @@
-//! Back-references: for every object, whose it is. They make objects movable without an
-//! indirection.
+//! Back-references from objects to their owners. They make objects movable without an indirection.
 #![expect(unsafe_code)]
-// UNSAFETY: an array a span whose length only the span's class knows, exchanged when the span
-// changes class.
+// UNSAFETY: one array per span, whose length depends on the span's class and which is replaced when
+// the span changes class.
 
 use super::span_table::SpanTable;
 use super::spans::{Owned, Unused};
 use freestone_core::sync::{AtomicPtr, AtomicU64, Ordering};
 
-/// The owner of an object: a table of the family and a slot in it.
+/// Owner of an object: a table of the family and a slot in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BackRef(u64);
 
 const SLOT_BITS: u32 = 36;
 const _: () = assert!(freestone_core::slot::MAX_SLOTS <= 1 << SLOT_BITS);
-/// Largest table id a back-reference can name.
+/// Largest table id in a back-reference.
 pub const MAX_TABLE_ID: u32 = (1 << (64 - SLOT_BITS)) - 1;
 
 impl BackRef {
-    /// The slot `slot` of table `table`.
+    /// Creates a reference to `slot` of `table`.
     #[inline]
     pub const fn new(table: u32, slot: u64) -> Self {
         debug_assert!(table <= MAX_TABLE_ID && slot < 1 << SLOT_BITS);
         Self((table as u64) << SLOT_BITS | slot)
     }
 
-    /// As one number.
     pub const fn bits(self) -> u64 {
         self.0
     }
 
-    /// From [`bits`](Self::bits).
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
 
-    /// The table's id.
     pub const fn table(self) -> u32 {
         (self.0 >> SLOT_BITS) as u32
     }
 
-    /// The slot.
     pub const fn slot(self) -> u64 {
         self.0 & ((1 << SLOT_BITS) - 1)
     }
 }
 
-/// One array a span. A span's array is made and dropped by the span's owner; an entry is read by
-/// the span's owner, and written by it or by whoever has locked the slot that holds the object:
-/// while there is one, the span is not dropped.
+/// One array per span. The owner of a span creates and drops its array and reads its entries.
+/// Entries are written by the owner, or under the lock of the slot that holds the object: the span
+/// cannot be dropped while it has an object.
 pub struct BackRefs {
     arrays: SpanTable<AtomicPtr<AtomicU64>>,
     entries: AtomicU64,
@@ -59,7 +54,7 @@ impl BackRefs {
         Self { arrays: SpanTable::new(), entries: AtomicU64::new(0) }
     }
 
-    /// Makes the array of a span of `objects` objects, which has just been adopted.
+    /// Creates the array of a just adopted span of `objects` objects.
     pub fn open(&self, span: &Owned, objects: u32) {
         // The first entry is the number of the others.
         let entries: Box<[AtomicU64]> =
@@ -72,7 +67,7 @@ impl BackRefs {
         debug_assert!(before.is_null(), "{span:?} has back-references already");
     }
 
-    /// Drops the array of a span, in which there is no object.
+    /// Drops the array of a span without objects.
     pub fn close(&self, span: &Unused) {
         self.take(self.arrays.get(span.number()));
     }
@@ -83,69 +78,68 @@ impl BackRefs {
         if pointer.is_null() {
             return;
         }
-        // Relaxed: constant since `open`, whose store the Acquire above has made visible.
-        // SAFETY: `open` made the array with a first entry. The caller owns the span, which has no objects,
-        // or has all arrays to itself. So nobody else has a reference into the array.
+        // Relaxed: constant since `open`; its store is visible after the Acquire above.
+        // SAFETY: `open` created the array with a first entry. The caller owns the span, which has
+        // no objects, or has exclusive access to all arrays. So there is no other reference into
+        // the array.
         let len = unsafe { &*pointer }.load(Ordering::Relaxed) as usize + 1;
-        // SAFETY: made in `open` with this length and swapped out once.
+        // SAFETY: allocated in `open` with this length and swapped out once.
         drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(pointer, len)) });
         // Relaxed: a statistic.
         self.entries.fetch_sub(len as u64, Ordering::Relaxed);
     }
 
     /// # Safety
-    /// The caller owns the span, or has locked the slot of an object in it, for as long as it uses
-    /// the entry.
+    /// The caller must own the span, or hold the lock of an object's slot in it, while it uses the
+    /// entry.
     #[inline]
     unsafe fn entry(&self, span: u32, object: usize) -> &AtomicU64 {
         // Acquire: pairs with the Release in `open`.
         let pointer = self.arrays.get(span).load(Ordering::Acquire);
         assert!(!pointer.is_null(), "span {span} has no back-references");
-        // Relaxed: constant since `open`, whose store the Acquire above has made visible.
-        // SAFETY: the first entry exists; the array lives while the caller owns the span, or holds the
-        // slot of an object in it.
+        // Relaxed: constant since `open`; its store is visible after the Acquire above.
+        // SAFETY: the first entry exists; the array lives while the caller owns the span, or holds
+        // the slot of an object in it.
         let objects = unsafe { &*pointer }.load(Ordering::Relaxed);
         assert!((object as u64) < objects, "object {object} of {objects}");
-        // SAFETY: `objects` entries follow the first one, and the array lives as said above.
+        // SAFETY: `objects` entries follow the first one, and the array lives as above.
         unsafe { &*pointer.add(object + 1) }
     }
 
-    /// Notes whose an object is.
     #[inline]
     pub fn set(&self, span: &Owned, object: usize, owner: BackRef) {
         // SAFETY: the caller owns the span.
-        unsafe { self.set_held(span.number(), object, owner) };
+        unsafe { self.set_for_object(span.number(), object, owner) };
     }
 
-    /// As [`set`](Self::set), for who does not own the span.
+    /// As [`set`](Self::set), for a caller that does not own the span.
     ///
     /// # Safety
-    /// The caller has locked the slot that holds the object, or has taken the object out of it and
-    /// not freed it: the span is not emptied meanwhile.
+    /// The caller must have locked the slot that holds the object, or have removed the object from
+    /// it without freeing it: then the span cannot become empty.
     #[inline]
-    pub unsafe fn set_held(&self, span: u32, object: usize, owner: BackRef) {
-        // SAFETY: the caller's promise.
+    pub unsafe fn set_for_object(&self, span: u32, object: usize, owner: BackRef) {
+        // SAFETY: guaranteed by the caller.
         let entry = unsafe { self.entry(span, object) };
-        // Relaxed: read by the span's next owner, which ownership's hand-over orders. Who reads an
-        // object's former owner finds that its slot holds something else.
+        // Relaxed: read by the span's next owner, ordered by the transfer of ownership. A reader of
+        // an object's former owner finds that its slot holds something else.
         entry.store(owner.0, Ordering::Relaxed);
     }
 
-    /// Whose an object is, or was.
+    /// Returns the current or former owner of an object.
     pub fn get(&self, span: &Owned, object: usize) -> BackRef {
         // SAFETY: the caller owns the span.
         let entry = unsafe { self.entry(span.number(), object) };
-        // Relaxed: see `set_held`.
+        // Relaxed: see `set_for_object`.
         BackRef(entry.load(Ordering::Relaxed))
     }
 
-    /// Bytes of all arrays.
     pub fn bytes(&self) -> u64 {
         // Relaxed: a statistic.
         self.entries.load(Ordering::Relaxed) * 8
     }
 
-    /// Bytes of what holds the arrays.
+    /// Returns the bytes of the table of arrays.
     pub fn overhead_bytes(&self) -> u64 {
         self.arrays.bytes()
     }

@@ -1,27 +1,28 @@
-//! Size classes: objects are rounded up to a multiple of 16 bytes, and each class packs its objects
-//! into spans of as many pages as waste least.
+//! Size classes: object sizes are rounded up to a multiple of 16 bytes. Each class uses the span
+//! length that wastes least.
+//!
+//! Spans have up to 32 pages (zsmalloc: 8 by default), so less memory is lost at their ends. The
+//! largest class that saves memory is therefore 3968 bytes: 32 objects in 31 pages.
 
-/// Objects begin at multiples of this, and classes are this far apart.
+/// Alignment of objects and distance of classes, in bytes.
 pub const CLASS_STEP_BYTES: usize = 16;
 /// Number of classes: 16, 32, ... 4096 bytes.
 pub const CLASSES: usize = freestone_core::PAGE_BYTES / CLASS_STEP_BYTES;
-/// Address space of a span. How much of it a class uses is its `pages`.
+/// Address space of a span in bytes. A class uses the first `pages` of it.
 pub const SPAN_BYTES: u64 = 128 << 10;
 /// Pages in a span's address space.
 pub const SPAN_PAGES: usize = SPAN_BYTES as usize / freestone_core::PAGE_BYTES;
-/// Most objects of a span: what its bitmap holds.
+/// Maximum objects of a span: the size of its bitmap.
 pub const SPAN_OBJECTS: usize = 256;
 
-/// How one class lays out its spans.
+/// Span layout of a class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Class {
-    /// Bytes of an object's place.
+    /// Object size in bytes.
     pub bytes: u32,
-    /// Pages of a span.
     pub pages: u32,
-    /// Objects in a span.
     pub objects: u32,
-    /// For the division of an offset (in 16-byte units) by the object's size; see
+    /// Reciprocal for dividing an offset (in 16-byte units) by the object size; see
     /// [`Class::index_at`].
     reciprocal: u32,
 }
@@ -36,8 +37,7 @@ impl Class {
         let mut pages = 1;
         while pages <= SPAN_PAGES {
             let objects = pages * freestone_core::PAGE_BYTES / bytes;
-            // Bytes that hold objects, per page, compared crosswise. On a tie more pages: fewer
-            // spans to keep.
+            // Compare used bytes per page crosswise. On a tie prefer more pages: fewer spans.
             if objects <= SPAN_OBJECTS && (best == 0 || objects * best >= best_objects * pages) {
                 best = pages;
                 best_objects = objects;
@@ -52,20 +52,20 @@ impl Class {
         }
     }
 
-    /// The number of the object that begins `units` (of 16 bytes) into the span.
+    /// Returns the index of the object that begins `units` (of 16 bytes) into the span.
     #[inline]
     pub const fn index_at(&self, units: u64) -> usize {
-        // Exact: units < 2^13 and the reciprocal is too large by less than one part in 2^24 / 2^8.
+        // Exact: units < 2^13, and the relative error of the reciprocal is below 2^-16.
         ((units * self.reciprocal as u64) >> RECIPROCAL_SHIFT) as usize
     }
 
-    /// Bytes that one object really takes: the span divided by its objects.
+    /// Returns the memory per object: the span's size divided by its objects.
     const fn cost_bytes(&self) -> usize {
         (self.pages as usize * freestone_core::PAGE_BYTES).div_ceil(self.objects as usize)
     }
 }
 
-/// All classes, by number.
+/// All classes by index.
 pub static CLASS: [Class; CLASSES] = {
     let mut all = [Class::new(0); CLASSES];
     let mut index = 0;
@@ -76,16 +76,16 @@ pub static CLASS: [Class; CLASSES] = {
     all
 };
 
-/// The class of an object of `bytes`, 1 to a page.
+/// Returns the class of an object of `bytes`, 1 to the page size.
 #[inline]
 pub const fn class_of(bytes: usize) -> usize {
     debug_assert!(bytes >= 1 && bytes <= freestone_core::PAGE_BYTES);
     (bytes - 1) / CLASS_STEP_BYTES
 }
 
-/// The class-waste line: an object larger than this takes as much memory as a whole page, because
-/// of what its class leaves unused at the end of each span. Such a page is stored uncompressed
-/// (zsmalloc's `huge_class_size` has the same meaning).
+/// Huge-class threshold: a larger object takes as much memory as a whole page, because of the
+/// unused end of its class's spans. Such a page is stored uncompressed, as with zsmalloc's
+/// `huge_class_size`.
 pub const HUGE_LINE_BYTES: usize = {
     let mut index = CLASSES - 1;
     while Class::new(index).cost_bytes() >= freestone_core::PAGE_BYTES {
@@ -99,13 +99,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn classes_waste_little() {
+    fn class_waste_is_below_3_percent() {
         for (index, class) in CLASS.iter().enumerate() {
             let span = class.pages as usize * freestone_core::PAGE_BYTES;
             let used = class.objects as usize * class.bytes as usize;
             assert!(used <= span && class.objects as usize <= SPAN_OBJECTS, "{class:?}");
-            // Above the line a place costs a page; that is why nothing is stored there but whole
-            // pages.
+            // Above the threshold an object costs a page, so only whole pages are stored there.
             if class.bytes as usize <= HUGE_LINE_BYTES {
                 assert!((span - used) * 100 <= span * 3, "class {index} wastes over 3 %: {class:?}");
             }
@@ -114,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn every_object_finds_its_number() {
+    fn class_index_at_inverts_offset() {
         for class in &CLASS {
             for object in 0..class.objects {
                 let units = u64::from(object * class.bytes) / CLASS_STEP_BYTES as u64;
@@ -124,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_round_up_to_their_class() {
+    fn class_of_rounds_up() {
         for bytes in 1..=freestone_core::PAGE_BYTES {
             let class = &CLASS[class_of(bytes)];
             assert!(class.bytes as usize >= bytes && (class.bytes as usize) < bytes + CLASS_STEP_BYTES);
@@ -132,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn the_line_is_where_the_waste_says() {
+    fn huge_threshold_is_3968() {
         assert_eq!(HUGE_LINE_BYTES, 3968);
     }
 }

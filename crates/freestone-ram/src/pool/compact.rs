@@ -1,31 +1,29 @@
-//! Compaction: objects of sparse spans move into the holes of full ones, while requests go on.
+//! Compaction: moves objects of sparse spans into holes of fuller ones, concurrently with requests.
 
 use super::class::{CLASS, CLASSES};
 use super::spans::Owned;
-use super::{BackRef, Place, Pool, Taken, pages_to_hold};
+use super::{BackRef, NewObject, Place, Pool, pages_to_hold};
 use freestone_core::PAGE_BYTES;
 use freestone_core::slot::SlotGuard;
 use freestone_core::sync::Ordering;
 
-/// How compaction reaches the slot that holds an object.
 pub trait Owners {
-    /// Locks the slot that `owner` names and hands it to `work`. Does nothing where its table is
-    /// gone.
+    /// Calls `work` with the slot of `owner` locked. Does nothing if its table is gone.
     fn with_slot(&self, owner: BackRef, work: &mut dyn FnMut(SlotGuard<'_>));
 }
 
 impl Pool {
-    /// Packs every class into as few pages as possible and returns how many pages went back to the
-    /// system. Only one runs at a time; a second caller gets 0, as in the kernel. Never needs
-    /// memory of its own.
+    /// Compacts every class into as few pages as possible and returns the number of pages returned
+    /// to the system. A concurrent second call returns 0, as in the kernel. Needs no memory of its
+    /// own.
     ///
-    /// It ends when `watch` says false, which is given bytes of the spans that were looked at and
-    /// of all.
+    /// `watch` receives the bytes of the spans visited and of all spans; compaction ends when it
+    /// returns false.
     pub fn compact(&self, owners: &dyn Owners, watch: &mut dyn FnMut(u64, u64) -> bool) -> u64 {
         self.compact_classes(0..CLASSES, owners, watch)
     }
 
-    /// As [`compact`](Self::compact), of one class: a bounded piece of it.
+    /// As [`compact`](Self::compact), for one class: a bounded piece of work.
     pub fn compact_one(&self, class: usize, owners: &dyn Owners) -> u64 {
         self.compact_classes(class..class + 1, owners, &mut |_, _| true)
     }
@@ -38,7 +36,7 @@ impl Pool {
     ) -> u64 {
         let Some(_one) = self.compacting.try_lock() else { return 0 };
         let before = self.pages();
-        // Relaxed: for show, and a bound.
+        // Relaxed: used for progress and as a bound.
         let spans = |class: usize| self.population[class].load(Ordering::Relaxed);
         let span_bytes = |class: usize| u64::from(CLASS[class].pages) * PAGE_BYTES as u64;
         let all = classes.clone().map(|class| u64::from(spans(class)) * span_bytes(class)).sum();
@@ -66,11 +64,11 @@ impl Pool {
         owners: &dyn Owners,
         go_on: &mut dyn FnMut(u32) -> bool,
     ) {
-        self.give_up_currents(class);
-        // Owned spans that can neither take nor give any more.
+        self.list_currents(class);
+        // Owned spans that are finished as source and target.
         let mut settled = Vec::new();
         let mut target = None;
-        // Requests fill and empty spans meanwhile; one round a span that is there now is enough.
+        // Requests fill and empty spans meanwhile: limit the rounds to the present number of spans.
         let mut whole = true;
         for round in 0..rounds {
             whole = go_on(round);
@@ -80,7 +78,7 @@ impl Pool {
             let Some(source) = self.spans.own_emptiest(class) else { break };
             let room = self.empty_span(&source, class, &mut target, &mut settled, owners);
             if self.spans.used(&source) == 0 {
-                self.give_up(source, class);
+                self.release_span(source, class);
             } else {
                 settled.push(source);
             }
@@ -92,12 +90,12 @@ impl Pool {
             if whole {
                 self.pack_span(&span, class, owners);
             }
-            self.give_up(span, class);
+            self.release_span(span, class);
         }
     }
 
-    /// Moves the objects of an owned span into holes of others; false when there are no more holes
-    /// in memory.
+    /// Moves the objects of an owned span into holes of others. Returns false if no resident hole
+    /// is left.
     fn empty_span(
         &self,
         source: &Owned,
@@ -121,13 +119,13 @@ impl Pool {
         true
     }
 
-    /// The objects that are taken at this moment, in order.
+    /// Iterates over the objects used at this moment, in order.
     fn objects_of(&self, span: &Owned, class: usize) -> impl DoubleEndedIterator<Item = usize> {
         (0..CLASS[class].objects as usize).filter(move |&object| self.spans.is_taken(span, object))
     }
 
     /// Moves the last objects of an owned span into its first holes, and returns the pages behind
-    /// them.
+    /// them to the system.
     fn pack_span(&self, span: &Owned, class: usize, owners: &dyn Owners) {
         for object in self.objects_of(span, class).rev() {
             let Some(hole) = self.resident_hole(span, class, object) else { break };
@@ -137,8 +135,8 @@ impl Pool {
         self.trim(span, last.map_or(0, |object| pages_to_hold(&CLASS[class], object)));
     }
 
-    /// Moves one object, if its slot still holds it. An object that no slot holds is about to be
-    /// published or freed by the thread that has it, and stays.
+    /// Moves an object if its slot still holds it. An object in no slot is about to be published or
+    /// freed by its holder, and stays.
     fn move_object(
         &self,
         class: usize,
@@ -149,7 +147,7 @@ impl Pool {
         let owner = self.backrefs.get(source, object);
         let from = Place { span: source.number(), object, class }.location();
         let mut taken = self.take(target, hole, class, owner);
-        let Taken(place) = taken;
+        let NewObject(place) = taken;
         let mut unused = place.location();
         owners.with_slot(owner, &mut |guard| {
             let word = guard.word();

@@ -1,15 +1,15 @@
-//! What the pool does with memory: bytes of objects, pages of spans.
+//! Memory access of the pool: bytes of objects, pages of spans.
 #![expect(unsafe_code)]
-// UNSAFETY: reads and writes objects in the arena's shared memory, and hands spans to the arena and
-// back.
+// UNSAFETY: reads and writes objects in the arena's shared memory, and exchanges spans with the
+// arena.
 
 use std::ops::Range;
 use std::ptr::NonNull;
 
-use super::{BackRef, CLASS_STEP_BYTES, Owned, PAGE_BYTES, Pool, Result, SPAN_BYTES, Taken, Unused};
+use super::{BackRef, CLASS_STEP_BYTES, NewObject, Owned, PAGE_BYTES, Pool, Result, SPAN_BYTES, Unused};
 use freestone_core::slot::{SlotGuard, Word};
 
-/// Bytes of a cache line on the machines that matter here; a wrong guess costs time only.
+/// Cache line size on the relevant machines; a wrong value costs time only.
 #[cfg(target_arch = "x86_64")]
 const LINE_BYTES: usize = 64;
 
@@ -27,25 +27,23 @@ fn prefetch<const WRITE: bool>(from: NonNull<u8>, len: usize) {
 #[cfg(not(target_arch = "x86_64"))]
 fn prefetch<const WRITE: bool>(_from: NonNull<u8>, _len: usize) {}
 
-/// A span's pages, as the arena counts: where they begin, and how many bytes they have.
+/// Returns the byte offset in the arena and the length of a span's pages.
 fn bytes_of(span: &Owned, pages: &Range<u32>) -> (u64, u64) {
     let at = u64::from(span.number()) * SPAN_BYTES + u64::from(pages.start) * PAGE_BYTES as u64;
     (at, pages.len() as u64 * PAGE_BYTES as u64)
 }
 
 impl Pool {
-    /// Fills an object that was just taken.
     #[inline]
-    pub(super) fn fill(&self, taken: &mut Taken, data: &[u8]) {
-        // SAFETY: no slot holds the object, and it is the caller's.
+    pub(super) fn fill(&self, taken: &mut NewObject, data: &[u8]) {
+        // SAFETY: the object is in no slot and belongs to the caller.
         unsafe { self.put(taken.0.location(), data) };
     }
 
-    /// Replaces the bytes of a locked slot's object by `data` of the [same
-    /// class](Self::same_class), in their place. The caller publishes the word that says what they
-    /// are now.
+    /// Overwrites a locked slot's object in place with `data` of the [same
+    /// class](Self::same_class). The caller must publish the matching word.
     ///
-    /// The guard is borrowed as its only user's: nobody has what [`object`](Self::object) showed of
+    /// The mutable borrow of the guard excludes slices from [`object`](Self::object).
     /// it.
     #[inline]
     pub fn overwrite(&self, guard: &mut SlotGuard<'_>, data: &[u8]) {
@@ -53,35 +51,34 @@ impl Pool {
         if let Some(location) = word.object() {
             assert!(
                 Self::same_class(data.len(), word.stored_bytes()),
-                "an object is overwritten in its class only"
+                "an object can only be overwritten by one of its class"
             );
-            // SAFETY: the object's slot is locked, and `&mut` says that no slice of it is about.
+            // SAFETY: the object's slot is locked, and `&mut` excludes any slice of it.
             unsafe { self.put(location, data) };
         }
     }
 
     /// # Safety
-    /// The object has room for the data, lies in memory and is the caller's alone: its bit is set,
-    /// and its location is in no slot, or in one that the caller has locked.
+    /// The object must have room for the data, be resident and belong to the caller: its bit is
+    /// set, and its location is in no slot, or in one that the caller has locked.
     #[inline]
     unsafe fn put(&self, location: u64, data: &[u8]) {
         let to = self.arena.at(location * CLASS_STEP_BYTES as u64);
-        // The place is rarely in the cache: its lines come side by side, not one after the other
-        // behind the copy, which the next locked instruction would wait for.
+        // The destination is rarely cached: fetch its lines in parallel, not one by one during the
+        // copy, for which the next locked instruction would wait.
         prefetch::<true>(to, data.len());
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to.as_ptr(), data.len()) };
     }
 
-    /// Fetches the object that a slot was seen to hold into the cache, to be read soon. A hint: the
-    /// slot may change, and who saw it without its lock may not see yet where the object's memory
-    /// is.
+    /// Prefetches an object for reading. A hint: without the slot's lock the word may be outdated,
+    /// and the object's memory may not be visible to this thread yet.
     #[inline]
     pub fn prefetch_for_read(&self, word: Word) {
         self.prefetch::<false>(word);
     }
 
-    /// As [`prefetch_for_read`](Self::prefetch_for_read), to be written soon.
+    /// Prefetches an object for writing; see [`prefetch_for_read`](Self::prefetch_for_read).
     #[inline]
     pub fn prefetch_for_write(&self, word: Word) {
         self.prefetch::<true>(word);
@@ -95,7 +92,7 @@ impl Pool {
         }
     }
 
-    /// The bytes of the object that a locked slot holds; empty where it holds none.
+    /// Returns the bytes of a locked slot's object; empty if it has none.
     #[inline]
     pub fn object<'g>(&'g self, guard: &'g SlotGuard<'_>) -> &'g [u8] {
         let word = guard.word();
@@ -106,34 +103,33 @@ impl Pool {
         }
     }
 
-    /// The bytes of an object.
+    /// Returns the bytes of an object.
     ///
     /// # Safety
-    /// It has `len` bytes, and is neither written nor freed while the slice lives: the caller has
-    /// locked the slot that holds it, or no slot does and it is the caller's.
+    /// The object must have `len` bytes, and must not be written or freed while the slice lives:
+    /// the caller has locked the slot that holds it, or it is in no slot and belongs to the caller.
     #[inline]
     pub(super) unsafe fn view(&self, location: u64, len: usize) -> &[u8] {
         let from = self.arena.at(location * CLASS_STEP_BYTES as u64);
-        // SAFETY: the caller's promise; memory of the arena is initialised.
+        // SAFETY: guaranteed by the caller; memory of the arena is initialised.
         unsafe { std::slice::from_raw_parts(from.as_ptr(), len) }
     }
 
-    /// The object of a locked slot moves to another slot, which is locked, too.
+    /// Changes the owner of an object that moves between two locked slots.
     pub fn set_owner(&self, location: u64, owner: BackRef) {
         let place = self.place(location);
-        // SAFETY: the object is in a locked slot, or was just taken out of one.
-        unsafe { self.backrefs.set_held(place.span, place.object, owner) };
+        // SAFETY: the object is in a locked slot, or was just removed from one.
+        unsafe { self.backrefs.set_for_object(place.span, place.object, owner) };
     }
 
-    /// A span from the arena.
-    pub(super) fn fresh_span(&self) -> Result<Unused> {
+    pub(super) fn alloc_span(&self) -> Result<Unused> {
         let span = self.arena.alloc()?;
-        // SAFETY: the arena has just handed it out.
+        // SAFETY: the arena has just returned the span.
         Ok(unsafe { Unused::new(span) })
     }
 
-    /// All spans there ever were. Everything that was known of them is forgotten, and with `&mut`
-    /// nobody has a witness of one but in what is forgotten here.
+    /// Drops all span state and returns the tokens of all spans ever allocated. `&mut` guarantees
+    /// that no other token exists.
     pub(super) fn all_unused(&mut self) -> Vec<Unused> {
         self.spans = super::Spans::new(super::CLASSES);
         self.empties.lock().clear();
@@ -141,35 +137,36 @@ impl Pool {
             *current.lock() = None;
         }
         self.arena.forget_free();
-        // SAFETY: see above; the arena takes them all for handed out.
+        // SAFETY: all other tokens were dropped above; the arena counts all these spans as
+        // allocated.
         (0..self.arena.handed_out()).map(|span| unsafe { Unused::new(span) }).collect()
     }
 
-    /// Returns all memory to the system; `progress` is given bytes, done and in all.
+    /// Returns all memory to the system. `progress` receives the bytes done and the total.
     pub fn give_back(mut self, progress: &mut dyn FnMut(u64, u64)) {
         self.arena.give_back(progress);
     }
 
-    /// Gives a span back to the arena. Its memory was returned.
+    /// Returns a span to the arena. Its memory must have been returned before.
     pub(super) fn return_span(&self, span: Unused) {
-        // SAFETY: the witness is spent; there is no other.
+        // SAFETY: consumes the only token.
         unsafe { self.arena.free(span.into_number()) };
     }
 
-    /// Brings pages of a span into memory; on failure none.
-    pub(super) fn bring_in(&self, span: &Owned, pages: Range<u32>) -> Result<()> {
+    /// Makes pages of a span resident; on failure none.
+    pub(super) fn make_pages_resident(&self, span: &Owned, pages: Range<u32>) -> Result<()> {
         let (at, len) = bytes_of(span, &pages);
         self.arena.populate(at, len).inspect_err(|_| {
-            // Some of it may have come.
-            self.send_out(span, pages);
+            // Some may have become resident.
+            self.release_pages(span, pages);
         })
     }
 
-    /// Returns the memory of pages of a span, in which no object lies.
-    pub(super) fn send_out(&self, span: &Owned, pages: Range<u32>) {
+    /// Returns the memory of a span's pages that have no object.
+    pub(super) fn release_pages(&self, span: &Owned, pages: Range<u32>) {
         let (at, len) = bytes_of(span, &pages);
-        // SAFETY: the caller owns the span, so no object is made there meanwhile, and there is
-        // none.
+        // SAFETY: the caller owns the span, so no object is created there meanwhile, and none
+        // exists.
         unsafe { self.arena.release(at, len) };
     }
 }

@@ -1,23 +1,23 @@
-//! The object pool: memory for compressed pages, in zsmalloc's role.
+//! The object pool: memory for compressed pages, comparable to zsmalloc.
 //!
-//! Objects of 1 to 4096 bytes are rounded up to a class (16-byte steps) and live in spans of their
-//! class. A CPU takes objects from a current span of its own for each class, so two CPUs allocate
-//! without meeting; an object is freed by clearing a bit. A class's lock is taken only when a span
-//! changes hands or fullness group. Pool-wide locks (the kept empties, the arena) are taken when a
-//! span begins or ends, and where the limit is reached.
+//! Objects of 1 to 4096 bytes are rounded up to a size class (16-byte steps) and stored in spans of
+//! their class. Each CPU has a current span per class, so CPUs allocate without contention. Freeing
+//! an object clears a bit. A class's lock is taken only when a span changes its owner or fullness
+//! group; pool-wide locks (the cached empty spans, the arena) only when a span is created or
+//! destroyed, or at the limit.
 //!
-//! Objects move ([`compact`](Pool::compact)) without an indirection: each has a back-reference to
-//! the slot that holds its location, and moves under that slot's lock.
+//! [Compaction](Pool::compact) moves objects without an indirection: each object has a
+//! back-reference to the slot with its location, and moves under that slot's lock.
 //!
-//! Memory is counted in pages that are really there: a span's pages come into memory from the
-//! front, as it fills (a few ahead of need in a large class).
+//! The pool counts resident pages: a span's pages become resident from the front as it fills (a few
+//! in advance in a large class).
 //!
-//! What a slot's word says of an object is believed: words with objects are published by those only
-//! who took the object, or took it over from a slot that they had locked, and it is freed by
-//! whoever took it out of the last slot.
+//! Invariant: the pool trusts the words of slots. A word with an object is published only by the
+//! thread that allocated the object, or that took it over from a slot it had locked. The thread
+//! that removes the object from the last slot frees it.
 //!
-//! Lock order: `compacting`, a slot, `scarce`, CPUs' current spans (more than one only under
-//! `scarce`), a class's lists, the kept empties, the arena.
+//! Lock order: `compacting`, a slot, `scarce`, CPUs' current spans (several only under `scarce`), a
+//! class's lists, `empties`, the arena.
 
 pub mod backrefs;
 pub mod class;
@@ -43,54 +43,55 @@ use freestone_core::device::{Error, Result};
 use freestone_core::percpu;
 use freestone_core::sync::{Arc, AtomicU32, AtomicU64, Mutex, MutexGuard, OnceLock, Ordering};
 
-/// Empty spans that keep their memory, so that a pool whose use swings by a few spans makes no
-/// system calls.
-const KEPT_EMPTIES: usize = 16;
-/// A current span brings this share of its class's pages into memory ahead of need: few system
-/// calls while a large class fills, little waste in a small one.
+/// Number of empty spans that keep their memory, to avoid system calls if use oscillates by a few
+/// spans.
+const EMPTIES_MAX: usize = 16;
+/// A growing span makes 1/`AHEAD_SHARE` of its class's pages resident in advance: few system calls
+/// in a large class, little waste in a small one.
 const AHEAD_SHARE: u32 = 512;
 
 const UNITS_PER_SPAN: u64 = SPAN_BYTES / CLASS_STEP_BYTES as u64;
 
-/// The memory in which compressed objects lie, in spans of one size class each.
+/// Memory for compressed objects, in spans of one size class each.
 pub struct Pool {
     arena: Arena,
     spans: Spans,
     backrefs: BackRefs,
-    /// By CPU, from its first object on.
+    /// Current spans by CPU, allocated with the CPU's first object.
     current: Box<[OnceLock<Box<Currents>>]>,
     empties: Mutex<Vec<Unused>>,
     compacting: Mutex<()>,
     scarce: Mutex<()>,
-    /// Spans of each class, to size the read-ahead of memory.
+    /// Spans of each class, which determine the pages made resident in advance.
     population: Box<[AtomicU32]>,
     pages: AtomicU64,
     pages_max: AtomicU64,
     limit_pages: AtomicU64,
-    /// Pages beside the pool's own that count against its limit.
-    beside_pages: Arc<AtomicU64>,
-    /// Above this many pages growth is reported to `alarm`.
+    /// Pages outside the pool that count against its limit.
+    outside_pages: Arc<AtomicU64>,
+    /// Growth above this number of pages calls `alarm`.
     alarm_pages: AtomicU64,
     alarm: OnceLock<Alarm>,
 }
 
-/// Told that the pool has grown above its mark; takes no lock under which the pool is used.
+/// Callback for growth above the mark. Must not take a lock under which the pool is used.
 pub type Alarm = Box<dyn Fn() + Send + Sync>;
 
-/// One CPU's current spans, one a class.
+/// A CPU's current spans by class.
 type Currents = CachePadded<[Mutex<Option<Owned>>; CLASSES]>;
 
-/// For whom a place is looked for.
+/// Parameters of an allocation.
 #[derive(Clone, Copy)]
-struct Asker {
+struct AllocRequest {
     owner: BackRef,
-    /// Pages of the limit that are kept for others.
-    kept: u64,
-    /// A refusal for want of memory is the write's failure; else another place will be looked for.
+    /// Pages of the limit reserved for others.
+    reserved: u64,
+    /// Whether a refusal fails the write (and raises the high-water mark); else another attempt
+    /// follows.
     is_last: bool,
 }
 
-/// An object's place, taken apart.
+/// Location of an object, decoded.
 #[derive(Clone, Copy)]
 struct Place {
     span: u32,
@@ -98,9 +99,8 @@ struct Place {
     class: usize,
 }
 
-/// The place of an object that was taken and that no slot holds yet: its bytes are the taker's
-/// alone.
-struct Taken(Place);
+/// An allocated object that is in no slot yet: only the allocating thread may access its bytes.
+struct NewObject(Place);
 
 impl Place {
     fn location(self) -> u64 {
@@ -110,17 +110,17 @@ impl Place {
 }
 
 impl Pool {
-    /// An empty pool without a limit, with nothing beside it.
     #[cfg(test)]
     pub fn new() -> rustix::io::Result<Self> {
-        Self::beside(Arc::new(AtomicU64::new(0)))
+        Self::with_outside_pages(Arc::new(AtomicU64::new(0)))
     }
 
-    /// An empty pool without a limit; so many pages beside it will count against its limit.
+    /// Creates an empty pool without a limit. `outside_pages` counts pages outside the pool towards
+    /// a limit.
     ///
     /// # Errors
-    /// Those of `memfd_create(2)`.
-    pub fn beside(beside_pages: Arc<AtomicU64>) -> rustix::io::Result<Self> {
+    /// Fails if `memfd_create(2)` does.
+    pub fn with_outside_pages(outside_pages: Arc<AtomicU64>) -> rustix::io::Result<Self> {
         Ok(Self {
             arena: Arena::new("freestone-pool", SPAN_BYTES)?,
             spans: Spans::new(CLASSES),
@@ -133,7 +133,7 @@ impl Pool {
             pages: AtomicU64::new(0),
             pages_max: AtomicU64::new(0),
             limit_pages: AtomicU64::new(u64::MAX),
-            beside_pages,
+            outside_pages,
             alarm_pages: AtomicU64::new(u64::MAX),
             alarm: OnceLock::new(),
         })
@@ -141,52 +141,52 @@ impl Pool {
 
     // ---- the request path -----------------------------------------------------------------------
 
-    /// Stores `data` (1 to 4096 bytes) for `owner` and returns its location; of the limit, `kept`
-    /// pages are left to others. It may fault in memory, so it is called with no compression stream
-    /// held. (A write to a part of a page holds the page's slot: what waits then is that page.)
+    /// Stores `data` (1 to 4096 bytes) for `owner` and returns its location, leaving `reserved` pages
+    /// of the limit to others. May take page faults, so no compression stream may be held. (A
+    /// partial write holds its page's slot, which delays that page only.)
     ///
     /// # Errors
-    /// [`Error::NoSpace`] where the limit forbids it, [`Error::NoMemory`].
+    /// [`Error::NoSpace`] at the limit; [`Error::NoMemory`].
     #[expect(clippy::inline_always, reason = "a write in memory is one function")]
     #[inline(always)]
-    pub fn store(&self, data: &[u8], owner: BackRef, kept: u64) -> Result<u64> {
-        if self.is_over_limit() {
-            // Perhaps because of spans that are kept for nothing else.
+    pub fn store(&self, data: &[u8], owner: BackRef, reserved: u64) -> Result<u64> {
+        if self.exceeds_lowered_limit() {
+            // The cached empty spans may be the reason.
             self.release_empties();
-            if self.is_over_limit() {
+            if self.exceeds_lowered_limit() {
                 return Err(self.over_limit(0));
             }
         }
         let class = class_of(data.len());
-        let asker = Asker { owner, kept, is_last: false };
-        let taken = self.take_from(&mut self.lock_current(class), class, asker);
+        let request = AllocRequest { owner, reserved, is_last: false };
+        let taken = self.take_from(&mut self.lock_current(class), class, request);
         let mut taken = match taken {
-            Err(Error::NoSpace) => self.take_when_scarce(class, Asker { is_last: true, ..asker })?,
+            Err(Error::NoSpace) => self.take_at_limit(class, AllocRequest { is_last: true, ..request })?,
             taken => taken?,
         };
         self.fill(&mut taken, data);
         Ok(taken.0.location())
     }
 
-    /// Bytes that an object takes of its span: its class.
+    /// Returns the bytes that an object takes of its span: its class size.
     pub fn charged_bytes(stored: usize) -> u64 {
         u64::from(CLASS[class_of(stored)].bytes)
     }
 
-    /// Whether objects of these sizes take places of one class; no object, of size 0, has one.
+    /// Returns true if both sizes are in the same class; size 0 is not an object and has no class.
     #[inline]
     pub fn same_class(bytes: usize, other_bytes: usize) -> bool {
         bytes != 0 && other_bytes != 0 && class_of(bytes) == class_of(other_bytes)
     }
 
-    /// Whether the limit was lowered below what the pool has.
+    /// Returns true if the limit was lowered below the pool's size.
     #[inline]
-    pub fn is_over_limit(&self) -> bool {
-        // Relaxed: a limit that changes at this moment counts from the next write on.
+    pub fn exceeds_lowered_limit(&self) -> bool {
+        // Relaxed: a changed limit applies from the next write on.
         self.pages.load(Ordering::Relaxed) > self.limit_pages.load(Ordering::Relaxed)
     }
 
-    /// Frees an object that no slot holds any more.
+    /// Frees an object that is in no slot any more.
     #[inline]
     pub fn free(&self, location: u64) {
         let place = self.place(location);
@@ -194,14 +194,14 @@ impl Pool {
             Freed::Fine => {}
             Freed::Refile => {
                 if let Some(span) = self.spans.refile(place.span, place.class, CLASS[place.class].objects) {
-                    self.retire(span, place.class);
+                    self.recycle_span(span, place.class);
                 }
             }
             Freed::EmptyOwned => self.drop_empty_current(place),
         }
     }
 
-    /// This CPU's current span of a class; another CPU's where a descheduled thread holds it.
+    /// Locks this CPU's current span of a class, or another CPU's if a descheduled thread holds it.
     #[inline]
     fn lock_current(&self, class: usize) -> MutexGuard<'_, Option<Owned>> {
         percpu::lock_nearest(|cpu| &self.current[cpu].get_or_init(new_currents)[class])
@@ -209,16 +209,21 @@ impl Pool {
 
     #[expect(clippy::inline_always, reason = "as above")]
     #[inline(always)]
-    fn take_from(&self, current: &mut Option<Owned>, class: usize, asker: Asker) -> Result<Taken> {
+    fn take_from(
+        &self,
+        current: &mut Option<Owned>,
+        class: usize,
+        request: AllocRequest,
+    ) -> Result<NewObject> {
         loop {
             if let Some(span) = current
                 && let Some(object) = self.spans.lowest_free(span)
             {
-                self.make_resident(span, object, class, asker)?;
-                return Ok(self.take(span, object, class, asker.owner));
+                self.make_resident(span, object, class, request)?;
+                return Ok(self.take(span, object, class, request.owner));
             }
             if let Some(span) = current.take() {
-                self.give_up(span, class);
+                self.release_span(span, class);
             }
             *current = Some(match self.spans.own_fullest(class) {
                 Some(span) => span,
@@ -227,24 +232,23 @@ impl Pool {
         }
     }
 
-    /// Takes a free object, which lies in memory.
     #[inline]
-    fn take(&self, span: &Owned, object: usize, class: usize, owner: BackRef) -> Taken {
+    fn take(&self, span: &Owned, object: usize, class: usize, owner: BackRef) -> NewObject {
         self.spans.take(span, object);
         self.backrefs.set(span, object, owner);
-        Taken(Place { span: span.number(), object, class })
+        NewObject(Place { span: span.number(), object, class })
     }
 
-    /// The limit forbids more memory: takes any place that is in memory, in whatever CPU's current
-    /// span or less full one it lies. (A span that compaction works on is not found.)
+    /// Allocates at the limit: takes any free resident object, in any CPU's current span or a
+    /// listed span. (A span that compaction owns is not found.)
     #[cold]
-    fn take_when_scarce(&self, class: usize, asker: Asker) -> Result<Taken> {
+    fn take_at_limit(&self, class: usize, request: AllocRequest) -> Result<NewObject> {
         let _one = self.scarce.lock();
         let own = self.current[percpu::current()].get_or_init(new_currents);
         let mut currents: Vec<_> =
             self.currents().map(|cpu| (std::ptr::eq(cpu, &raw const **own), cpu[class].lock())).collect();
         for span in currents.iter_mut().filter_map(|(_, current)| current.take()) {
-            self.give_up(span, class);
+            self.release_span(span, class);
         }
         let mut without = Vec::new();
         let found = loop {
@@ -256,53 +260,60 @@ impl Pool {
             }
         };
         for span in without {
-            self.give_up(span, class);
+            self.release_span(span, class);
         }
         let Some((_, current)) = currents.iter_mut().find(|(is_own, _)| *is_own) else {
-            unreachable!("it was made above")
+            unreachable!("it was created above")
         };
         **current = found;
-        self.take_from(current, class, asker)
+        self.take_from(current, class, request)
     }
 
-    /// A free object below `end` of an owned span that lies in memory.
+    /// Returns a free resident object below `end` of an owned span.
     fn resident_hole(&self, span: &Owned, class: usize, end: usize) -> Option<usize> {
         let hole = self.spans.lowest_free(span).filter(|&hole| hole < end)?;
         (pages_to_hold(&CLASS[class], hole) <= self.spans.resident(span)).then_some(hole)
     }
 
-    /// Sees to it that an object of an owned span lies in memory. A place once in memory stays
-    /// there until its span is retired or trimmed, so this is a comparison in the steady state.
+    /// Makes the memory of an object resident. It stays so until the span is retired or trimmed, so
+    /// usually this is only a comparison.
     #[expect(clippy::inline_always, reason = "as above")]
     #[inline(always)]
-    fn make_resident(&self, span: &Owned, object: usize, class: usize, asker: Asker) -> Result<()> {
+    fn make_resident(&self, span: &Owned, object: usize, class: usize, request: AllocRequest) -> Result<()> {
         let needed = pages_to_hold(&CLASS[class], object);
         let resident = self.spans.resident(span);
         if needed <= resident {
             return Ok(());
         }
-        let grown = self.grow_resident(span, class, resident, needed, asker.kept);
-        if grown == Err(Error::NoSpace) && asker.is_last {
+        let grown = self.grow_resident(span, class, resident, needed, request.reserved);
+        if grown == Err(Error::NoSpace) && request.is_last {
             self.over_limit(needed - resident);
         }
         grown
     }
 
     #[cold]
-    fn grow_resident(&self, span: &Owned, class: usize, resident: u32, needed: u32, kept: u64) -> Result<()> {
+    fn grow_resident(
+        &self,
+        span: &Owned,
+        class: usize,
+        resident: u32,
+        needed: u32,
+        reserved: u64,
+    ) -> Result<()> {
         let pages = CLASS[class].pages;
         let wanted = (needed + self.pages_ahead(class)).min(pages);
-        let target = if self.charge(wanted - resident, kept) {
+        let target = if self.charge(wanted - resident, reserved) {
             wanted
         } else {
             self.release_empties();
-            if !self.charge(needed - resident, kept) {
+            if !self.charge(needed - resident, reserved) {
                 return Err(Error::NoSpace);
             }
             needed
         };
         let added = target - resident;
-        if let Err(error) = self.bring_in(span, resident..target) {
+        if let Err(error) = self.make_pages_resident(span, resident..target) {
             self.uncharge(added);
             return Err(error);
         }
@@ -310,26 +321,26 @@ impl Pool {
         Ok(())
     }
 
-    /// Pages that a growing span of a class brings in beyond its need.
+    /// Returns the pages that a growing span of a class makes resident in advance.
     fn pages_ahead(&self, class: usize) -> u32 {
         // Relaxed: a hint.
         self.population[class].load(Ordering::Relaxed) * CLASS[class].pages / AHEAD_SHARE
     }
 
-    /// Counts pages in, unless the limit forbids it. The count never passes the limit on the way:
-    /// others would take that for a pool that is over it.
-    fn charge(&self, pages: u32, kept: u64) -> bool {
-        // Relaxed: a limit that changes at this moment counts from the next growth on.
-        let limit = self.limit_pages.load(Ordering::Relaxed).saturating_sub(kept);
+    /// Adds pages to the count, unless the limit forbids it. The count never exceeds the limit
+    /// temporarily: another thread would take the pool for over its limit.
+    fn charge(&self, pages: u32, reserved: u64) -> bool {
+        // Relaxed: a changed limit applies from the next growth on.
+        let limit = self.limit_pages.load(Ordering::Relaxed).saturating_sub(reserved);
         // Relaxed: as above.
-        let limit = limit.saturating_sub(self.beside_pages.load(Ordering::Relaxed));
+        let limit = limit.saturating_sub(self.outside_pages.load(Ordering::Relaxed));
         let add = |now: u64| Some(now + u64::from(pages)).filter(|&sum| sum <= limit);
-        // Relaxed: the sum alone decides.
+        // Relaxed: only the sum matters.
         let before = self.pages.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
         if let Ok(before) = before {
             // Relaxed: a statistic.
             self.pages_max.fetch_max(before + u64::from(pages), Ordering::Relaxed);
-            // Relaxed: a mark that changes at this moment counts from the next growth on.
+            // Relaxed: a changed mark applies from the next growth on.
             if before + u64::from(pages) > self.alarm_pages.load(Ordering::Relaxed)
                 && let Some(alarm) = self.alarm.get()
             {
@@ -344,8 +355,7 @@ impl Pool {
         self.pages.fetch_sub(u64::from(pages), Ordering::Relaxed);
     }
 
-    /// As in the kernel, the high-water mark is raised before the verdict, so it can exceed the
-    /// limit.
+    /// Raises the high-water mark before the refusal, as in the kernel, so it can exceed the limit.
     #[cold]
     fn over_limit(&self, pages: u32) -> Error {
         // Relaxed: statistics.
@@ -357,14 +367,13 @@ impl Pool {
     // ---- spans come and go ----------------------------------------------------------------------
 
     fn new_span(&self, class: usize) -> Result<Owned> {
-        let kept = self.empties.lock().pop();
-        let span = match kept {
+        let cached = self.empties.lock().pop();
+        let span = match cached {
             Some(span) => span,
-            None => self.fresh_span()?,
+            None => self.alloc_span()?,
         };
         let span = self.spans.adopt(span, class, CLASS[class].objects);
-        // A span that was kept has the memory of its former class, which may be more than this one
-        // needs.
+        // A cached span has the memory of its former class, perhaps more than this class needs.
         self.trim(&span, (pages_to_hold(&CLASS[class], 0) + self.pages_ahead(class)).min(CLASS[class].pages));
         self.backrefs.open(&span, CLASS[class].objects);
         // Relaxed: a hint.
@@ -372,65 +381,64 @@ impl Pool {
         Ok(span)
     }
 
-    /// Files a span.
-    fn give_up(&self, span: Owned, class: usize) {
+    /// Lists a span.
+    fn release_span(&self, span: Owned, class: usize) {
         if let Some(span) = self.spans.disown(span, class, CLASS[class].objects) {
-            self.retire(span, class);
+            self.recycle_span(span, class);
         }
     }
 
-    /// Disposes of a span that was of `class`.
-    fn retire(&self, span: Unused, class: usize) {
+    /// Caches or destroys an empty span that was of `class`.
+    fn recycle_span(&self, span: Unused, class: usize) {
         self.backrefs.close(&span);
         // Relaxed: a hint.
         self.population[class].fetch_sub(1, Ordering::Relaxed);
         {
             let mut empties = self.empties.lock();
-            if empties.len() < KEPT_EMPTIES {
+            if empties.len() < EMPTIES_MAX {
                 empties.push(span);
                 return;
             }
         }
-        self.dispose(span);
+        self.destroy_span(span);
     }
 
     /// Returns a span to the arena, and its memory to the system.
-    fn dispose(&self, span: Unused) {
+    fn destroy_span(&self, span: Unused) {
         self.trim(span.as_owned(), 0);
         self.return_span(span);
     }
 
-    /// Returns the memory of a span beyond its first `pages`, in which no object lies.
+    /// Returns the memory of a span beyond its first `pages`, where no object is.
     fn trim(&self, span: &Owned, pages: u32) {
         let resident = self.spans.resident(span);
         if resident > pages {
-            self.send_out(span, pages..resident);
+            self.release_pages(span, pages..resident);
             self.spans.set_resident(span, pages);
             self.uncharge(resident - pages);
         }
     }
 
-    /// Returns the memory of every kept empty span.
+    /// Returns the memory of all cached empty spans.
     pub fn release_empties(&self) {
-        // Locked until all is done: whoever comes meanwhile finds the memory gone, not the list
+        // Locked until done: a concurrent caller must find the memory freed, not just the list
         // empty.
         let mut empties = self.empties.lock();
         for span in empties.drain(..) {
-            self.dispose(span);
+            self.destroy_span(span);
         }
     }
 
-    /// The last object of some CPU's current span was freed: give the span up, unless its owner is
-    /// at work on it.
+    /// Lists a CPU's current span, whose last object was freed, unless the CPU is using the span.
     #[cold]
     fn drop_empty_current(&self, place: Place) {
         let cpu = percpu::current();
-        // Most likely it is this CPU's.
+        // Start with this CPU, the most likely one.
         for cpu in self.current[cpu..].iter().chain(&self.current[..cpu]).filter_map(OnceLock::get) {
             let Some(mut current) = cpu[place.class].try_lock() else { continue };
             if current.as_ref().is_some_and(|span| span.number() == place.span) {
                 if let Some(span) = current.take_if(|span| self.spans.used(span) == 0) {
-                    self.give_up(span, place.class);
+                    self.release_span(span, place.class);
                 }
                 return;
             }
@@ -441,12 +449,12 @@ impl Pool {
         self.current.iter().filter_map(OnceLock::get).map(|currents| &**currents)
     }
 
-    /// Files every CPU's current span of a class.
-    fn give_up_currents(&self, class: usize) {
+    /// Lists the current spans of a class of all CPUs.
+    fn list_currents(&self, class: usize) {
         for cpu in self.currents() {
             let span = cpu[class].lock().take();
             if let Some(span) = span {
-                self.give_up(span, class);
+                self.release_span(span, class);
             }
         }
     }
@@ -462,55 +470,53 @@ impl Pool {
 
     // ---- limits and statistics ------------------------------------------------------------------
 
-    /// Pages the pool may hold; `u64::MAX` is no limit. Lowering it below the present use evicts
+    /// Sets the limit in pages; `u64::MAX` means no limit. A limit below the current size evicts
     /// nothing.
     pub fn set_limit_pages(&self, pages: u64) {
-        // Relaxed: counts from the next allocation on.
+        // Relaxed: applies from the next allocation on.
         self.limit_pages.store(pages, Ordering::Relaxed);
     }
 
-    /// Whether what is beside the pool takes the whole limit.
-    pub fn is_full_beside(&self) -> bool {
-        // Relaxed: as in `charge`. Several at one time can pass the limit by a page each.
-        self.beside_pages.load(Ordering::Relaxed) >= self.limit_pages.load(Ordering::Relaxed)
+    /// Returns true if pages outside the pool take the whole limit.
+    pub fn is_limit_used_outside(&self) -> bool {
+        // Relaxed: as in `charge`. Concurrent callers can exceed the limit by a page each.
+        self.outside_pages.load(Ordering::Relaxed) >= self.limit_pages.load(Ordering::Relaxed)
     }
 
-    /// Who is told of growth above [`set_alarm_pages`](Self::set_alarm_pages). Once.
+    /// Sets the callback for growth above [`set_alarm_pages`](Self::set_alarm_pages). Called once.
     pub fn on_alarm(&self, alarm: Alarm) {
         let first = self.alarm.set(alarm).is_ok();
         debug_assert!(first, "a pool has one alarm");
     }
 
-    /// Growth above so many pages is reported.
+    /// Sets the size in pages above which growth calls the alarm.
     pub fn set_alarm_pages(&self, pages: u64) {
-        // Relaxed: counts from the next growth on.
+        // Relaxed: applies from the next growth on.
         self.alarm_pages.store(pages, Ordering::Relaxed);
     }
 
-    /// Pages in memory.
     pub fn pages(&self) -> u64 {
         // Relaxed: a statistic.
         self.pages.load(Ordering::Relaxed)
     }
 
-    /// Most pages ever in memory or asked for, since [`reset_pages_max`](Self::reset_pages_max).
+    /// Returns the maximum of pages resident or requested since
+    /// [`reset_pages_max`](Self::reset_pages_max).
     pub fn pages_max(&self) -> u64 {
         // Relaxed: a statistic.
         self.pages_max.load(Ordering::Relaxed)
     }
 
-    /// Sets the high-water mark to the present use.
     pub fn reset_pages_max(&self) {
         // Relaxed: a statistic.
         self.pages_max.store(self.pages(), Ordering::Relaxed);
     }
 
-    /// Bytes of the back-references.
     pub fn backrefs_bytes(&self) -> u64 {
         self.backrefs.bytes()
     }
 
-    /// Bytes of everything else that describes spans.
+    /// Returns the bytes of all other span metadata.
     pub fn metadata_bytes(&self) -> u64 {
         let currents = size_of_val(&*self.current) + self.currents().count() * size_of::<Currents>();
         self.spans.bytes() + self.backrefs.overhead_bytes() + currents as u64
@@ -522,7 +528,7 @@ fn new_currents() -> Box<Currents> {
     Box::new(CachePadded::new(std::array::from_fn(|_| Mutex::default())))
 }
 
-/// Pages at the front of a span that reach to the end of an object.
+/// Returns the pages at the front of a span that contain objects 0 to `object`.
 fn pages_to_hold(class: &Class, object: usize) -> u32 {
     ((object as u32 + 1) * class.bytes).div_ceil(PAGE_BYTES as u32)
 }

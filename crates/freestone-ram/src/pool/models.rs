@@ -1,7 +1,7 @@
-//! loom models of the states of spans, and of compaction's moves against readers and writers: two
-//! objects a span, two spans.
+//! loom models of span states, and of compaction concurrent with readers and writers: two spans of
+//! two objects each.
 #![expect(unsafe_code)]
-// UNSAFETY: objects are modelled by loom's raw cells, which check that every access is allowed.
+// UNSAFETY: objects are loom's raw cells, which check every access.
 
 use loom::cell::UnsafeCell;
 use loom::thread;
@@ -12,11 +12,11 @@ use freestone_core::slot::{Word, lock};
 use freestone_core::sync::{Arc, AtomicU64, Mutex};
 
 const OBJECTS: u32 = 2;
-/// The class of every object but one: a span that changes class meanwhile must be left alone.
+/// Class of all objects but one: a span that changed its class must be left alone.
 const CLASS: usize = 0;
 const OTHER_CLASS: usize = 1;
 
-/// A class with one CPU's current span, as in the pool but without its memory.
+/// A class with one CPU's current span, as in the pool but without memory.
 struct Model {
     spans: Spans,
     current: Mutex<Option<Owned>>,
@@ -29,7 +29,7 @@ fn model() -> Arc<Model> {
     Arc::new(Model {
         spans: Spans::new(2),
         current: Mutex::new(None),
-        // SAFETY: a model's spans begin as nobody's.
+        // SAFETY: all spans of a new model are unused.
         unused: Mutex::new([0, 1].map(|span| unsafe { Unused::new(span) }).into()),
         memory,
     })
@@ -52,7 +52,7 @@ impl Model {
             }));
         };
         drop(current);
-        // loom reports it if the last user of the place is not through.
+        // loom reports an error if the object's last user has not finished.
         self.memory[taken.0 as usize][taken.1].with_mut(|_| ());
         taken
     }
@@ -82,7 +82,7 @@ impl Model {
         }
     }
 
-    /// Nothing is in use: every span must have come back.
+    /// Checks that all spans are returned when no object is used.
     fn check_empty(&self) {
         if let Some(span) = self.current.lock().take() {
             self.give_up(span);
@@ -99,7 +99,7 @@ fn check(body: fn(Arc<Model>)) {
 }
 
 #[test]
-fn two_threads_allocate_and_free() {
+fn span_alloc_and_free_race() {
     check(|model| {
         let other = {
             let model = Arc::clone(&model);
@@ -117,9 +117,9 @@ fn two_threads_allocate_and_free() {
     });
 }
 
-/// Both objects of a full span are freed at once: exactly one of the two takes the empty span away.
+/// Two threads free the two objects of a full span: exactly one removes the empty span.
 #[test]
-fn two_threads_empty_a_full_span() {
+fn full_span_freed_by_two_threads() {
     check(|model| {
         let (a, b, c) = (model.alloc(), model.alloc(), model.alloc());
         let other = {
@@ -133,9 +133,9 @@ fn two_threads_empty_a_full_span() {
     });
 }
 
-/// A span is given up by its owner while its last object is freed by another.
+/// A thread frees the last object while the owner releases the span.
 #[test]
-fn the_last_object_goes_while_the_owner_gives_up() {
+fn last_free_races_with_disown() {
     check(|model| {
         let a = model.alloc();
         let other = {
@@ -151,9 +151,9 @@ fn the_last_object_goes_while_the_owner_gives_up() {
     });
 }
 
-/// A freer that was overtaken looks at a span which meanwhile serves again: it leaves it alone.
+/// A delayed freer must not touch a span that is in use again.
 #[test]
-fn a_late_refile_finds_the_span_in_use_again() {
+fn late_refile_of_reused_span() {
     check(|model| {
         let (a, b, c) = (model.alloc(), model.alloc(), model.alloc());
         let other = {
@@ -169,9 +169,9 @@ fn a_late_refile_finds_the_span_in_use_again() {
     });
 }
 
-/// As before, but the span serves another class when the late freer comes.
+/// As above, with the span in another class when the delayed freer runs.
 #[test]
-fn a_late_refile_finds_the_span_in_another_class() {
+fn late_refile_of_span_in_other_class() {
     check(|model| {
         let (a, b, c) = (model.alloc(), model.alloc(), model.alloc());
         let other = {
@@ -222,17 +222,17 @@ fn place(location: u64) -> (u32, usize) {
 impl Disk {
     fn read(&self, location: u64) -> u32 {
         let (span, object) = place(location);
-        // SAFETY: loom reports an access that overlaps a write.
+        // SAFETY: loom reports a read that overlaps a write.
         self.model.memory[span as usize][object].with(|bytes| unsafe { *bytes })
     }
 
     fn write(&self, location: u64, value: u32) {
         let (span, object) = place(location);
-        // SAFETY: loom reports an access that overlaps another.
+        // SAFETY: loom reports an overlapping access.
         self.model.memory[span as usize][object].with_mut(|bytes| unsafe { *bytes = value });
     }
 
-    /// One round of compaction of the class, as in `pool::compact`.
+    /// Runs one round of compaction of the class, as in `pool::compact`.
     fn compact(&self) {
         let (spans, model) = (&self.model.spans, &self.model);
         if let Some(span) = model.current.lock().take() {
@@ -270,7 +270,7 @@ impl Disk {
         }
     }
 
-    /// Writes over the object in its place.
+    /// Overwrites the object in place.
     fn overwrite(&self) {
         let guard = lock(&self.slot, &self.parking);
         let word = guard.word();
@@ -278,7 +278,7 @@ impl Disk {
         guard.publish(word);
     }
 
-    /// Stores a new object, if there is room in the model.
+    /// Stores a new object, if the model has a free one.
     fn write_elsewhere(&self) {
         let taken = {
             let mut current = self.model.current.lock();
@@ -310,7 +310,7 @@ fn move_against(change: Option<fn(&Disk)>) {
     builder.preemption_bound = Some(3);
     builder.check(move || {
         let model = model();
-        // One span with the slot's object and a hole, one with an object of somebody else's.
+        // One span with the slot's object and a hole, one with an unrelated object.
         let (hole, held, other) = (model.alloc(), model.alloc(), model.alloc());
         let disk = Arc::new(Disk { model, slot: AtomicU64::new(0), parking: Parking::default() });
         disk.write(location(held), OLD);
@@ -338,21 +338,21 @@ fn move_against(change: Option<fn(&Disk)>) {
 }
 
 #[test]
-fn an_object_moves_under_a_reader() {
+fn object_move_races_with_read() {
     move_against(None);
 }
 
 #[test]
-fn an_object_moves_while_its_page_is_written_elsewhere() {
+fn object_move_races_with_replace() {
     move_against(Some(Disk::write_elsewhere));
 }
 
 #[test]
-fn an_object_moves_while_it_is_overwritten() {
+fn object_move_races_with_overwrite() {
     move_against(Some(Disk::overwrite));
 }
 
 #[test]
-fn an_object_moves_while_its_page_is_discarded() {
+fn object_move_races_with_discard() {
     move_against(Some(Disk::discard));
 }

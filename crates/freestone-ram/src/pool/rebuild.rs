@@ -1,4 +1,4 @@
-//! The tables are the truth: the pool's free state can be made anew from them.
+//! Rebuilds the allocation state of a pool from the slot tables.
 
 #![cfg_attr(
     not(test),
@@ -11,24 +11,22 @@ use super::{BackRef, Place, Pool, UNITS_PER_SPAN, pages_to_hold};
 use freestone_core::slot::Word;
 use freestone_core::sync::Ordering;
 
-/// Why tables and pool do not fit together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RebuildError {
-    /// Two slots hold one object, or objects that overlap.
+    /// Two slots hold the same object or overlapping objects.
     #[error("the object at {0:#x} is claimed twice")]
     Overlap(u64),
-    /// A slot points where no object of its size can begin.
+    /// No object of this size can begin at the slot's location.
     #[error("no object of {1} bytes can begin at {0:#x}")]
     Impossible(u64, usize),
 }
 
 impl Pool {
-    /// Forgets everything about what is free and learns it again from the slots, which are given as
-    /// pairs of owner and word. Objects keep their places; spans that no slot needs go back to the
-    /// system. Nobody else may use the pool.
+    /// Rebuilds the allocation state from the slots, given as pairs of owner and word. Objects stay
+    /// in place; unused spans return to the system. The caller must have exclusive use of the pool.
     ///
     /// # Errors
-    /// The slots contradict each other; the pool is of no use then.
+    /// Fails if the slots contradict each other; the pool is unusable then.
     pub fn rebuild(&mut self, slots: impl Iterator<Item = (BackRef, Word)>) -> Result<(), RebuildError> {
         let mut unused: Vec<_> = self.forget().into_iter().map(Some).collect();
         let mut owned: Vec<_> = unused.iter().map(|_| None).collect();
@@ -65,21 +63,21 @@ impl Pool {
         for span in owned.into_iter().flatten() {
             let pages = self.spans.resident(&span);
             if pages < SPAN_PAGES as u32 {
-                self.send_out(&span, pages..SPAN_PAGES as u32);
+                self.release_pages(&span, pages..SPAN_PAGES as u32);
             }
             // Relaxed: `&mut self`, nobody else is here.
             self.pages.fetch_add(u64::from(pages), Ordering::Relaxed);
             let class = self.spans.class_of(span.number());
-            self.give_up(span, class);
+            self.release_span(span, class);
         }
         for span in unused.into_iter().flatten() {
-            self.send_out(span.as_owned(), 0..SPAN_PAGES as u32);
+            self.release_pages(span.as_owned(), 0..SPAN_PAGES as u32);
             self.return_span(span);
         }
         Ok(())
     }
 
-    /// Drops every notion of what is free or whose, but no object.
+    /// Drops all allocation state and back-references, but no object.
     fn forget(&mut self) -> Vec<Unused> {
         let spans = self.all_unused();
         for span in &spans {

@@ -1,5 +1,5 @@
-//! What is kept of each span, in a table that grows and never moves. Each chunk is twice as long as
-//! the one before, so the table of an empty pool is next to nothing, and that of a small one small.
+//! Metadata of spans in a table that grows and never moves. Each chunk is twice as long as the one
+//! before, so the table of a small pool is small.
 
 #[cfg(loom)]
 pub use model::SpanTable;
@@ -19,7 +19,7 @@ mod real {
     const SPANS: usize = ((16 << LOCATION_BITS) / SPAN_BYTES) as usize;
     const CHUNKS: usize = ((SPANS + FIRST).ilog2() - FIRST.ilog2() + 1) as usize;
 
-    /// A `T`, all zeroes at first, for each span that there ever was.
+    /// One `T` per span, initially zeroed.
     pub struct SpanTable<T>([OnceLock<Box<[T]>>; CHUNKS]);
 
     impl<T> SpanTable<T> {
@@ -27,7 +27,7 @@ mod real {
             Self(std::array::from_fn(|_| OnceLock::new()))
         }
 
-        /// Of a span for which [`get_or_new`](Self::get_or_new) was called.
+        /// Returns the entry of a span for which [`get_or_new`](Self::get_or_new) was called.
         #[inline]
         pub fn get(&self, span: u32) -> &T {
             let (chunk, at) = place(span);
@@ -37,7 +37,7 @@ mod real {
             }
         }
 
-        /// All that are there, used or not.
+        /// Iterates over all allocated entries, used or not.
         pub fn iter(&self) -> impl Iterator<Item = &T> {
             self.0.iter().filter_map(OnceLock::get).flatten()
         }
@@ -56,7 +56,7 @@ mod real {
         }
     }
 
-    /// The chunk, and the place in it.
+    /// Returns the chunk and the index in it.
     #[inline]
     const fn place(span: u32) -> (usize, usize) {
         let number = span as usize + FIRST;
@@ -64,7 +64,7 @@ mod real {
         ((log - FIRST.ilog2()) as usize, number ^ 1 << log)
     }
 
-    /// Of a long one pages come into memory as they are used.
+    /// The pages of a long chunk become resident as they are used.
     #[cold]
     fn zeroed<T: FromZeros>(len: usize) -> Box<[T]> {
         match <[T]>::new_box_zeroed_with_elems(len) {
@@ -100,7 +100,7 @@ mod tests {
     use freestone_core::sync::{AtomicU64, Ordering::SeqCst};
 
     #[test]
-    fn each_span_has_its_own_and_it_stays() {
+    fn span_table_entries_are_distinct_and_stable() {
         let table = SpanTable::<AtomicU64>::new();
         assert!(table.bytes() < 1024);
         let spans: Vec<u32> = (0..1000).chain([(1 << 23) - 1, 1 << 22, (1 << 20) - 64]).collect();

@@ -1,34 +1,34 @@
-//! Which objects of which span are taken, and which spans of a class have room.
+//! States of spans and their objects, and the lists of spans with free objects.
 //!
 //! # States of a span
-//! * **Nobody's**: in the arena or among the kept empties. Class 0. [`Unused`] stands for it.
-//! * **Owned**: one allocator (a CPU's current span, or the compactor) takes objects from it. Not
-//!   listed. [`Owned`] stands for it: what only the owner may do asks for that.
-//! * **Listed** under its class by tenths of fullness, or **full** (not listed, not owned).
+//! * **Unused**: in the arena or among the cached empty spans, of class 0. Represented by
+//!   [`Unused`].
+//! * **Owned**: one allocator (a CPU's current span, or compaction) takes objects from it. Not
+//!   listed. Represented by [`Owned`], which operations of the owner require.
+//! * **Listed** under its class by tenths of fullness, or **full** (neither listed nor owned).
 //!
 //! # Protocol
-//! * Only the owner sets bits. Anyone who holds an object clears its bit, at any time, without a
+//! * Only the owner sets bits. The holder of an object may clear its bit at any time without a
 //!   lock.
-//! * `meta` holds the number of used objects together with owner and group, so that whoever frees
-//!   an object learns, in the same atomic step, in which state the span was: where that leaves a
-//!   listed or full span in the wrong group, the freer refiles it. The group itself is written only
-//!   under the class's lock.
-//! * `used` is raised before a bit is set and lowered after one is cleared: it is never below the
-//!   number of set bits, so a span with `used == 0` is empty for good, and whoever sees that under
-//!   the class's lock takes it away.
+//! * `meta` contains the number of used objects together with owner flag and group. A thread that
+//!   frees an object therefore sees the state of the span in the same atomic step, and refiles a
+//!   listed or full span that is now in the wrong group. The group is written only under the
+//!   class's lock.
+//! * `used` is raised before a bit is set and lowered after one is cleared, so it is never below
+//!   the number of set bits. A span with `used == 0` stays empty, and the thread that sees this
+//!   under the class's lock removes it.
 //!
-//! [`Owned`] and [`Unused`] cannot be copied. One of them is made where a span leaves its list, and
-//! goes where it is listed again, both under the class's lock; so a span never has two.
+//! [`Owned`] and [`Unused`] cannot be copied. Leaving a list creates one, returning to a list
+//! consumes it, both under the class's lock; so a span never has two.
 //!
-//! Lock order: a class's `lists` is taken under a CPU's current-span lock; nothing is taken under
-//! it.
+//! Lock order: a class's `lists` is taken under a CPU's current-span lock, and no lock under it.
 
 use super::class::SPAN_OBJECTS;
 use super::span_table::SpanTable;
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard, OnceLock, Ordering};
 
 const WORDS: usize = SPAN_OBJECTS / 64;
-/// Fullness groups of spans with room: tenths.
+/// Number of fullness groups of spans with free objects: tenths.
 pub const GROUPS: usize = 10;
 const FULL: u32 = GROUPS as u32;
 
@@ -37,51 +37,47 @@ const GROUP_SHIFT: u32 = 16;
 const GROUP_MASK: u32 = 0xF << GROUP_SHIFT;
 const OWNED: u32 = 1 << 31;
 
-/// What is known of one span.
+/// Metadata of one span.
 #[derive(Default)]
 #[cfg_attr(not(loom), derive(zerocopy::FromZeros))]
 pub struct Span {
-    /// A set bit is a taken object, or a place beyond the class's last.
+    /// A set bit is a used object, or an index beyond the class's last object.
     bitmap: [AtomicU64; WORDS],
-    /// used: 16, group: 4, owned: 1.
+    /// Bits: used 16, group 4, owned 1.
     meta: AtomicU32,
-    /// Class plus one; 0 is nobody's. Written under the class's lock.
+    /// Class plus one; 0 is unused. Written under the class's lock.
     class: AtomicU32,
-    /// Pages at the front that are in memory. Written by the owner.
+    /// Resident pages at the front. Written by the owner.
     resident: AtomicU32,
     /// Neighbours in the list, as span plus one. Guarded by the class's lock.
     next: AtomicU32,
     prev: AtomicU32,
 }
 
-/// The spans with room of one class. Heads are span plus one.
+/// Lists of a class's spans with free objects. Heads are span plus one.
 #[derive(Default)]
 pub struct Lists {
     heads: [u32; GROUPS],
 }
 
-/// What a freed object left behind.
+/// What the caller must do after freeing an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Freed {
-    /// Nothing to do.
     Fine,
     /// The span is in the wrong group: call [`Spans::refile`].
     Refile,
-    /// It was the last object of an owned span: its owner may want to give it up.
+    /// The last object of an owned span was freed: its owner may release the span.
     EmptyOwned,
 }
 
-/// The right of a span's owner.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Owned(u32);
 
-/// A span that is nobody's: empty, and of no class. Whoever has this may give it to a class, or to
-/// the arena.
+/// An empty span without a class. The holder may assign it to a class or return it to the arena.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Unused(Owned);
 
 impl Owned {
-    /// The span's number.
     #[inline]
     pub fn number(&self) -> u32 {
         self.0
@@ -89,17 +85,16 @@ impl Owned {
 }
 
 impl Unused {
-    /// The span's number.
     pub fn number(&self) -> u32 {
         self.0.0
     }
 
-    /// The span's number; the span is the caller's to hand on, and nobody's witness is left.
+    /// Consumes the token and returns the span's number.
     pub fn into_number(self) -> u32 {
         self.0.0
     }
 
-    /// Its memory is its holder's as an owner's is.
+    /// Returns the token as an owner's, for access to the span's memory.
     pub fn as_owned(&self) -> &Owned {
         &self.0
     }
@@ -107,28 +102,26 @@ impl Unused {
 
 mod fresh {
     #![expect(unsafe_code)]
-    // UNSAFETY: nothing but the caller's word says that a number which comes from outside is a span
-    // of nobody's.
+    // UNSAFETY: only the caller can guarantee that a number from outside is an unused span.
 
     use super::{Owned, Unused};
 
     impl Unused {
-        /// A span that was not there before.
+        /// Creates the token of an unused span.
         ///
         /// # Safety
-        /// It is nobody's, and nobody has another witness of it: the arena has just handed it out,
-        /// or all that was known of spans was forgotten.
+        /// The span must be unused and have no other token: the arena has just returned it, or all
+        /// span state was dropped.
         pub unsafe fn new(span: u32) -> Self {
             Self(Owned(span))
         }
     }
 }
 
-/// All spans of a pool.
 pub struct Spans {
     table: SpanTable<Span>,
     classes: usize,
-    /// By class, once there is a span.
+    /// Lists by class, allocated with the first span.
     lists: OnceLock<Box<[Mutex<Lists>]>>,
 }
 
@@ -141,12 +134,11 @@ fn group(meta: u32) -> u32 {
 }
 
 impl Spans {
-    /// No spans, `classes` classes.
     pub fn new(classes: usize) -> Self {
         Self { table: SpanTable::new(), classes, lists: OnceLock::new() }
     }
 
-    /// What is known of a span that was [adopted](Self::adopt) before.
+    /// Returns the metadata of a span that was [adopted](Self::adopt) before.
     #[inline]
     fn get(&self, span: u32) -> &Span {
         self.table.get(span)
@@ -156,17 +148,18 @@ impl Spans {
         self.lists.get_or_init(|| (0..self.classes).map(|_| Mutex::default()).collect())[class].lock()
     }
 
-    /// Makes a span an empty one of `class`.
+    /// Assigns an unused span to `class`.
     pub fn adopt(&self, Unused(span): Unused, class: usize, objects: u32) -> Owned {
         let s = self.table.get_or_new(span.0);
         for (index, word) in s.bitmap.iter().enumerate() {
             let below = (objects as usize).saturating_sub(index * 64).min(64) as u32;
             let beyond = if below == 64 { 0 } else { u64::MAX << below };
-            // Relaxed: nobody else reaches the span until it is disowned under the class's lock.
+            // Relaxed: no other thread reaches the span until it is disowned under the class's
+            // lock.
             word.store(beyond, Ordering::Relaxed);
         }
         let _lists = self.lists(class);
-        // Relaxed: read by others under the class's lock only, or in `put` by the holder of an
+        // Relaxed: other threads read it only under the class's lock, or in `put` while holding an
         // object.
         s.meta.store(OWNED, Ordering::Relaxed);
         // Relaxed: as for meta.
@@ -174,56 +167,53 @@ impl Spans {
         span
     }
 
-    /// The class of a span that holds a live object.
+    /// Returns the class of a span that has a used object.
     #[inline]
     pub fn class_of(&self, span: u32) -> usize {
-        // Relaxed: constant while an object of the span lives.
+        // Relaxed: constant while the span has a used object.
         self.get(span).class.load(Ordering::Relaxed) as usize - 1
     }
 
-    /// Pages at the front of a span that are in memory.
     #[inline]
     pub fn resident(&self, span: &Owned) -> u32 {
-        // Relaxed: written by the span's owner, who calls this.
+        // Relaxed: written by the span's owner, the caller.
         self.get(span.0).resident.load(Ordering::Relaxed)
     }
 
-    /// Notes how many pages are in memory.
     pub fn set_resident(&self, span: &Owned, pages: u32) {
-        // Relaxed: read by the owner; the next one gets the span under a lock.
+        // Relaxed: read by the owner only; the next owner gets the span under a lock.
         self.get(span.0).resident.store(pages, Ordering::Relaxed);
     }
 
-    /// The lowest free object of a span.
+    /// Returns the lowest free object of a span.
     #[inline]
     pub fn lowest_free(&self, span: &Owned) -> Option<usize> {
         self.get(span.0).bitmap.iter().enumerate().find_map(|(index, word)| {
-            // Relaxed: a guess that stays true: only the owner, who calls this, sets bits.
+            // Relaxed: stays true, as only the owner (the caller) sets bits.
             let free = !word.load(Ordering::Relaxed);
             (free != 0).then(|| index * 64 + free.trailing_zeros() as usize)
         })
     }
 
-    /// Takes a free object.
     #[inline]
     pub fn take(&self, span: &Owned, object: usize) {
         let s = self.get(span.0);
-        // Relaxed: a count; raised before the bit so that it is never below the bits.
+        // Relaxed: a count; raised before the bit so that it is never below the number of bits.
         s.meta.fetch_add(1, Ordering::Relaxed);
-        // Acquire: pairs with the Release in `put`: the last user of this place is done with it.
+        // Acquire: pairs with the Release in `put`: the object's last user has finished.
         let before = s.bitmap[object / 64].fetch_or(1 << (object % 64), Ordering::Acquire);
         debug_assert!(before & 1 << (object % 64) == 0, "object {object} of {span:?} is taken twice");
     }
 
-    /// Gives an object back. Any thread that held it.
+    /// Frees an object. Called by the thread that holds it.
     #[inline]
     pub fn put(&self, span: u32, object: usize, objects: u32) -> Freed {
         let s = self.get(span);
         // Release: pairs with the Acquire in `take`.
         let before = s.bitmap[object / 64].fetch_and(!(1 << (object % 64)), Ordering::Release);
         debug_assert!(before & 1 << (object % 64) != 0, "object {object} of span {span} is freed twice");
-        // AcqRel: Release orders the cleared bit before the count, for whoever empties the span;
-        // Acquire orders the count before a refile's look at the rest.
+        // AcqRel: Release orders the cleared bit before the count, for the thread that removes the
+        // empty span; Acquire orders the count before a refile's reads.
         let meta = s.meta.fetch_sub(1, Ordering::AcqRel);
         let used = (meta & USED_MASK) - 1;
         if meta & OWNED != 0 {
@@ -232,48 +222,50 @@ impl Spans {
         if used == 0 || group_of(used, objects) != group(meta) { Freed::Refile } else { Freed::Fine }
     }
 
-    /// Moves a span to the group it belongs to. `Some`: it is empty, off the lists, and the
-    /// caller's to dispose of.
+    /// Moves a span to its right group. Returns the span if it is empty: it is then unlisted and
+    /// the caller must dispose of it.
     pub fn refile(&self, span: u32, class: usize, objects: u32) -> Option<Unused> {
         let mut lists = self.lists(class);
         let s = self.get(span);
-        // Relaxed: meta's group and owner, and the class, change only under this class's lock; a
-        // span that left the class meanwhile shows another class here.
+        // Relaxed: group, owner flag and class change only under this class's lock; a span that
+        // left the class has another class here.
         if s.class.load(Ordering::Relaxed) != class as u32 + 1 {
             return None;
         }
-        // Acquire: pairs with the AcqRel in `put`: an empty span's objects are all done with.
+        // Acquire: pairs with the AcqRel in `put`: the users of an empty span's objects have
+        // finished.
         let meta = s.meta.load(Ordering::Acquire);
         if meta & OWNED != 0 {
             return None;
         }
         self.unlink(&mut lists, span, group(meta));
-        self.settle(&mut lists, Owned(span), objects)
+        self.file_span(&mut lists, Owned(span), objects)
     }
 
-    /// Gives up a span. `Some`: it is empty and the caller's to dispose of.
+    /// Lists an owned span. Returns the span if it is empty: the caller must dispose of it.
     pub fn disown(&self, span: Owned, class: usize, objects: u32) -> Option<Unused> {
         let mut lists = self.lists(class);
-        self.settle(&mut lists, span, objects)
+        self.file_span(&mut lists, span, objects)
     }
 
-    /// Files an unlisted span by its present fullness, or takes it away when it is empty.
-    fn settle(&self, lists: &mut Lists, span: Owned, objects: u32) -> Option<Unused> {
+    /// Lists an unlisted span by its fullness, or returns it if it is empty.
+    fn file_span(&self, lists: &mut Lists, span: Owned, objects: u32) -> Option<Unused> {
         let s = self.get(span.0);
         // Acquire: pairs with the AcqRel in `put`.
         let mut meta = s.meta.load(Ordering::Acquire);
         loop {
             let used = meta & USED_MASK;
             if used == 0 {
-                // Relaxed: under the class's lock; no object is left whose freeing could race.
+                // Relaxed: under the class's lock; no object is left that could be freed
+                // concurrently.
                 s.meta.store(OWNED, Ordering::Relaxed);
                 // Relaxed: under the class's lock.
                 s.class.store(0, Ordering::Relaxed);
                 return Some(Unused(span));
             }
             let to = group_of(used, objects);
-            // AcqRel and Acquire: pair with `put`, which may lower the count at the same time; then
-            // try again.
+            // AcqRel and Acquire: pair with `put`, which may lower the count concurrently; then
+            // retry.
             match s.meta.compare_exchange(meta, used | to << GROUP_SHIFT, Ordering::AcqRel, Ordering::Acquire)
             {
                 Ok(_) => {
@@ -285,14 +277,14 @@ impl Spans {
         }
     }
 
-    /// Takes the fullest span with room for the caller to own.
+    /// Makes the caller owner of the fullest span with free objects.
     pub fn own_fullest(&self, class: usize) -> Option<Owned> {
         let mut lists = self.lists(class);
         let group = (0..GROUPS).rev().find(|&g| lists.heads[g] != 0)?;
         Some(self.own(&mut lists, group))
     }
 
-    /// Takes the emptiest span with room for the caller to own.
+    /// Makes the caller owner of the emptiest listed span.
     pub fn own_emptiest(&self, class: usize) -> Option<Owned> {
         let mut lists = self.lists(class);
         let group = (0..GROUPS).find(|&g| lists.heads[g] != 0)?;
@@ -302,7 +294,7 @@ impl Spans {
     fn own(&self, lists: &mut Lists, group: usize) -> Owned {
         let span = lists.heads[group] - 1;
         self.unlink(lists, span, group as u32);
-        // AcqRel: pairs with `put`: frees from here on see an owned span.
+        // AcqRel: pairs with `put`: later frees see an owned span.
         self.get(span).meta.fetch_or(OWNED, Ordering::AcqRel);
         Owned(span)
     }
@@ -338,25 +330,25 @@ impl Spans {
         }
     }
 
-    /// Whether an object is taken: a set bit may be cleared at any time, a clear one stays.
+    /// Returns true if an object is used. A used object may be freed at any time; a free one stays
+    /// free.
     pub fn is_taken(&self, span: &Owned, object: usize) -> bool {
         // Acquire: pairs with the Release in `put`.
         self.get(span.0).bitmap[object / 64].load(Ordering::Acquire) & 1 << (object % 64) != 0
     }
 
-    /// Objects in use, from above: never less than there are.
+    /// Returns an upper bound of the used objects.
     pub fn used(&self, span: &Owned) -> u32 {
         // Acquire: pairs with the AcqRel in `put`.
         self.get(span.0).meta.load(Ordering::Acquire) & USED_MASK
     }
 
-    /// Whether a span belongs to `class` at this moment.
+    /// Returns true if a span is of `class` at this moment.
     pub fn belongs_to(&self, span: &Owned, class: usize) -> bool {
-        // Relaxed: a look.
+        // Relaxed: a momentary state.
         self.get(span.0).class.load(Ordering::Relaxed) == class as u32 + 1
     }
 
-    /// Bytes of the descriptors.
     #[cfg(not(loom))]
     pub fn bytes(&self) -> u64 {
         let lists = self.lists.get().map_or(0, |lists| size_of_val(&**lists));

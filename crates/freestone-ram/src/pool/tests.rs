@@ -1,4 +1,4 @@
-//! The pool by itself: places, memory, limits, many threads, compaction against a table of its own.
+//! Tests of the pool alone: allocation, memory, limits, threads, compaction with a table.
 
 use std::collections::HashMap;
 
@@ -18,20 +18,20 @@ fn bytes(seed: u64, len: usize) -> Vec<u8> {
 
 mod raw {
     #![expect(unsafe_code)]
-    // UNSAFETY: tests look at objects that no slot holds.
+    // UNSAFETY: tests read objects that are in no slot.
 
-    /// A copy of an object that is the caller's.
+    /// Returns a copy of an object that belongs to the caller.
     pub fn view(pool: &super::Pool, location: u64, len: usize) -> Vec<u8> {
-        // SAFETY: the caller stored so many bytes there, and frees them later.
+        // SAFETY: the caller stored this many bytes there and frees them later.
         unsafe { pool.view(location, len) }.to_vec()
     }
 }
 use raw::view;
 
-/// Whoever holds what `object` showed cannot overwrite it: one borrows the guard, the other one
-/// wants it alone.
+/// Checks by types that a slice from `object` excludes `overwrite`: one borrows the guard, the
+/// other needs it exclusively.
 #[test]
-fn what_is_shown_is_not_overwritten() {
+fn object_borrow_excludes_overwrite() {
     let object: for<'p, 's> fn(&'p Pool, &'p SlotGuard<'s>) -> &'p [u8] = Pool::object;
     let overwrite: for<'p, 'g, 's, 'd> fn(&'p Pool, &'g mut SlotGuard<'s>, &'d [u8]) = Pool::overwrite;
     let pool = Pool::new().unwrap();
@@ -43,10 +43,9 @@ fn what_is_shown_is_not_overwritten() {
     assert!(pool.object(&guard) == bytes(4, 700));
 }
 
-/// A word that was seen without its slot's lock may name memory that this thread does not see
-/// mapped yet.
+/// A word read without its slot's lock may refer to memory that is not mapped yet for this thread.
 #[test]
-fn a_hint_names_memory_that_is_not_seen() {
+fn prefetch_unmapped_location_is_ignored() {
     let pool = Pool::new().unwrap();
     for word in [Word::huge(7), Word::compressed((1 << freestone_core::slot::LOCATION_BITS) - 1, 900, 0)] {
         pool.prefetch_for_read(word);
@@ -55,7 +54,7 @@ fn a_hint_names_memory_that_is_not_seen() {
 }
 
 #[test]
-fn objects_of_every_size_keep_apart() {
+fn objects_of_all_sizes_do_not_overlap() {
     let pool = Pool::new().unwrap();
     let stored: Vec<_> =
         (1..=PAGE_BYTES).map(|len| (pool.store(&bytes(len as u64, len), OWNER, 0).unwrap(), len)).collect();
@@ -70,7 +69,7 @@ fn objects_of_every_size_keep_apart() {
 }
 
 #[test]
-fn holes_are_filled_before_memory_is_taken() {
+fn store_fills_holes_before_growing() {
     let pool = Pool::new().unwrap();
     let mut live: Vec<u64> = (0..2000).map(|n| pool.store(&bytes(n, 1000), OWNER, 0).unwrap()).collect();
     let pages = pool.pages();
@@ -81,13 +80,13 @@ fn holes_are_filled_before_memory_is_taken() {
             live[n] = pool.store(&bytes(n as u64, 995), OWNER, 0).unwrap();
         }
     }
-    // A thread that comes to another CPU may begin a span there, once.
+    // A thread may start a span on another CPU, once per CPU.
     let begun = (percpu::cpus() * class::SPAN_PAGES) as u64;
     assert!(pool.pages() <= pages + begun, "{} pages, {pages} at first", pool.pages());
 }
 
 #[test]
-fn memory_comes_page_by_page_and_the_limit_counts_it() {
+fn limit_counts_resident_pages() {
     let pool = Pool::new().unwrap();
     pool.store(&bytes(1, 40), OWNER, 0).unwrap();
     assert_eq!(pool.pages(), 1, "a span is not brought in whole");
@@ -108,7 +107,7 @@ fn memory_comes_page_by_page_and_the_limit_counts_it() {
 }
 
 #[test]
-fn empties_that_are_kept_make_room_under_a_limit() {
+fn limit_releases_cached_empty_spans() {
     let pool = Pool::new().unwrap();
     pool.set_limit_pages(40);
     let first: Vec<u64> = (0..40).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER, 0).unwrap()).collect();
@@ -123,7 +122,7 @@ fn empties_that_are_kept_make_room_under_a_limit() {
 }
 
 #[test]
-fn a_limit_lowered_below_kept_empties_and_recycled_spans_cost_no_more_than_they_hold() {
+fn reused_span_releases_excess_memory() {
     let pool = Pool::new().unwrap();
     let all: Vec<u64> = (0..320).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER, 0).unwrap()).collect();
     for location in all {
@@ -133,7 +132,7 @@ fn a_limit_lowered_below_kept_empties_and_recycled_spans_cost_no_more_than_they_
     pool.set_limit_pages(100);
     let one = pool.store(&bytes(1, 100), OWNER, 0).unwrap();
     pool.free(one);
-    // A page of each class and a little, from spans that held whole pages before.
+    // One page per class and a little more, from spans that held whole pages before.
     pool.set_limit_pages(512);
     let all: Vec<u64> = (0..512).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER, 0).unwrap()).collect();
     for location in all {
@@ -145,9 +144,9 @@ fn a_limit_lowered_below_kept_empties_and_recycled_spans_cost_no_more_than_they_
     assert!(pool.pages() <= CLASSES as u64 + 16 * 32, "{} pages", pool.pages());
 }
 
-/// The high-water mark passes the limit only where a write was refused.
+/// The high-water mark exceeds the limit only if a write is refused.
 #[test]
-fn a_hole_that_was_found_in_time_raises_no_mark() {
+fn hole_at_limit_keeps_high_water_mark() {
     let pool = Pool::new().unwrap();
     let all: Vec<u64> = (0..33).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER, 0).unwrap()).collect();
     pool.free(all[3]);
@@ -158,9 +157,9 @@ fn a_hole_that_was_found_in_time_raises_no_mark() {
     assert_eq!((pool.pages(), pool.pages_max()), (33, 34));
 }
 
-/// Places in memory that are not in the current span's front are found, too.
+/// Free objects behind the front of the current span are found, too.
 #[test]
-fn a_hole_behind_the_current_span_is_used_at_the_limit() {
+fn limit_uses_holes_behind_front() {
     let pool = Pool::new().unwrap();
     pool.set_limit_pages(40);
     let all: Vec<u64> = (0..40).map(|n| pool.store(&bytes(n, PAGE_BYTES), OWNER, 0).unwrap()).collect();
@@ -173,17 +172,19 @@ fn a_hole_behind_the_current_span_is_used_at_the_limit() {
     assert_eq!(pool.store(&bytes(1, PAGE_BYTES), OWNER, 0), Err(Error::NoSpace));
 }
 
-/// Under a limit that is reached, every place in memory can be used, wherever it lies.
+/// At the limit, every free resident object is usable.
 #[test]
-fn a_reached_limit_refuses_nobody_who_fits() {
+fn limit_uses_every_resident_hole() {
     let pool = Pool::new().unwrap();
     pool.set_limit_pages(100);
     let mut live = Vec::new();
     while let Ok(location) = pool.store(&bytes(1, 2000), OWNER, 0) {
         live.push(location);
     }
-    assert_eq!((live.len(), pool.pages()), (100 * PAGE_BYTES / 2000, 100));
-    // Holes in every span; some stay in other CPUs' current spans.
+    // If the thread moves to another CPU, the end of one more span may be too short for an object.
+    let most = 100 * PAGE_BYTES / 2000;
+    assert!((most - 4..=most).contains(&live.len()) && pool.pages() == 100, "{}", live.len());
+    // Holes in every span; some in the current spans of other CPUs.
     std::thread::scope(|scope| {
         for part in live.chunks(live.len() / 8) {
             scope.spawn(|| {
@@ -200,10 +201,9 @@ fn a_reached_limit_refuses_nobody_who_fits() {
     assert_eq!(pool.pages(), 100);
 }
 
-/// Threads allocate, check and free at random; objects also are handed to other threads to be
-/// freed.
+/// Threads allocate, check and free at random, and pass objects to other threads to free.
 #[test]
-fn many_threads_share_the_pool() {
+fn threads_alloc_and_free_without_corruption() {
     let pool = Pool::new().unwrap();
     let exchange: Mutex<Vec<(u64, u64, usize)>> = Mutex::default();
     std::thread::scope(|scope| {
@@ -214,7 +214,7 @@ fn many_threads_share_the_pool() {
                 let mut state = thread + 1;
                 for step in 0..effort(2000_u64, 8000) {
                     state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                    // Few classes, so that threads meet in them.
+                    // Few classes, for contention.
                     let len = 16 * (1 + (state >> 40) % 12) as usize * 20;
                     let seed = thread << 32 | step;
                     live.push((pool.store(&bytes(seed, len), BackRef::new(1, seed), 0).unwrap(), seed, len));
@@ -244,7 +244,7 @@ fn many_threads_share_the_pool() {
         pool.free(location);
     }
     for class in 0..CLASSES {
-        pool.give_up_currents(class);
+        pool.list_currents(class);
     }
     pool.release_empties();
     assert_eq!((pool.pages(), pool.backrefs_bytes()), (0, 0));
@@ -284,14 +284,14 @@ impl OneTable {
 }
 
 #[test]
-fn compaction_leaves_one_packed_span_a_class() {
+fn compact_packs_classes() {
     let pool = Pool::new().unwrap();
     let table = OneTable(Table::new(1, Arc::new(Common::new().unwrap())).unwrap());
     let len = |slot: u64| 500 + (slot % 40) as usize * 80;
     for slot in 0..20_000 {
         table.put(&pool, slot, len(slot));
     }
-    // An object that was allocated and is not in any slot yet must stay where it is.
+    // An allocated object that is in no slot yet must stay in place.
     let unpublished = pool.store(&bytes(99, 700), BackRef::new(1, 5), 0).unwrap();
     for slot in (0..20_000).filter(|s| s % 4 != 1) {
         table.remove(&pool, slot);
@@ -307,7 +307,7 @@ fn compaction_leaves_one_packed_span_a_class() {
 }
 
 #[test]
-fn a_compaction_that_ends_early_hurts_nobody() {
+fn compact_cancelled_keeps_objects() {
     let pool = Pool::new().unwrap();
     let table = OneTable(Table::new(1, Arc::new(Common::new().unwrap())).unwrap());
     let len = |slot: u64| 500 + (slot % 4) as usize * 80;
@@ -317,15 +317,15 @@ fn a_compaction_that_ends_early_hurts_nobody() {
     for slot in (0..20_000).filter(|s| s % 4 != s / 4 % 4) {
         table.remove(&pool, slot);
     }
-    let mut told = Vec::new();
+    let mut reports = Vec::new();
     let some = pool.compact(&table, &mut |done, all| {
-        told.push((done, all));
-        told.len() < 20
+        reports.push((done, all));
+        reports.len() < 20
     });
-    assert_eq!(told.len(), 20);
+    assert_eq!(reports.len(), 20);
     assert!(
-        told.is_sorted_by_key(|(done, _)| *done) && told.iter().all(|(done, all)| done <= all),
-        "{told:?}"
+        reports.is_sorted_by_key(|(done, _)| *done) && reports.iter().all(|(done, all)| done <= all),
+        "{reports:?}"
     );
     table.check(&pool, (0..20_000).filter(|s| s % 4 == s / 4 % 4), len);
     let mut last = (0, 0);
@@ -339,7 +339,7 @@ fn a_compaction_that_ends_early_hurts_nobody() {
 }
 
 #[test]
-fn the_free_state_is_rebuilt_from_the_tables() {
+fn rebuild_restores_free_state() {
     let mut pool = Pool::new().unwrap();
     let table = OneTable(Table::new(1, Arc::new(Common::new().unwrap())).unwrap());
     let len = |slot: u64| 1 + (slot * 37 % 3900) as usize;
@@ -349,7 +349,7 @@ fn the_free_state_is_rebuilt_from_the_tables() {
     for slot in (0..5000).filter(|s| s % 3 == 0) {
         table.remove(&pool, slot);
     }
-    // Leaked: in the pool's books, but in no table. A rebuild finds it free.
+    // A leaked object: allocated, but in no table. The rebuild frees it.
     let leaked = pool.store(&bytes(1, 3000), BackRef::new(1, 7), 0).unwrap();
     let words: HashMap<u64, Word> = (0..5000).map(|s| (s, table.0.leaf(s).unwrap().peek(s))).collect();
     let slots = || words.iter().map(|(&slot, &word)| (BackRef::new(1, slot), word));
@@ -357,8 +357,8 @@ fn the_free_state_is_rebuilt_from_the_tables() {
     pool.rebuild(slots()).unwrap();
     assert!(pool.pages() <= pages);
     table.check(&pool, (0..5000).filter(|s| s % 3 != 0), len);
-    // It works on: new objects go into the holes and hurt nobody, compaction finds every
-    // back-reference.
+    // Afterwards new objects fill the holes without damage, and compaction finds all
+    // back-references.
     for slot in (0..5000).filter(|s| s % 3 == 0) {
         table.put(&pool, slot, len(slot));
     }
@@ -369,7 +369,7 @@ fn the_free_state_is_rebuilt_from_the_tables() {
     }
     pool.compact(&table, &mut |_, _| true);
     assert_eq!(pool.pages(), 0);
-    // Tables that contradict the pool are refused.
+    // Contradicting tables are refused.
     let word = Word::compressed(leaked, 3000, 0);
     assert_eq!(
         pool.rebuild([(BackRef::new(1, 1), word), (BackRef::new(1, 2), word)].into_iter()),

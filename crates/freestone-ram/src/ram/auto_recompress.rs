@@ -1,13 +1,13 @@
-//! Recompression that runs by itself: pages that nobody touched for long are compressed again, with
-//! zstd and a dictionary trained on the disk's own pages.
+//! Automatic recompression of pages that were not accessed for long, with zstd and a dictionary
+//! trained on the disk's own pages.
 //!
-//! Pages of 4 KiB are too short for a compressor to learn much from each alone; a dictionary is
-//! what it would have learned from the others. It is trained once, on a sample of pages that are
-//! old enough, and stays for the life of the disk: objects that were made with it need it.
+//! A page of 4 KiB is too short for a compressor to learn much from; a dictionary provides what it
+//! would learn from other pages. It is trained once, on a sample of pages that are old enough, and
+//! stays for the life of the disk, as its objects need it.
 //!
-//! All of it happens in [steps](AutoRecompress::step) of bounded work. The idle marks of pages,
-//! which are the user's, are neither used nor changed; as always, a page that does not get smaller
-//! with the highest priority is marked incompressible, so that it is not tried again and again.
+//! All work is done in bounded [steps](AutoRecompress::step). Idle marks belong to the user and are
+//! neither used nor changed. A page that does not shrink at the highest priority is marked
+//! incompressible, so that it is not tried repeatedly.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use std::time::Duration;
 use super::layer::Layer;
 use super::pages::Pages;
 use super::recompress::Target;
-use super::room::{Attempt, Room};
+use super::recompress_space::{Attempt, RecompressSpace};
 use super::sample::{AutoState, Cursor};
 use super::{PAGE, Ram};
 use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Params, Scratch, Streams};
@@ -26,36 +26,36 @@ use freestone_core::sync::{AtomicU64, Instant, Mutex, Ordering};
 
 use crate::clock;
 
-/// Time that a step takes.
+/// Duration of a step.
 const STEP: Duration = Duration::from_millis(100);
-/// Leaves (2 MiB of disk each) that a step looks at.
+/// Maximum leaves (2 MiB of disk each) scanned per step.
 const STEP_LEAVES: u32 = 1024;
-/// Bytes of old objects without which no dictionary is trained.
-const LEAST_BYTES: u64 = 4 << 20;
-/// Of so many pages of a sample one is kept to see what the dictionary is worth.
+/// Minimum bytes of old objects for training a dictionary.
+const TRAINING_BYTES_MIN: u64 = 4 << 20;
+/// One of this many sample pages is held out to evaluate the dictionary.
 const HELD_OUT: usize = 8;
-/// On real data 64 KiB pack 0.7 % worse, and 256 KiB, which take 2.3 MiB more memory, 0.1 % better.
+/// Size of the dictionary. On real data 64 KiB compress 0.7 % worse; 256 KiB compress 0.1 % better
+/// and take 2.3 MiB more memory.
 const DICTIONARY_BYTES: usize = 112 << 10;
-/// The first level at which zstd makes good use of a dictionary: on real data level 3 gains nothing
-/// by it, 6 gains 5 %, and 12 only 0.7 % more in three times the time.
+/// The first zstd level that makes good use of a dictionary: on real data level 3 gains nothing by
+/// it, 6 gains 5 %, and 12 only 0.7 % more in three times the time.
 const LEVEL: i32 = 6;
-/// After a training that failed.
+/// Pause after a failed training, in milliseconds.
 const RETRY_MS: u64 = 600_000;
 
-/// What the automatic mode has done.
+/// Statistics of the automatic mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AutoRecompressed {
-    /// Pages that it has stored smaller.
+    /// Pages stored in smaller objects.
     pub pages: u64,
-    /// Bytes by which their objects became smaller.
+    /// Bytes saved by smaller objects.
     pub saved_bytes: u64,
-    /// The dictionary's size; 0 as long as there is none, or where one is of no use on this disk's
-    /// pages.
+    /// Size of the dictionary; 0 before training, or if a dictionary does not help on this disk.
     pub dictionary_bytes: u64,
 }
 
 impl Ram {
-    /// What the automatic mode has done; nothing where `auto_recompress` is not set.
+    /// Returns the statistics of the automatic mode; zeroes if `auto_recompress` is not set.
     pub fn auto_recompressed(&self) -> AutoRecompressed {
         let auto = &self.0.family.auto;
         let streams = auto.age.and_then(|_| self.0.pages.codecs.get(PRIORITIES));
@@ -71,19 +71,18 @@ impl Ram {
 
 /// The automatic mode of a family.
 ///
-/// Lock order: `background` of the family, then `state`; under them as requests do.
+/// Lock order: `background` of the family, then `state`; under them the order of requests.
 pub(super) struct AutoRecompress {
     pages: Arc<Pages>,
-    /// How long what is to be recompressed was not touched; `None`: the mode is off.
+    /// Minimum time without access; `None` if the mode is off.
     age: Option<Duration>,
     state: Mutex<AutoState>,
-    /// Pages.
+    /// Statistics: pages, then bytes saved.
     shrunk: AtomicU64,
     saved_bytes: AtomicU64,
 }
 
 impl AutoRecompress {
-    /// Nothing was done yet.
     pub fn new(pages: Arc<Pages>, age: Option<Duration>) -> Self {
         Self {
             pages,
@@ -94,13 +93,12 @@ impl AutoRecompress {
         }
     }
 
-    /// Whether pages are recompressed.
     pub fn is_on(&self) -> bool {
         self.age.is_some()
     }
 
-    /// One step of the automatic mode, of about 100 ms at most (training goes on beside it). To be
-    /// called about once a second. Does nothing while others are at work in the background.
+    /// Runs a step of at most about 100 ms (training runs on another thread). Called about once a
+    /// second. Does nothing while other background work is running.
     pub fn step(&self) {
         let Some(age) = self.age else { return };
         let Some(_one) = self.pages.background.try_lock() else { return };
@@ -113,7 +111,6 @@ impl AutoRecompress {
         }
     }
 
-    /// Sets what the automatic mode has counted to zero.
     pub fn clear(&self) {
         // Relaxed: statistics.
         self.shrunk.store(0, Ordering::Relaxed);
@@ -126,12 +123,12 @@ impl AutoRecompress {
         if let Some(training) = state.training.take_if(|training| training.is_finished()) {
             if let Ok(Some(streams)) = training.join() {
                 let bytes = streams.dictionary().map_or(0, |dictionary| dictionary.bytes().len());
-                tracing::info!(bytes, "auto_recompress: a dictionary was trained on the disk's pages");
-                // A disk that has something at this priority is not made.
+                tracing::info!(bytes, "auto_recompress: trained a dictionary on the disk's pages");
+                // A disk with another algorithm at this priority is refused at creation.
                 let set = self.pages.codecs.set(PRIORITIES, Arc::new(streams));
                 debug_assert!(set.is_ok(), "{set:?}");
             } else {
-                tracing::warn!("auto_recompress: no dictionary could be trained; it is tried again later");
+                tracing::warn!("auto_recompress: dictionary training failed; will retry later");
                 state.retry_ms = now_ms + RETRY_MS;
             }
         }
@@ -148,7 +145,7 @@ impl AutoRecompress {
             return;
         }
         let sample = std::mem::take(&mut state.sample);
-        if sample.bytes < LEAST_BYTES {
+        if sample.bytes < TRAINING_BYTES_MIN {
             return;
         }
         let pages = self.read_sample(sample.pages);
@@ -156,13 +153,13 @@ impl AutoRecompress {
         match thread.spawn(move || train(&pages)) {
             Ok(training) => state.training = Some(training),
             Err(error) => {
-                tracing::warn!(%error, "auto_recompress: no thread to train a dictionary; it is tried again later");
+                tracing::warn!(%error, "auto_recompress: cannot start a thread to train a dictionary; will retry later");
                 state.retry_ms = now_ms + RETRY_MS;
             }
         }
     }
 
-    /// The content of those pages that are still there.
+    /// Reads those sample pages that still exist.
     fn read_sample(&self, mut pages: Vec<(u32, u64)>) -> Vec<Page> {
         pages.sort_unstable();
         let read = |(layer, slot)| {
@@ -180,7 +177,7 @@ impl AutoRecompress {
 
     fn shrink(&self, state: &mut AutoState, streams: &Streams, old: &[bool; AGES]) {
         let began = Instant::now();
-        // What is freed lies scattered: it becomes pages only by packing, a class at a time.
+        // Freed objects are scattered: compact one class at a time to free whole pages.
         while state.compacting > 0 {
             state.compacting -= 1;
             self.pages.compact_class(state.compacting);
@@ -195,7 +192,7 @@ impl AutoRecompress {
         let mut damaged = 0_u32;
         let over = self.walk(cursor, &wants, |layer, slot, _| {
             let Ok(mut attempt) = target.recompress(&self.pages, layer, slot, &wants) else {
-                // Its readers learn of it; here it would be found again and again.
+                // Its readers get the error; a scan would find the page again and again.
                 damaged += 1;
                 return damaged < 16;
             };
@@ -208,20 +205,20 @@ impl AutoRecompress {
                 self.saved_bytes.fetch_add((from - to) as u64, Ordering::Relaxed);
             }
             room.count(attempt);
-            attempt != Attempt::Reset && !room.is_hopeless() && began.elapsed() < STEP
+            attempt != Attempt::Reset && !room.is_exhausted() && began.elapsed() < STEP
         });
-        if room.is_hopeless() {
-            room.hope();
+        if room.is_exhausted() {
+            room.reset_refusals();
         }
         if over && room.is_compaction_due(self.pages.pool.pages() * PAGE) {
             state.compacting = CLASSES;
-            state.room = Room::default();
+            state.room = RecompressSpace::default();
         }
     }
 
-    /// Shows candidates from the cursor on, which goes with them, until `visit` has enough, or
-    /// enough was looked at; true where the last layer's end was reached, and the cursor is at the
-    /// beginning again.
+    /// Visits candidates from the cursor on and advances it, until `visit` returns false or enough
+    /// leaves were scanned. Returns true if the last layer was finished; the cursor is then at the
+    /// beginning.
     fn walk(
         &self,
         cursor: &mut Cursor,
@@ -253,13 +250,13 @@ impl AutoRecompress {
     }
 }
 
-/// Pages that something can be learned from: what does not compress is mostly noise.
+/// Returns true if the page is useful for training: incompressible pages are mostly noise.
 fn is_sample(word: Word) -> bool {
     word.kind() == Kind::Compressed
 }
 
-/// Trains a dictionary on pages and makes streams with it; without one where it is of no use.
-/// `None`: no memory.
+/// Trains a dictionary and returns streams with it, or without one if it does not help. `None`: no
+/// memory.
 fn train(pages: &[Page]) -> Option<Streams> {
     let (mut learned, mut kept) = (Vec::new(), Vec::new());
     learned.try_reserve_exact(pages.len() * PAGE_BYTES).ok()?;

@@ -1,4 +1,4 @@
-//! The automatic mode, step by step.
+//! Tests of the automatic mode, step by step.
 
 use super::super::sample::{SAMPLE_PAGES, Sample};
 use super::super::tests::config;
@@ -6,15 +6,14 @@ use super::super::{Config, Recompress, RecompressError, Secondary};
 use super::*;
 use freestone_core::device::{Blocking, Flags};
 
-/// Nothing gets so old by itself while a test runs.
+/// Longer than any test runs.
 const AGE: Duration = Duration::from_secs(24 * 3600);
 
 fn disk(pages: u64) -> Ram {
     Ram::new(Config { auto_recompress: Some(AGE), ..config(pages * PAGE) }).unwrap()
 }
 
-/// Pages that share a vocabulary with each other: 1500 words of 12 bytes, a few of which make a
-/// page.
+/// A page from a shared vocabulary: 1500 words of 12 bytes, a few of which make a page.
 fn page(seed: u64) -> Page {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut word = 0;
@@ -34,7 +33,7 @@ fn write(ram: &Ram, slots: std::ops::Range<u64>) {
     }
 }
 
-/// Pages of these slots were touched long ago.
+/// Sets the oldest age for the pages of these slots.
 fn grow_old(ram: &Ram, slots: std::ops::Range<u64>) {
     for slot in slots {
         {
@@ -60,7 +59,7 @@ fn word(ram: &Ram, slot: u64) -> Word {
 }
 
 #[test]
-fn old_pages_shrink_with_a_dictionary_of_the_disks_own() {
+fn auto_recompress_trains_dictionary_and_shrinks() {
     const PAGES: u64 = 3000;
     let ram = disk(4096);
     write(&ram, 0..PAGES);
@@ -75,7 +74,7 @@ fn old_pages_shrink_with_a_dictionary_of_the_disks_own() {
     steps_until(&ram, |done| done.dictionary_bytes > 0);
     let ages: Vec<u8> = (0..PAGES).map(|slot| word(&ram, slot).age()).collect();
     steps_until(&ram, |done| done.pages == PAGES - 100);
-    // The pool is packed after the round.
+    // The pool is compacted after the round.
     let mut steps = 0;
     steps_until(&ram, |_| {
         steps += 1;
@@ -90,13 +89,13 @@ fn old_pages_shrink_with_a_dictionary_of_the_disks_own() {
     for slot in 0..PAGES {
         let word = word(&ram, slot);
         assert_eq!(word.algorithm(), if slot < 100 { 0 } else { 3 }, "slot {slot}");
-        // Neither ages nor the user's marks are changed.
+        // Ages and idle marks are unchanged.
         assert_eq!((word.age(), word.is_idle(), word.is_picked()), (ages[slot as usize], slot == 200, false));
         let mut back = [0; PAGE_BYTES];
         ram.read_at(slot * PAGE, &mut back).unwrap();
         assert!(back == page(slot), "slot {slot}");
     }
-    // The dictionary outlives the content; statistics do not.
+    // The dictionary survives a reset; the statistics do not.
     ram.reset().unwrap();
     ram.0.family.auto.clear();
     assert_eq!(
@@ -109,7 +108,7 @@ fn old_pages_shrink_with_a_dictionary_of_the_disks_own() {
 }
 
 #[test]
-fn too_little_is_not_learned_from() {
+fn auto_recompress_small_sample_is_not_trained() {
     let ram = disk(4096);
     write(&ram, 0..500);
     grow_old(&ram, 0..500);
@@ -119,7 +118,7 @@ fn too_little_is_not_learned_from() {
     assert_eq!(ram.auto_recompressed(), AutoRecompressed::default());
     assert!(ram.0.family.auto.state.lock().training.is_none());
     assert!(ram.0.pages.codecs.get(3).is_none());
-    // Nor from pages that are in use.
+    // Pages in use are not training data either.
     write(&ram, 0..3000);
     for _ in 0..20 {
         ram.0.family.auto.step();
@@ -128,7 +127,7 @@ fn too_little_is_not_learned_from() {
 }
 
 #[test]
-fn a_step_gives_way_to_other_passes() {
+fn auto_recompress_skips_step_during_other_work() {
     let ram = disk(4096);
     write(&ram, 0..3000);
     grow_old(&ram, 0..3000);
@@ -141,8 +140,8 @@ fn a_step_gives_way_to_other_passes() {
 }
 
 #[test]
-fn a_dictionary_that_is_of_no_use_is_not_used() {
-    // Nothing in common, and nothing inside that a dictionary could help with.
+fn train_useless_dictionary_is_dropped() {
+    // Pages with nothing in common, and no inner redundancy for a dictionary.
     let noise = |seed| -> Page {
         let bytes = super::super::tests::content(5, seed, PAGE_BYTES);
         std::array::from_fn(|i| if i % 16 < 8 { 0 } else { bytes[i] })
@@ -150,7 +149,7 @@ fn a_dictionary_that_is_of_no_use_is_not_used() {
     let pages: Vec<Page> = (0..1024).map(noise).collect();
     let streams = train(&pages).unwrap();
     assert!(streams.dictionary().is_none());
-    // Too few to train on.
+    // Too few pages for a training.
     assert!(train(&pages[..3]).unwrap().dictionary().is_none());
     assert!(train(&[]).unwrap().dictionary().is_none());
     let pages: Vec<Page> = (0..1024).map(page).collect();
@@ -158,7 +157,7 @@ fn a_dictionary_that_is_of_no_use_is_not_used() {
 }
 
 #[test]
-fn samples_are_even() {
+fn sample_is_uniform() {
     let mut sample = Sample::default();
     for slot in 0..100_000 {
         sample.offer((0, slot), Word::compressed(0, 1000, 0));
@@ -172,7 +171,7 @@ fn samples_are_even() {
 }
 
 #[test]
-fn the_trained_algorithm_can_be_asked_for() {
+fn recompress_uses_trained_algorithm() {
     let ram = Ram::new(Config {
         recomp_algorithms: [
             Some(Secondary { algorithm: Algorithm::Lz4hc, params: Params::default() }),

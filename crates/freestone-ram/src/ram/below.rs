@@ -1,13 +1,14 @@
-//! Where a device lies over zeroes: there emptying a page needs no mark.
+//! Zeroes below a device: emptying a page there needs no mark in its slot.
 
-/// What a request that empties pages knows of what lies below its device. It stays true, as that does
-/// not change: what is loaded meanwhile was no zeroes, and a rewind leaves what is below the file.
+/// What a request that empties pages knows about its device's parent. The facts stay true: pages
+/// loaded meanwhile were not zeroes, and a rewind keeps the parent below the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Below {
-    /// Bytes `[from, until)` read as zeroes below.
+    /// Bytes `[from, until)` read as zeroes from the parent.
     pub zeroes_from: u64,
     pub zeroes_until: u64,
-    /// Up to this byte, a whole page's or the request's end, nothing else is known to be zeroes.
+    /// Up to this byte (a page boundary or the request's end) the parent was examined: no other
+    /// zeroes are known before it.
     pub known_until: u64,
 }
 

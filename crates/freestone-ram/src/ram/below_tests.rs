@@ -1,4 +1,4 @@
-//! Emptying what reads as zeroes already costs nothing; marks count against the limit.
+//! Emptying pages over zeroes is free; marks count against the limit.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ const LEAF: u64 = LEAF_SLOTS * PAGE;
 const GIB: u64 = 1 << 30;
 const NONE: Flags = Flags::empty();
 
-/// A large base on a disk: ones in a range, holes elsewhere.
+/// A large base on a disk: bytes of value 1 in a range, holes elsewhere.
 struct Sparse {
     size: u64,
     ones: Range<u64>,
@@ -72,7 +72,7 @@ fn trim_over_base_hole_makes_no_mark() {
     fork.discard(0, 200 * GIB).unwrap();
     fork.write_zeroes(512, 200 * GIB - 1024, Flags::MAY_FREE).unwrap();
     assert_eq!(fork.memory().leaves_bytes, 0);
-    // What the fork has itself goes.
+    // The fork's own pages are freed.
     fork.write_at(7 * LEAF, &[5; PAGE_BYTES], NONE).unwrap();
     fork.discard(0, 200 * GIB).unwrap();
     assert_eq!((first_of(&fork, 7 * LEAF), fork.mm_stat().orig_data_size), (0, 0));
@@ -86,9 +86,9 @@ fn trim_beside_base_data_marks_data_only() {
     for at in [0, LEAF, LEAF + 512, 2 * LEAF, 3 * LEAF + 512, 3 * LEAF + PAGE, 8 * LEAF - 512] {
         assert_eq!(first_of(&fork, at), 0, "byte {at}");
     }
-    // One directory, and the leaves of the data.
+    // One directory node, and the leaves over the data.
     assert_eq!(fork.memory().leaves_bytes, 4 * PAGE);
-    // Parts of pages: zeroes over a hole are nothing, over data they are written.
+    // Partial pages: zeroes over a hole need nothing, over data they are written.
     let fork = fork_of(8 * LEAF, ones, 0);
     fork.write_zeroes(512, 1024, Flags::MAY_FREE).unwrap();
     assert_eq!(fork.memory().leaves_bytes, 0);
@@ -105,7 +105,7 @@ fn trim_over_snapshot_hole_makes_no_mark() {
     let before = fork.memory().leaves_bytes;
     fork.discard(0, 16 * GIB).unwrap();
     assert_eq!(first_of(&fork, 3 * LEAF), 0);
-    // A directory and a leaf.
+    // A directory node and a leaf.
     assert_eq!(fork.memory().leaves_bytes, before + 2 * PAGE);
 }
 
@@ -115,12 +115,12 @@ fn marks_over_base_data_count_against_limit() {
     let fork = fork_of(8 * GIB, 0..8 * GIB, LIMIT);
     fork.discard(0, 8 * GIB).unwrap();
     let used = fork.memory().leaves_bytes;
-    // Directories do not count.
+    // Directory nodes do not count.
     assert!(used <= LIMIT + 64 * PAGE, "{used}");
     assert_eq!((first_of(&fork, 0), first_of(&fork, 7 * GIB)), (0, 1));
     assert_eq!(fork.write_zeroes(0, 8 * GIB, Flags::MAY_FREE), Err(Error::NoSpace));
     assert_eq!(fork.write_at(0, &crate::ram::tests::content(5, 1, PAGE_BYTES), NONE), Err(Error::NoSpace));
-    // What the marks took is there again when they are gone.
+    // Freed marks release their space.
     fork.rewind().unwrap();
     let start = std::time::Instant::now();
     while fork.write_at(0, &crate::ram::tests::content(5, 1, PAGE_BYTES), NONE).is_err() {
@@ -147,7 +147,7 @@ fn second_trim_moves_nothing_to_snapshot() {
     fork.write_zeroes(0, 4 * LEAF, NONE).unwrap();
     assert_eq!(fork.memory().leaves_bytes, before);
     assert_eq!((first_of(&snapshot, 0), first_of(&fork, 0)), (0, 0));
-    // On a disk zeroes and holes read the same.
+    // On a disk, zeroes and holes read the same.
     let disk = ram(4 * LEAF);
     let _snapshot = disk.snapshot().unwrap();
     disk.write_zeroes(0, 4 * LEAF, NONE).unwrap();
@@ -170,4 +170,32 @@ fn change_of_nothing_is_not_noted() {
     disk.write_at(0, &[5; PAGE_BYTES], NONE).unwrap();
     disk.discard(0, LEAF).unwrap();
     assert_eq!(noted.pages(), 1);
+}
+
+#[test]
+fn holds_nothing_is_false_for_changed_content() {
+    let fork = fork_of(GIB, 0..LEAF, 0);
+    assert!(fork.holds_nothing());
+    let discard = |at| fork.discard(at, PAGE).unwrap();
+    // A discarded page over zeroes leaves no slot.
+    fork.write_at(2 * LEAF, &[7; PAGE_BYTES], NONE).unwrap();
+    assert!(!fork.holds_nothing());
+    discard(2 * LEAF);
+    assert!(fork.holds_nothing());
+    // A discarded page over data keeps a slot that covers the base.
+    discard(0);
+    assert!(!fork.holds_nothing());
+    fork.rewind().unwrap();
+    assert!(fork.holds_nothing());
+    // A page that only the snapshot shows does not count for its origin.
+    fork.write_at(2 * LEAF, &[7; PAGE_BYTES], NONE).unwrap();
+    let snapshot = fork.snapshot().unwrap();
+    assert!(!fork.holds_nothing());
+    discard(2 * LEAF);
+    assert!(fork.holds_nothing() && !snapshot.holds_nothing());
+    let mut back = [0; PAGE_BYTES];
+    snapshot.read_at(2 * LEAF, &mut back).unwrap();
+    assert_eq!(back, [7; PAGE_BYTES]);
+    let child = snapshot.fork(&ForkConfig::default()).unwrap();
+    assert!(child.holds_nothing());
 }

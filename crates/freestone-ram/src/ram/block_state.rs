@@ -1,4 +1,4 @@
-//! The state of each page, as the kernel's `block_state` has it.
+//! Page states for the kernel's `block_state`.
 
 use std::time::Duration;
 
@@ -9,34 +9,34 @@ use crate::clock::now_ms;
 use freestone_core::PAGE_BYTES;
 use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 
-/// Leaves that one call looks at: 8 GiB of a disk, some milliseconds.
+/// Maximum leaves visited per call: 8 GiB of a disk, some milliseconds.
 const TRY_LEAVES: u32 = 4096;
 
-/// A page that holds something.
+/// State of a page that is not empty.
 #[expect(clippy::struct_excessive_bools, reason = "the kernel's six flags")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockState {
-    /// Its number.
+    /// Page number.
     pub index: u64,
-    /// When it was last accessed, since the machine was booted: the end of that epoch. `None` for
-    /// one whose age is not known: it lies on the backing device, or is just going there.
+    /// Last access, as time since boot: the end of the page's epoch. `None` if the age is unknown:
+    /// the page is on the backing device, or being written there.
     pub accessed: Option<Duration>,
-    /// It repeats one pattern.
+    /// The page repeats one pattern.
     pub same: bool,
-    /// It lies on the backing device, or is on its way from there.
+    /// The page is on the backing device, or being read from there.
     pub written_back: bool,
-    /// It is stored uncompressed because it does not compress.
+    /// The page is stored uncompressed because it does not compress.
     pub huge: bool,
-    /// It was marked, and not touched since.
+    /// The page was marked idle and not accessed since.
     pub idle: bool,
-    /// A secondary algorithm compressed it.
+    /// A secondary algorithm compressed the page.
     pub recompressed: bool,
-    /// Every algorithm failed on it.
+    /// No algorithm could compress the page.
     pub incompressible: bool,
 }
 
 impl BlockState {
-    /// The kernel's letters, each one or a dot.
+    /// Returns the kernel's flag letters, with a dot for each flag not set.
     pub fn flags(&self) -> String {
         let flags = [
             (self.same, 's'),
@@ -65,9 +65,9 @@ impl BlockState {
 }
 
 impl Ram {
-    /// Shows the pages of `[first, end)` that the device holds itself, in order, until `row` says
-    /// that it is enough or much was looked at. Returns the page where it goes on, `end` where
-    /// nothing is left. Each page is as at some moment of the call; nothing is held meanwhile.
+    /// Passes the device's own pages of `[first, end)` to `row` in order, until `row` returns false
+    /// or the call has visited many leaves. Returns the page to continue at, `end` if nothing is
+    /// left. Each page is shown as of some moment during the call; the call holds no lock.
     pub fn block_state(&self, first: u64, end: u64, row: &mut dyn FnMut(BlockState) -> bool) -> u64 {
         let end = end.min(self.0.size().div_ceil(PAGE));
         let layer = self.0.layer();

@@ -1,5 +1,5 @@
-//! The chains of RAM disks ([`slot::chain`](freestone_core::slot::chain) has the protocol): what a
-//! word of theirs stands for.
+//! Chains of RAM disks: binds the protocol of [`slot::chain`](freestone_core::slot::chain) to the
+//! pool's objects.
 
 use std::sync::Arc;
 
@@ -63,8 +63,9 @@ impl Kin for Pages {
     }
 }
 
-/// What was held up goes on, on the families' own threads: who thaws has others to thaw.
-pub(super) fn carry_on(held: Vec<(Ram, Job)>) {
+/// Resumes held requests on the keepers of their families: the caller may have more devices to
+/// thaw.
+pub(super) fn resume_held_requests(held: Vec<(Ram, Job)>) {
     for (ram, job) in held {
         Arc::clone(&ram.0.pages.keeper).resume(ram, job);
     }

@@ -1,4 +1,4 @@
-//! What a RAM disk is made of, and why it could not be.
+//! Settings of RAM disks and forks, and errors of creating or changing them.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -14,30 +14,30 @@ use crate::codec::{Algorithm, Params, ParamsError, StreamsError};
 use freestone_core::consistency_group::NotInTime;
 use freestone_core::device::{self, Device};
 
-/// What a RAM disk is made of.
+/// Settings of a RAM disk.
 #[derive(Debug, Clone, Default)]
 pub struct Config {
-    /// Bytes, rounded up to a page.
+    /// Size in bytes, rounded up to a page.
     pub disksize: u64,
-    /// The algorithm that new pages are compressed with.
+    /// Algorithm for newly written pages.
     pub comp_algorithm: Algorithm,
-    /// Its parameters.
+    /// Parameters of `comp_algorithm`.
     pub algorithm_params: Params,
-    /// Most bytes the pool may hold, rounded up to a page; 0 is no limit.
+    /// Limit of the pool in bytes, rounded up to a page; 0 means no limit.
     pub mem_limit: u64,
-    /// Secondary algorithms for recompression, at the priorities 1 to 3.
+    /// Secondary algorithms for recompression, at priorities 1 to 3.
     pub recomp_algorithms: [Option<Secondary>; 3],
-    /// Recompress by itself what nobody touched for so long, with zstd and a dictionary trained on
-    /// the disk's own pages. It uses priority 3, which must be free.
+    /// Recompress pages automatically that were not accessed for this duration, with zstd and a
+    /// dictionary trained on the disk's own pages. Uses priority 3, which must be free.
     pub auto_recompress: Option<Duration>,
-    /// Where pages go that memory has no room for.
+    /// Device for pages evicted from memory.
     pub backing: Option<Backing>,
-    /// What is done where there is no room for a write.
+    /// Policy for writes that find no space.
     pub when_full: WhenFull,
 }
 
 impl Config {
-    /// The same, with pages that memory has no room for on this device.
+    /// Returns these settings with `device` as backing device.
     #[must_use]
     pub fn backed_by(self, device: Arc<dyn Device>, compressed_writeback: bool) -> Self {
         Self {
@@ -47,29 +47,29 @@ impl Config {
     }
 }
 
-/// A secondary algorithm.
+/// A secondary algorithm with its parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Secondary {
     /// The algorithm.
     pub algorithm: Algorithm,
-    /// Its parameters.
+    /// Parameters of the algorithm.
     pub params: Params,
 }
 
-/// A device that takes pages out of memory. Its former content is lost; what it holds means nothing
-/// to anybody else.
+/// A backing device for pages evicted from memory. Its previous content is overwritten, and its
+/// content is only meaningful to this family.
 #[derive(Clone)]
 pub struct Backing {
-    /// Writable, without zones, at least a page.
+    /// Must be writable, not zoned, and at least one page large.
     pub device: Arc<dyn Device>,
-    /// Objects go out as they are, packed tightly, and pages that are read come back to memory.
-    /// Without it the layout is the kernel's: one uncompressed page a block, which stays there
-    /// until the page is overwritten.
+    /// Write compressed objects tightly packed, and move pages back to memory when they are read.
+    /// Otherwise use the kernel's layout: one uncompressed page per block, which stays there until
+    /// the page is overwritten.
     pub compressed_writeback: bool,
-    /// Pages leave memory when they are durable on the device. For one that can lose what it has
-    /// answered and not flushed while this process lives, as the server of an export can.
+    /// Free a page's memory only when it is durable on the device. Needed for a device that can
+    /// lose completed, unflushed writes while this process lives, as the server of an export can.
     pub write_through: bool,
-    /// Where the device is, for people.
+    /// Path of the device for display.
     pub path: Option<PathBuf>,
 }
 
@@ -84,93 +84,93 @@ impl fmt::Debug for Backing {
     }
 }
 
-/// What a fork is made of.
+/// Settings of a fork.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ForkConfig {
-    /// Bytes, rounded up to a block of 512; the base's size where nothing is said. What lies beyond
-    /// the base reads as zeroes.
+    /// Size in bytes, rounded up to 512; by default the base's size. Bytes beyond the base read as
+    /// zeroes.
     pub size: Option<u64>,
-    /// Most bytes that its own objects may take; 0 is no cap.
+    /// Cap on the fork's own objects in bytes; 0 means no cap.
     pub mem_limit: u64,
-    /// Bytes of the family's `mem_limit` that others leave to it.
+    /// Guarantee: bytes of the family's `mem_limit` that other devices leave to the fork.
     pub mem_min: u64,
 }
 
-/// Why a RAM disk could not be made or changed.
+/// Errors of creating or changing a RAM disk.
 #[derive(Debug, Error)]
 pub enum SetupError {
-    /// Zero.
+    /// The size is zero.
     #[error("disksize must be at least one byte")]
     Empty,
-    /// Beyond what a table of slots can address.
+    /// The size is beyond what a slot table can address.
     #[error("disksize={0} bytes is beyond the largest disk, 256 TiB")]
     TooLarge(u64),
-    /// Growth to less than there is.
+    /// A grow request is below the current size.
     #[error("disksize={wanted} bytes would shrink the disk, which has {present}; it can only grow")]
     Shrinks {
-        /// What was asked for.
+        /// Requested size.
         wanted: u64,
-        /// What there is.
+        /// Current size.
         present: u64,
     },
-    /// A base that can be written.
+    /// The base is writable.
     #[error("is live; take a snapshot of it, and fork that")]
     Live,
-    /// A base with zones.
-    #[error("has zones; a base has none")]
+    /// The base is zoned.
+    #[error("is zoned; a base must not have zones")]
     ZonedBase,
-    /// What only a live device can be asked for.
+    /// The operation needs a live device.
     #[error("is a snapshot, which does not change; fork it")]
     Snapshot,
-    /// A fork of a snapshot of a fork, and so on.
-    #[error("is the snapshot of a fork of a snapshot, and so on, 64 times over; that is as deep as it goes")]
+    /// The fork chain is too deep.
+    #[error("already has the maximum depth of a fork chain, 64 levels")]
     TooDeep,
-    /// A cap that no page may fit under.
+    /// The cap is too small.
     #[error("mem_limit={0} bytes is below 64 KiB")]
     CapTooSmall(u64),
-    /// A fork that would not show all of its base.
-    #[error("size={wanted} bytes is less than the base has, {base}")]
+    /// The fork is smaller than its base.
+    #[error("size={wanted} bytes is smaller than the base, which has {base} bytes")]
     SmallerThanBase {
-        /// What was asked for.
+        /// Requested size.
         wanted: u64,
-        /// What the base has.
+        /// Size of the base.
         base: u64,
     },
-    /// A guarantee that the device could not use.
+    /// The guarantee is above the device's cap.
     #[error("mem_min={guarantee} bytes is above mem_limit={cap} bytes")]
     GuaranteeAboveCap {
-        /// What was to be guaranteed.
+        /// Requested guarantee in bytes.
         guarantee: u64,
-        /// The most that the device may have.
+        /// Cap of the device in bytes.
         cap: u64,
     },
-    /// A guarantee that the family cannot give.
+    /// The family cannot give the guarantee.
     #[error("mem_min={wanted} bytes: the family's mem_limit has {left} left for guarantees")]
     Guarantee {
-        /// What was to be guaranteed.
+        /// Requested guarantee in bytes.
         wanted: u64,
-        /// What can be; 0 also where the family has no limit.
+        /// Bytes still available for guarantees; 0 if the family has no limit.
         left: u64,
     },
-    /// Writes do not end.
+    /// Writes did not finish before the freeze timeout.
     #[error("{0}")]
     NotInTime(NotInTime),
-    /// The algorithm's parameters.
+    /// The algorithm's parameters are invalid.
     #[error(transparent)]
     Params(#[from] ParamsError),
-    /// Both want priority 3.
+    /// `auto_recompress` and `recomp_algorithm` both need priority 3.
     #[error("auto_recompress uses priority 3, where recomp_algorithm has {0}; free one of them")]
     PriorityTaken(Algorithm),
-    /// The backing device is not of the kind that can be used.
+    /// The backing device is unsuitable.
     #[error("backing_dev: {0}")]
     BackingKind(String),
-    /// A thread for background work could not be started.
+    /// A background thread cannot be started.
     #[error("cannot start a thread: {0}")]
     Thread(std::io::Error),
-    /// The file that holds the memory could not be created.
+    /// The memory file of the pool cannot be created.
     #[error("cannot create a memory file: {0}")]
     MemoryFile(Errno),
-    /// No memory for tables or streams.
+    /// Memory for tables or streams is short.
     #[error("out of memory")]
     NoMemory,
 }
@@ -190,12 +190,12 @@ impl From<StreamsError> for SetupError {
     }
 }
 
-/// A disk's size in whole pages, as in zram, if there can be such a disk.
+/// Rounds a disk's size up to whole pages, as zram does.
 pub(super) fn round_size(bytes: u64) -> Result<u64, SetupError> {
     round(bytes, PAGE)
 }
 
-/// A fork's size, which is its base's to the block.
+/// Rounds a fork's size up to logical blocks.
 pub(super) fn round_fork_size(bytes: u64) -> Result<u64, SetupError> {
     round(bytes, LOGICAL_BLOCK_BYTES.into())
 }

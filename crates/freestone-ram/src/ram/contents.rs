@@ -1,49 +1,49 @@
-//! What the pages of a range are, in counts: for who draws a map of a device.
+//! Page counts by kind for a range of a device.
 
 use std::ops::Range;
 
 use super::chain::{Role, View};
-use super::parent::Here;
+use super::parent::StagedSource;
 use super::{Inner, Ram, next_multiple};
 use freestone_core::pin::{self, Pin};
 use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 
-/// How many pages of a range are what; see [`Ram::contents`].
+/// Number of pages of each kind; see [`Ram::contents`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Contents {
-    /// Compressed, in memory.
+    /// Compressed pages in memory.
     pub compressed: u64,
-    /// In memory as they are, because they do not compress.
+    /// Incompressible pages in memory.
     pub huge: u64,
-    /// They repeat a pattern that is not zero.
+    /// Pages that repeat a pattern other than zero.
     pub same: u64,
-    /// Zeroes that the device holds itself: they were written, or hide what lies below.
+    /// Zero pages of the device itself: written, or hiding the parent's content.
     pub zero: u64,
-    /// On the backing device, or on their way from there.
+    /// Pages on the backing device, or being read from there.
     pub spilled: u64,
-    /// In the file that keeps the device, and not in memory yet.
+    /// Pages in the device's keep file that are not in memory yet.
     pub unloaded: u64,
-    /// What a fork's base, or the origin of a snapshot's disk, has there.
+    /// Pages read from the base of a fork, or from the parent of a snapshot's origin.
     pub below: u64,
-    /// Held nowhere: they read as zeroes.
+    /// Holes: pages stored nowhere, which read as zeroes.
     pub hole: u64,
 }
 
 impl Contents {
-    fn add(&mut self, kind: Held) {
+    fn add(&mut self, kind: OwnKind) {
         *match kind {
-            Held::Compressed => &mut self.compressed,
-            Held::Huge => &mut self.huge,
-            Held::Same => &mut self.same,
-            Held::Zero => &mut self.zero,
-            Held::Spilled => &mut self.spilled,
+            OwnKind::Compressed => &mut self.compressed,
+            OwnKind::Huge => &mut self.huge,
+            OwnKind::Same => &mut self.same,
+            OwnKind::Zero => &mut self.zero,
+            OwnKind::Spilled => &mut self.spilled,
         } += 1;
     }
 }
 
-/// What the device holds itself.
+/// Kind of a page in the device's own slots.
 #[derive(Clone, Copy)]
-enum Held {
+enum OwnKind {
     Compressed,
     Huge,
     Same,
@@ -51,8 +51,8 @@ enum Held {
     Spilled,
 }
 
-impl Held {
-    /// `None`: nothing, the page is what lies below.
+impl OwnKind {
+    /// Returns the kind; `None` if the page is read from the parent.
     fn of(word: Word) -> Option<Self> {
         Some(match word.kind() {
             Kind::Empty | Kind::Base => return None,
@@ -66,20 +66,20 @@ impl Held {
 }
 
 impl Ram {
-    /// Adds to `contents` what the pages from `first` on and before `end` are: those of one leaf at
-    /// most (512 pages), or as many as lie together where the device holds nothing. Returns the page
-    /// where it goes on; `end`, or the end of the device if that comes first, where nothing is left.
+    /// Adds the pages of `[first, end)` to `contents`: those of at most one leaf (512 pages), or a
+    /// run of pages without a slot. Returns the page to continue at; `end` or the end of the device
+    /// if nothing is left.
     ///
-    /// Each page is as at some moment of the call. Nothing is held when it returns, so that who
-    /// wants to know of a whole device can rest or give up between two calls. Never waits for a
-    /// disk: what lies below is not asked.
+    /// Each page is counted as of some moment during the call. The call holds no lock on return, so
+    /// a caller can pause or stop between two calls. Never waits for a disk: the parent's extents
+    /// are not read.
     pub fn contents(&self, first: u64, end: u64, contents: &mut Contents) -> u64 {
         let end = end.min(self.0.slots());
         if first >= end {
             return end;
         }
-        // What is loaded meanwhile is in the file all the same.
-        let here = self.0.parent.here();
+        // Taken before the slots are read: a page loaded meanwhile is found in the file.
+        let here = self.0.parent.staged_source();
         let mut below = Vec::new();
         let next = pin::pinned(|pin| {
             let view = self.0.view.load(pin);
@@ -88,7 +88,7 @@ impl Ram {
             push(&mut below, first..first + run);
             let mut slot = first + run;
             while slot < stop {
-                match held(pin, view, slot) {
+                match own_kind(pin, view, slot) {
                     Some(kind) => contents.add(kind),
                     None => push(&mut below, slot..slot + 1),
                 }
@@ -103,7 +103,7 @@ impl Ram {
     }
 }
 
-/// A run behind others.
+/// Appends a run, merging it with the last.
 fn push(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
     match runs.last_mut() {
         _ if run.is_empty() => {}
@@ -112,19 +112,19 @@ fn push(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
     }
 }
 
-fn held(pin: &Pin<'_>, view: &View, slot: u64) -> Option<Held> {
+fn own_kind(pin: &Pin<'_>, view: &View, slot: u64) -> Option<OwnKind> {
     match view.role {
-        // Only looked at: no lock is needed for that.
-        Role::Live { .. } => view.layer.table().leaf(slot).and_then(|leaf| Held::of(leaf.peek(slot))),
+        // No lock: the word is only read.
+        Role::Live { .. } => view.layer.table().leaf(slot).and_then(|leaf| OwnKind::of(leaf.peek(slot))),
         Role::Snapshot { .. } => {
-            view.with_page(pin, slot, |found| found.and_then(|(_, guard)| Held::of(guard.word())))
+            view.with_page(pin, slot, |found| found.and_then(|(_, guard)| OwnKind::of(guard.word())))
         }
     }
 }
 
 impl Inner {
-    /// What pages are that no slot of the device holds.
-    fn add_below(&self, here: Option<&Here>, run: Range<u64>, contents: &mut Contents) {
+    /// Counts pages without a slot in the device.
+    fn add_below(&self, here: Option<&StagedSource>, run: Range<u64>, contents: &mut Contents) {
         let reached = self.parent.pages();
         let mut at = run.start;
         while at < run.end {

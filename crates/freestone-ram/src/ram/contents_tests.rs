@@ -1,4 +1,4 @@
-//! Counts of a map against what was done to the pages.
+//! Page counts after known operations.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Blocking, Flags};
 use freestone_core::slot::LEAF_SLOTS;
 
-/// A half of it compresses.
+/// Half of the page compresses.
 const TEXT: u8 = 4;
 const NOISE: u8 = 5;
 
@@ -16,7 +16,7 @@ fn write(ram: &Ram, slot: u64, kind: u8) {
     ram.write_at(slot * PAGE, &content(kind, slot + 1, PAGE_BYTES), Flags::empty()).unwrap();
 }
 
-/// Of a range, in as many calls as it takes; each looks at a leaf at most where there is one.
+/// Counts a range, in as many calls as needed.
 fn look(ram: &Ram, first: u64, end: u64) -> Contents {
     let mut contents = Contents::default();
     let mut at = first;
@@ -38,7 +38,7 @@ fn sum(contents: &Contents) -> u64 {
 }
 
 #[test]
-fn each_kind_of_page_is_told_apart() {
+fn contents_counts_each_page_kind() {
     let disk = ram(64 * MIB);
     assert_eq!(all(&disk), Contents { hole: 16_384, ..Contents::default() });
     for slot in 0..30 {
@@ -64,7 +64,7 @@ fn each_kind_of_page_is_told_apart() {
 }
 
 #[test]
-fn a_call_looks_at_a_leaf_or_skips_what_nobody_has_written() {
+fn contents_call_covers_one_leaf_or_hole() {
     let disk = ram(1 << 40);
     for leaf in [0, 1, 1000] {
         for slot in 0..LEAF_SLOTS {
@@ -89,7 +89,7 @@ fn a_call_looks_at_a_leaf_or_skips_what_nobody_has_written() {
 }
 
 #[test]
-fn what_was_spilled_is_told_until_it_is_read_back() {
+fn contents_counts_written_back_pages() {
     let backing = Arc::new(ram(16 * MIB));
     let disk = Ram::new(config(4 * MIB).backed_by(backing, true)).unwrap();
     for slot in 0..100 {
@@ -105,7 +105,7 @@ fn what_was_spilled_is_told_until_it_is_read_back() {
 }
 
 #[test]
-fn a_fork_reads_through_to_its_base_and_past_its_end_nothing_is() {
+fn contents_of_fork_counts_base_and_holes() {
     let origin = ram(4 * MIB);
     write(&origin, 0, TEXT);
     let base = origin.snapshot().unwrap();
@@ -113,7 +113,7 @@ fn a_fork_reads_through_to_its_base_and_past_its_end_nothing_is() {
     assert_eq!(all(&fork), Contents { below: 1024, hole: 512, ..Contents::default() });
     write(&fork, 3, NOISE);
     write(&fork, 1100, TEXT);
-    // Over data zeroes are marked, over a hole they are not.
+    // Zeroes over data need a mark, over a hole they do not.
     fork.discard(0, PAGE).unwrap();
     fork.discard(8 * PAGE, 2 * PAGE).unwrap();
     let own = Contents { compressed: 1, huge: 1, zero: 1, ..Contents::default() };
@@ -123,7 +123,7 @@ fn a_fork_reads_through_to_its_base_and_past_its_end_nothing_is() {
 }
 
 #[test]
-fn a_snapshot_shows_what_was_whatever_became_of_the_origin() {
+fn contents_of_snapshot_ignores_origin_changes() {
     let disk = ram(4 * MIB);
     for slot in 0..40 {
         write(&disk, slot, TEXT);
@@ -148,9 +148,9 @@ fn a_snapshot_shows_what_was_whatever_became_of_the_origin() {
     assert_eq!((all(&snapshot), all(&second)), (then, now));
 }
 
-/// Threads that write what they like, and one that looks: each page is counted once.
+/// Each page is counted exactly once while other threads write.
 #[test]
-fn beside_writers_every_page_is_counted_once() {
+fn contents_with_writers_counts_pages_once() {
     let disk = ram(8 * MIB);
     let snapshot = disk.snapshot().unwrap();
     let fork = snapshot.fork(&ForkConfig::default()).unwrap();

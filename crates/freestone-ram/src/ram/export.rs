@@ -1,9 +1,9 @@
-//! Pages out of a snapshot in the form in which they are stored, and into a new device in that
-//! form: what [saving](crate::save) needs.
+//! Pages of a snapshot in their stored form, and their insertion into a new device: used by
+//! [`save`](crate::save) and [`keep`](crate::keep).
 //!
-//! What is spilled is read from the backing device and stays there. No slot departs for that, so
-//! nobody waits: the page of a snapshot does not change, and the bytes that were read are the
-//! page's as long as no block of them began another life meanwhile (its generation tells).
+//! Written-back pages are read from the backing device and stay there. No slot goes in flight for
+//! this, so no request waits. A snapshot's page does not change, and the bytes are valid if no
+//! block of them was reused since (checked by generation).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,46 +16,46 @@ use super::parent::Parent;
 use super::source::{Incoming, next_in};
 use super::{Family, Ram};
 use crate::codec::{Algorithm, Dictionary, PRIORITIES, Page, Scratch, Streams};
-use crate::spill::objects::{Near, Spilled};
+use crate::spill::objects::{ReadGroup, Spilled};
 use crate::spill::store::Store;
 use freestone_core::device::{Device, Error, Result};
 use freestone_core::pin;
 use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 use freestone_core::sync::mpsc;
 
-/// Before another look at a page that is on its way for somebody else.
+/// Pause before retrying a page in flight.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// What a device lies over.
+/// The parent of a device.
 pub enum Lower {
-    /// Zeroes.
+    /// Reads as zeroes.
     Nothing,
     /// A base.
     Device(Arc<dyn Device>),
-    /// A snapshot of the same family, which lies over something itself.
+    /// A snapshot of the same family, with a parent of its own.
     Snapshot(Ram),
 }
 
-/// The form of a page.
+/// Stored form of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stored {
-    /// One 32-bit pattern; no bytes.
+    /// A 32-bit pattern; no bytes.
     Same(u32),
-    /// One 64-bit pattern; 8 bytes.
+    /// A 64-bit pattern; 8 bytes.
     Pattern,
-    /// By the algorithm of this priority.
+    /// Compressed by the algorithm of this priority.
     Compressed(u8),
     Huge,
-    /// Nothing, where an older snapshot holds something; no bytes.
+    /// The page reads from the parent, unlike in an older snapshot; no bytes.
     Parent,
     /// The page cannot be read; no bytes.
     Lost {
-        /// No other try can read it either.
+        /// Whether no retry can succeed.
         for_good: bool,
     },
 }
 
-/// A page that was gathered.
+/// A collected page.
 struct Item {
     page: u64,
     stored: Stored,
@@ -63,14 +63,14 @@ struct Item {
     len: usize,
 }
 
-/// Pages as they are stored.
+/// Collected pages in stored form.
 #[derive(Default)]
-pub(crate) struct Gathered {
+pub(crate) struct CollectedPages {
     items: Vec<Item>,
     data: Vec<u8>,
 }
 
-impl Gathered {
+impl CollectedPages {
     fn clear(&mut self) {
         self.items.clear();
         self.data.clear();
@@ -81,13 +81,13 @@ impl Gathered {
         self.data.extend_from_slice(bytes);
     }
 
-    /// The pages, in order.
+    /// Iterates over the pages in order.
     pub fn iter(&self) -> impl Iterator<Item = (u64, Stored, &[u8])> {
         self.items.iter().map(|item| (item.page, item.stored, &self.data[item.at..item.at + item.len]))
     }
 }
 
-/// A page that is spilled, and which lives its blocks had when its slot said so.
+/// A written-back page, with its blocks' generations when its slot was read.
 struct OnDevice {
     spilled: Spilled,
     generations: [u32; 2],
@@ -109,12 +109,12 @@ enum Found {
 // ---- out ----------------------------------------------------------------------------------------
 
 impl Ram {
-    /// Tells devices apart.
+    /// Returns a number that is unique among existing devices.
     pub(crate) fn identity(&self) -> usize {
         Arc::as_ptr(&self.0) as usize
     }
 
-    /// What it lies over; a snapshot, what its origin lay over.
+    /// Returns the parent of the device; for a snapshot, the parent of its origin.
     pub fn lower(&self) -> Lower {
         match self.0.parent.loaded() {
             Parent::Nothing | Parent::Staged(_) => Lower::Nothing,
@@ -123,8 +123,8 @@ impl Ram {
         }
     }
 
-    /// The chain that this snapshot is one of, and its number there: older ones have smaller
-    /// numbers.
+    /// Returns an id of this snapshot's chain and the snapshot's number in it. Older snapshots have
+    /// smaller numbers.
     pub(crate) fn place_in_chain(&self) -> Option<(usize, u64)> {
         pin::pinned(|pin| match &self.0.view.load(pin).role {
             Role::Snapshot { chain, number } => Some((Arc::as_ptr(chain) as usize, *number)),
@@ -132,45 +132,45 @@ impl Ram {
         })
     }
 
-    /// The layer in which a page lies, by its id; `None`: it lies below.
+    /// Returns the id of the layer that holds a page; `None` if the parent has it.
     fn holder(&self, page: u64) -> Option<u32> {
         pin::pinned(|pin| {
             self.0.view.load(pin).with_page(pin, page, |found| found.map(|(layer, _)| layer.id()))
         })
     }
 
-    /// The next pages, from `page` on, of which this snapshot, or its chain, may hold some: of one
+    /// Returns the next pages, from `page` on, that this snapshot or its chain may hold: all in one
     /// leaf.
     pub(crate) fn next_held(&self, page: u64) -> Option<Range<u64>> {
         let end = self.0.slots();
-        // Before the slots are looked at: what is loaded meanwhile is in one of both.
-        let here = self.0.parent.here();
+        // Taken before the slots are read: a page loaded meanwhile is found in one of them.
+        let here = self.0.parent.staged_source();
         let page = page.min(end);
         let first = page + pin::pinned(|pin| self.0.view.load(pin).run_of_parent(pin, page, end));
         let first = here.and_then(|here| next_in(&*here.source, page, first)).unwrap_or(first);
         (first < end).then(|| first..super::next_multiple(first, LEAF_SLOTS).min(end))
     }
 
-    /// Copies those of these pages that this snapshot or its chain holds, as they are stored; ages
-    /// and idle marks stay as they are. With an older snapshot of the chain given, those that
-    /// differ `since` then. Pages that cannot be read are [`Stored::Lost`].
+    /// Copies the pages of this range that the snapshot or its chain holds, in stored form, without
+    /// changing ages and idle marks. With an older snapshot `since` of the chain, only pages that
+    /// differ from it. Unreadable pages become [`Stored::Lost`].
     ///
     /// # Errors
-    /// There is no memory to read a page; which one.
+    /// Fails if memory for a page is short; returns the page.
     pub(crate) fn copy_pages(
         &self,
         pages: Range<u64>,
         since: Option<&Self>,
-        into: &mut Gathered,
+        into: &mut CollectedPages,
     ) -> std::result::Result<(), (u64, Error)> {
-        // What both find in one place is one page. A page that moves to a younger snapshot between
-        // the two looks is taken for another one, which does no harm; what lies in a snapshot
-        // before this one never moves to this one or behind it.
+        // Pages found in the same layer are equal. A page that moves to a younger snapshot between
+        // the two lookups counts as different, which is harmless. A page in a snapshot older than
+        // this one never moves to this one or a younger one.
         let is_same = |page| since.is_some_and(|older| older.holder(page) == self.holder(page));
         self.copy_all(pages.filter(|&page| !is_same(page)).collect(), since.is_some(), into)
     }
 
-    /// Copies these pages; those of which neither this snapshot nor its chain holds any as
+    /// Copies these pages. Those that neither the snapshot nor its chain holds become
     /// [`Stored::Parent`].
     ///
     /// # Errors
@@ -178,7 +178,7 @@ impl Ram {
     pub(crate) fn copy_changed(
         &self,
         pages: Vec<u64>,
-        into: &mut Gathered,
+        into: &mut CollectedPages,
     ) -> std::result::Result<(), (u64, Error)> {
         self.copy_all(pages, true, into)
     }
@@ -187,15 +187,15 @@ impl Ram {
         &self,
         mut ask: Vec<u64>,
         also_parents: bool,
-        into: &mut Gathered,
+        into: &mut CollectedPages,
     ) -> std::result::Result<(), (u64, Error)> {
         into.clear();
         while !ask.is_empty() {
-            // Before the slots are looked at: what is loaded meanwhile is in one of both.
-            let here = self.0.parent.here();
+            // Taken before the slots are read: a page loaded meanwhile is found in one of them.
+            let here = self.0.parent.staged_source();
             let (mut spilled, mut again) = (Vec::new(), Vec::new());
             for page in ask {
-                match (self.copy_out(page, into), &here) {
+                match (self.copy_own_page(page, into), &here) {
                     (Found::Parent, Some(here)) if here.has(page) => {
                         let mut push = |incoming: Incoming<'_>| {
                             self.push_incoming(page, incoming, into);
@@ -216,7 +216,7 @@ impl Ram {
                 }
             }
             if !again.is_empty() {
-                // It lands, if need be because it is late.
+                // The page lands, at the latest when its read times out.
                 freestone_core::sync::thread::sleep(PAUSE);
             }
             if !spilled.is_empty() {
@@ -228,8 +228,8 @@ impl Ram {
         Ok(())
     }
 
-    /// Takes a page that is not loaded yet.
-    fn push_incoming(&self, page: u64, incoming: Incoming<'_>, into: &mut Gathered) {
+    /// Adds a page that is not loaded yet.
+    fn push_incoming(&self, page: u64, incoming: Incoming<'_>, into: &mut CollectedPages) {
         match incoming {
             Incoming::Parent => into.push(page, Stored::Same(0), &[]),
             Incoming::Same(pattern) => into.push(page, Stored::Same(pattern), &[]),
@@ -248,7 +248,7 @@ impl Ram {
         }
     }
 
-    fn copy_out(&self, page: u64, into: &mut Gathered) -> Found {
+    fn copy_own_page(&self, page: u64, into: &mut CollectedPages) -> Found {
         let pages = &self.0.pages;
         pin::pinned(|pin| {
             self.0.view.load(pin).with_page(pin, page, |found| {
@@ -274,15 +274,14 @@ impl Ram {
         })
     }
 
-    /// Reads spilled pages. Those that moved meanwhile are to be looked at `again`.
-    fn read_spilled(&self, spilled: Vec<OnDevice>, into: &mut Gathered, again: &mut Vec<u64>) {
+    /// Reads written-back pages. Pages that moved meanwhile are added to `again`.
+    fn read_spilled(&self, spilled: Vec<OnDevice>, into: &mut CollectedPages, again: &mut Vec<u64>) {
         let failed = match &self.0.pages.store {
             Some(store) => {
-                let groups = store.near_ones_together(spilled);
+                let groups = store.group_reads(spilled);
                 let failed = self.read_groups(store, groups, into, again);
-                // One of a group may be to blame.
-                let ones =
-                    failed.into_iter().flat_map(|found| store.near_ones_together(vec![found])).collect();
+                // One bad page may have failed the whole group: retry each.
+                let ones = failed.into_iter().flat_map(|found| store.group_reads(vec![found])).collect();
                 self.read_groups(store, ones, into, again)
             }
             None => spilled,
@@ -292,12 +291,12 @@ impl Ram {
         }
     }
 
-    /// Reads groups of pages side by side; returns those that could not be read.
+    /// Reads groups of pages concurrently; returns the pages that could not be read.
     fn read_groups(
         &self,
         store: &Arc<Store>,
-        groups: Vec<Near<OnDevice>>,
-        into: &mut Gathered,
+        groups: Vec<ReadGroup<OnDevice>>,
+        into: &mut CollectedPages,
         again: &mut Vec<u64>,
     ) -> Vec<OnDevice> {
         let (answer, answers) = mpsc::channel();
@@ -305,42 +304,42 @@ impl Ram {
         for (number, group) in groups.into_iter().enumerate() {
             let answer = answer.clone();
             store.read(group.first, group.blocks, move |outcome| {
-                // We listen until all have said something.
+                // The receiver exists until all results have arrived.
                 let _ = answer.send((number, outcome.map(<[u8]>::to_vec)));
             });
             waiting.push(Some(group));
         }
         drop(answer);
         let mut failed = Vec::new();
-        // Each answers, or is answered for when it is late.
+        // Every read completes, at the latest by its time-out.
         while let Ok((number, outcome)) = answers.recv() {
-            let Some(Near { first, of, .. }) = waiting[number].take() else { continue };
+            let Some(ReadGroup { first, pages, .. }) = waiting[number].take() else { continue };
             let Ok(buffer) = outcome else {
-                failed.extend(of);
+                failed.extend(pages);
                 continue;
             };
-            for found in of {
+            for found in pages {
                 if generations(store, found.spilled.word) != found.generations {
                     again.push(found.spilled.slot);
                 } else if let Some(object) = store.object(&found.spilled, first, &buffer) {
-                    self.take_spilled(store, &found.spilled, object, into);
+                    self.add_spilled(store, &found.spilled, object, into);
                 } else {
                     failed.push(found);
                 }
             }
         }
-        failed.extend(waiting.into_iter().flatten().flat_map(|group| group.of));
+        failed.extend(waiting.into_iter().flatten().flat_map(|group| group.pages));
         failed
     }
 
-    /// Takes one page that was read.
-    fn take_spilled(&self, store: &Store, spilled: &Spilled, object: &[u8], into: &mut Gathered) {
+    /// Adds one page that was read.
+    fn add_spilled(&self, store: &Store, spilled: &Spilled, object: &[u8], into: &mut CollectedPages) {
         let &Spilled { slot, word, .. } = spilled;
         let mut scratch = Scratch::new();
         match <&Page>::try_from(object) {
             Err(_) => into.push(slot, Stored::Compressed(word.algorithm() as u8), object),
             Ok(_) if store.is_packed() => into.push(slot, Stored::Huge, object),
-            // In the other layout pages lie as they are.
+            // In the plain layout pages are uncompressed.
             Ok(content) => match self.0.pages.codecs.primary().compress(content, &mut scratch) {
                 Some(object) => into.push(slot, Stored::Compressed(0), object),
                 None => into.push(slot, Stored::Huge, content),
@@ -348,14 +347,14 @@ impl Ram {
         }
     }
 
-    /// The family's algorithm of a priority, and whether the automatic mode made it.
+    /// Calls `look` with the streams of a priority, and true if the automatic mode made them.
     pub(crate) fn streams<R>(&self, priority: u8, look: impl FnOnce(&Streams, bool) -> R) -> Option<R> {
         let trained = usize::from(priority) == PRIORITIES && self.0.family.auto.is_on();
         self.0.pages.codecs.get(priority.into()).map(|streams| look(streams, trained))
     }
 }
 
-/// Which lives of its blocks an object lies in.
+/// Returns the generations of the first and last block of an object.
 fn generations(store: &Store, spilled: Word) -> [u32; 2] {
     let (first, count) = store.blocks_of(spilled);
     let last = first + u64::from(count) - 1;
@@ -365,10 +364,10 @@ fn generations(store: &Store, spilled: Word) -> [u32; 2] {
 // ---- in -----------------------------------------------------------------------------------------
 
 impl Ram {
-    /// Puts a page in. What was there goes to the snapshots that need it, as with a write.
+    /// Stores a page. The old content moves to the snapshots that need it, as with a write.
     ///
     /// # Errors
-    /// No memory for it, below the limit or at all.
+    /// Fails if memory is short, under the limit or in the machine.
     pub(crate) fn put(&self, page: u64, incoming: Incoming<'_>) -> Result<()> {
         let pages = &self.0.pages;
         let new = pages.word_of(&self.0.layer(), page, incoming)?;
@@ -386,14 +385,14 @@ impl Ram {
         put
     }
 
-    /// Whether pages leave memory where it is short, so that a write can wait for room.
+    /// Returns true if pages can be evicted, so that a write may wait for space.
     pub(crate) fn can_spill(&self) -> bool {
         self.0.pages.store.is_some()
     }
 }
 
 impl Pages {
-    /// Stores a page that comes from elsewhere for a slot; returns the word that says so.
+    /// Stores an incoming page for a slot and returns the slot's word.
     pub(super) fn word_of(&self, layer: &Layer, page: u64, incoming: Incoming<'_>) -> Result<Word> {
         let object = |bytes: &[u8]| self.store_object(layer, page, bytes);
         let new = match incoming {
@@ -411,19 +410,23 @@ impl Pages {
 }
 
 impl Family {
-    /// Whether a device is one of this family.
+    /// Returns true if the device belongs to this family.
     pub(crate) fn has(&self, ram: &Ram) -> bool {
         Arc::ptr_eq(&self.0, &ram.0.family)
     }
 
-    /// The algorithm that new pages are compressed with.
+    /// Returns the algorithm for newly written pages.
     pub(crate) fn comp_algorithm(&self) -> Algorithm {
         self.0.pages.codecs.primary().algorithm()
     }
 
-    /// The priority of which the algorithm reads objects of another one as they are; best the same
-    /// one.
-    pub(crate) fn reads(&self, algorithm: Algorithm, dictionary: Option<&Dictionary>) -> Option<u8> {
+    /// Returns the priority whose algorithm can read objects of `algorithm`; preferably the same
+    /// algorithm.
+    pub(crate) fn priority_to_read(
+        &self,
+        algorithm: Algorithm,
+        dictionary: Option<&Dictionary>,
+    ) -> Option<u8> {
         let find = |fits: &dyn Fn(Algorithm) -> bool| {
             (0..=PRIORITIES).find(|&priority| {
                 let streams = self.0.pages.codecs.get(priority);
@@ -437,23 +440,23 @@ impl Family {
         find(&|a| a == algorithm).or_else(|| find(&same_format)).map(|priority| priority as u8)
     }
 
-    /// Gives an automatic mode that has nothing yet, in a family without devices, what another one
-    /// has learned.
-    pub(crate) fn adopt<E>(
+    /// Sets the trained streams of the automatic mode, if it has none yet and the family has no
+    /// devices.
+    pub(crate) fn adopt_trained<E>(
         &self,
         learned: impl FnOnce() -> std::result::Result<Arc<Streams>, E>,
     ) -> std::result::Result<(), E> {
-        // Nobody trains anything before there are pages.
+        // No training starts before pages exist.
         let has_none = self.0.auto.is_on() && self.0.pages.codecs.get(PRIORITIES).is_none();
         if has_none && self.0.pages.layers.all().is_empty() {
-            // It stays with its own where it got any meanwhile.
+            // Streams trained meanwhile take precedence.
             let _ = self.0.pages.codecs.set(PRIORITIES, learned()?);
         }
         Ok(())
     }
 }
 
-/// A dictionary is what is in it, wherever it came from.
+/// Dictionaries are compared by content.
 fn dictionary_bytes(dictionary: Option<&Dictionary>) -> Option<&[u8]> {
     dictionary.map(Dictionary::bytes)
 }

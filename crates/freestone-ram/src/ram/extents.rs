@@ -1,8 +1,8 @@
-//! What lies where: extents, and what a fork or snapshot holds itself.
+//! Extents of a device, and the changes of a fork or snapshot against its base.
 
 use super::below::Below;
 use super::chain::View;
-use super::parent::{Here, Parent};
+use super::parent::{Parent, StagedSource};
 use super::{Inner, LOGICAL_BLOCK_BYTES, PAGE, Ram, SetupError, next_multiple};
 use freestone_core::device::{
     self, Buffer, Change, Changes, Completion, Device, Extent, ExtentKind, Flags, Geometry, IoBuf, Op,
@@ -13,19 +13,17 @@ use freestone_core::pin::{self, Pin};
 use freestone_core::slot::{Kind, LEAF_SLOTS, Word};
 use freestone_core::zeroes::leading_zeroes;
 
-/// Bytes of what lies below that one look goes through.
+/// Maximum bytes of the parent that one lookup covers.
 const LOOK_BYTES_MAX: u64 = 1 << 30;
-/// Leaves that one call looks at.
+/// Maximum leaves that one call visits.
 const TRY_LEAVES: u64 = 64;
 
-/// Neighbouring pages of one kind.
 struct Run<K> {
     from: u64,
     to: u64,
     kind: K,
 }
 
-/// Gathers runs.
 struct Runs<K>(Vec<Run<K>>);
 
 impl<K: PartialEq> Runs<K> {
@@ -38,9 +36,9 @@ impl<K: PartialEq> Runs<K> {
 }
 
 #[derive(PartialEq)]
-enum Holds {
-    Itself(ExtentKind),
-    /// What lies below says what is there.
+enum PageOwner {
+    Own(ExtentKind),
+    /// The parent's extents apply.
     Parent,
 }
 
@@ -51,29 +49,30 @@ impl Inner {
         end: u64,
         row: &mut dyn FnMut(Extent) -> bool,
     ) -> device::Result<u64> {
-        // What is loaded meanwhile is in the file all the same.
-        let here = self.parent.here();
-        // What lies below may be on a disk: it is asked with nothing pinned.
+        // Taken before the slots are read: a page loaded meanwhile is found in the file.
+        let here = self.parent.staged_source();
+        // The parent may be on a disk: call it without a pin.
         let runs = pin::pinned(|pin| {
             let view = self.view.load(pin);
             runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| match view.run_of_parent(pin, slot, end) {
                 0 => {
-                    let kind =
-                        |word: Option<Word>| word.map_or(Holds::Parent, |word| Holds::Itself(kind_of(word)));
+                    let kind = |word: Option<Word>| {
+                        word.map_or(PageOwner::Parent, |word| PageOwner::Own(kind_of(word)))
+                    };
                     (1, kind(view.with_page(pin, slot, |found| found.map(|(_, guard)| guard.word()))))
                 }
-                run => (run, Holds::Parent),
+                run => (run, PageOwner::Parent),
             })
         });
         let mut given = 0;
         for run in runs.0 {
             let (from, to) = ((run.from * PAGE).max(offset), (run.to * PAGE).min(end));
             let more = match run.kind {
-                Holds::Itself(kind) => {
+                PageOwner::Own(kind) => {
                     given = to - offset;
                     row(Extent { offset: from, len: to - from, kind })
                 }
-                Holds::Parent => below_extents(&self.parent, here.as_ref(), from, to, &mut |extent| {
+                PageOwner::Parent => below_extents(&self.parent, here.as_ref(), from, to, &mut |extent| {
                     given = extent.offset + extent.len - offset;
                     row(extent)
                 })?,
@@ -87,8 +86,8 @@ impl Inner {
 }
 
 impl Inner {
-    /// Returns true if a request must look at what lies below the device before it goes on.
-    pub(super) fn looks_below(&self, request: &Request, below: &Below) -> bool {
+    /// Returns true if a request must look up zeroes of the parent before it continues.
+    pub(super) fn needs_parent_check(&self, request: &Request, below: &Below) -> bool {
         let empties = match request.op {
             Op::Discard => true,
             Op::WriteZeroes => request.flags.contains(Flags::MAY_FREE),
@@ -96,28 +95,28 @@ impl Inner {
         };
         let is_unknown =
             empties && !matches!(self.parent, Parent::Nothing) && below.known_until <= request.offset;
-        // A request that is refused looks at nothing.
+        // An invalid request needs no lookup.
         is_unknown && request.check_place(self.size(), LOGICAL_BLOCK_BYTES).is_ok()
     }
 
-    /// Looks at what lies below the device, from the start of a request on. May wait for a disk.
-    pub(super) fn look_below(&self, request: &Request) -> Below {
+    /// Looks up zeroes of the parent from the start of a request on. May wait for a disk.
+    pub(super) fn check_parent(&self, request: &Request) -> Below {
         let (offset, end) = (request.offset, request.offset + request.len);
         let end = end.min((offset + LOOK_BYTES_MAX) / PAGE * PAGE);
-        let here = self.parent.here();
+        let here = self.parent.staged_source();
         let (zeroes_until, known_until) = leading_zeroes(offset, end, |from, len, row| {
             below_extents(&self.parent, here.as_ref(), from, from + len, row).map(drop)
         });
-        // A page that is no whole one of zeroes is data.
+        // A partly zero page counts as data.
         let known_until = known_until.next_multiple_of(PAGE).min(offset + request.len);
         Below { zeroes_from: offset, zeroes_until, known_until }
     }
 }
 
-/// Describes `[from, to)` as it is below. False: that is enough.
+/// Passes the parent's extents of `[from, to)` to `row`. Returns false once `row` has.
 fn below_extents(
     parent: &Parent,
-    here: Option<&Here>,
+    here: Option<&StagedSource>,
     from: u64,
     to: u64,
     row: &mut dyn FnMut(Extent) -> bool,
@@ -150,11 +149,11 @@ fn below_extents(
     let there = to.min(size);
     if from < there {
         let mut more = true;
-        let told = device.extents(from, there - from, &mut |extent| {
+        let described = device.extents(from, there - from, &mut |extent| {
             more = row(extent);
             more
         })?;
-        if !more || told < there - from {
+        if !more || described < there - from {
             return Ok(false);
         }
     }
@@ -162,15 +161,15 @@ fn below_extents(
     Ok(beyond == to || row(Extent { offset: beyond, len: to - beyond, kind: ExtentKind::Hole }))
 }
 
-/// The runs from `slot` on, of as many pages as one call looks at; `next` tells of the first of
-/// them, and how far that goes.
+/// Collects the runs from `slot` on, up to the work limit of one call. `next` returns the length
+/// and kind of the first run.
 fn runs<K: PartialEq>(slot: u64, end: u64, mut next: impl FnMut(u64, u64) -> (u64, K)) -> Runs<K> {
     let mut runs = Runs(Vec::new());
     let mut at = slot;
     let mut looked = 0;
     while at < end && looked < TRY_LEAVES * LEAF_SLOTS {
         let (run, kind) = next(at, end);
-        // What is skipped as a whole costs nothing.
+        // A run without slots costs one lookup.
         looked += if run > LEAF_SLOTS { 1 } else { run };
         runs.add(at, at + run, kind);
         at += run;
@@ -178,7 +177,7 @@ fn runs<K: PartialEq>(slot: u64, end: u64, mut next: impl FnMut(u64, u64) -> (u6
     runs
 }
 
-/// What of `[offset, offset + len)` is whose, as `next` tells it of pages.
+/// Passes the changes of `[offset, offset + len)` to `row`, as `next` finds them page by page.
 fn changes(
     ram: &Inner,
     (offset, len): (u64, u64),
@@ -186,11 +185,11 @@ fn changes(
     row: &mut dyn FnMut(Change) -> bool,
 ) -> device::Result<u64> {
     let end = range_end(offset, len, ram.size())?;
-    let here = ram.parent.here();
+    let here = ram.parent.staged_source();
     let runs = pin::pinned(|pin| {
         let view = ram.view.load(pin);
         runs(offset / PAGE, end.div_ceil(PAGE), |slot, end| match (next(pin, view, slot, end), &here) {
-            // What is not loaded yet is its own as well.
+            // Pages not loaded yet are the device's own as well.
             ((run, false), Some(here)) => here.source.run(slot, slot + run),
             (next, _) => next,
         })
@@ -206,7 +205,7 @@ fn changes(
     Ok(given)
 }
 
-/// Of a fork what it holds over its base now, of a snapshot what its origin overwrote since.
+/// For a fork, the changes against its base; for a snapshot, what the origin overwrote since.
 impl Changes for Ram {
     fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> device::Result<u64> {
         let next = |_: &Pin<'_>, view: &View, slot, end| {
@@ -226,17 +225,16 @@ impl Changes for Ram {
     }
 }
 
-/// A snapshot, to be looked at as a layer over what its origin lies over: what [`Changes`] calls
-/// its own is what the origin held when the snapshot was taken, whatever became of the origin and
-/// of other snapshots since.
+/// A snapshot seen as a layer over its origin's base. Its [`Changes`] are what the origin held when
+/// the snapshot was taken, regardless of later changes of the origin and other snapshots.
 pub struct OverBase(Ram);
 
 impl Ram {
-    /// This snapshot with all that it does not read from below its origin as its changes; see
+    /// Returns this snapshot with everything not read from its origin's base as changes; see
     /// [`OverBase`].
     ///
     /// # Errors
-    /// This is live: it changes while one looks.
+    /// Fails if this is live, as its content changes.
     pub fn over_base(&self) -> Result<OverBase, SetupError> {
         if self.is_snapshot() { Ok(OverBase(self.clone())) } else { Err(SetupError::Live) }
     }
@@ -271,7 +269,7 @@ impl Device for OverBase {
 impl Changes for OverBase {
     fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> device::Result<u64> {
         let next = |pin: &Pin<'_>, view: &View, slot, end| match view.run_of_parent(pin, slot, end) {
-            // Who of the chain holds a page may change, that one does does not.
+            // The layer that holds a page may change, but not the fact that one in the chain does.
             0 if mutants::on(Mutant::DeltaEndsWithBase) && !view.parent.reaches(slot) => (1, false),
             0 => (1, view.with_page(pin, slot, |found| found.is_some())),
             run => (run, false),

@@ -1,8 +1,8 @@
-//! A family: what disks, their snapshots and forks have in common. One pool and one limit,
-//! compression streams, one backing device, and the threads of the background.
+//! A family: disks, forks and snapshots that share a pool with its limit, compression streams, a
+//! backing device and background threads.
 //!
-//! Every device is charged for its own objects, can be given a cap of its own, and a guarantee:
-//! memory of the family that the others leave to it.
+//! Each device is charged for its own objects. It can have a cap and a guarantee (family memory
+//! that the others leave to it).
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -14,47 +14,49 @@ use super::layer::pages_of;
 use super::limits::Limits;
 use super::parent::{Base, Parent};
 use super::parts::FamilyParts;
+use super::writeback::BackingStat;
 use super::{PAGE, Ram, threads};
 use crate::clock::{self, Ticks};
 use freestone_core::device::Device;
 use freestone_core::sync::{Instant, Ordering, thread};
 
-/// Less than this is given back at once.
+/// Pools below this size are freed at once, without progress reports.
 const LARGE_BYTES: u64 = 16 << 20;
-/// How long the last user of a family waits for the cleaner, and how often it looks.
-const LET_GO_MAX: Duration = Duration::from_secs(1);
-const LOOK_AGAIN: Duration = Duration::from_millis(1);
+/// How long the last user of a family waits for the cleaner.
+const CLEANER_WAIT_MAX: Duration = Duration::from_secs(1);
+/// Poll interval of that wait.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// What its devices have in common. Clones are handles to one family.
+/// Shared parts of a group of devices. Clones are handles to the same family.
 #[derive(Clone)]
 pub struct Family(pub(super) Arc<FamilyParts>);
 
-/// A family's numbers, in bytes.
+/// Statistics of a family, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FamilyStat {
-    /// The pool's memory.
+    /// Memory of the pool.
     pub mem_used_total: u64,
-    /// The most that may be; 0 is no limit.
+    /// Limit of the pool; 0 means no limit.
     pub mem_limit: u64,
-    /// What the devices' objects are charged.
+    /// Sum of the bytes charged to devices.
     pub charged: u64,
-    /// What is left of layers that are being freed; charged to nobody.
+    /// Bytes of layers that are being freed; not charged to any device.
     pub retiring: u64,
-    /// What is guaranteed to devices in all.
+    /// Sum of all guarantees.
     pub guaranteed: u64,
-    /// Layers: disks, forks, snapshots, and what is left of former ones.
+    /// Number of layers: disks, forks, snapshots, and former layers not freed yet.
     pub layers: u64,
 }
 
 impl Family {
-    /// A family without devices; `config.disksize` is not looked at.
+    /// Creates a family without devices; `config.disksize` is ignored.
     ///
     /// # Errors
-    /// The parameters, the backing device, or no memory.
+    /// Fails if the parameters or the backing device is unusable, or memory is short.
     pub fn new(config: Config) -> Result<Self, SetupError> {
         let mem_limit = config.mem_limit;
         let parts = FamilyParts::new(config)?;
-        threads::prepare(&parts);
+        threads::prepare_keeper(&parts);
         if parts.pages.store.is_some() || parts.config.auto_recompress.is_some() {
             parts.pages.keeper.start().map_err(SetupError::Thread)?;
             let keeper = Arc::clone(&parts.pages.keeper);
@@ -79,19 +81,20 @@ impl Family {
         Ok(family)
     }
 
-    /// An empty disk of this family.
+    /// Creates an empty disk in this family.
     ///
     /// # Errors
-    /// The size.
+    /// Fails if the size is invalid.
     pub fn ram(&self, disksize: u64) -> Result<Ram, SetupError> {
         Ram::make(&self.0, round_size(disksize)?, Parent::Nothing, Arc::default())
     }
 
-    /// A fork: a disk whose pages are those of `base` until they are written. `base` must not
-    /// change as long as it lives.
+    /// Creates a fork: a disk that reads `base` until its pages are written. `base` must not change
+    /// while the fork exists.
     ///
     /// # Errors
-    /// A base that can be written or has zones; the size; a guarantee that the family cannot give.
+    /// Fails if the base is writable or zoned, the size is invalid, or the family cannot give the
+    /// guarantee.
     pub fn fork(&self, base: Arc<dyn Device>, config: &ForkConfig) -> Result<Ram, SetupError> {
         let geometry = base.geometry();
         if !geometry.read_only {
@@ -105,9 +108,9 @@ impl Family {
         self.0.fork(Parent::Device(Base::new(base)), geometry.size, config)
     }
 
-    /// Lets go of a family. Where that was its last user the memory goes back to the system before
-    /// this returns, which takes seconds for many gigabytes: `progress` is given bytes, done and in
-    /// all, from 16 MiB on.
+    /// Drops this handle. If it was the last one, returns the pool's memory to the system first,
+    /// which takes seconds for many gigabytes. From 16 MiB on, `progress` receives the bytes done
+    /// and the total.
     pub fn give_back(self, progress: &mut dyn FnMut(u64, u64)) {
         let Some(parts) = Arc::into_inner(self.0) else { return };
         if parts.pages.pool.pages() * PAGE < LARGE_BYTES {
@@ -115,67 +118,66 @@ impl Family {
         }
         let pages = Arc::clone(&parts.pages);
         drop(parts);
-        // The cleaner may be at the end of a device of it, and is not to free page by page what
-        // goes as a whole.
-        let end = Instant::now() + LET_GO_MAX;
-        pages.retiring.forget();
+        // The cleaner may hold the pages for a dropped device. Stop it: freeing the whole pool is
+        // faster than freeing page by page.
+        let end = Instant::now() + CLEANER_WAIT_MAX;
+        pages.retiring.clear();
         while Arc::strong_count(&pages) > 1 && Instant::now() < end {
-            thread::sleep(LOOK_AGAIN);
-            pages.retiring.forget();
+            thread::sleep(POLL_INTERVAL);
+            pages.retiring.clear();
         }
         if let Some(pages) = Arc::into_inner(pages) {
             pages.pool.give_back(progress);
         }
     }
 
-    /// Bounds the pool to `bytes`, rounded up to a page; 0 lifts the bound. Below the present use
-    /// nothing is evicted, but writes that need memory fail until enough is freed; with a backing
-    /// device pages are spilled and writes wait.
+    /// Limits the pool to `bytes`, rounded up to a page; 0 removes the limit. If the pool is
+    /// larger, writes that need memory fail until enough is freed; with a backing device pages are
+    /// written back and writes wait.
     pub fn set_mem_limit(&self, bytes: u64) {
-        // Two at one time would leave the pool with the one's limit and the keeper with the
-        // other's.
+        // Two concurrent calls could give the pool one limit and the keeper the other.
         let _one = self.0.guarantees.hold();
         let pages = pages_of(bytes);
-        // Relaxed: shown only; the pool has its own copy.
+        // Relaxed: for display only; the pool has its own copy.
         self.0.pages.mem_limit.store(pages.saturating_mul(PAGE), Ordering::Relaxed);
         self.0.pages.pool.set_limit_pages(if pages == 0 { u64::MAX } else { pages });
-        self.0.pages.pool.set_alarm_pages(self.0.pages.marks().map_or(u64::MAX, |(high, _)| high));
-        self.0.pages.room_came();
+        self.0.pages.pool.set_alarm_pages(self.0.pages.eviction_marks().map_or(u64::MAX, |(high, _)| high));
+        self.0.pages.wake_space_waiters();
         self.0.pages.keeper.kick();
     }
 
-    /// The bound of the pool in bytes; 0 is none.
+    /// Returns the limit of the pool in bytes; 0 means no limit.
     pub fn mem_limit(&self) -> u64 {
         self.0.pages.mem_limit()
     }
 
-    /// What is done where there is no room for a write.
+    /// Returns the policy for writes that find no space.
     pub fn when_full(&self) -> WhenFull {
         self.0.pages.full.when()
     }
 
-    /// Changes that, also for writes that wait.
+    /// Sets the policy for writes that find no space, including those that wait now.
     pub fn set_when_full(&self, when: WhenFull) {
         self.0.pages.full.set_when(when);
-        self.0.pages.begin_anew();
+        self.0.pages.retry_space_waiters();
     }
 
-    /// Says what the log calls it, once.
+    /// Sets the family's name for log lines. Only the first call has an effect.
     pub fn set_name(&self, name: &str) {
         self.0.pages.set_name(name);
     }
 
-    /// Whether it is this one.
+    /// Returns true if both are handles to the same family.
     pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// A number that no other family has while this one is there.
+    /// Returns a number that is unique among existing families.
     pub fn key(&self) -> usize {
         Arc::as_ptr(&self.0).addr()
     }
 
-    /// The family's numbers.
+    /// Returns the family's statistics.
     pub fn stat(&self) -> FamilyStat {
         let layers = self.0.pages.layers.all();
         FamilyStat {
@@ -187,10 +189,15 @@ impl Family {
             layers: layers.len() as u64,
         }
     }
+
+    /// Returns the statistics of the backing device.
+    pub fn backing(&self) -> Option<BackingStat> {
+        self.0.pages.store.as_deref().map(BackingStat::of)
+    }
 }
 
 impl FamilyParts {
-    /// A disk over something.
+    /// Creates a fork over `parent`.
     pub fn fork(
         self: &Arc<Self>,
         parent: Parent,
@@ -210,10 +217,10 @@ impl FamilyParts {
 impl Ticks for FamilyParts {
     fn tick(&self) {
         tick_ages(&self.pages);
-        // What others freed meanwhile; what is late is answered on the work queue, as this thread
-        // is everybody's.
+        // Others may have freed memory. Overdue requests complete on the work queue, as the clock
+        // thread is shared by the process.
         self.pages.keeper.memory_freed();
-        self.pages.look_at_room();
-        self.fault_in.hand_over_late_reads();
+        self.pages.check_space();
+        self.fault_in.fail_late_reads();
     }
 }

@@ -1,4 +1,4 @@
-//! A read of a cold page asks for it once, and a read of many asks for all of them together.
+//! A read of a cold page requests it once; a read of several requests them together.
 
 use std::sync::{Arc, Mutex, mpsc};
 
@@ -9,10 +9,10 @@ use freestone_core::device::{
 };
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// A base that ends within a page.
+/// The base ends within a page.
 const SIZE: u64 = 64 * PAGE + 512;
 
-/// A base on a disk: nothing of it can be read at once. It notes what it is asked.
+/// A base on a disk that never reads without waiting, and records its requests.
 #[derive(Default)]
 struct Cold {
     tried: Mutex<usize>,
@@ -52,19 +52,19 @@ fn content(at: u64) -> u8 {
 }
 
 fn read(fork: &Ram, offset: u64, len: u64) -> Vec<u8> {
-    let (tell, told) = mpsc::channel();
+    let (sender, result) = mpsc::channel();
     let done =
-        Completion::new(move |outcome: device::Result<()>, buffer| tell.send((outcome, buffer)).unwrap());
-    // What was in the client's buffer is not what it reads.
+        Completion::new(move |outcome: device::Result<()>, buffer| sender.send((outcome, buffer)).unwrap());
+    // The buffer's previous content must not be returned.
     let buffer = IoBuf::copy_of(&vec![0xEE; len as usize]).unwrap();
     fork.submit(Request::read(offset, len), buffer, done);
-    let (outcome, buffer) = told.recv().unwrap();
+    let (outcome, buffer) = result.recv().unwrap();
     outcome.unwrap();
     buffer.to_vec()
 }
 
 #[test]
-fn a_read_of_cold_pages_asks_the_base_once() {
+fn read_of_cold_pages_submits_one_request() {
     let base = Arc::new(Cold::default());
     let family = Family::new(Config::default()).unwrap();
     let config = ForkConfig { size: Some(80 * PAGE), ..ForkConfig::default() };
@@ -78,15 +78,14 @@ fn a_read_of_cold_pages_asks_the_base_once() {
             assert_eq!(byte, expected, "at {at} of {len} from {offset}");
         }
         assert_eq!(*base.asked.lock().unwrap(), asked, "{len} from {offset}");
-        // A device that could have given them at once is asked first; not again for what it does
-        // not have.
+        // `try_io` is called first, and not repeated for the rest.
         assert_eq!(*base.tried.lock().unwrap(), asked.len(), "{len} from {offset}");
     };
     check(3 * PAGE, PAGE, &[], &[(3 * PAGE, PAGE)]);
-    // Whole pages are read for parts of them.
+    // Partial reads read whole pages of the base.
     check(3 * PAGE + 512, 1024, &[], &[(3 * PAGE, PAGE)]);
     check(PAGE + 512, 4 * PAGE, &[], &[(PAGE, 5 * PAGE)]);
-    // Beyond the base's end are zeroes.
+    // Bytes beyond the base's end are zeroes.
     check(62 * PAGE, 10 * PAGE, &[], &[(62 * PAGE, 2 * PAGE + 512)]);
     fork.write_at(8 * PAGE, &[0x77; PAGE_BYTES], Flags::empty()).unwrap();
     check(6 * PAGE, 5 * PAGE, &[8], &[(6 * PAGE, 2 * PAGE), (9 * PAGE, 2 * PAGE)]);

@@ -1,29 +1,28 @@
-//! What a family does where there is no room for a write.
+//! The policy of a family for writes without space.
 
 use std::time::Duration;
 
 use super::Ram;
-use super::device_room::{DeviceRoom, Warned};
+use super::device_space::{DeviceSpace, UsageWarning};
 use super::job::Job;
-use super::room_waiters::RoomWaiters;
+use super::space_waiters::SpaceWaiters;
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
 
-/// How long writes wait for room, unless said otherwise: as long as those of a thin pool.
+/// Default time-out of writes that wait for space: that of a dm-thin pool.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The share of a limit above which a warning is logged, unless said otherwise, in percent.
+/// Default share of a limit above which a warning is logged, in percent.
 const WARN_PERCENT: u8 = 90;
 
-/// What is done where memory is full, and the backing device, if there is one.
+/// Policy for a full family: memory, and the backing device if there is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WhenFull {
-    /// Writes wait for room; else they fail at once.
+    /// Whether writes wait for space; else they fail at once.
     pub wait: bool,
-    /// For so long, from when the request began. When one has waited in vain, the device's others
-    /// fail with it, and those that come, until there is room again.
+    /// Time-out of waiting writes, from the start of the request. After one time-out, all waiting
+    /// and later writes of the device fail until space is free again.
     pub timeout: Duration,
-    /// The share of a limit above which a warning is logged, in percent; 0 is none. The limit is
-    /// that of memory, the family's and a device's own; where pages can be spilled it is the size
-    /// of the backing device.
+    /// Share of a limit above which a warning is logged, in percent; 0 disables it. Limits are the
+    /// family's memory limit and device caps; with a backing device, the size of that device.
     pub warn_percent: u8,
 }
 
@@ -33,26 +32,26 @@ impl Default for WhenFull {
     }
 }
 
-/// What a family does where there is no room, and who waits for some.
+/// The policy of a family for a lack of space, and its waiting requests.
 ///
-/// Lock order: `when` is innermost.
-pub(super) struct Full {
+/// Lock order: `when` is a leaf lock.
+pub(super) struct SpacePolicy {
     when: Mutex<WhenFull>,
-    pub waiters: RoomWaiters<(Ram, Job)>,
-    /// Of the family's limit.
-    pub warned: Warned,
-    /// A device has, or had, a cap of its own.
+    pub waiters: SpaceWaiters<(Ram, Job)>,
+    /// Warning state of the family's limit.
+    pub usage_warning: UsageWarning,
+    /// Not 0 if a device has, or had, its own cap.
     caps: AtomicU32,
-    /// Pages of the pool, as last seen.
+    /// Pages of the pool at the last check.
     pages: AtomicU64,
 }
 
-impl Full {
+impl SpacePolicy {
     pub fn new(when: WhenFull) -> Self {
         Self {
             when: Mutex::new(when),
-            waiters: RoomWaiters::default(),
-            warned: Warned::default(),
+            waiters: SpaceWaiters::default(),
+            usage_warning: UsageWarning::default(),
             caps: AtomicU32::new(0),
             pages: AtomicU64::new(0),
         }
@@ -66,16 +65,16 @@ impl Full {
         *self.when.lock() = when;
     }
 
-    /// Whether a request of this device that found no room may wait for some.
-    pub fn waits(&self, device: &DeviceRoom) -> bool {
-        device.own().unwrap_or(self.when().wait)
-            && !device.is_closed()
-            && !device.gave_up(self.waiters.times())
+    /// Returns true if a request of this device that found no space may wait.
+    pub fn may_wait(&self, device: &DeviceSpace) -> bool {
+        device.wait_override().unwrap_or(self.when().wait)
+            && !device.are_waits_disabled()
+            && !device.has_timed_out(self.waiters.generation())
     }
 
-    /// A device has a cap of its own.
-    pub fn note_cap(&self) {
-        // Relaxed: looked at now and then.
+    /// Records that a device has its own cap.
+    pub fn set_has_caps(&self) {
+        // Relaxed: read once a second.
         self.caps.store(1, Ordering::Relaxed);
     }
 
@@ -84,9 +83,9 @@ impl Full {
         self.caps.load(Ordering::Relaxed) != 0
     }
 
-    /// Whether the pool has fewer pages than when this was asked before.
+    /// Returns true if the pool has fewer pages than at the previous call.
     pub fn has_shrunk(&self, pages: u64) -> bool {
-        // Relaxed: of one thread.
+        // Relaxed: used by one thread.
         pages < self.pages.swap(pages, Ordering::Relaxed)
     }
 }

@@ -1,4 +1,4 @@
-//! Writes that find no room, where they wait for some.
+//! Writes that wait for space.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
@@ -8,24 +8,24 @@ use super::threads::tests::submit;
 use super::*;
 use freestone_core::device::{Blocking, Buffer, Device, Error, Flags, Request, Tried};
 
-/// What is not there by then does not come.
+/// Time limit for events that must happen.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// So long nothing may happen.
-const LITTLE: Duration = Duration::from_millis(50);
+/// Time in which an event must not happen.
+const QUIET_TIME: Duration = Duration::from_millis(50);
 
-type Told = Receiver<Result<(), Error>>;
+type WriteResult = Receiver<Result<(), Error>>;
 
-/// Writes wait, for so long.
+/// Returns the policy to wait for this many seconds.
 fn waiting(seconds: u64) -> WhenFull {
     WhenFull { wait: true, timeout: Duration::from_secs(seconds), ..WhenFull::default() }
 }
 
-/// What a page compresses to nothing of.
+/// Returns an incompressible page.
 fn page(slot: u64) -> Vec<u8> {
     content(5, slot, PAGE_BYTES)
 }
 
-/// Writes pages from `first` on until there is no room. Returns how many those were.
+/// Writes pages from `first` on until there is no space. Returns their number.
 fn fill(ram: &Ram, first: u64) -> u64 {
     let full = |slot: &u64| {
         let tried = ram.try_io(&Request::write(slot * PAGE, PAGE), Buffer::Write(&page(*slot)));
@@ -35,11 +35,11 @@ fn fill(ram: &Ram, first: u64) -> u64 {
     (first..first + 1000).find(full).unwrap() - first
 }
 
-/// A disk that is full after so many pages. Its family has no clock: what is not told of room waits
-/// for ever.
+/// Creates a full disk and returns its number of pages. Its family has no clock, so a missed
+/// wake-up makes a request wait for ever.
 fn full_disk(when_full: WhenFull) -> (Ram, u64) {
     let parts = FamilyParts::new(Config { when_full, ..Config::default() }).unwrap();
-    threads::prepare(&parts);
+    threads::prepare_keeper(&parts);
     let family = Family(parts);
     family.set_mem_limit(MIB);
     let ram = family.ram(4 * MIB).unwrap();
@@ -49,37 +49,36 @@ fn full_disk(when_full: WhenFull) -> (Ram, u64) {
 }
 
 #[track_caller]
-fn waits(told: &Told) {
-    assert_eq!(told.recv_timeout(LITTLE), Err(RecvTimeoutError::Timeout));
+fn assert_waiting(result: &WriteResult) {
+    assert_eq!(result.recv_timeout(QUIET_TIME), Err(RecvTimeoutError::Timeout));
 }
 
 #[track_caller]
-fn answer(told: &Told) -> Result<(), Error> {
-    told.recv_timeout(PATIENCE).expect("an answer")
+fn wait_for_result(result: &WriteResult) -> Result<(), Error> {
+    result.recv_timeout(PATIENCE).expect("the request does not complete")
 }
 
-/// As if a second had passed.
 fn tick(ram: &Ram) {
-    ram.0.pages.look_at_room();
+    ram.0.pages.check_space();
 }
 
 #[test]
-fn writes_wait_until_others_make_room() {
+fn write_without_space_waits_for_discard() {
     let (ram, pages) = full_disk(waiting(600));
-    let told: Vec<_> = (0..3).map(|n| submit(&ram, pages + n)).collect();
-    told.iter().for_each(waits);
+    let result: Vec<_> = (0..3).map(|n| submit(&ram, pages + n)).collect();
+    result.iter().for_each(assert_waiting);
     assert_eq!((ram.waiting(), ram.io_stat().failed_writes), (3, 0));
-    // What is read, and what needs no memory, does not wait.
+    // Reads, and writes that need no memory, do not wait.
     let mut back = vec![0; PAGE_BYTES];
     ram.read_at(0, &mut back).unwrap();
     ram.write_at(900 * PAGE, &[7; 4096], Flags::empty()).unwrap();
-    waits(&told[0]);
-    // Who has waited longest goes on first.
+    assert_waiting(&result[0]);
+    // The oldest request continues first.
     ram.discard(0, PAGE).unwrap();
-    assert_eq!(answer(&told[0]), Ok(()), "there was room for one page");
-    told[1..].iter().for_each(waits);
+    assert_eq!(wait_for_result(&result[0]), Ok(()), "there was room for one page");
+    result[1..].iter().for_each(assert_waiting);
     ram.discard(PAGE, 2 * PAGE).unwrap();
-    told[1..].iter().for_each(|told| assert_eq!(answer(told), Ok(())));
+    result[1..].iter().for_each(|result| assert_eq!(wait_for_result(result), Ok(())));
     for n in 0..3 {
         ram.read_at((pages + n) * PAGE, &mut back).unwrap();
         assert!(back == page(pages + n), "page {n}");
@@ -88,173 +87,176 @@ fn writes_wait_until_others_make_room() {
 }
 
 #[test]
-fn whatever_makes_room_wakes_who_waits() {
+fn freed_space_wakes_waiting_writes() {
     let (ram, pages) = full_disk(waiting(600));
     let other = ram.family().ram(4 * MIB).unwrap();
-    let told = submit(&ram, pages);
-    waits(&told);
+    let result = submit(&ram, pages);
+    assert_waiting(&result);
     ram.set_mem_limit(MIB + MIB / 2);
-    assert_eq!(answer(&told), Ok(()), "the limit grows");
+    assert_eq!(wait_for_result(&result), Ok(()), "the limit grows");
     let more = pages + 1 + fill(&ram, pages + 1);
 
-    let told = submit(&ram, more);
-    waits(&told);
+    let result = submit(&ram, more);
+    assert_waiting(&result);
     ram.write_zeroes(0, PAGE, Flags::empty()).unwrap();
-    assert_eq!(answer(&told), Ok(()), "zeroes are written");
+    assert_eq!(wait_for_result(&result), Ok(()), "zeroes are written");
 
-    // Another device of the family is rewound, or goes.
+    // Another device of the family is rewound or removed.
     ram.discard(0, 64 * PAGE).unwrap();
     fill(&other, 0);
-    let told = submit(&ram, more + 1);
-    waits(&told);
+    let result = submit(&ram, more + 1);
+    assert_waiting(&result);
     other.rewind().unwrap();
-    assert_eq!(answer(&told), Ok(()), "another one is rewound");
+    assert_eq!(wait_for_result(&result), Ok(()), "another one is rewound");
     fill(&other, 0);
-    let told = submit(&other, 900);
-    waits(&told);
+    let result = submit(&other, 900);
+    assert_waiting(&result);
     ram.reset().unwrap();
-    assert_eq!(answer(&told), Ok(()), "another one is reset");
+    assert_eq!(wait_for_result(&result), Ok(()), "another one is reset");
     fill(&other, 256);
-    let told = submit(&ram, 0);
-    waits(&told);
+    let result = submit(&ram, 0);
+    assert_waiting(&result);
     drop(other);
-    assert_eq!(answer(&told), Ok(()), "another one is removed");
+    assert_eq!(wait_for_result(&result), Ok(()), "another one is removed");
 
-    // Nobody tells of this: it is found at the next look.
+    // No wake-up for these writes: the next check finds the space.
     let more = 1 + fill(&ram, 1);
-    let told = submit(&ram, more);
-    waits(&told);
+    let result = submit(&ram, more);
+    assert_waiting(&result);
     (1..9).for_each(|slot| ram.write_at(slot * PAGE, &[1; 4096], Flags::empty()).unwrap());
-    waits(&told);
+    assert_waiting(&result);
     tick(&ram);
-    assert_eq!(answer(&told), Ok(()), "pages are overwritten with less");
+    assert_eq!(wait_for_result(&result), Ok(()), "pages are overwritten with less");
 }
 
 #[test]
-fn a_device_at_its_own_cap_waits_for_room_below_it() {
+fn write_at_cap_waits_for_space_under_cap() {
     let disk = ram(4 * MIB);
     let family = disk.family();
     family.set_when_full(waiting(600));
     let snapshot = disk.snapshot().unwrap();
     let fork = snapshot.fork(&ForkConfig { mem_limit: MIB, ..ForkConfig::default() }).unwrap();
     let pages = fill(&fork, 0);
-    let told = submit(&fork, pages);
-    waits(&told);
+    let result = submit(&fork, pages);
+    assert_waiting(&result);
     assert_eq!((fork.waiting(), disk.waiting()), (1, 0));
     disk.write_at(0, &page(0), Flags::empty()).unwrap();
     family.set_mem_limit(0);
-    waits(&told);
+    assert_waiting(&result);
     fork.set_own_limits(2 * MIB, 0).unwrap();
-    assert_eq!(answer(&told), Ok(()));
+    assert_eq!(wait_for_result(&result), Ok(()));
 }
 
 #[test]
-fn who_waited_in_vain_fails_and_so_do_others_until_room_comes() {
+fn wait_timeout_fails_writes_until_space_is_freed() {
     let (ram, pages) = full_disk(waiting(4));
-    let told = submit(&ram, pages);
+    let result = submit(&ram, pages);
     let began = Instant::now();
     while began.elapsed() < Duration::from_secs(1) {
         tick(&ram);
-        waits(&told);
+        assert_waiting(&result);
     }
     let late = submit(&ram, pages + 1);
     std::thread::sleep(Duration::from_millis(3200));
     tick(&ram);
-    assert_eq!(answer(&told), Err(Error::NoSpace));
-    assert_eq!(answer(&late), Err(Error::NoSpace), "the device has given up");
-    assert_eq!(answer(&submit(&ram, pages)), Err(Error::NoSpace));
+    assert_eq!(wait_for_result(&result), Err(Error::NoSpace));
+    assert_eq!(wait_for_result(&late), Err(Error::NoSpace), "the device has given up");
+    assert_eq!(wait_for_result(&submit(&ram, pages)), Err(Error::NoSpace));
     let tried = ram.try_io(&Request::write(pages * PAGE, PAGE), Buffer::Write(&page(pages)));
     assert_eq!(tried, Err(Error::NoSpace));
     assert_eq!(ram.io_stat().failed_writes, 4);
-    // After room has come they wait again.
+    // After space was freed, requests wait again.
     ram.discard(0, PAGE).unwrap();
     assert_eq!(fill(&ram, pages), 1);
-    let told = submit(&ram, pages + 1);
-    waits(&told);
+    let result = submit(&ram, pages + 1);
+    assert_waiting(&result);
     ram.discard(PAGE, PAGE).unwrap();
-    assert_eq!(answer(&told), Ok(()));
+    assert_eq!(wait_for_result(&result), Ok(()));
 }
 
 #[test]
-fn the_end_of_a_device_and_of_waiting_end_all_that_waits() {
+fn no_waiting_fails_waiting_writes() {
     let (ram, pages) = full_disk(waiting(600));
     let other = ram.family().ram(MIB).unwrap();
-    let (told, others) = (submit(&ram, pages), submit(&other, 0));
-    waits(&told);
+    let (result, others) = (submit(&ram, pages), submit(&other, 0));
+    assert_waiting(&result);
     let now = ram.no_waiting();
-    assert_eq!(answer(&told), Err(Error::NoSpace));
-    assert_eq!(answer(&submit(&ram, pages)), Err(Error::NoSpace), "nor does one wait that comes");
-    waits(&others);
+    assert_eq!(wait_for_result(&result), Err(Error::NoSpace));
+    assert_eq!(wait_for_result(&submit(&ram, pages)), Err(Error::NoSpace), "nor does one wait that comes");
+    assert_waiting(&others);
     let second = ram.no_waiting();
     drop(now);
-    assert_eq!(answer(&submit(&ram, pages)), Err(Error::NoSpace));
+    assert_eq!(wait_for_result(&submit(&ram, pages)), Err(Error::NoSpace));
     drop(second);
-    let told = submit(&ram, pages);
-    waits(&told);
+    let result = submit(&ram, pages);
+    assert_waiting(&result);
     ram.family().set_when_full(WhenFull::default());
-    assert_eq!((answer(&told), answer(&others)), (Err(Error::NoSpace), Err(Error::NoSpace)));
-    assert_eq!(answer(&submit(&ram, pages)), Err(Error::NoSpace), "they do not wait any more");
+    assert_eq!(
+        (wait_for_result(&result), wait_for_result(&others)),
+        (Err(Error::NoSpace), Err(Error::NoSpace))
+    );
+    assert_eq!(wait_for_result(&submit(&ram, pages)), Err(Error::NoSpace), "they do not wait any more");
 }
 
 #[test]
-fn a_device_waits_or_fails_as_it_says_itself() {
+fn own_wait_overrides_family_policy() {
     let (ram, pages) = full_disk(waiting(600));
     let other = ram.family().ram(MIB).unwrap();
-    let told = submit(&other, 0);
-    waits(&told);
+    let result = submit(&other, 0);
+    assert_waiting(&result);
     other.set_own_wait(Some(false));
-    assert_eq!(answer(&told), Err(Error::NoSpace), "it does not wait any more");
-    assert_eq!(answer(&submit(&other, 0)), Err(Error::NoSpace));
-    let told = submit(&ram, pages);
-    waits(&told);
-    // The other way round.
+    assert_eq!(wait_for_result(&result), Err(Error::NoSpace), "it does not wait any more");
+    assert_eq!(wait_for_result(&submit(&other, 0)), Err(Error::NoSpace));
+    let result = submit(&ram, pages);
+    assert_waiting(&result);
+    // The opposite: the device waits, the family does not.
     ram.set_own_wait(Some(true));
     ram.family().set_when_full(WhenFull { wait: false, ..waiting(1) });
     other.set_own_wait(None);
-    assert_eq!(answer(&submit(&other, 0)), Err(Error::NoSpace));
-    waits(&told);
-    // The time is the family's. What is set anew begins anew.
+    assert_eq!(wait_for_result(&submit(&other, 0)), Err(Error::NoSpace));
+    assert_waiting(&result);
+    // The time-out is the family's. Setting the policy clears the time-out state.
     std::thread::sleep(Duration::from_millis(1100));
     tick(&ram);
-    assert_eq!(answer(&told), Err(Error::NoSpace));
-    assert_eq!(answer(&submit(&ram, pages)), Err(Error::NoSpace), "it has given up");
+    assert_eq!(wait_for_result(&result), Err(Error::NoSpace));
+    assert_eq!(wait_for_result(&submit(&ram, pages)), Err(Error::NoSpace), "it has given up");
     ram.set_own_wait(Some(true));
-    let told = submit(&ram, pages);
-    waits(&told);
+    let result = submit(&ram, pages);
+    assert_waiting(&result);
     ram.discard(0, PAGE).unwrap();
-    assert_eq!(answer(&told), Ok(()));
+    assert_eq!(wait_for_result(&result), Ok(()));
     assert_eq!((ram.own_wait(), other.own_wait()), (Some(true), None));
 }
 
 #[test]
-fn a_snapshot_begins_beside_writes_that_wait() {
+fn snapshot_ignores_waiting_writes() {
     let (ram, pages) = full_disk(waiting(600));
-    let told = submit(&ram, pages);
-    waits(&told);
+    let result = submit(&ram, pages);
+    assert_waiting(&result);
     let began = Instant::now();
     let snapshot = ram.snapshot().unwrap();
     assert!(began.elapsed() < Duration::from_secs(5), "it does not wait for them");
-    waits(&told);
+    assert_waiting(&result);
     ram.set_mem_limit(2 * MIB);
-    assert_eq!(answer(&told), Ok(()));
+    assert_eq!(wait_for_result(&result), Ok(()));
     let mut back = vec![1; PAGE_BYTES];
     snapshot.read_at(pages * PAGE, &mut back).unwrap();
     assert!(back.iter().all(|byte| *byte == 0), "what was not answered is not in it");
 }
 
 #[test]
-fn a_full_backing_device_makes_writes_wait_as_well() {
+fn full_backing_device_makes_writes_wait() {
     let when_full = waiting(600);
     let backing: std::sync::Arc<dyn Device> = std::sync::Arc::new(self::ram(64 * PAGE));
     let config = Config { mem_limit: MIB, when_full, ..config(8 * MIB) }.backed_by(backing, true);
     let ram = Ram::new(config).unwrap();
     let mut slot = 0;
-    let told = loop {
-        let told = submit(&ram, slot);
+    let result = loop {
+        let result = submit(&ram, slot);
         let mut looks = 0;
         let done = loop {
-            match told.recv_timeout(LITTLE) {
-                // Pages may just be on their way to the device.
+            match result.recv_timeout(QUIET_TIME) {
+                // Evictions may be in progress.
                 Err(_) if ram.waiting() == 1 && looks == 40 => break None,
                 Err(_) => looks += i32::from(ram.waiting() == 1),
                 Ok(done) => break Some(done),
@@ -262,20 +264,20 @@ fn a_full_backing_device_makes_writes_wait_as_well() {
         };
         match done {
             Some(done) => done.unwrap(),
-            None => break told,
+            None => break result,
         }
         slot += 1;
     };
     assert!((256..350).contains(&slot), "{slot} pages fit");
     ram.discard(0, 64 * PAGE).unwrap();
-    assert_eq!(answer(&told), Ok(()));
+    assert_eq!(wait_for_result(&result), Ok(()));
 }
 
 #[test]
-fn the_clock_ends_the_waiting() {
+fn clock_ends_waits() {
     let ram = Ram::new(Config { mem_limit: MIB, when_full: waiting(1), ..config(4 * MIB) }).unwrap();
     let pages = fill(&ram, 0);
     let began = Instant::now();
-    assert_eq!(answer(&submit(&ram, pages)), Err(Error::NoSpace));
+    assert_eq!(wait_for_result(&submit(&ram, pages)), Err(Error::NoSpace));
     assert!(began.elapsed() >= Duration::from_secs(1), "{:?}", began.elapsed());
 }

@@ -1,31 +1,30 @@
-//! Ages and idle marks of a family's pages.
+//! Ages and idle marks of pages.
 
 use std::time::Duration;
 
 use super::Ram;
-use super::candidates::is_spillable;
 use super::layer::Layer;
+use super::page_search::is_spillable;
 use super::pages::Pages;
 use crate::clock::{self, now_ms};
 use freestone_core::PAGE_BYTES;
 use freestone_core::slot::{LEAF_SLOTS, Word};
 
-/// Slots that one second of an epoch's length stands for.
+/// Slots per second of an epoch's minimum length.
 const AGED_SLOTS_PER_SECOND: u64 = 1 << 20;
 
-/// Which pages are marked idle.
+/// Selection of pages to mark idle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Idle {
-    /// All that are in memory.
+    /// All pages in memory.
     All,
-    /// Those that nobody touched for so long; the mark is taken from all others. Ages are known to
-    /// the second at first, and to about a third later on; a page is never taken for older than it
-    /// is.
+    /// Pages not accessed for this duration; all others lose the mark. Ages are exact to a second
+    /// at first, later to about a third. A page never counts as older than it is.
     OlderThan(Duration),
 }
 
 impl Ram {
-    /// Marks pages idle. Returns how many have the mark now.
+    /// Marks pages idle. Returns the number of pages with the mark.
     pub fn idle(&self, which: Idle) -> u64 {
         mark_idle(&self.0.pages, &self.0.layer(), which)
     }
@@ -41,14 +40,14 @@ fn mark_idle(pages: &Pages, layer: &Layer, which: Idle) -> u64 {
         }
     };
     let mut marked = 0;
-    layer.each_leaf(|start, leaf| {
+    layer.for_each_leaf(|start, leaf| {
         for slot in start..start + LEAF_SLOTS {
             if !is_spillable(leaf.peek(slot)) {
                 continue;
             }
             let guard = leaf.lock(slot);
             let word = guard.word();
-            // A picked page's age is not known: it keeps the mark that it has.
+            // The age of a picked page is unknown: it keeps its mark.
             let idle = match old {
                 Some(_) if word.is_picked() => word.is_idle(),
                 Some(old) => old[usize::from(word.age())],
@@ -63,8 +62,8 @@ fn mark_idle(pages: &Pages, layer: &Layer, which: Idle) -> u64 {
     marked
 }
 
-/// A second has passed: epochs are a second long, on families with much content longer, so that
-/// merging them stays cheap.
+/// Opens a new epoch about once a second; less often on families with much content, so that merging
+/// epochs stays cheap.
 pub(super) fn tick_ages(pages: &Pages) {
     let leaves = pages.common.nodes.bytes() / PAGE_BYTES as u64;
     let long_ms = 1000 * (leaves * LEAF_SLOTS / AGED_SLOTS_PER_SECOND).max(1);
@@ -74,14 +73,14 @@ pub(super) fn tick_ages(pages: &Pages) {
     }
 }
 
-/// Merges old epochs where their numbers run short.
+/// Merges old epochs if their numbers run short.
 pub(super) fn renumber_ages(pages: &Pages) {
     let Some(renumbering) = pages.ages.merge() else { return };
     let changes = |word: Word| {
         is_spillable(word) && !word.is_picked() && renumbering[usize::from(word.age())] != word.age()
     };
     for layer in pages.layers.all() {
-        layer.each_leaf(|start, leaf| {
+        layer.for_each_leaf(|start, leaf| {
             for slot in start..start + LEAF_SLOTS {
                 if changes(leaf.peek(slot)) {
                     let guard = leaf.lock(slot);

@@ -1,12 +1,12 @@
-//! The request path of a disk, fork or snapshot, and how far one call of it goes.
+//! The request path of disks, forks and snapshots that runs without waiting.
 
 use super::below::Below;
 use super::chain::View;
 use super::job::Part;
 
-use super::parent::{Look, Parent};
-use super::read::{PageResult, Waits};
-use super::removals::Hope;
+use super::parent::{Parent, ReadEnd};
+use super::read::{MustWait, PageResult};
+use super::removals::SpaceRetry;
 use super::stats::counter;
 use super::write::Patched;
 use super::{Inner, LOGICAL_BLOCK_BYTES, PAGE, next_multiple, piece};
@@ -17,32 +17,32 @@ use freestone_core::handoff::progress;
 use freestone_core::pin;
 use freestone_core::slot::{LEAF_SLOTS, Table, Word};
 
-/// Pages that one `try_io` reads, to keep its work bounded: about a millisecond. (For writes the
-/// algorithm says.)
+/// Maximum pages that one `try_io` reads: about a millisecond of work. For writes the algorithm
+/// sets the limit.
 const TRY_READ_PAGES: u64 = 256;
-/// Leaves (of 512 pages) that one `try_io` frees: about a millisecond where every page has an
-/// object.
+/// Maximum leaves (512 pages each) that one `try_io` frees: about a millisecond if every page has
+/// an object.
 const TRY_FREE_LEAVES: u32 = 2;
 
-/// What an attempt at a request came to.
 pub(super) enum Attempt {
     Tried(Tried),
-    /// It changes content, and writers are held up while a snapshot begins.
+    /// The request changes content while a snapshot is being taken.
     Frozen,
-    /// It found no memory, and a removed device is about to give back its own.
+    /// No memory is free, but a removed device is about to free its own.
     Removing,
-    /// It found no room, and is to wait until there is some.
+    /// No space is free: the request must wait for some.
     Full,
 }
 
-/// How far a change came under one pin.
+/// Result of the part of a change made under one pin.
 enum Step {
     Tried(Tried),
-    /// It changes a part of its first page, which lies on a base: that is read with nothing pinned.
+    /// The change covers part of its first page, which is on a base: the base must be read without
+    /// a pin.
     OverBase,
 }
 
-/// Writers are held up.
+/// Writers are frozen while a snapshot is being taken.
 struct Frozen;
 
 impl Inner {
@@ -72,14 +72,14 @@ impl Inner {
         })
     }
 
-    /// Whether a request lies on the device.
+    /// Checks that a request is aligned and within the device.
     #[inline]
     pub(super) fn check(&self, request: &Request) -> device::Result<()> {
         let checked = request.check_place(self.size(), LOGICAL_BLOCK_BYTES);
         checked.inspect_err(|_| self.counters.add(counter::INVALID_IO, 1))
     }
 
-    /// As much of a request as can be done at once.
+    /// Runs as much of a request as is possible without waiting.
     #[expect(clippy::inline_always, reason = "a request in memory is one function")]
     #[inline(always)]
     pub(super) fn attempt(
@@ -108,26 +108,27 @@ impl Inner {
                 self.change(request, data, |view| self.write(view, offset, data))
             }
             (Op::Write, _) => Err(Error::Misaligned),
-            // That may wait for a disk.
-            (Op::Discard | Op::WriteZeroes, _) if self.looks_below(request, below) => {
+            // Examining the parent may wait for a disk.
+            (Op::Discard | Op::WriteZeroes, _) if self.needs_parent_check(request, below) => {
                 Ok(Attempt::Tried(Tried::WouldBlock))
             }
             (Op::Discard, _) => {
-                let freed = self.change(request, &[], |view| self.free(view, request, false, below));
-                freed.inspect(|_| self.room_came())
+                let freed = self.change(request, &[], |view| self.free_range(view, request, false, below));
+                freed.inspect(|_| self.wake_space_waiters())
             }
             (Op::WriteZeroes, _) if request.flags.contains(Flags::MAY_FREE) => {
-                let freed = self.change(request, &[], |view| self.free(view, request, true, below));
-                freed.inspect(|_| self.room_came())
+                let freed = self.change(request, &[], |view| self.free_range(view, request, true, below));
+                freed.inspect(|_| self.wake_space_waiters())
             }
             (Op::WriteZeroes, _) => {
-                let freed = self.change(request, &[], |view| self.fill(view, offset, request.len));
-                freed.inspect(|_| self.room_came())
+                let freed =
+                    self.change(request, &[], |view| self.write_zero_pages(view, offset, request.len));
+                freed.inspect(|_| self.wake_space_waiters())
             }
         }
     }
 
-    /// Does what changes content, when no snapshot is just beginning.
+    /// Runs a content change, unless a snapshot is being taken.
     #[expect(clippy::inline_always, reason = "a write in memory is one function")]
     #[inline(always)]
     fn change(
@@ -145,25 +146,25 @@ impl Inner {
             let error = match changed {
                 Ok(Ok(Step::Tried(tried))) => return Ok(Attempt::Tried(tried)),
                 Err(Frozen) => return Ok(Attempt::Frozen),
-                Ok(Ok(Step::OverBase)) => match self.change_over(request, data) {
+                Ok(Ok(Step::OverBase)) => match self.change_over_base(request, data) {
                     Ok(None) => continue,
                     Ok(Some(tried)) => return Ok(Attempt::Tried(tried)),
                     Err(error) => error,
                 },
                 Ok(Err(error)) => error,
             };
-            match if error == Error::NoSpace { self.hope(&mut ended) } else { Hope::None } {
-                Hope::Again => {}
-                Hope::Later => return Ok(Attempt::Removing),
-                Hope::None => return self.no_hope(error),
+            match if error == Error::NoSpace { self.space_retry(&mut ended) } else { SpaceRetry::No } {
+                SpaceRetry::Now => {}
+                SpaceRetry::AfterRemoval => return Ok(Attempt::Removing),
+                SpaceRetry::No => return self.fail_or_wait(error),
             }
         }
     }
 
-    /// What becomes of a change that failed.
+    /// Handles a change that failed: the request waits for space or fails.
     #[cold]
-    fn no_hope(&self, error: Error) -> device::Result<Attempt> {
-        match if error == Error::NoSpace { self.no_room() } else { Err(error) } {
+    fn fail_or_wait(&self, error: Error) -> device::Result<Attempt> {
+        match if error == Error::NoSpace { self.check_may_wait() } else { Err(error) } {
             Ok(()) => Ok(Attempt::Full),
             Err(error) => {
                 self.counters.add(counter::FAILED_WRITES, 1);
@@ -172,24 +173,24 @@ impl Inner {
         }
     }
 
-    /// What becomes of a request that found no room: it waits, or fails so.
+    /// Returns Ok if a request without space may wait for some, else [`Error::NoSpace`].
     #[cold]
-    pub(super) fn no_room(&self) -> device::Result<()> {
-        if self.pages.full.waits(&self.limits.room) { Ok(()) } else { Err(Error::NoSpace) }
+    pub(super) fn check_may_wait(&self) -> device::Result<()> {
+        if self.pages.full.may_wait(&self.limits.room) { Ok(()) } else { Err(Error::NoSpace) }
     }
 
-    /// What waits for room may have some now.
-    fn room_came(&self) {
+    /// Wakes requests that wait for space.
+    fn wake_space_waiters(&self) {
         if self.pages.full.waiters.is_wanted() {
-            self.pages.room_came();
+            self.pages.wake_space_waiters();
         }
     }
 
-    /// What a write that found no memory can hope for. `ended`: see
-    /// [`Removals::hope`](super::removals::Removals::hope).
+    /// Returns how a write without memory proceeds. `ended`: see
+    /// [`Removals::space_retry`](super::removals::Removals::space_retry).
     #[cold]
-    pub(super) fn hope(&self, ended: &mut u64) -> Hope {
-        self.pages.removals.hope(ended)
+    pub(super) fn space_retry(&self, ended: &mut u64) -> SpaceRetry {
+        self.pages.removals.space_retry(ended)
     }
 
     #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
@@ -209,7 +210,7 @@ impl Inner {
                         let part = &mut into[done as usize..][..n];
                         match self.pages.read_slot(leaf.lock(slot), from, part) {
                             Ok(result) => result?,
-                            Err(Waits) => return Ok(progress(done, len)),
+                            Err(MustWait) => return Ok(progress(done, len)),
                         }
                         done += n as u64;
                     }
@@ -220,43 +221,42 @@ impl Inner {
         Ok(progress(done, len))
     }
 
-    /// Reads pages of a device that lies over something, or of a snapshot: what is in memory under
-    /// a pin, what lies on a base without one. A page that was on the base at the look is still
-    /// what the device had then when the base is read: a base does not change. Returns how many
-    /// bytes that were, and what has to be waited for then.
-    fn read_through(&self, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'_>)> {
+    /// Reads pages of a snapshot or of a device with a parent: content in memory under a pin,
+    /// content on a base without one. Reading the base after the lookup is correct because a base
+    /// does not change. Returns the bytes read and the reason for the end.
+    fn read_through(&self, offset: u64, into: &mut [u8]) -> device::Result<(usize, ReadEnd<'_>)> {
         let target = into.len().min((TRY_READ_PAGES * PAGE) as usize);
         let mut done = 0;
         while done < target {
             let at = offset + done as u64;
-            let (read, look) = pin::pinned(|pin| self.look(pin, at, &mut into[done..target]))?;
+            let (read, read_end) = pin::pinned(|pin| self.read_resident(pin, at, &mut into[done..target]))?;
             done += read;
-            match look {
-                Look::All => {}
-                // A file is never read at once.
-                Look::Waits | Look::Staged(..) => return Ok((done, look)),
-                Look::Base(base, bytes) => {
+            match read_end {
+                ReadEnd::Complete => {}
+                // A staged file is read asynchronously only.
+                ReadEnd::MustWait | ReadEnd::Staged(..) => return Ok((done, read_end)),
+                ReadEnd::Base(base, bytes) => {
                     let read = base.read(offset + done as u64, &mut into[done..][..bytes])?;
                     done += read;
                     if read == 0 {
-                        return Ok((done, look));
+                        return Ok((done, read_end));
                     }
                 }
             }
         }
-        Ok((done, Look::All))
+        Ok((done, ReadEnd::Complete))
     }
 
-    /// Reads as much as can be read at once. Returns how many bytes that were, and what has to be
-    /// waited for then.
-    pub(super) fn read_some(&self, offset: u64, into: &mut [u8]) -> device::Result<(usize, Look<'_>)> {
+    /// Reads as much as is possible without waiting. Returns the bytes read and the reason for the
+    /// end.
+    pub(super) fn read_some(&self, offset: u64, into: &mut [u8]) -> device::Result<(usize, ReadEnd<'_>)> {
         let len = into.len();
         let read = if self.is_plain() {
             pin::pinned(|pin| self.read(self.view.load(pin).layer.table(), offset, into)).map(|tried| {
                 match tried {
-                    Tried::Done => (len, Look::All),
-                    Tried::Partly(bytes) => (bytes as usize, Look::All),
-                    Tried::WouldBlock => (0, Look::Waits),
+                    Tried::Done => (len, ReadEnd::Complete),
+                    Tried::Partly(bytes) => (bytes as usize, ReadEnd::Complete),
+                    Tried::WouldBlock => (0, ReadEnd::MustWait),
                 }
             })
         } else {
@@ -278,24 +278,24 @@ impl Inner {
                 Ok(leaf) => match <&Page>::try_from(data) {
                     Ok(page) => self.pages.write_page(view, leaf, slot, page),
                     Err(_) => match self.pages.patch_page(view, leaf, slot, from, Part::Data(data)) {
-                        Ok(Ok(Patched::OnBase)) => return Ok(over_base(done, len)),
+                        Ok(Ok(Patched::OnBase)) => return Ok(stop_at_base(done, len)),
                         patched => patched.map(|result| result.map(drop)),
                     },
                 },
-                Err(error) => self.pages.refused(error),
+                Err(error) => self.pages.wait_or_error(error),
             };
             match written {
                 Ok(result) => result?,
-                Err(Waits) => return Ok(Step::Tried(progress(done, len))),
+                Err(MustWait) => return Ok(Step::Tried(progress(done, len))),
             }
             done += n as u64;
         }
         Ok(Step::Tried(progress(done, len)))
     }
 
-    /// Writes zeroes that are no hole: same-filled pages.
+    /// Writes zeroes as same-filled pages, not as holes.
     #[cold]
-    fn fill(&self, view: &View, offset: u64, len: u64) -> device::Result<Step> {
+    fn write_zero_pages(&self, view: &View, offset: u64, len: u64) -> device::Result<Step> {
         let target = len.min(TRY_READ_PAGES * PAGE);
         let mut done = 0;
         while done < target {
@@ -305,25 +305,25 @@ impl Inner {
             } else {
                 let leaf = view.layer.table().leaf_or_new(slot)?;
                 match self.pages.patch_page(view, leaf, slot, from, Part::Zeroes(n)) {
-                    Ok(Ok(Patched::OnBase)) => return Ok(over_base(done, len)),
+                    Ok(Ok(Patched::OnBase)) => return Ok(stop_at_base(done, len)),
                     patched => patched.map(|result| result.map(drop)),
                 }
             };
             match filled {
                 Ok(result) => result?,
-                Err(Waits) => return Ok(Step::Tried(progress(done, len))),
+                Err(MustWait) => return Ok(Step::Tried(progress(done, len))),
             }
             done += n as u64;
         }
         Ok(Step::Tried(progress(done, len)))
     }
 
-    /// Empties the whole pages of a range, the last one of the device among them, also where the
-    /// device ends within it; over a base they become pages of zeroes, unless the base has zeroes
-    /// there. The parts of pages at its ends are zeroed where the range must be `exact` (write zeroes)
-    /// and skipped where it is a hint (discard), as in the kernel. Goes as far as is known what lies
-    /// `below`.
-    fn free(&self, view: &View, request: &Request, exact: bool, below: &Below) -> device::Result<Step> {
+    /// Empties the whole pages of a range. The last page of the device counts as whole even if the
+    /// device ends within it. Over a base, pages become zero pages unless the base has zeroes
+    /// there. Partial pages at both ends are zeroed if the range is `exact` (write zeroes) and
+    /// skipped if it is a hint (discard), as in the kernel. Stops where `below` has no more facts
+    /// about the parent.
+    fn free_range(&self, view: &View, request: &Request, exact: bool, below: &Below) -> device::Result<Step> {
         let table = view.layer.table();
         let (offset, len) = (request.offset, request.len);
         let end = if matches!(self.parent, Parent::Nothing) { offset + len } else { below.known_until };
@@ -344,27 +344,27 @@ impl Inner {
                             at = stop;
                             continue;
                         }
-                        // It has grown.
+                        // The device has grown meanwhile.
                         Ok(Ok(None)) => {}
                         Ok(Err(error)) => return Err(error),
-                        Err(Waits) => return Ok(Step::Tried(progress(at - offset, len))),
+                        Err(MustWait) => return Ok(Step::Tried(progress(at - offset, len))),
                     }
                 }
                 if exact {
                     match self.zero_part(view, at, stop, below)? {
                         Ok(Patched::Done) => {}
-                        Ok(Patched::OnBase) => return Ok(over_base(at - offset, len)),
-                        Err(Waits) => return Ok(Step::Tried(progress(at - offset, len))),
+                        Ok(Patched::OnBase) => return Ok(stop_at_base(at - offset, len)),
+                        Err(MustWait) => return Ok(Step::Tried(progress(at - offset, len))),
                     }
                 }
                 at = stop;
                 continue;
             }
             let last = end / PAGE;
-            // Pages with zeroes below need nothing where the device has nothing of its own.
+            // A page over zeroes needs no work if the device has no slot for it.
             let zeroes_end = (below.end_of_zeroes(at) / PAGE).min(last);
-            let is_bare = zeroes_end > slot;
-            let (last, present) = if is_bare {
+            let over_zeroes = zeroes_end > slot;
+            let (last, present) = if over_zeroes {
                 (zeroes_end, table.next_present(slot, zeroes_end))
             } else {
                 (last, view.parent.next_reached(slot, last, || table.next_present(slot, last)))
@@ -380,14 +380,14 @@ impl Inner {
             leaves += 1;
             let stop = next_multiple(present, LEAF_SLOTS).min(last);
             for slot in present..stop {
-                let freed = match self.pages.free_page(view, slot, is_bare, exact) {
+                let freed = match self.pages.free_page(view, slot, over_zeroes, exact) {
                     Ok(Ok(freed)) => freed,
                     Ok(Err(error)) => return Err(error),
-                    Err(Waits) => return Ok(Step::Tried(progress(slot * PAGE - offset, len))),
+                    Err(MustWait) => return Ok(Step::Tried(progress(slot * PAGE - offset, len))),
                 };
                 self.counters.add(counter::NOTIFY_FREE, i64::from(freed));
             }
-            if !is_bare && stop - present == LEAF_SLOTS && view.parent.reaches(present) {
+            if !over_zeroes && stop - present == LEAF_SLOTS && view.parent.reaches(present) {
                 table.count_as_marks(present);
             }
             at = stop * PAGE;
@@ -395,14 +395,14 @@ impl Inner {
         Ok(Step::Tried(progress(at - offset, len)))
     }
 
-    /// Zeroes a part of one page, if it holds anything.
+    /// Zeroes part of one page unless the page is empty.
     fn zero_part(
         &self,
         view: &View,
         from: u64,
         to: u64,
         below: &Below,
-    ) -> device::Result<Result<Patched, Waits>> {
+    ) -> device::Result<Result<Patched, MustWait>> {
         let slot = from / PAGE;
         let leaf = if view.parent.reaches(slot) && below.end_of_zeroes(from) < to {
             Some(view.layer.table().leaf_or_new(slot)?)
@@ -417,25 +417,25 @@ impl Inner {
         }
     }
 
-    /// Changes a part of a page that lies on a base: the head of a request. `None`: it does not lie
-    /// there any more, or writers are held up.
-    fn change_over(&self, request: &Request, data: &[u8]) -> device::Result<Option<Tried>> {
+    /// Changes part of a page on a base: the first page of a request. `None`: the page is no longer
+    /// on the base, or writers are frozen.
+    fn change_over_base(&self, request: &Request, data: &[u8]) -> device::Result<Option<Tried>> {
         let (slot, from, len) = piece(request.offset, request.len);
         let mut page = [0; PAGE_BYTES];
         if self.parent.read_page(slot, &mut page)? < PAGE_BYTES {
             return Ok(Some(Tried::WouldBlock));
         }
         data.get(..len).map_or(Part::Zeroes(len), Part::Data).put(from, &mut page);
-        match self.put_over(slot, &page) {
+        match self.put_over_parent(slot, &page) {
             None => Ok(None),
-            Some(Err(Waits)) => Ok(Some(Tried::WouldBlock)),
+            Some(Err(MustWait)) => Ok(Some(Tried::WouldBlock)),
             Some(Ok(put)) => put.map(|()| Some(progress(len as u64, request.len))),
         }
     }
 
-    /// Puts a page where it lies below the device until now. `None`: it does not any more, or
-    /// writers are held up.
-    pub(super) fn put_over(&self, slot: u64, page: &Page) -> Option<PageResult> {
+    /// Stores a page that the device read from its parent until now. `None`: the slot is no longer
+    /// empty, or writers are frozen.
+    pub(super) fn put_over_parent(&self, slot: u64, page: &Page) -> Option<PageResult> {
         pin::pinned(|pin| {
             let view = self.view.load(pin);
             if view.is_frozen() {
@@ -451,7 +451,7 @@ impl Inner {
     }
 }
 
-/// A change stopped, after `done` of `len` bytes, at a page that lies on a base.
-fn over_base(done: u64, len: u64) -> Step {
+/// Returns the step of a change that met a page on a base after `done` of `len` bytes.
+fn stop_at_base(done: u64, len: u64) -> Step {
     if done == 0 { Step::OverBase } else { Step::Tried(progress(done, len)) }
 }

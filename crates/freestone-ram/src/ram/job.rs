@@ -1,33 +1,32 @@
-//! A submitted request, and how far it came.
+//! A submitted request with its progress.
 
 use super::below::Below;
-use super::device_room::Waits;
+use super::device_space::WaitGuard;
 use super::{PAGE, piece};
 use crate::clock::now_ms;
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Completion, IoBuf, Op, Request};
 
-/// A submitted request, and how far it came.
 pub(super) struct Job {
     pub request: Request,
     pub at: usize,
     pub buffer: IoBuf,
     pub done: Completion,
     pub last_try: bool,
-    /// What was last said of [removals](super::removals::Removals::hope).
+    /// Last state of the family's removals that this request saw; see [removals](super::removals).
     pub ended: u64,
     pub began_ms: u64,
-    /// Where there is no room.
-    pub waits: Option<Waits>,
-    /// How often [room](super::room_waiters::RoomWaiters::wait) had come.
+    /// Set while the request waits for space.
+    pub waits: Option<WaitGuard>,
+    /// Last space generation that this request saw; see
+    /// [`SpaceWaiters`](super::space_waiters::SpaceWaiters).
     pub room: u64,
-    /// What it knows of what lies below its device.
+    /// What the request knows about its device's parent.
     pub below: Below,
 }
 
 impl Job {
-    /// A request that has just been submitted.
     pub fn new(request: Request, buffer: IoBuf, done: Completion) -> Self {
         let began_ms = now_ms();
         let below = Below::default();
@@ -45,8 +44,8 @@ impl Job {
         }
     }
 
-    /// It fails if it finds no memory now.
-    pub fn for_the_last_time(self) -> Self {
+    /// Marks the last attempt: the request fails if it finds no memory now.
+    pub fn with_last_try(self) -> Self {
         Self { last_try: true, ..self }
     }
 
@@ -61,7 +60,7 @@ impl Job {
         self.request.offset / PAGE
     }
 
-    /// What it writes into the page at which it stands: `len` bytes.
+    /// Returns the data that the request writes into its current page: `len` bytes.
     pub fn part(&self, len: usize) -> Part<'_> {
         match (self.request.op, self.buffer.get(self.at..self.at + len)) {
             (Op::Write, Some(data)) => Part::Data(data),
@@ -69,14 +68,13 @@ impl Job {
         }
     }
 
-    /// Whether it needs the old content of the page at which it stands.
+    /// Returns true if the request needs the old content of its current page.
     pub fn needs_content(&self) -> bool {
         let (_, _, len) = piece(self.request.offset, self.request.len);
         matches!(self.request.op, Op::Write | Op::WriteZeroes) && len < PAGE_BYTES
     }
 }
 
-/// What is written into a part of a page.
 #[derive(Clone, Copy)]
 pub(super) enum Part<'a> {
     Data(&'a [u8]),
@@ -84,7 +82,7 @@ pub(super) enum Part<'a> {
 }
 
 impl Part<'_> {
-    /// Puts it into the page, at `from`.
+    /// Copies the data into the page, from byte `from` on.
     pub fn put(&self, from: usize, page: &mut Page) {
         match self {
             Self::Data(data) => page[from..from + data.len()].copy_from_slice(data),

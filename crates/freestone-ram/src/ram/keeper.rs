@@ -1,4 +1,4 @@
-//! What the [threads](super::threads) of a family are told, and who waits for what they do.
+//! Signals to a family's [threads](super::threads), and requests that wait for memory.
 
 use std::sync::{Arc, PoisonError};
 
@@ -8,29 +8,27 @@ use crate::clock::{TICK, now_ms};
 use freestone_core::sync::{Condvar, Mutex, MutexGuard, OnceLock};
 use freestone_core::work_queue::WorkQueue;
 
-/// What the keeper is told, and the work queue of the family. The family owns it, its threads share
-/// it.
+/// Signals to the keeper thread, and the work queue of the family. Owned by the family and shared
+/// by its threads.
 ///
-/// Lock order: `state` is taken last, and nothing under it.
+/// Lock order: `state` is a leaf lock.
 pub(super) struct Keeper {
     state: Mutex<KeeperState>,
     kicked: Condvar,
-    /// Carries on with requests that waited, in slices, so that none holds up the others, and does
-    /// what must not be done on a thread of a device.
+    /// Runs requests that waited, in slices, so that none delays the others, and tasks that must
+    /// not run on a device's thread.
     work_queue: Arc<WorkQueue>,
-    /// Looks at what of a base reads as zeroes, which may wait for a disk.
-    looks: Arc<WorkQueue>,
+    /// Runs lookups of zeroes in a base, which may wait for a disk.
+    base_queue: Arc<WorkQueue>,
     starter: OnceLock<Starter>,
 }
 
-/// Starts the keeper's thread.
 type Starter = Box<dyn Fn() -> std::io::Result<()> + Send + Sync>;
 
 #[derive(Default)]
 struct KeeperState {
     kick: bool,
     stop: bool,
-    /// Requests that wait for memory.
     waiting: Vec<(Ram, Job)>,
     running: bool,
 }
@@ -41,7 +39,7 @@ impl Default for Keeper {
             state: Mutex::default(),
             kicked: Condvar::new(),
             work_queue: WorkQueue::new("ram"),
-            looks: WorkQueue::new("ram-base"),
+            base_queue: WorkQueue::new("ram-base"),
             starter: OnceLock::new(),
         }
     }
@@ -52,54 +50,54 @@ impl Keeper {
         self.state.lock()
     }
 
-    /// Says how the keeper's thread is started; once.
+    /// Sets the function that starts the keeper's thread; called once.
     pub fn set_starter(&self, starter: Starter) {
         let set = self.starter.set(starter);
         debug_assert!(set.is_ok(), "a family has one keeper");
     }
 
-    /// Starts the threads, unless they run, or [nobody said](Self::set_starter) how.
+    /// Starts the threads, unless they run or there is no [starter](Self::set_starter).
     pub fn start(&self) -> std::io::Result<()> {
         let mut state = self.lock();
         let Some(starter) = self.starter.get().filter(|_| !state.running) else { return Ok(()) };
         self.work_queue.start()?;
         let keeper = starter();
-        // A work queue alone can do what requests need.
+        // The work queue alone is enough for requests.
         state.running = true;
         keeper
     }
 
-    /// Whether there is somebody to carry on with requests.
+    /// Returns true if the work queue runs.
     pub fn is_running(&self) -> bool {
         self.lock().running
     }
 
-    /// Does what the work queue has, on this thread.
+    /// Runs the queued tasks on this thread.
     #[cfg(test)]
     pub fn run_queued(&self) {
         self.work_queue.run_queued();
     }
 
-    /// Ends the threads when they have done what they are at.
+    /// Stops the threads after their current task.
     pub fn stop(&self) {
         self.lock().stop = true;
         self.kicked.notify_all();
         self.work_queue.stop();
-        self.looks.stop();
+        self.base_queue.stop();
     }
 
-    /// Starts the threads of a family with a base that is another device.
+    /// Starts the threads of a family with another device as base.
     pub fn start_over_base(&self) -> std::io::Result<()> {
         self.start()?;
-        self.looks.start()
+        self.base_queue.start()
     }
 
-    /// Runs what may wait for the disk of a base.
-    pub fn look(&self, task: impl FnOnce() + Send + 'static) {
-        self.looks.push(task);
+    /// Queues a task that may wait for a base's disk.
+    pub fn run_on_base_queue(&self, task: impl FnOnce() + Send + 'static) {
+        self.base_queue.push(task);
     }
 
-    /// Memory may be short, or what forbade to spill may be gone.
+    /// Wakes the keeper: memory may be short, or an obstacle to eviction may be gone.
     pub fn kick(&self) {
         let mut state = self.lock();
         if !state.kick {
@@ -108,7 +106,7 @@ impl Keeper {
         }
     }
 
-    /// The request goes on when memory has been freed.
+    /// Queues a request until memory is freed, and wakes the keeper.
     pub fn wait_for_memory(&self, ram: Ram, job: Job) {
         let mut state = self.lock();
         state.waiting.push((ram, job));
@@ -116,33 +114,32 @@ impl Keeper {
         self.kicked.notify_one();
     }
 
-    /// Likewise; nothing is done for that before the keeper looks at its memory anyway.
+    /// Queues a request until memory is freed, without waking the keeper before its next tick.
     pub fn wait_for_tick(&self, ram: Ram, job: Job) {
         self.lock().waiting.push((ram, job));
     }
 
-    /// Requests that wait for memory try again.
+    /// Retries all requests that wait for memory.
     pub fn memory_freed(&self) {
-        self.let_go(|_| true, |job| job);
+        self.retry_waiting(|_| true, |job| job);
     }
 
     /// As [`memory_freed`](Self::memory_freed), for the requests of some devices.
     pub fn memory_freed_for(&self, is: impl Fn(&Ram) -> bool) {
-        self.let_go(is, |job| job);
+        self.retry_waiting(is, |job| job);
     }
 
-    /// Nothing can be freed: requests that wait for memory try once more, and fail if it is not
-    /// there.
-    pub fn give_up(&self) {
-        self.let_go(|_| true, Job::for_the_last_time);
+    /// Retries all requests that wait for memory a last time: nothing can be freed.
+    pub fn retry_last_time(&self) {
+        self.retry_waiting(|_| true, Job::with_last_try);
     }
 
-    /// As [`give_up`](Self::give_up), for the requests of some devices.
-    pub fn give_up_for(&self, is: impl Fn(&Ram) -> bool) {
-        self.let_go(is, Job::for_the_last_time);
+    /// As [`retry_last_time`](Self::retry_last_time), for the requests of some devices.
+    pub fn retry_last_time_for(&self, is: impl Fn(&Ram) -> bool) {
+        self.retry_waiting(is, Job::with_last_try);
     }
 
-    fn let_go(&self, is: impl Fn(&Ram) -> bool, how: fn(Job) -> Job) {
+    fn retry_waiting(&self, is: impl Fn(&Ram) -> bool, how: fn(Job) -> Job) {
         let mut state = self.lock();
         let waiting = std::mem::take(&mut state.waiting);
         let (now, still): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|(ram, _)| is(ram));
@@ -153,29 +150,27 @@ impl Keeper {
         }
     }
 
-    /// Whether requests of some devices wait for memory.
-    pub fn is_awaited(&self, is: impl Fn(&Ram) -> bool) -> bool {
+    /// Returns true if requests of some devices wait for memory.
+    pub fn has_waiting(&self, is: impl Fn(&Ram) -> bool) -> bool {
         self.lock().waiting.iter().any(|(ram, _)| is(ram))
     }
 
-    /// The request goes on.
     pub fn resume(&self, ram: Ram, job: Job) {
-        self.run(move || ram.carry_on(job));
+        self.run(move || ram.resume_slice(job));
     }
 
-    /// The work queue does what must not be done on the thread that found it.
     pub fn run(&self, task: impl FnOnce() + Send + 'static) {
         self.work_queue.push(task);
     }
 
-    /// Whether somebody waits for what a round of spilling frees.
+    /// Returns true if an eviction round is requested.
     pub fn is_wanted(&self) -> bool {
         let state = self.lock();
         state.kick || !state.waiting.is_empty()
     }
 
-    /// Waits until there may be something for the keeper, for a tick after `last_tick` at most.
-    /// Returns whether requests wait for memory; `None`: it is to end.
+    /// Waits for a signal, at most until one tick after `last_tick`. Returns whether requests wait
+    /// for memory; `None` if the thread must end.
     pub fn next_round(&self, last_tick: u64) -> Option<bool> {
         let mut state = self.lock();
         while !state.kick && !state.stop && now_ms() - last_tick < TICK.as_millis() as u64 {

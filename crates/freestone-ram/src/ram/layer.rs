@@ -1,6 +1,6 @@
-//! A layer: one version of a device's content, as a slot table with its accounts.
+//! A layer: one version of a device's content, as a slot table with its counters.
 //!
-//! A disk or fork has one layer at a time; a reset or rewind gives it another, and the old one is
+//! A disk or fork has one layer at a time. A reset or rewind gives it another, and the old one is
 //! freed in the background. A snapshot is a layer, too: see [`chain`](super::chain).
 
 use std::collections::BTreeMap;
@@ -17,33 +17,33 @@ use freestone_core::percpu::Counters;
 use freestone_core::slot::{Common, Kind, LEAF_SLOTS, Leaf, MAX_SLOTS, Table, Word};
 use freestone_core::sync::{AtomicU32, AtomicU64, Mutex, Ordering, RwLock};
 
-/// Bytes that a CPU counts for itself before they are in the common sum: what a cap can be overrun
-/// by, for each CPU.
+/// Bytes that a CPU counts locally before it adds them to the common sum: the possible overrun of a
+/// cap, for each CPU.
 const CHARGE_FOLD_BYTES: u64 = 64 << 10;
 
-/// One version of a device's content: a table with its accounts.
+/// One version of a device's content: a slot table with its counters.
 pub(super) struct Layer {
     table: Table,
-    /// Names on the backing device whose an object is: the id of the chain's origin, for it and all
-    /// of its snapshots, so that an object can go from one to another.
+    /// Owner of the layer's objects in headers on the backing device: the table id of the chain's
+    /// origin, for it and all its snapshots, so that an object can move from one layer to another.
     chain: AtomicU32,
     counters: Counters<{ stored::COUNT }>,
-    /// Bytes of the classes of all objects, but for what CPUs still have in their cells.
+    /// Charged bytes of all objects, except for the sums still local to a CPU.
     charged: AtomicU64,
     limits: Arc<Limits>,
-    /// What is kept of the family's memory for it, beside what it has.
-    kept: Kept,
-    /// How spilling under its cap went.
+    /// Family memory reserved for this layer, beyond what the layer already uses.
+    reservation: Reservation,
+    /// Results of evictions under the device's own cap.
     history: Mutex<EvictionHistory>,
-    /// One of [`LIVE`], [`LOOSE`], [`RETIRED`].
+    /// [`LIVE`], [`LOOSE`] or [`RETIRED`].
     state: AtomicU32,
 }
 
-/// A device's present layer, or a snapshot's.
+/// Current layer of a device or snapshot.
 const LIVE: u32 = 0;
-/// A former layer of a device, which snapshots read: no limits hold for it.
+/// Former layer of a device that snapshots still read. No limits apply to it.
 const LOOSE: u32 = 1;
-/// Nobody uses it any more, it is being freed.
+/// Unused layer that is being freed.
 const RETIRED: u32 = 2;
 
 /// Counters of a layer, by index.
@@ -54,7 +54,7 @@ pub(super) mod stored {
     pub const HUGE_PAGES: usize = 3;
     pub const HUGE_PAGES_SINCE: usize = 4;
     pub const CHARGED_BYTES: usize = 5;
-    /// Pages of an origin that went to a snapshot as they were.
+    /// Pages whose objects moved from an origin to a snapshot.
     pub const HANDED_OVER: usize = 6;
     pub const COUNT: usize = 7;
 }
@@ -68,56 +68,54 @@ impl Layer {
         self.table.id()
     }
 
-    /// Who the pool is told that an object of this slot belongs to.
+    /// Returns the back-reference that the pool stores for an object of this slot.
     pub fn owner(&self, slot: u64) -> BackRef {
         BackRef::new(self.id(), slot)
     }
 
-    /// Whether it is a snapshot's that has begun.
+    /// Returns true if the layer is part of a chain as a snapshot.
     pub fn is_in_chain(&self) -> bool {
         self.chain() != self.id()
     }
 
     fn chain(&self) -> u32 {
-        // Relaxed: set before the layer is of use to anybody, which the swap of the chain's list
-        // orders.
+        // Relaxed: set before the layer is published; the swap of the chain's list orders it.
         self.chain.load(Ordering::Relaxed)
     }
 
-    /// Whose an object of this slot is by its header on the backing device.
+    /// Returns the owner of this slot's objects in headers on the backing device.
     pub fn header_owner(&self, slot: u64) -> u64 {
         BackRef::new(self.chain(), slot).bits()
     }
 
-    /// The limits that hold for it.
+    /// Returns the limits that apply to the layer.
     #[inline]
     pub fn limits(&self) -> Option<&Limits> {
-        // Relaxed: a limit that no longer holds may hold for a moment.
+        // Relaxed: a limit may apply for a moment longer than it should.
         (self.state.load(Ordering::Relaxed) == LIVE).then_some(&*self.limits)
     }
 
-    /// The bytes that are guaranteed to it.
-    pub fn least(&self) -> u64 {
-        self.limits().map_or(0, Limits::least)
+    pub fn guarantee(&self) -> u64 {
+        self.limits().map_or(0, Limits::guarantee)
     }
 
-    /// The most bytes that it may have; `u64::MAX` is no cap.
+    /// Returns the cap in bytes, `u64::MAX` if there is none.
     #[inline]
     pub fn cap(&self) -> u64 {
         self.limits().map_or(u64::MAX, Limits::cap)
     }
 
     pub fn is_retired(&self) -> bool {
-        // Relaxed: only work in vain is saved.
+        // Relaxed: a hint that saves useless work.
         self.state.load(Ordering::Relaxed) == RETIRED
     }
 
-    /// It is no device's layer any more, but snapshots read it.
+    /// Marks a former layer of a device that snapshots still read.
     pub fn set_loose(&self, layers: &Layers) {
         self.set_state(layers, LOOSE);
     }
 
-    /// Nobody uses it any more.
+    /// Marks the layer as unused.
     pub fn retire(&self, layers: &Layers) {
         self.set_state(layers, RETIRED);
     }
@@ -125,7 +123,7 @@ impl Layer {
     fn set_state(&self, layers: &Layers, state: u32) {
         // Relaxed: see `limits` and `is_retired`.
         self.state.store(state, Ordering::Relaxed);
-        self.reckon(layers);
+        self.update_reservation(layers);
     }
 
     pub fn get(&self, counter: usize) -> u64 {
@@ -136,27 +134,27 @@ impl Layer {
         self.counters.add(counter, delta);
     }
 
-    /// Bytes that its objects take of their spans.
+    /// Returns the bytes that the layer's objects take of their spans.
     pub fn charged(&self) -> u64 {
-        // Relaxed: a statistic. A cell can be negative.
+        // Relaxed: a statistic. The sum of a CPU can be negative.
         let sum = self.charged.load(Ordering::Relaxed).wrapping_add(self.counters.sum(stored::CHARGED_BYTES));
         if sum as i64 >= 0 { sum } else { 0 }
     }
 
-    /// Nothing is locked under it.
+    /// Returns the eviction history. Lock order: a leaf lock.
     pub fn history(&self) -> &Mutex<EvictionHistory> {
         &self.history
     }
 
-    /// Whether another object of `bytes` is within the cap.
+    /// Returns true if another object of `bytes` fits under the cap.
     #[inline]
     pub fn has_room(&self, bytes: usize) -> bool {
         let cap = self.cap();
-        cap == u64::MAX || self.is_within(cap, bytes)
+        cap == u64::MAX || self.fits_cap(cap, bytes)
     }
 
     #[cold]
-    fn is_within(&self, cap: u64, bytes: usize) -> bool {
+    fn fits_cap(&self, cap: u64, bytes: usize) -> bool {
         let wanted = Pool::charged_bytes(bytes);
         // Relaxed: near the cap the exact sum decides.
         let about = self.charged.load(Ordering::Relaxed);
@@ -164,7 +162,7 @@ impl Layer {
         about.saturating_add(wanted + slack) <= cap || self.charged() + wanted <= cap
     }
 
-    /// Counts that a slot went from `old` to `new`.
+    /// Updates the counters for a slot that changed from `old` to `new`.
     #[inline]
     pub fn account(&self, layers: &Layers, old: Word, new: Word) {
         let delta = |f: fn(Word) -> bool| i64::from(f(new)) - i64::from(f(old));
@@ -181,15 +179,15 @@ impl Layer {
         self.charge(layers, charge_of(new) - charge_of(old));
     }
 
-    /// Counts that a page left memory; it is still stored.
+    /// Updates the counters for a page that left memory. The page still counts as stored.
     pub fn account_spilled(&self, layers: &Layers, word: Word) {
         self.counters.add(stored::COMPRESSED_BYTES, -(word.stored_bytes() as i64));
         self.counters.add(stored::HUGE_PAGES, -i64::from(word.kind() == Kind::Huge));
         self.charge(layers, -charge_of(word));
     }
 
-    /// Counts that a spilled page is in memory again; it was counted as stored all the time.
-    pub fn account_back(&self, layers: &Layers, word: Word) {
+    /// Updates the counters for a written-back page that is in memory again.
+    pub fn account_faulted_in(&self, layers: &Layers, word: Word) {
         self.counters.add(stored::COMPRESSED_BYTES, word.stored_bytes() as i64);
         self.counters.add(stored::SAME_PAGES, i64::from(matches!(word.kind(), Kind::Same | Kind::Pattern)));
         self.counters.add(stored::HUGE_PAGES, i64::from(word.kind() == Kind::Huge));
@@ -207,33 +205,32 @@ impl Layer {
 
     #[cold]
     fn fold(&self, layers: &Layers, sum: i64) {
-        // Relaxed: a statistic, that limits look at.
+        // Relaxed: a statistic that limit checks read.
         self.charged.fetch_add(sum as u64, Ordering::Relaxed);
-        if self.least() > 0 {
-            self.reckon(layers);
+        if self.guarantee() > 0 {
+            self.update_reservation(layers);
         }
         if self.cap() != u64::MAX && self.charged() >= high_mark(self.cap()) {
             layers.keeper.kick();
         }
     }
 
-    /// Sees to it that the family keeps what is left of the guarantee.
-    pub fn reckon(&self, layers: &Layers) {
-        self.kept.settle(
-            // Relaxed: a change that is not seen here is seen by who made it; see `Kept`.
-            || (self.least(), self.charged.load(Ordering::Relaxed)),
+    /// Reserves family memory for the unused rest of the guarantee.
+    pub fn update_reservation(&self, layers: &Layers) {
+        self.reservation.settle(
+            // Relaxed: the thread that makes a change missed here also settles; see `Reservation`.
+            || (self.guarantee(), self.charged.load(Ordering::Relaxed)),
             |(least, _)| least.saturating_sub(self.charged()),
-            |more| layers.add_kept(more),
+            |more| layers.add_reserved(more),
         );
     }
 
-    /// What is kept for this layer.
-    pub fn kept(&self) -> u64 {
-        self.kept.get()
+    pub fn reserved(&self) -> u64 {
+        self.reservation.get()
     }
 
-    /// Shows every leaf there is, one after the other.
-    pub fn each_leaf(&self, mut visit: impl FnMut(u64, Leaf<'_>)) {
+    /// Visits every allocated leaf in order.
+    pub fn for_each_leaf(&self, mut visit: impl FnMut(u64, Leaf<'_>)) {
         let mut from = 0;
         while let Some(present) = self.table.next_present(from, MAX_SLOTS) {
             let start = present & !(LEAF_SLOTS - 1);
@@ -245,22 +242,28 @@ impl Layer {
     }
 }
 
-/// Bytes that are kept for a layer, of which the family has the sum.
+/// Bytes reserved for a layer; [`Layers`] has the sum of all layers.
 ///
-/// Who changes what they depend on settles them anew. Of several at one time the one that comes
-/// last may have looked before the others' changes: it looks again.
+/// A thread that changes an input of the reservation settles it again. If several threads settle at
+/// once, the last to store may have read the inputs before the others' changes: it reads them
+/// again.
 #[derive(Default)]
-struct Kept(AtomicU64);
+struct Reservation(AtomicU64);
 
-impl Kept {
-    /// Keeps what `kept` makes of what is `seen`. `add` is told how many more those are, wrapping
-    /// where they are less.
-    fn settle<S: PartialEq + Copy>(&self, seen: impl Fn() -> S, kept: impl Fn(S) -> u64, add: impl Fn(u64)) {
+impl Reservation {
+    /// Stores the reservation that `reserve` computes from the inputs. `add` receives the
+    /// difference to the previous value, wrapping if it is negative.
+    fn settle<S: PartialEq + Copy>(
+        &self,
+        seen: impl Fn() -> S,
+        reserve: impl Fn(S) -> u64,
+        add: impl Fn(u64),
+    ) {
         loop {
             let now = seen();
-            let bytes = kept(now);
-            // AcqRel: with the swaps of others that settle; the later one sees what the earlier
-            // one's thread changed before.
+            let bytes = reserve(now);
+            // AcqRel: pairs with the swaps of other settling threads; the later one sees the inputs
+            // that the earlier one's thread changed.
             let before = self.0.swap(bytes, Ordering::AcqRel);
             add(bytes.wrapping_sub(before));
             if seen() == now {
@@ -282,33 +285,33 @@ fn charge_of(word: Word) -> i64 {
     }
 }
 
-/// The layers of a family, and what is kept for them.
+/// The layers of a family, and the memory reserved for them.
 pub(super) struct Layers {
-    /// By their tables' ids. Lock order: taken for a look or a change, nothing under it.
+    /// Layers by table id. Lock order: a leaf lock.
     map: RwLock<Map>,
-    /// Bytes that are kept for devices which have less than what is guaranteed to them.
-    kept: AtomicU64,
+    /// Bytes reserved for devices that use less than their guarantee.
+    reserved: AtomicU64,
     keeper: Arc<Keeper>,
 }
 
 #[derive(Default)]
 struct Map {
     by_id: BTreeMap<u32, Arc<Layer>>,
-    /// By the chain.
+    /// Snapshot layers by chain.
     snapshots: BTreeMap<u32, Vec<Arc<Layer>>>,
     next: u32,
 }
 
 impl Layers {
-    /// None yet. `keeper` is told where one is near its cap.
+    /// Creates an empty set. A layer near its cap kicks `keeper`.
     pub fn new(keeper: Arc<Keeper>) -> Self {
-        Self { map: RwLock::default(), kept: AtomicU64::new(0), keeper }
+        Self { map: RwLock::default(), reserved: AtomicU64::new(0), keeper }
     }
 
-    /// An empty layer.
+    /// Creates an empty layer with an unused table id.
     pub fn make(&self, common: &Arc<Common>, limits: Arc<Limits>) -> device::Result<Arc<Layer>> {
         let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
-        // Numbers begin again after 2^28; those in use are passed over.
+        // Ids wrap at `MAX_TABLE_ID`; ids in use are skipped.
         while map.by_id.contains_key(&map.next) {
             map.next = (map.next + 1) % MAX_TABLE_ID;
         }
@@ -320,17 +323,17 @@ impl Layers {
             counters: Counters::default(),
             charged: AtomicU64::new(0),
             limits,
-            kept: Kept::default(),
+            reservation: Reservation::default(),
             history: Mutex::default(),
             state: AtomicU32::new(LIVE),
         });
         map.by_id.insert(id, Arc::clone(&layer));
         drop(map);
-        layer.reckon(self);
+        layer.update_reservation(self);
         Ok(layer)
     }
 
-    /// A layer that holds nothing yet is a snapshot's from now on, in the chain of this origin.
+    /// Adds an empty layer to a chain, as a snapshot of its origin.
     pub fn join(&self, layer: &Arc<Layer>, chain: u32) {
         // Relaxed: see `Layer::chain`.
         layer.chain.store(chain, Ordering::Relaxed);
@@ -338,59 +341,56 @@ impl Layers {
         map.snapshots.entry(chain).or_default().push(Arc::clone(layer));
     }
 
-    /// The layer with this id, while it is not freed.
     pub fn get(&self, id: u32) -> Option<Arc<Layer>> {
         self.map.read().unwrap_or_else(PoisonError::into_inner).by_id.get(&id).cloned()
     }
 
-    /// All layers, in the order of their ids.
     pub fn all(&self) -> Vec<Arc<Layer>> {
         self.map.read().unwrap_or_else(PoisonError::into_inner).by_id.values().cloned().collect()
     }
 
-    /// The layers of a chain: its origin, and its snapshots.
-    pub fn of_chain(&self, chain: u32) -> Vec<Arc<Layer>> {
+    /// Returns the layers of a chain: its origin and its snapshots.
+    pub fn layers_of_chain(&self, chain: u32) -> Vec<Arc<Layer>> {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
         let snapshots = map.snapshots.get(&chain).into_iter().flatten();
         map.by_id.get(&chain).into_iter().chain(snapshots).cloned().collect()
     }
 
-    /// The first layer with this id or a higher one.
+    /// Returns the first layer with this id or a higher one.
     pub fn at_or_after(&self, id: u32) -> Option<Arc<Layer>> {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
         map.by_id.range(id..).next().map(|(_, layer)| Arc::clone(layer))
     }
 
-    /// Whether no other layer is in use.
-    pub fn is_alone(&self, id: u32) -> bool {
+    /// Returns true if all layers but this one are retired.
+    pub fn is_only_active(&self, id: u32) -> bool {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
         map.by_id.values().all(|other| other.id() == id || other.is_retired())
     }
 
-    /// Counts what is kept for a layer; wraps where that gets less.
-    fn add_kept(&self, bytes: u64) {
-        // Relaxed: a hint to those who look for memory.
-        self.kept.fetch_add(bytes, Ordering::Relaxed);
+    /// Adds to the reserved sum; wraps if a reservation shrank.
+    fn add_reserved(&self, bytes: u64) {
+        // Relaxed: a hint for allocations.
+        self.reserved.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Pages that are kept for devices which have less than what is guaranteed to them.
-    pub fn kept_pages(&self) -> u64 {
-        // Relaxed: a hint. Objects do not fill pages.
-        pages_of(self.kept.load(Ordering::Relaxed).saturating_mul(9) / 8)
+    /// Returns the pages reserved for devices that use less than their guarantee.
+    pub fn reserved_pages(&self) -> u64 {
+        // Relaxed: a hint. Spans have unused bytes: 9/8.
+        pages_of(self.reserved.load(Ordering::Relaxed).saturating_mul(9) / 8)
     }
 
-    /// Pages that this layer must leave to others.
+    /// Returns the pages reserved for other layers than this one.
     #[inline]
-    pub fn kept_from(&self, layer: &Layer) -> u64 {
+    pub fn pages_reserved_for_others(&self, layer: &Layer) -> u64 {
         // Relaxed: a hint.
-        match self.kept.load(Ordering::Relaxed) {
+        match self.reserved.load(Ordering::Relaxed) {
             0 => 0,
-            // Objects do not fill pages.
-            kept => pages_of(kept.saturating_sub(layer.kept()).saturating_mul(9) / 8),
+            // Spans have unused bytes: 9/8.
+            reserved => pages_of(reserved.saturating_sub(layer.reserved()).saturating_mul(9) / 8),
         }
     }
 
-    /// Forgets a layer that is empty.
     pub fn remove(&self, id: u32) {
         let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
         let Some(layer) = map.by_id.remove(&id) else { return };
@@ -403,7 +403,7 @@ impl Layers {
     }
 }
 
-/// Pages that hold so many bytes.
+/// Returns the number of pages that `bytes` need.
 pub(super) const fn pages_of(bytes: u64) -> u64 {
     bytes.div_ceil(PAGE_BYTES as u64)
 }
@@ -414,11 +414,11 @@ mod tests {
 
     use super::*;
 
-    /// A thread has looked at what is guaranteed to a layer; before it says so the layer is
-    /// retired, and that is settled.
+    /// The layer is retired, and its reservation settled, while another thread that has read the
+    /// old guarantee has not yet stored its reservation.
     #[test]
-    fn nothing_is_kept_for_what_was_retired_meanwhile() {
-        let (kept, sum) = (Kept::default(), AtomicU64::new(0));
+    fn reservation_settles_after_concurrent_retirement() {
+        let (reservation, sum) = (Reservation::default(), AtomicU64::new(0));
         let (guaranteed, retired) = (AtomicU64::new(5000), Cell::new(false));
         let seen = || guaranteed.load(Ordering::SeqCst);
         let add = |more| {
@@ -427,14 +427,14 @@ mod tests {
         let slow = |bytes| {
             if !retired.replace(true) {
                 guaranteed.store(0, Ordering::SeqCst);
-                kept.settle(seen, |bytes| bytes, add);
+                reservation.settle(seen, |bytes| bytes, add);
             }
             bytes
         };
-        kept.settle(seen, slow, add);
-        assert_eq!((kept.get(), sum.load(Ordering::SeqCst)), (0, 0), "a reservation is left for ever");
+        reservation.settle(seen, slow, add);
+        assert_eq!((reservation.get(), sum.load(Ordering::SeqCst)), (0, 0), "a reservation is left for ever");
         guaranteed.store(700, Ordering::SeqCst);
-        kept.settle(seen, slow, add);
-        assert_eq!((kept.get(), sum.load(Ordering::SeqCst)), (700, 700));
+        reservation.settle(seen, slow, add);
+        assert_eq!((reservation.get(), sum.load(Ordering::SeqCst)), (700, 700));
     }
 }

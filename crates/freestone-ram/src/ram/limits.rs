@@ -1,40 +1,39 @@
-//! What of a family's memory a device may take, and where spilling for a limit begins and ends.
+//! Memory limits of devices, and the thresholds of eviction.
 
 use std::sync::{Arc, Weak};
 
 use super::PAGE;
 use super::config::SetupError;
-use super::device_room::DeviceRoom;
+use super::device_space::DeviceSpace;
 use freestone_core::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
-/// Least cap of a device.
+/// Smallest cap of a device: 64 KiB.
 const CAP_BYTES_MIN: u64 = 64 << 10;
 
-/// Share of a limit above which pages are spilled, in percent.
+/// Eviction starts above this share of a limit, in percent.
 pub(super) const HIGH_PERCENT: u64 = 95;
-/// Share of a limit at which spilling ends, in percent.
+/// Eviction stops at this share of a limit, in percent.
 pub(super) const LOW_PERCENT: u64 = 90;
 
-/// What of a family's memory a device may take, and what is kept for it; in bytes of charged
-/// objects. It goes with the device from layer to layer.
+/// The cap and guarantee of a device, in charged bytes. A device keeps its limits when it changes
+/// layers.
 pub(super) struct Limits {
-    /// Most; `u64::MAX` is no cap.
+    /// Cap; `u64::MAX` means no cap.
     cap: AtomicU64,
-    /// What others leave to it while it has less.
-    least: AtomicU64,
-    /// What waits at their end.
-    pub room: Arc<DeviceRoom>,
+    /// Guarantee: bytes that other devices leave to this one.
+    guarantee: AtomicU64,
+    pub room: Arc<DeviceSpace>,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { cap: AtomicU64::new(u64::MAX), least: AtomicU64::new(0), room: Arc::default() }
+        Self { cap: AtomicU64::new(u64::MAX), guarantee: AtomicU64::new(0), room: Arc::default() }
     }
 }
 
 impl Limits {
     pub fn cap(&self) -> u64 {
-        // Relaxed: a limit that changes at this moment counts from the next write on.
+        // Relaxed: a changed limit applies from the next write on.
         self.cap.load(Ordering::Relaxed)
     }
 
@@ -43,74 +42,74 @@ impl Limits {
         self.cap.store(bytes, Ordering::Relaxed);
     }
 
-    pub fn least(&self) -> u64 {
+    pub fn guarantee(&self) -> u64 {
         // Relaxed: as above.
-        self.least.load(Ordering::Relaxed)
+        self.guarantee.load(Ordering::Relaxed)
     }
 
-    pub fn set_least(&self, bytes: u64) {
+    pub fn set_guarantee(&self, bytes: u64) {
         // Relaxed: as above.
-        self.least.store(bytes, Ordering::Relaxed);
+        self.guarantee.store(bytes, Ordering::Relaxed);
     }
 }
 
-/// Bytes above which a device with this cap spills.
+/// Returns the bytes above which a device with this cap evicts pages.
 pub(super) fn high_mark(cap: u64) -> u64 {
     (cap / 100 * HIGH_PERCENT).min(cap.saturating_sub(2 * PAGE))
 }
 
-/// What of a family's memory is guaranteed to its devices.
+/// The guarantees of a family's devices.
 ///
-/// Lock order: taken to change limits, before any other lock.
+/// Lock order: taken first, before any other lock, to change limits.
 #[derive(Default)]
 pub(super) struct Guarantees(Mutex<Vec<Weak<Limits>>>);
 
 impl Guarantees {
-    /// Sets a device's cap (0 is none) and what is guaranteed to it of `total` bytes, the family's
-    /// limit.
+    /// Sets a device's cap (0: no cap) and guarantee. `total` returns the family's limit in bytes.
     ///
     /// # Errors
-    /// A guarantee above the cap, or above what the family's limit leaves beside other guarantees.
+    /// Fails if the cap is below 64 KiB, or if the guarantee is above the cap or exceeds what the
+    /// family's limit leaves beside other guarantees.
     pub fn set(
         &self,
         limits: &Arc<Limits>,
         cap: u64,
-        least: u64,
+        guarantee: u64,
         total: impl Fn() -> u64,
     ) -> Result<(), SetupError> {
         if (1..CAP_BYTES_MIN).contains(&cap) {
             return Err(SetupError::CapTooSmall(cap));
         }
-        if cap > 0 && least > cap {
-            return Err(SetupError::GuaranteeAboveCap { guarantee: least, cap });
+        if cap > 0 && guarantee > cap {
+            return Err(SetupError::GuaranteeAboveCap { guarantee, cap });
         }
         let mut all = self.0.lock();
-        // Most devices have no guarantee, and are not looked at.
-        if least > 0 || limits.least() > 0 {
+        // The list has only devices with a guarantee.
+        if guarantee > 0 || limits.guarantee() > 0 {
             all.retain(|known| {
                 known.strong_count() > 0 && !std::ptr::eq(known.as_ptr(), Arc::as_ptr(limits))
             });
-            let others: u64 = all.iter().filter_map(Weak::upgrade).map(|other| other.least()).sum();
+            let others: u64 = all.iter().filter_map(Weak::upgrade).map(|other| other.guarantee()).sum();
             let total = total();
-            if least > 0 && (total == 0 || others.saturating_add(least) > total) {
-                if limits.least() > 0 {
+            if guarantee > 0 && (total == 0 || others.saturating_add(guarantee) > total) {
+                if limits.guarantee() > 0 {
                     all.push(Arc::downgrade(limits));
                 }
-                return Err(SetupError::Guarantee { wanted: least, left: total.saturating_sub(others) });
+                return Err(SetupError::Guarantee { wanted: guarantee, left: total.saturating_sub(others) });
             }
             all.push(Arc::downgrade(limits));
         }
         limits.set_cap(if cap == 0 { u64::MAX } else { cap });
-        limits.set_least(least);
+        limits.set_guarantee(guarantee);
         Ok(())
     }
 
-    /// Bytes that are guaranteed in all.
+    /// Returns the sum of all guarantees in bytes.
     pub fn sum(&self) -> u64 {
-        self.0.lock().iter().filter_map(Weak::upgrade).map(|limits| limits.least()).sum()
+        self.0.lock().iter().filter_map(Weak::upgrade).map(|limits| limits.guarantee()).sum()
     }
 
-    /// Limits do not change while this is held.
+    /// Locks all limits against changes.
     pub fn hold(&self) -> MutexGuard<'_, impl Sized> {
         self.0.lock()
     }

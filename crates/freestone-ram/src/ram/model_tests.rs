@@ -1,4 +1,4 @@
-//! The RAM disk against plain bytes: random operations, one thread and several.
+//! Random operations on a RAM disk compared with plain bytes, on one thread and several.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ use crate::codec::Algorithm;
 use crate::effort::effort;
 use freestone_core::device::{Blocking, Flags};
 
-/// As many cases as the environment says, else `usual`.
+/// Returns the number of cases: that of the environment, else `usual`.
 fn cases(usual: u32) -> u32 {
     if std::env::var_os("PROPTEST_CASES").is_some() {
         ProptestConfig::default().cases
@@ -38,7 +38,7 @@ fn steps() -> impl Strategy<Value = Vec<(Step, u64, u64)>> {
         1 => Just(Step::Grow),
         1 => Just(Step::Reset),
     ];
-    // Offsets and lengths in bytes, of any alignment: those off the block must be refused.
+    // Offsets and lengths in bytes, of any alignment: unaligned requests must fail.
     let place = prop_oneof![8 => (0..6000_u64).prop_map(|b| b * 512), 1 => 0..3_000_000_u64];
     let len = prop_oneof![4 => Just(4096_u64), 4 => (1..200_u64).prop_map(|b| b * 512), 1 => 0..40_000_u64];
     prop::collection::vec((step, place, len), 1..60)
@@ -48,7 +48,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: cases(64), ..ProptestConfig::default() })]
 
     #[test]
-    fn it_behaves_as_plain_bytes(steps in steps(), algorithm in prop::sample::select(Algorithm::ALL.to_vec())) {
+    fn ram_matches_plain_bytes(steps in steps(), algorithm in prop::sample::select(Algorithm::ALL.to_vec())) {
         let ram = Ram::new(Config { comp_algorithm: algorithm, ..config(2 * MIB) }).unwrap();
         let mut model = vec![0_u8; 2 << 20];
         for (step, offset, len) in steps {
@@ -107,8 +107,7 @@ proptest! {
     }
 }
 
-/// One thread's step: on its own MiB, or on its own blocks (every third one) of pages that it
-/// shares with the others.
+/// A step of one thread: on its own MiB, or on its own blocks (every third) of shared pages.
 #[derive(Debug, Clone)]
 struct SharedStep {
     step: Step,
@@ -134,7 +133,7 @@ fn shared_steps() -> impl Strategy<Value = Vec<SharedStep>> {
 const SHARERS: u64 = 3;
 
 fn run_shared(ram: &Ram, thread: u64, steps: Vec<SharedStep>) {
-    // Its own MiB, and its blocks of the shared one.
+    // The thread's own MiB, and its blocks of the shared one.
     let mut model = vec![0_u8; 2 << 20];
     for SharedStep { step, shared, block, blocks } in steps {
         let (offset, len) = if shared {
@@ -175,10 +174,9 @@ fn run_shared(ram: &Ram, thread: u64, steps: Vec<SharedStep>) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(48), ..ProptestConfig::default() })]
 
-    /// Threads that share pages, but no block, each find what they wrote, while the pool is
-    /// compacted.
+    /// Threads that share pages but no blocks read what they wrote, while the pool is compacted.
     #[test]
-    fn threads_that_share_pages_do_not_disturb_each_other(steps in prop::collection::vec(shared_steps(), SHARERS as usize)) {
+    fn threads_sharing_pages_keep_their_blocks(steps in prop::collection::vec(shared_steps(), SHARERS as usize)) {
         let ram = ram(8 * MIB);
         std::thread::scope(|scope| {
             let threads: Vec<_> = steps

@@ -1,12 +1,12 @@
-//! The pages of a family: where they are stored, in memory and on the backing device, and who is
-//! told when room gets short.
+//! The pages of a family, in memory and on the backing device, and the queues that memory pressure
+//! wakes.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::PAGE;
 use super::config::{Backing, Config, Secondary, SetupError};
-use super::full::Full;
+use super::full::SpacePolicy;
 use super::keeper::Keeper;
 use super::layer::{Layer, Layers};
 use super::limits::{HIGH_PERCENT, LOW_PERCENT};
@@ -18,37 +18,34 @@ use crate::spill::store::Store;
 use freestone_core::slot::{Common, Kind, SlotGuard, Word};
 use freestone_core::sync::{AtomicU64, Mutex, MutexGuard, OnceLock, Ordering, thread};
 
-/// How long who waits for its turn sleeps at a time.
-const LOOK_AGAIN: Duration = Duration::from_millis(1);
+/// Poll interval while waiting for [`Pages::background`].
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The pages of a family: what its devices share of memory and of the backing device.
+/// The memory and backing device shared by a family's devices.
 ///
-/// Lock order: `background`, then a slot; under a slot a compression stream or the pool's locks, one
-/// after the other. Requests do not take the first.
+/// Lock order: `background`, then a slot; under a slot either a compression stream or a pool lock,
+/// never both. Requests do not take `background`.
 pub(super) struct Pages {
-    /// What the log calls the family.
     name: OnceLock<Box<str>>,
     pub common: Arc<Common>,
     pub layers: Layers,
     pub pool: Pool,
     pub codecs: Codecs,
     pub ages: Ages,
-    /// The backing device.
     pub store: Option<Arc<Store>>,
     pub keeper: Arc<Keeper>,
     pub retiring: Retiring,
     pub removals: Removals,
-    pub full: Full,
-    /// Pages that compaction has returned to the system.
+    pub full: SpacePolicy,
+    /// Pages that compaction returned to the system.
     pub compacted: AtomicU64,
-    /// Bytes; 0 is no limit.
+    /// Limit in bytes; 0 means no limit.
     pub mem_limit: AtomicU64,
-    /// Held by whoever takes pages out of memory or recompresses them, for the whole of that.
+    /// Held during an eviction or a recompression, which exclude each other.
     pub background: Mutex<()>,
 }
 
 impl Pages {
-    /// None yet.
     pub fn new(config: &Config) -> Result<Arc<Self>, SetupError> {
         let codecs = Codecs::new(Streams::shared(config.comp_algorithm, &config.algorithm_params)?);
         for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
@@ -70,7 +67,8 @@ impl Pages {
         };
         let keeper = Arc::<Keeper>::default();
         let common = Arc::new(Common::new().map_err(SetupError::MemoryFile)?);
-        let pool = Pool::beside(Arc::clone(&common.leaves_of_marks)).map_err(SetupError::MemoryFile)?;
+        let pool =
+            Pool::with_outside_pages(Arc::clone(&common.leaves_of_marks)).map_err(SetupError::MemoryFile)?;
         Ok(Arc::new(Self {
             name: OnceLock::new(),
             common,
@@ -82,14 +80,13 @@ impl Pages {
             keeper,
             retiring: Retiring::default(),
             removals: Removals::default(),
-            full: Full::new(config.when_full),
+            full: SpacePolicy::new(config.when_full),
             compacted: AtomicU64::new(0),
             mem_limit: AtomicU64::new(0),
             background: Mutex::default(),
         }))
     }
 
-    /// What the log calls the family. The first name stays.
     pub fn set_name(&self, name: &str) {
         let _ = self.name.set(name.into());
     }
@@ -98,20 +95,25 @@ impl Pages {
         self.name.get().map_or("a family of RAM disks", |name| name)
     }
 
-    /// Locks the slot that `owner` names, if its layer is still there.
-    pub fn at<R>(&self, owner: BackRef, work: impl FnOnce(&Arc<Layer>, SlotGuard<'_>) -> R) -> Option<R> {
+    /// Runs `work` with the slot of `owner` locked, if its layer still exists.
+    pub fn with_owner_slot<R>(
+        &self,
+        owner: BackRef,
+        work: impl FnOnce(&Arc<Layer>, SlotGuard<'_>) -> R,
+    ) -> Option<R> {
         let layer = self.layers.get(owner.table())?;
         let leaf = layer.table().leaf(owner.slot())?;
         Some(work(&layer, leaf.lock(owner.slot())))
     }
 
     pub fn mem_limit(&self) -> u64 {
-        // Relaxed: shown only.
+        // Relaxed: for display only.
         self.mem_limit.load(Ordering::Relaxed)
     }
 
-    /// Pages of the pool at which spilling begins and ends; `None` where there is no limit.
-    pub fn marks(&self) -> Option<(u64, u64)> {
+    /// Returns the pool sizes in pages at which eviction starts and stops; `None` without a limit
+    /// or a backing device.
+    pub fn eviction_marks(&self) -> Option<(u64, u64)> {
         // Relaxed: as in `mem_limit`.
         let beside = self.common.leaves_of_marks.load(Ordering::Relaxed);
         let limit = (self.mem_limit() / PAGE).saturating_sub(beside);
@@ -121,7 +123,7 @@ impl Pages {
         })
     }
 
-    /// Frees the object of a word that no slot holds, in memory or on the backing device.
+    /// Frees the object of a word that is in no slot, in memory or on the backing device.
     #[inline]
     pub fn release(&self, word: Word) {
         if let Some(location) = word.object() {
@@ -138,8 +140,8 @@ impl Pages {
         }
     }
 
-    /// Waits for [`background`](Self::background), unless it is cancelled meanwhile.
-    pub fn turn_unless(&self, cancelled: &mut dyn FnMut() -> bool) -> Option<MutexGuard<'_, ()>> {
+    /// Locks [`background`](Self::background), unless `cancelled` returns true first.
+    pub fn lock_background(&self, cancelled: &mut dyn FnMut() -> bool) -> Option<MutexGuard<'_, ()>> {
         loop {
             if cancelled() {
                 return None;
@@ -147,17 +149,17 @@ impl Pages {
             if let Some(turn) = self.background.try_lock() {
                 return Some(turn);
             }
-            thread::sleep(LOOK_AGAIN);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
-    /// Packs the pool and returns how many pages went back to the system.
+    /// Compacts the pool and returns the number of pages returned to the system.
     pub fn compact(&self) -> u64 {
         self.compact_watched(&mut |_, _| true)
     }
 
-    /// The same; it ends when `watch` says false, which is given bytes of the pool, done and in
-    /// all.
+    /// As [`compact`](Self::compact). `watch` receives the bytes done and the total; compaction
+    /// ends when it returns false.
     pub fn compact_watched(&self, watch: &mut dyn FnMut(u64, u64) -> bool) -> u64 {
         let pages = self.pool.compact(self, watch);
         // Relaxed: a statistic.
@@ -165,7 +167,7 @@ impl Pages {
         pages
     }
 
-    /// Packs one class of the pool.
+    /// Compacts one size class of the pool.
     pub fn compact_class(&self, class: usize) {
         let pages = self.pool.compact_one(class, self);
         // Relaxed: a statistic.
@@ -175,6 +177,6 @@ impl Pages {
 
 impl pool::Owners for Pages {
     fn with_slot(&self, owner: BackRef, work: &mut dyn FnMut(SlotGuard<'_>)) {
-        let _ = self.at(owner, |_, guard| work(guard));
+        let _ = self.with_owner_slot(owner, |_, guard| work(guard));
     }
 }

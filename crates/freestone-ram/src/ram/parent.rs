@@ -1,10 +1,10 @@
-//! What lies below a layer: nothing, another device, or a snapshot of the same family; and reads
+//! The parent of a layer (nothing, another device, or a snapshot of the same family), and reads
 //! that fall through to it.
 
 use std::sync::Arc;
 
 use super::pages::Pages;
-use super::read::Waits;
+use super::read::MustWait;
 use super::source::{self, Source};
 use super::{Inner, PAGE, Ram, piece};
 use crate::codec::Page;
@@ -13,24 +13,24 @@ use freestone_core::device::{self, Buffer, Device, Request, Tried};
 use freestone_core::pin::{self, Pin, Swap};
 use freestone_core::sync::{AtomicU32, Ordering};
 
-/// What an empty slot is read from. It does not change.
+/// What an empty slot reads from. The parent of a layer never changes.
 #[derive(Clone)]
 pub(super) enum Parent {
-    /// Zeroes.
+    /// Reads as zeroes.
     Nothing,
     Device(Base),
     Snapshot(Ram),
-    /// What is not loaded yet, and what lies below that.
+    /// Content still being loaded from a file, and the parent below it.
     Staged(Arc<Staged>),
 }
 
-/// A read-only device that others are made from.
+/// A read-only device under forks.
 #[derive(Clone)]
 pub(super) struct Base {
     pub device: Arc<dyn Device>,
-    /// Bytes; a multiple of `block`. What lies beyond reads as zeroes.
+    /// Size in bytes, a multiple of `block`. Bytes beyond it read as zeroes.
     pub size: u64,
-    /// Its logical block.
+    /// Logical block size in bytes.
     block: u64,
 }
 
@@ -40,8 +40,8 @@ impl Base {
         Self { device, size: geometry.size, block: u64::from(geometry.logical_block) }
     }
 
-    /// Reads as much from `offset` on as can be had at once; returns how many bytes that were, 0
-    /// where it would have to wait. With nothing pinned: it calls the device.
+    /// Reads as much from `offset` on as is available without waiting. Returns the number of bytes,
+    /// 0 if the read would have to wait. Must not be called under a pin: it calls the device.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> device::Result<usize> {
         let there = self.size.saturating_sub(offset).min(into.len() as u64) as usize;
         if there == 0 {
@@ -64,7 +64,7 @@ impl Base {
         Ok(into.len())
     }
 
-    /// As [`read`](Self::read), of less than a block: of the first page only.
+    /// Reads a range that is not aligned to blocks; at most the rest of the first page.
     #[cold]
     fn read_part(&self, offset: u64, into: &mut [u8]) -> device::Result<usize> {
         let mut page = [0; PAGE_BYTES];
@@ -80,7 +80,7 @@ impl Base {
 }
 
 impl Parent {
-    /// Whether anything lies at this page.
+    /// Returns true if the parent can have content at this page.
     pub fn reaches(&self, slot: u64) -> bool {
         match self {
             Self::Staged(staged) => staged.reaches(slot),
@@ -88,8 +88,8 @@ impl Parent {
         }
     }
 
-    /// Of two pages from `slot` on and before `end` the first: `other`, which is one, and the first
-    /// that [lies here](Self::reaches); what does lies from `slot` on, or is not loaded yet.
+    /// Returns the first page in `[slot, end)` that the parent [reaches](Self::reaches) or that
+    /// `other` returns. The parent reaches either `slot` itself, or a page that is not loaded yet.
     pub fn next_reached(&self, slot: u64, end: u64, other: impl FnOnce() -> Option<u64>) -> Option<u64> {
         match self {
             _ if self.reaches(slot) => Some(slot),
@@ -98,7 +98,7 @@ impl Parent {
         }
     }
 
-    /// What lies below, when all is loaded.
+    /// Returns the parent that remains when everything is loaded.
     pub fn loaded(&self) -> &Self {
         match self {
             Self::Staged(staged) => staged.below.loaded(),
@@ -106,7 +106,7 @@ impl Parent {
         }
     }
 
-    /// For a device that can be rewound while others read on.
+    /// Returns a copy for a device that can be rewound while others still read the file.
     pub fn of_device(&self) -> Self {
         match self {
             Self::Staged(staged) => Self::Staged(Arc::new(staged.of_device())),
@@ -114,15 +114,15 @@ impl Parent {
         }
     }
 
-    /// What is not loaded yet.
-    pub fn here(&self) -> Option<Here> {
+    /// Returns the file that the device is still being loaded from.
+    pub fn staged_source(&self) -> Option<StagedSource> {
         match self {
-            Self::Staged(staged) => pin::pinned(|pin| staged.left(pin).cloned()),
+            Self::Staged(staged) => pin::pinned(|pin| staged.active_source(pin).cloned()),
             _ => None,
         }
     }
 
-    /// Whether a look at its extents may wait for a disk.
+    /// Returns true if listing the extents may wait for a disk.
     pub fn may_wait(&self) -> bool {
         match self {
             Self::Nothing => false,
@@ -132,7 +132,7 @@ impl Parent {
         }
     }
 
-    /// How many devices lie below one another.
+    /// Returns the number of devices below one another.
     pub fn depth(&self) -> u32 {
         match self {
             Self::Nothing => 0,
@@ -151,91 +151,89 @@ impl Parent {
         }
     }
 
-    /// How many pages of it there are, the last of which may be there in part.
+    /// Returns the number of pages; the last one may be partial.
     pub fn pages(&self) -> u64 {
         self.size().div_ceil(PAGE)
     }
 
-    /// Reads a page that nobody above holds, from a base where it lies on one: as
-    /// [`Base::read`], with nothing pinned.
+    /// Reads a page that no layer above holds, with [`Base::read`] if it is on a base. Must not be
+    /// called under a pin.
     pub fn read_page(&self, slot: u64, page: &mut Page) -> device::Result<usize> {
         if let Self::Device(base) = self {
             return base.read(slot * PAGE, page);
         }
-        // Where it lies is looked up at once for all levels: it may just be loaded.
+        // Look up the page on all levels at once: it may be loaded at the same time.
         match self.page(slot, page)? {
-            Look::All => Ok(PAGE_BYTES),
-            Look::Waits => Ok(0),
-            Look::Base(base, _) => base.read(slot * PAGE, page),
-            Look::Staged(base, _) => base.read(slot * PAGE, page),
+            ReadEnd::Complete => Ok(PAGE_BYTES),
+            ReadEnd::MustWait => Ok(0),
+            ReadEnd::Base(base, _) => base.read(slot * PAGE, page),
+            ReadEnd::Staged(base, _) => base.read(slot * PAGE, page),
         }
     }
 
-    /// Reads from `offset` on what is in memory; how many bytes that were, and why there was an
-    /// end.
-    pub fn look<'a>(
+    /// Reads from `offset` on what is in memory. Returns the bytes read and the reason for the end.
+    pub fn read_resident<'a>(
         &'a self,
         pin: &Pin<'_>,
         offset: u64,
         into: &mut [u8],
-    ) -> device::Result<(usize, Look<'a>)> {
+    ) -> device::Result<(usize, ReadEnd<'a>)> {
         if let Self::Staged(staged) = self {
-            return staged.look(pin, offset, into);
+            return staged.read_resident(pin, offset, into);
         }
         let len = into.len();
         let there = self.size().saturating_sub(offset).min(len as u64) as usize;
         let looked = match self {
-            _ if there == 0 => (0, Look::All),
-            Self::Nothing | Self::Staged(_) => (0, Look::All),
-            // What lies beyond its end comes with the rest.
-            Self::Device(base) => return Ok((0, Look::Base(base, len))),
-            Self::Snapshot(ram) => ram.0.look(pin, offset, &mut into[..there])?,
+            _ if there == 0 => (0, ReadEnd::Complete),
+            Self::Nothing | Self::Staged(_) => (0, ReadEnd::Complete),
+            // The base's read fills the part beyond its end with zeroes.
+            Self::Device(base) => return Ok((0, ReadEnd::Base(base, len))),
+            Self::Snapshot(ram) => ram.0.read_resident(pin, offset, &mut into[..there])?,
         };
-        if !matches!(looked.1, Look::All) {
+        if !matches!(looked.1, ReadEnd::Complete) {
             return Ok(looked);
         }
         into[there..].fill(0);
-        Ok((len, Look::All))
+        Ok((len, ReadEnd::Complete))
     }
 
-    /// Reads a page, as far as it is in memory.
-    pub fn page(&self, slot: u64, page: &mut Page) -> device::Result<Look<'_>> {
-        pin::pinned(|pin| self.look(pin, slot * PAGE, page)).map(|(_, look)| look)
+    /// Reads a page if it is in memory.
+    pub fn page(&self, slot: u64, page: &mut Page) -> device::Result<ReadEnd<'_>> {
+        pin::pinned(|pin| self.read_resident(pin, slot * PAGE, page)).map(|(_, read_end)| read_end)
     }
 }
 
-/// Why a look at what is in memory ended.
-pub(super) enum Look<'a> {
-    /// It got all.
-    All,
-    /// The next page has to be waited for.
-    Waits,
-    /// The next so many bytes lie on this base: another device, which is not called under a pin.
+/// Why a read of content in memory ended.
+pub(super) enum ReadEnd<'a> {
+    Complete,
+    MustWait,
+    /// The next bytes (their number) are on this base: another device, which must not be called
+    /// under a pin.
     Base(&'a Base, usize),
-    /// As [`Base`](Self::Base), of what is not loaded yet: the file is there as long as this is.
+    /// As [`Base`](Self::Base), for the next bytes of a staged file. Keeps the file open.
     Staged(Base, usize),
 }
 
 impl Inner {
-    /// Reads from `offset` on what is in memory, of a device that lies over something, or of a
-    /// snapshot; how many bytes that were, and why there was an end.
-    pub(super) fn look<'a>(
+    /// Reads from `offset` on what is in memory, of a snapshot or of a device with a parent.
+    /// Returns the bytes read and the reason for the end.
+    pub(super) fn read_resident<'a>(
         &'a self,
         pin: &Pin<'_>,
         offset: u64,
         into: &mut [u8],
-    ) -> device::Result<(usize, Look<'a>)> {
+    ) -> device::Result<(usize, ReadEnd<'a>)> {
         let view = self.view.load(pin);
         let mut done = 0;
         while done < into.len() {
             let at = offset + done as u64;
             let left = (into.len() - done) as u64;
             let (slot, from, n) = piece(at, left);
-            // What the device holds itself is the common case.
+            // Common case: the device has the page in its own layer.
             if let Some(own) = view.own_page(slot) {
                 match self.pages.read_slot(own, from, &mut into[done..][..n]) {
                     Ok(result) => result?,
-                    Err(Waits) => return Ok((done, Look::Waits)),
+                    Err(MustWait) => return Ok((done, ReadEnd::MustWait)),
                 }
                 done += n;
                 continue;
@@ -254,89 +252,91 @@ impl Inner {
                         done += n;
                         continue;
                     }
-                    Some(Err(Waits)) => return Ok((done, Look::Waits)),
+                    Some(Err(MustWait)) => return Ok((done, ReadEnd::MustWait)),
                     None => n,
                 }
             };
-            let (read, look) = self.parent.look(pin, at, &mut into[done..][..len])?;
+            let (read, read_end) = self.parent.read_resident(pin, at, &mut into[done..][..len])?;
             done += read;
-            if !matches!(look, Look::All) {
-                return Ok((done, look));
+            if !matches!(read_end, ReadEnd::Complete) {
+                return Ok((done, read_end));
             }
         }
-        Ok((done, Look::All))
+        Ok((done, ReadEnd::Complete))
     }
 }
 
 // ---- what is not loaded yet ----------------------------------------------------------------------
 
-/// What is left in the file, for who looks.
+/// A file with pages that are not loaded yet.
 #[derive(Clone)]
-pub(super) struct Here {
+pub(super) struct StagedSource {
     pub source: Arc<dyn Source>,
     pub base: Base,
 }
 
-impl Here {
-    /// Whether this page is in the file.
+impl StagedSource {
+    /// Returns true if this page is in the file and not loaded yet.
     pub fn has(&self, slot: u64) -> bool {
         self.source.run(slot, slot + 1).1
     }
 }
 
-/// What lies below a device as long as not all is loaded.
+/// The parent of a device until everything is loaded from its file.
 pub(super) struct Staged {
-    /// What is left in the file; `None`: all is loaded. [`left`](Self::left) is for those who read.
-    pub here: Arc<Swap<Option<Here>>>,
-    /// What lies below that.
+    /// The file; `None` once everything is loaded. Readers use
+    /// [`active_source`](Self::active_source).
+    pub source: Arc<Swap<Option<StagedSource>>>,
+    /// The parent below the file.
     pub below: Parent,
-    /// Not 0: the device has another content now, which has to do with the file no more.
-    is_gone: AtomicU32,
+    /// Not 0 after a rewind of the device: its content no longer includes the file.
+    is_detached: AtomicU32,
 }
 
 impl Staged {
     pub fn new(source: Arc<dyn Source>, pages: &Arc<Pages>, size: u64, below: Parent) -> Self {
         let size = size.next_multiple_of(PAGE);
         let base = Base::new(source::device_of(Arc::clone(&source), pages, size));
-        let here = Arc::new(Swap::new(Box::new(Some(Here { source, base }))));
-        Self { here, below, is_gone: AtomicU32::new(0) }
+        let source = Arc::new(Swap::new(Box::new(Some(StagedSource { source, base }))));
+        Self { source, below, is_detached: AtomicU32::new(0) }
     }
 
-    /// For one device, which can be rewound while others read on.
+    /// Returns a copy with its own detached flag; see [`Parent::of_device`].
     pub fn of_device(&self) -> Self {
-        Self { here: Arc::clone(&self.here), below: self.below.clone(), is_gone: AtomicU32::new(0) }
+        Self { source: Arc::clone(&self.source), below: self.below.clone(), is_detached: AtomicU32::new(0) }
     }
 
-    /// The device is rewound.
-    pub fn is_left(&self) {
-        // Release: pairs with the Acquire in `left`.
-        self.is_gone.store(1, Ordering::Release);
+    /// Detaches the device from the file, for a rewind.
+    pub fn detach(&self) {
+        // Release: pairs with the Acquire in `active_source`.
+        self.is_detached.store(1, Ordering::Release);
     }
 
-    /// What is left in the file; `None` where nothing is.
-    pub fn left<'a>(&'a self, pin: &'a Pin<'_>) -> Option<&'a Here> {
-        // Acquire: pairs with the Release in `is_left`.
-        if self.is_gone.load(Ordering::Acquire) != 0 { None } else { self.here.load(pin).as_ref() }
+    /// Returns the file, `None` if nothing is left to load.
+    pub fn active_source<'a>(&'a self, pin: &'a Pin<'_>) -> Option<&'a StagedSource> {
+        // Acquire: pairs with the Release in `detach`.
+        if self.is_detached.load(Ordering::Acquire) != 0 { None } else { self.source.load(pin).as_ref() }
     }
 
     /// As [`Parent::reaches`].
     pub fn reaches(&self, slot: u64) -> bool {
-        pin::pinned(|pin| self.left(pin).is_some_and(|here| here.has(slot))) || self.below.reaches(slot)
+        pin::pinned(|pin| self.active_source(pin).is_some_and(|here| here.has(slot)))
+            || self.below.reaches(slot)
     }
 
-    /// The first page from `slot` on and before `end` that is in the file.
+    /// Returns the first page in `[slot, end)` that is in the file.
     pub fn next(&self, slot: u64, end: u64) -> Option<u64> {
-        pin::pinned(|pin| self.left(pin).and_then(|here| source::next_in(&*here.source, slot, end)))
+        pin::pinned(|pin| self.active_source(pin).and_then(|here| source::next_in(&*here.source, slot, end)))
     }
 
-    /// As that of what lies below.
-    pub fn look<'a>(
+    /// As [`Parent::read_resident`].
+    pub fn read_resident<'a>(
         &'a self,
         pin: &Pin<'_>,
         offset: u64,
         into: &mut [u8],
-    ) -> device::Result<(usize, Look<'a>)> {
-        let Some(here) = self.left(pin) else { return self.below.look(pin, offset, into) };
+    ) -> device::Result<(usize, ReadEnd<'a>)> {
+        let Some(here) = self.active_source(pin) else { return self.below.read_resident(pin, offset, into) };
         let end = offset + into.len() as u64;
         let mut done = 0;
         while done < into.len() {
@@ -344,14 +344,14 @@ impl Staged {
             let (run, has) = here.source.run(at / PAGE, end.div_ceil(PAGE));
             let bytes = ((at / PAGE + run) * PAGE - at).min(end - at) as usize;
             if has {
-                return Ok((done, Look::Staged(here.base.clone(), bytes)));
+                return Ok((done, ReadEnd::Staged(here.base.clone(), bytes)));
             }
-            let (read, look) = self.below.look(pin, at, &mut into[done..][..bytes])?;
+            let (read, read_end) = self.below.read_resident(pin, at, &mut into[done..][..bytes])?;
             done += read;
-            if !matches!(look, Look::All) {
-                return Ok((done, look));
+            if !matches!(read_end, ReadEnd::Complete) {
+                return Ok((done, read_end));
             }
         }
-        Ok((done, Look::All))
+        Ok((done, ReadEnd::Complete))
     }
 }

@@ -1,28 +1,27 @@
-//! One page at a time: how a slot's content is read.
+//! Reading the content of one slot.
 
-use super::candidates::is_spillable;
+use super::page_search::is_spillable;
 use super::pages::Pages;
 use crate::codec::Page;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Error, Result};
 use freestone_core::slot::{Kind, SlotGuard, Word};
 
-/// The page cannot be worked on at once: its content is on the backing device or on its way from
-/// there, the base would have to wait for a disk, or it needs memory that can be had only by
-/// spilling.
-pub(super) struct Waits;
+/// The page is not available at once: its content is on the backing device or being read from
+/// there, a base would wait for a disk, or memory is only available after eviction.
+pub(super) struct MustWait;
 
-/// What an operation on one page comes to.
-pub(super) type PageResult<T = ()> = std::result::Result<Result<T>, Waits>;
+/// Result of an operation on one page.
+pub(super) type PageResult<T = ()> = std::result::Result<Result<T>, MustWait>;
 
 impl Pages {
-    /// Reads `into.len()` bytes from `from` of the page of a locked slot.
+    /// Reads `into.len()` bytes at byte `from` of a locked slot's page.
     #[expect(clippy::inline_always, reason = "a hit in memory is one function")]
     #[inline(always)]
     pub(super) fn read_slot(&self, guard: SlotGuard<'_>, from: usize, into: &mut [u8]) -> PageResult {
         let word = guard.word();
         if matches!(word.kind(), Kind::InFlight | Kind::Spilled) {
-            return Err(Waits);
+            return Err(MustWait);
         }
         let result = if let Ok(page) = <&mut Page>::try_from(&mut *into) {
             self.load(&guard, page)
@@ -30,14 +29,14 @@ impl Pages {
             let mut page = [0; PAGE_BYTES];
             self.load(&guard, &mut page).map(|()| into.copy_from_slice(&page[from..from + into.len()]))
         };
-        // Others never leave memory: their age is nobody's concern.
+        // Pages that are never evicted need no age.
         if is_spillable(word) {
             guard.publish(word.touched(self.ages.now()));
         }
         Ok(result)
     }
 
-    /// The content of a locked slot, which is not in flight.
+    /// Reads the page of a locked slot, which must not be in flight.
     #[inline]
     pub(super) fn load(&self, guard: &SlotGuard<'_>, page: &mut Page) -> Result<()> {
         let word = guard.word();
@@ -57,7 +56,7 @@ impl Pages {
         Ok(())
     }
 
-    /// The page of which a compressed or huge slot's object has been copied.
+    /// Restores a page from a copy of a compressed or huge slot's object.
     pub(super) fn unpack(&self, word: Word, object: &[u8], page: &mut [u8]) -> Result<()> {
         match word.kind() {
             Kind::Huge if object.len() == page.len() => {
@@ -72,7 +71,7 @@ impl Pages {
         }
     }
 
-    /// The page of an object that was read from the backing device.
+    /// Restores a page from an object read from the backing device.
     pub(super) fn unpack_spilled(&self, held: Word, object: &[u8], page: &mut Page) -> Result<()> {
         if held.spilled_bytes() == PAGE_BYTES {
             page.copy_from_slice(object.get(..PAGE_BYTES).ok_or(Error::Media)?);

@@ -1,33 +1,30 @@
-//! Recompression: pages that are in memory are compressed again, with a secondary algorithm, by the
-//! kernel's rules:
+//! Recompression of pages in memory with a secondary algorithm, by the kernel's rules:
 //!
-//! * One priority a run. Objects below the threshold, pages that are spilled, same-filled or marked
-//!   incompressible, and objects of the same or a higher priority are left alone.
-//! * Largest objects first.
-//! * It is worth it only where the new object falls in a lower class of the pool, and below the
-//!   threshold. A failure at the highest priority there is marks the page incompressible: it is not
-//!   tried again until it is rewritten.
-//! * An attempt clears the idle mark, but a page does not become younger by it.
+//! * A run uses one priority. It skips objects below the threshold, pages that are written back,
+//!   same-filled or marked incompressible, and objects of the same or a higher priority.
+//! * Largest objects come first.
+//! * The new object must be in a smaller size class, and below the threshold. A failure at the
+//!   highest configured priority marks the page incompressible until it is rewritten.
+//! * An attempt clears the idle mark but does not change the page's age.
 //!
-//! What differs: no slot is locked while its page is compressed, so requests are not held up; a
-//! page that is read or written meanwhile stays as it is. And the memory limit holds. The new
-//! object is there before the old one goes, so that no failure loses a page; where the limit leaves
-//! no room for it the pool is compacted, since what the run has freed is scattered, and pages that
-//! find no room even so have another try at the end, if anything was freed since (the kernel
-//! exceeds the limit).
+//! Differences from the kernel: no slot is locked during compression, so requests are not delayed;
+//! a page accessed meanwhile stays as it is. The memory limit is enforced. The new object is stored
+//! before the old one is freed, so no failure loses a page. If the limit leaves no space for it,
+//! the pool is compacted, as freed objects are scattered. Pages still refused are retried at the
+//! end, if anything was freed since (the kernel exceeds the limit).
 //!
-//! A run is one pass over what is there when it begins, and ends, whatever is written meanwhile.
+//! A run is one pass over the pages present at its start, and ends regardless of concurrent writes.
 //!
-//! Lock order: `background` for the whole run; under it as requests do.
+//! Lock order: `background` for the whole run; under it the order of requests.
 
 use std::time::Duration;
 
 use thiserror::Error;
 
-use super::candidates::{Sizes, is_spillable};
 use super::layer::Layer;
+use super::page_search::{Sizes, is_spillable};
 use super::pages::Pages;
-use super::room::{Attempt, Room};
+use super::recompress_space::{Attempt, RecompressSpace};
 use super::{PAGE, Ram};
 use crate::codec::{Algorithm, Codecs, PRIORITIES, Scratch, Streams};
 use crate::pool::class::class_of;
@@ -36,86 +33,85 @@ use freestone_core::device;
 use freestone_core::slot::{Kind, Word};
 use freestone_core::sync::{Arc, MutexGuard};
 
-/// So often a run looks whether requests wait for memory, and so long it stands aside for them.
+/// Pages between two checks whether requests wait for memory, and the pause for them.
 const GIVE_WAY_PAGES: u64 = 64;
 const GIVE_WAY: Duration = Duration::from_millis(1);
-/// Pages without room that are remembered for that, at most: 512 KiB of them.
+/// Maximum refused pages kept for a retry: 512 KiB of memory.
 const REFUSED_MAX: usize = 1 << 16;
-/// They are tried again as long as this share of them found room the last time.
-const AGAIN_SHARE: u64 = 64;
-/// The tag of slots that recompression has picked. `background` keeps writeback and its tags out.
+/// Refused pages are retried while at least 1/`RETRY_SHARE` of them succeeded in the last round.
+const RETRY_SHARE: u64 = 64;
+/// Tag of slots picked by recompression. `background` excludes evictions and their tags.
 const TAG: u8 = 0;
 
-/// What is to be recompressed.
+/// Selection and target of a recompression run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Recompress {
-    /// Pages of this kind only; `None` is all of them.
+    /// Restricts the run to pages of this kind.
     pub kind: Option<RecompressKind>,
-    /// Objects of at least so many bytes only; the result must be smaller. 0 is no threshold. Below
-    /// [`Scratch::BYTES`].
+    /// Minimum object size in bytes, which the new object must be below; 0 means no threshold. Must be
+    /// below [`Scratch::BYTES`].
     pub threshold: u32,
-    /// Most pages to try, whether that succeeds or not.
+    /// Maximum pages to try, successful or not.
     pub max_pages: Option<u64>,
-    /// The secondary algorithm; where several priorities have it, the first.
+    /// Secondary algorithm; the lowest priority that has it.
     pub algo: Option<Algorithm>,
-    /// The secondary algorithm's priority, 1 to 3. Without it and `algo` it is 1.
+    /// Priority of the secondary algorithm, 1 to 3; 1 if `algo` is not set either.
     pub priority: Option<u8>,
 }
 
-/// Which pages: the kernel's `type`.
+/// Selection of pages: the kernel's `type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecompressKind {
-    /// Marked idle.
+    /// Pages marked idle.
     Idle,
-    /// Stored uncompressed.
+    /// Pages stored uncompressed.
     Huge,
-    /// Both.
+    /// Pages that are both huge and idle.
     HugeIdle,
 }
 
-/// What came of it.
+/// Result of a recompression run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Recompressed {
-    /// Pages that were compressed to see what comes of it. Those that found no room are not
-    /// counted.
+    /// Pages that were compressed, except those that found no space.
     pub tried: u64,
-    /// Pages that are stored smaller now.
+    /// Pages now stored in a smaller object.
     pub shrunk: u64,
     /// Pages that were marked incompressible.
     pub incompressible: u64,
-    /// Bytes by which objects became smaller. Of that, whole pages go back to the system as spans
-    /// get empty; the rest when the pool is compacted.
+    /// Bytes saved by smaller objects. Whole pages return to the system as spans become empty; the
+    /// rest after a compaction.
     pub saved_bytes: u64,
 }
 
-/// Why a run was refused (the first five, EINVAL in the kernel; nothing was done) or broke off
-/// (what was done stays).
+/// Reasons to refuse a run (the first five, EINVAL in the kernel; nothing is changed) or to end it
+/// early (pages already recompressed stay so).
 #[derive(Debug, Clone, Copy, Error, PartialEq, Eq)]
 pub enum RecompressError {
-    /// Not 1 to 3.
+    /// The priority is not 1 to 3.
     #[error("priority={0} does not exist: secondary algorithms have 1 to {PRIORITIES}")]
     NoPriority(u8),
-    /// Nothing configured there.
+    /// The priority has no algorithm.
     #[error("priority={0} has no algorithm; recomp_algorithm sets one")]
     NotConfigured(u8),
-    /// Configured nowhere.
-    #[error("algo={0} is no secondary algorithm of this disk; recomp_algorithm sets one")]
+    /// No priority has the algorithm.
+    #[error("algo={0} is not a secondary algorithm of this disk; recomp_algorithm sets one")]
     NoAlgorithm(Algorithm),
-    /// They disagree.
-    #[error("algo={algo} is not what priority={priority} has: that is {configured}")]
+    /// The algorithm and the priority disagree.
+    #[error("algo={algo} does not match priority={priority}, which is {configured}")]
     Mismatch {
-        /// What was asked for.
+        /// Requested algorithm.
         algo: Algorithm,
-        /// Where.
+        /// Requested priority.
         priority: u8,
-        /// What is there.
+        /// Algorithm of that priority.
         configured: Algorithm,
     },
-    /// No object can be so large.
+    /// The threshold is above any object size.
     #[error("threshold={0} is beyond the largest compressed object; it must be below {line}", line = Scratch::BYTES)]
     Threshold(u32),
-    /// The memory limit leaves no room for the new objects (ENOSPC; ENOMEM in the kernel).
-    #[error("mem_limit leaves no room to store the smaller objects; raise it for a moment")]
+    /// The memory limit leaves no space for the new objects (ENOSPC; ENOMEM in the kernel).
+    #[error("mem_limit leaves no space to store the smaller objects; raise it temporarily")]
     NoSpace,
     /// The machine has no memory (ENOMEM).
     #[error("out of memory")]
@@ -123,13 +119,13 @@ pub enum RecompressError {
     /// An object is damaged (EIO).
     #[error("an object in memory cannot be decompressed")]
     Media,
-    /// Who watches it had it stop (ECANCELED).
-    #[error("it was cancelled")]
+    /// The caller cancelled the run (ECANCELED).
+    #[error("the operation was cancelled")]
     Cancelled,
 }
 
 impl RecompressError {
-    /// The Linux errno that a write to the kernel's `recompress` file fails with.
+    /// Returns the errno with which a write to the kernel's `recompress` file fails.
     pub const fn errno(&self) -> i32 {
         match self {
             Self::NoPriority(_)
@@ -156,7 +152,7 @@ impl From<device::Error> for RecompressError {
 }
 
 impl Recompress {
-    /// The priority that is asked for, and its streams.
+    /// Returns the selected priority and its streams.
     fn target<'c>(&self, codecs: &'c Codecs) -> Result<(u8, &'c Streams), RecompressError> {
         if self.threshold as usize >= Scratch::BYTES {
             return Err(RecompressError::Threshold(self.threshold));
@@ -193,48 +189,51 @@ impl Recompress {
 }
 
 impl Ram {
-    /// Compresses pages again with a secondary algorithm; see the kernel's `recompress`. Takes as
-    /// long as it takes; requests go on meanwhile, other runs and writeback wait.
+    /// Recompresses pages with a secondary algorithm; see the kernel's `recompress`. Requests
+    /// continue meanwhile; other runs and writebacks wait.
     ///
     /// # Errors
-    /// What was asked for does not fit the disk; or the run broke off.
-    pub fn recompress(&self, what: &Recompress) -> Result<Recompressed, (Recompressed, RecompressError)> {
-        self.recompress_watched(what, &mut |_, _| true)
+    /// Fails if the selection does not fit the disk, or if the run ends early.
+    pub fn recompress(
+        &self,
+        selection: &Recompress,
+    ) -> Result<Recompressed, (Recompressed, RecompressError)> {
+        self.recompress_watched(selection, &mut |_, _| true)
     }
 
-    /// The same, watched: `watch` is given the bytes of the pages that were visited and of all that
-    /// may be, every now and then, also while this waits for another run. It ends when that says
-    /// false.
+    /// As [`recompress`](Self::recompress), with progress. `watch` receives the bytes of the pages
+    /// visited and of all selected pages, also while waiting for another run. The run ends when
+    /// `watch` returns false.
     ///
     /// # Errors
     /// As [`recompress`](Self::recompress), and [`RecompressError::Cancelled`].
     pub fn recompress_watched(
         &self,
-        what: &Recompress,
+        selection: &Recompress,
         watch: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<Recompressed, (Recompressed, RecompressError)> {
         let (family, pages, layer) = (&*self.0.family, &*self.0.pages, self.0.layer());
-        let target = what.target(&pages.codecs);
+        let target = selection.target(&pages.codecs);
         let fail = |error| (Recompressed::default(), error);
         let (priority, streams) = target.map_err(fail)?;
-        let turn = pages.turn_unless(&mut || !watch(0, 0));
+        let turn = pages.lock_background(&mut || !watch(0, 0));
         let turn = turn.ok_or(fail(RecompressError::Cancelled))?;
         let target = Target {
             priority,
             streams,
             is_last: priority == highest_priority(&pages.codecs, family.auto.is_on()),
-            threshold: what.threshold as usize,
+            threshold: selection.threshold as usize,
             clears_idle: true,
         };
-        let wants = |word: Word| target.may_shrink(word) && what.wants(word);
+        let wants = |word: Word| target.may_shrink(word) && selection.wants(word);
         let mut run = Run {
             pages,
             layer,
             last_slot: self.0.slots() - 1,
             target: &target,
-            max_pages: what.max_pages.unwrap_or(u64::MAX),
+            max_pages: selection.max_pages.unwrap_or(u64::MAX),
             done: Recompressed::default(),
-            room: Room::default(),
+            room: RecompressSpace::default(),
             refused: Vec::new(),
             gave_up: false,
             turn: Some(turn),
@@ -242,23 +241,22 @@ impl Ram {
             all: 0,
             watch,
         };
-        let outcome = run.work(&wants);
+        let outcome = run.run_pass(&wants);
         outcome.map(|()| run.done).map_err(|error| (run.done, error))
     }
 }
 
-/// Where a run leads to.
 pub(super) struct Target<'a> {
     pub priority: u8,
     pub streams: &'a Streams,
-    /// What fails here is incompressible.
+    /// Whether a failure marks the page incompressible.
     pub is_last: bool,
     pub threshold: usize,
     pub clears_idle: bool,
 }
 
 impl Target<'_> {
-    /// Whether the rules allow an attempt on a slot that holds this.
+    /// Returns true if the rules allow an attempt on a slot with this word.
     pub fn may_shrink(&self, word: Word) -> bool {
         is_spillable(word)
             && word.algorithm() < usize::from(self.priority)
@@ -272,28 +270,27 @@ impl Target<'_> {
 
 struct Run<'a> {
     pages: &'a Pages,
-    /// The run ends where a reset puts another one in its place.
+    /// The run ends if a reset replaces this layer.
     layer: Arc<Layer>,
     last_slot: u64,
     target: &'a Target<'a>,
     max_pages: u64,
     done: Recompressed,
-    room: Room,
-    /// Pages that found no room, and are tried again.
+    room: RecompressSpace,
+    /// Pages that found no space, to be retried.
     refused: Vec<u64>,
-    /// Some of them never found any.
+    /// Whether some refused pages were given up.
     gave_up: bool,
-    /// [`Pages::background`].
     turn: Option<MutexGuard<'a, ()>>,
     visited: u64,
-    /// Pages that it may visit.
+    /// Number of pages that the run may visit.
     all: u64,
     watch: &'a mut dyn FnMut(u64, u64) -> bool,
 }
 
 impl Run<'_> {
-    /// Now and then tells how far it is, and stands aside where requests wait for memory: spilling
-    /// has its turn. False: it was cancelled.
+    /// Reports progress now and then, and lets an eviction run if requests wait for memory. Returns
+    /// false if the run was cancelled.
     fn give_way(&mut self) -> bool {
         let (visited, all) = (self.visited.min(self.all) * PAGE, self.all * PAGE);
         self.visited += 1;
@@ -304,21 +301,20 @@ impl Run<'_> {
             self.turn = None;
             self.pages.memory_freed();
             freestone_core::sync::thread::sleep(GIVE_WAY);
-            self.turn = self.pages.turn_unless(&mut || !(self.watch)(visited, all));
+            self.turn = self.pages.lock_background(&mut || !(self.watch)(visited, all));
             return self.turn.is_some();
         }
         (self.watch)(visited, all)
     }
 
-    /// One pass over what is there now; pages that find no room are tried again while others make
-    /// some.
-    fn work(&mut self, wants: &impl Fn(Word) -> bool) -> Result<(), RecompressError> {
+    /// Makes one pass over the present pages, and retries those that found no space.
+    fn run_pass(&mut self, wants: &impl Fn(Word) -> bool) -> Result<(), RecompressError> {
         let (layer, everything) = (Arc::clone(&self.layer), [0..=self.last_slot]);
         let mut sizes = Sizes::default();
-        // Where not all are listed at once, what was written since is listed as well: no more are
-        // tried than there are now.
+        // If the slots are not all listed at once, later lists include new pages: limit the
+        // attempts to the present number.
         let mut left = 0_u64;
-        layer.each_candidate(&everything, wants, |_, word| {
+        layer.for_each_candidate(&everything, wants, |_, word| {
             sizes.count(word);
             left += 1;
             true
@@ -329,18 +325,18 @@ impl Run<'_> {
             if left == 0 {
                 return false;
             }
-            let attempt = self.next(slot, wants, &mut outcome);
-            left -= u64::from(!matches!(attempt, None | Some(Attempt::Left)));
+            let attempt = self.try_next(slot, wants, &mut outcome);
+            left -= u64::from(!matches!(attempt, None | Some(Attempt::Skipped)));
             if attempt == Some(Attempt::NoRoom) {
                 self.refused.push(slot);
-                if self.room.is_hopeless() || self.refused.len() >= REFUSED_MAX {
-                    return self.try_again(wants, &mut outcome);
+                if self.room.is_exhausted() || self.refused.len() >= REFUSED_MAX {
+                    return self.retry_refused(wants, &mut outcome);
                 }
             }
             attempt.is_some()
         })?;
         if outcome.is_ok() && self.done.tried < self.max_pages && !layer.is_retired() {
-            self.try_again(wants, &mut outcome);
+            self.retry_refused(wants, &mut outcome);
         }
         match outcome {
             Ok(()) if self.gave_up && self.done.shrunk == 0 => Err(RecompressError::NoSpace),
@@ -348,10 +344,10 @@ impl Run<'_> {
         }
     }
 
-    /// Tries pages again that found no room, round by round, as long as that makes room for enough
-    /// of the others; the rest is given up. Nothing is added to them meanwhile, so it ends however
-    /// much is written. Whether the run goes on.
-    fn try_again(
+    /// Retries refused pages in rounds while that succeeds for enough of them, and gives up the
+    /// rest. The list only shrinks, so this ends regardless of concurrent writes. Returns true if
+    /// the run continues.
+    fn retry_refused(
         &mut self,
         wants: &impl Fn(Word) -> bool,
         outcome: &mut Result<(), RecompressError>,
@@ -359,28 +355,28 @@ impl Run<'_> {
         let at_first = self.done.shrunk;
         let mut refused = std::mem::take(&mut self.refused);
         while !refused.is_empty() {
-            self.room.hope();
+            self.room.reset_refusals();
             let (before, asked) = (self.done.shrunk, refused.len() as u64);
             let mut again = Vec::new();
             for slot in refused {
-                match self.next(slot, wants, outcome) {
+                match self.try_next(slot, wants, outcome) {
                     None => return false,
                     Some(Attempt::NoRoom) => again.push(slot),
                     Some(_) => {}
                 }
             }
             refused = again;
-            if (self.done.shrunk - before) * AGAIN_SHARE < asked {
+            if (self.done.shrunk - before) * RETRY_SHARE < asked {
                 self.gave_up |= !refused.is_empty();
-                self.room.hope();
+                self.room.reset_refusals();
                 return refused.is_empty() || self.done.shrunk > at_first;
             }
         }
         true
     }
 
-    /// Tries a page; `None` where the run is to end.
-    fn next(
+    /// Tries a page; `None` if the run must end.
+    fn try_next(
         &mut self,
         slot: u64,
         wants: &impl Fn(Word) -> bool,
@@ -415,21 +411,21 @@ impl Run<'_> {
 
 impl Recompressed {
     pub(super) fn count(&mut self, attempt: Attempt) {
-        self.tried += u64::from(!matches!(attempt, Attempt::Left | Attempt::NoRoom | Attempt::Reset));
+        self.tried += u64::from(!matches!(attempt, Attempt::Skipped | Attempt::NoRoom | Attempt::Reset));
         match attempt {
             Attempt::Shrunk { from, to } => {
                 self.shrunk += 1;
                 self.saved_bytes += (from - to) as u64;
             }
             Attempt::FailedForGood => self.incompressible += 1,
-            Attempt::Left | Attempt::Failed | Attempt::NoRoom | Attempt::Reset => {}
+            Attempt::Skipped | Attempt::Failed | Attempt::NoRoom | Attempt::Reset => {}
         }
     }
 }
 
 // ---- one page -----------------------------------------------------------------------------------
 
-/// The highest priority that a family has or, for the automatic mode's, will have.
+/// Returns the highest priority that a family has, or will have in the automatic mode.
 fn highest_priority(codecs: &Codecs, is_auto: bool) -> u8 {
     match codecs.secondary().next_back() {
         _ if is_auto => PRIORITIES as u8,
@@ -439,10 +435,10 @@ fn highest_priority(codecs: &Codecs, is_auto: bool) -> u8 {
 }
 
 impl Target<'_> {
-    /// Compresses the page of a slot again, if it still is as `wants` says. Needs `background`.
+    /// Recompresses the page of a slot if its word is still wanted. Needs `background`.
     ///
-    /// The slot is not locked for long: its object is copied and the slot is marked as picked; the
-    /// mark goes when anybody writes or frees the page, and then what was made of the copy is
+    /// The slot is locked only briefly, to copy its object and to pick the slot. A write or discard
+    /// clears the mark, and the result is then dropped.
     /// dropped.
     pub fn recompress(
         &self,
@@ -454,18 +450,18 @@ impl Target<'_> {
         if layer.is_retired() {
             return Ok(Attempt::Reset);
         }
-        let Some(leaf) = layer.table().leaf(slot) else { return Ok(Attempt::Left) };
+        let Some(leaf) = layer.table().leaf(slot) else { return Ok(Attempt::Skipped) };
         let mut copy = [0; PAGE_BYTES];
         let guard = leaf.lock(slot);
         let found = guard.word();
         if !wants(found) {
-            return Ok(Attempt::Left);
+            return Ok(Attempt::Skipped);
         }
         let object = &mut copy[..found.stored_bytes()];
         object.copy_from_slice(pages.pool.object(&guard));
         let old = found.with_idle(found.is_idle() && !self.clears_idle);
         guard.publish(old.picked(TAG));
-        // Publishes what the page is now, unless it was changed; true if so.
+        // Publishes the new word if the page was not changed, and returns true then.
         let finish = |new: &dyn Fn(Word) -> Word| {
             let guard = leaf.lock(slot);
             let now = guard.word();
@@ -475,7 +471,7 @@ impl Target<'_> {
             if unchanged {
                 let new = new(now.unpicked(old.age()));
                 guard.publish(new);
-                // Its object may have been moved meanwhile, so it is this word's that goes.
+                // Compaction may have moved the object: free that of the current word.
                 if new.object() != now.object() {
                     pages.release(now);
                     layer.account(&pages.layers, now, new);
@@ -502,14 +498,15 @@ impl Target<'_> {
             let marked = finish(&fails) && self.is_last;
             return Ok(if marked { Attempt::FailedForGood } else { Attempt::Failed });
         };
-        let location = match pages.pool.store(new, layer.owner(slot), pages.layers.kept_from(layer)) {
-            Ok(location) => location,
-            Err(error) => {
-                // It may be tried again.
-                finish(&|word| word.with_idle(found.is_idle()));
-                return if error == device::Error::NoSpace { Ok(Attempt::NoRoom) } else { Err(error) };
-            }
-        };
+        let location =
+            match pages.pool.store(new, layer.owner(slot), pages.layers.pages_reserved_for_others(layer)) {
+                Ok(location) => location,
+                Err(error) => {
+                    // The page may be retried.
+                    finish(&|word| word.with_idle(found.is_idle()));
+                    return if error == device::Error::NoSpace { Ok(Attempt::NoRoom) } else { Err(error) };
+                }
+            };
         let stored = |word: Word| {
             Word::compressed(location, new.len() as u32, self.priority)
                 .with_age(word.age())

@@ -1,4 +1,4 @@
-//! Each of the kernel's rules for itself, and recompression under traffic.
+//! Tests of the kernel's recompression rules, and recompression under traffic.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,14 +12,14 @@ use freestone_core::device::{Blocking, Flags};
 const LZ4: Algorithm = Algorithm::Lz4;
 const ZSTD: Algorithm = Algorithm::Zstd;
 
-/// A disk whose new pages are compressed with lz4.
+/// Creates a disk that compresses new pages with lz4.
 fn disk(pages: u64, secondary: [Option<Algorithm>; 3]) -> Ram {
     let recomp_algorithms =
         secondary.map(|s| s.map(|algorithm| Secondary { algorithm, params: Params::default() }));
     Ram::new(Config { recomp_algorithms, ..config(pages * PAGE) }).unwrap()
 }
 
-/// A page that lz4 shrinks, and zstd a good deal more: `words` of its 8-byte words come from a
+/// A page that compresses better with zstd than with lz4: `words` of its 8-byte words are from a
 /// small vocabulary of letters, the others are noise.
 fn page(seed: u64, words: usize) -> Page {
     let letters = content(3, 7, 512);
@@ -54,10 +54,10 @@ fn all() -> Recompress {
     Recompress::default()
 }
 
-/// Statistics, places in the pool and marks agree with what the slots say.
+/// Checks statistics, pool use and marks against the slots.
 fn check_books(ram: &Ram) {
     let (mut stored, mut huge) = (0, 0);
-    ram.0.layer().each_candidate(&[0..=ram.0.slots() - 1], &|_| true, |slot, word| {
+    ram.0.layer().for_each_candidate(&[0..=ram.0.slots() - 1], &|_| true, |slot, word| {
         assert!(!word.is_picked(), "slot {slot} was left picked");
         stored += word.stored_bytes() as u64;
         huge += u64::from(word.kind() == Kind::Huge);
@@ -74,7 +74,7 @@ fn check_books(ram: &Ram) {
 }
 
 #[test]
-fn pages_get_smaller_and_stay_the_same() {
+fn recompress_shrinks_pages_and_keeps_content() {
     let ram = disk(600, [Some(ZSTD), None, None]);
     let data: Vec<Vec<u8>> = (0..600_u64)
         .map(|n| if n % 4 == 0 { page(n, 400).to_vec() } else { content(n as u8, n, PAGE_BYTES) })
@@ -103,17 +103,17 @@ fn pages_get_smaller_and_stay_the_same() {
         assert!(read(&ram, slot as u64) == data[..], "slot {slot}");
     }
     check_books(&ram);
-    // All that can be done is done.
+    // A second run finds nothing to do.
     assert_eq!(ram.recompress(&all()).unwrap(), Recompressed::default());
 }
 
 #[test]
-fn what_failed_at_the_highest_priority_is_left_alone_until_it_is_rewritten() {
+fn recompress_failure_marks_page_incompressible() {
     let ram = disk(4, [Some(ZSTD), Some(LZ4), None]);
     let noise = content(5, 1, PAGE_BYTES);
     write(&ram, 0, &noise);
     let failed = Recompressed { tried: 1, ..Recompressed::default() };
-    // Another algorithm may do better.
+    // Another algorithm may still succeed.
     assert_eq!(ram.recompress(&all()).unwrap(), failed);
     assert_eq!(ram.recompress(&all()).unwrap(), failed);
     let second = Recompress { priority: Some(2), ..all() };
@@ -128,7 +128,7 @@ fn what_failed_at_the_highest_priority_is_left_alone_until_it_is_rewritten() {
 }
 
 #[test]
-fn a_mode_that_will_have_the_highest_priority_counts() {
+fn auto_mode_counts_as_highest_priority() {
     let ram = Ram::new(Config {
         auto_recompress: Some(std::time::Duration::from_secs(3600)),
         ..disk(4, [Some(ZSTD), None, None]).config()
@@ -139,8 +139,8 @@ fn a_mode_that_will_have_the_highest_priority_counts() {
 }
 
 #[test]
-fn the_new_object_must_fall_in_a_lower_class() {
-    // The same algorithm again makes the same object.
+fn recompress_needs_smaller_class() {
+    // The same algorithm produces the same object.
     let ram = disk(100, [Some(LZ4), None, None]);
     for slot in 0..100 {
         write(&ram, slot, &page(slot, 400));
@@ -150,12 +150,12 @@ fn the_new_object_must_fall_in_a_lower_class() {
 }
 
 #[test]
-fn kinds_of_pages_are_told_apart() {
+fn recompress_selects_page_kinds() {
     let kinds = |kind| Recompress { kind: Some(kind), ..all() };
     let make = || {
         let ram = disk(8, [Some(ZSTD), None, None]);
         for slot in 0..4 {
-            // Two that lz4 can shrink, two that only zstd can.
+            // Two pages that lz4 compresses, and two that only zstd does.
             if slot < 2 {
                 write(&ram, slot, &page(slot, 400));
             } else {
@@ -181,7 +181,7 @@ fn kinds_of_pages_are_told_apart() {
 }
 
 #[test]
-fn an_attempt_ends_idleness_and_not_age() {
+fn recompress_clears_idle_and_keeps_age() {
     let ram = disk(4, [Some(ZSTD), None, None]);
     write(&ram, 0, &page(1, 400));
     write(&ram, 1, &content(5, 1, PAGE_BYTES));
@@ -197,14 +197,14 @@ fn an_attempt_ends_idleness_and_not_age() {
 }
 
 #[test]
-fn the_threshold_bounds_both_objects() {
+fn recompress_threshold_bounds_both_objects() {
     let ram = disk(8, [Some(ZSTD), None, None]);
     for slot in 0..4 {
         write(&ram, slot, &page(slot, 450 - 60 * slot as usize));
     }
     let sizes = [0, 1, 2, 3].map(|slot| word(&ram, slot).stored_bytes());
     assert!(sizes.is_sorted(), "{sizes:?}");
-    // Just the largest two are tried.
+    // Only the largest two are tried.
     let threshold = sizes[2] as u32;
     let done = ram.recompress(&Recompress { threshold, ..all() }).unwrap();
     assert_eq!(done.tried, 2);
@@ -216,11 +216,11 @@ fn the_threshold_bounds_both_objects() {
     }
     for slot in 2..4 {
         let word = word(&ram, slot);
-        // The rule, seen from both sides.
+        // The threshold's rule in both directions.
         assert_eq!(word.algorithm() == 1, word.stored_bytes() < threshold as usize, "{word:?}");
         assert_eq!(word.algorithm() == 0, word.is_incompressible());
     }
-    // What would get smaller, but not below the threshold, fails.
+    // An object that shrinks, but not below the threshold, is a failure.
     let ram = disk(8, [Some(ZSTD), None, None]);
     write(&ram, 0, &content(3, 1, PAGE_BYTES));
     let done = ram.recompress(&Recompress { threshold: 1000, ..all() }).unwrap();
@@ -234,7 +234,7 @@ fn the_threshold_bounds_both_objects() {
 }
 
 #[test]
-fn the_largest_are_tried_first_and_failures_count() {
+fn recompress_tries_largest_objects_first() {
     // More pages than a test's window holds, in several sizes.
     let ram = disk(700, [Some(ZSTD), None, None]);
     for slot in 0..700 {
@@ -259,7 +259,7 @@ fn the_largest_are_tried_first_and_failures_count() {
 }
 
 #[test]
-fn algorithms_are_found_by_name_or_priority() {
+fn recompress_finds_algorithm_by_name_or_priority() {
     let hc = Algorithm::Lz4hc;
     let ram = disk(4, [None, Some(ZSTD), Some(ZSTD)]);
     let run = |ram: &Ram, algo, priority| {
@@ -272,11 +272,11 @@ fn algorithms_are_found_by_name_or_priority() {
     let mismatch = RecompressError::Mismatch { algo: hc, priority: 3, configured: ZSTD };
     assert_eq!(run(&ram, Some(hc), Some(3)), Err(mismatch));
     assert_eq!(mismatch.errno(), libc::EINVAL);
-    assert_eq!(mismatch.to_string(), "algo=lz4hc is not what priority=3 has: that is zstd");
+    assert_eq!(mismatch.to_string(), "algo=lz4hc does not match priority=3, which is zstd");
     write(&ram, 0, &page(1, 400));
     assert_eq!(run(&ram, Some(ZSTD), None).unwrap().shrunk, 1);
     assert_eq!(word(&ram, 0).algorithm(), 2, "the first that has it");
-    // Already there, or beyond.
+    // The page has this or a higher priority.
     assert_eq!(run(&ram, None, Some(2)).unwrap().tried, 0);
     write(&ram, 1, &page(2, 400));
     assert_eq!(run(&ram, Some(ZSTD), Some(3)).unwrap().tried, 2);
@@ -285,10 +285,10 @@ fn algorithms_are_found_by_name_or_priority() {
 }
 
 #[test]
-fn a_damaged_object_ends_the_run_and_stays() {
+fn recompress_damaged_object_ends_run() {
     let ram = disk(4, [None, Some(ZSTD), None]);
     write(&ram, 0, &page(1, 400));
-    // Made by an algorithm that is not there.
+    // The object claims an unset algorithm.
     change(&ram, 0, |word| Word::compressed(word.location(), word.stored_bytes() as u32, 1));
     let before = word(&ram, 0);
     let (done, error) = ram.recompress(&Recompress { priority: Some(2), ..all() }).unwrap_err();
@@ -298,7 +298,7 @@ fn a_damaged_object_ends_the_run_and_stays() {
 }
 
 #[test]
-fn a_full_disk_is_recompressed_within_its_limit() {
+fn recompress_of_full_disk_stays_within_limit() {
     let ram = disk(8192, [Some(ZSTD), None, None]);
     let data = |slot: u64| page(slot, 200 + (slot * 37 % 300) as usize);
     let fill = |from: u64| {
@@ -323,7 +323,7 @@ fn a_full_disk_is_recompressed_within_its_limit() {
 }
 
 #[test]
-fn without_room_the_run_ends_and_nothing_is_lost() {
+fn recompress_without_space_fails_and_keeps_content() {
     let ram = disk(600, [Some(ZSTD), None, None]);
     for slot in 0..600 {
         write(&ram, slot, &page(slot, 300));
@@ -343,7 +343,7 @@ fn without_room_the_run_ends_and_nothing_is_lost() {
 }
 
 #[test]
-fn writers_lose_nothing_while_their_pages_are_recompressed() {
+fn recompress_with_writers_keeps_content() {
     const PAGES: u64 = 64;
     let ram = disk(4 * PAGES, [Some(ZSTD), Some(Algorithm::Lz4hc), None]);
     let stop = AtomicBool::new(false);
@@ -358,8 +358,8 @@ fn writers_lose_nothing_while_their_pages_are_recompressed() {
                     let n = (round * 31 % PAGES) as usize;
                     let slot = thread * PAGES + n as u64;
                     assert!(read(ram, slot) == model[n], "thread {thread}, round {round}");
-                    // Often the same number of words, so that sizes and classes stay the same and
-                    // only bytes differ.
+                    // Often the same number of words, so that sizes and classes are equal and only
+                    // bytes differ.
                     match round % 8 {
                         0 => {
                             ram.discard(slot * PAGE, PAGE).unwrap();
@@ -410,7 +410,7 @@ fn writers_lose_nothing_while_their_pages_are_recompressed() {
 }
 
 #[test]
-fn a_reset_ends_a_run() {
+fn recompress_ends_on_reset() {
     let ram = disk(MIB / 1024, [Some(ZSTD), None, None]);
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {

@@ -1,15 +1,14 @@
-//! Layers that nobody uses any more are freed in the background: what a rewind, a reset or a
-//! removal leaves.
+//! Background freeing of unused layers after a rewind, a reset or a removal.
 //!
-//! One thread does that for the whole process. It is charged to nobody, and never the cause of "no
-//! space": a write that finds no memory frees some of it itself, and tries again.
+//! One cleaner thread serves the process. Retired layers are charged to no device and never cause
+//! "no space": a write without memory frees some of them itself and retries.
 //!
-//! A pages that is gone altogether is not freed piece by piece: its memory goes as a whole.
+//! If the last handle of a family is dropped, its memory is freed as a whole.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::chain::{Chain, carry_on};
+use super::chain::{Chain, resume_held_requests};
 use super::layer::Layer;
 use super::pages::Pages;
 use super::parent::Parent;
@@ -19,40 +18,40 @@ use freestone_core::slot::{LEAF_SLOTS, MAX_SLOTS};
 use freestone_core::sync::{AtomicU64, LazyLock, Ordering};
 use freestone_core::work_queue::WorkQueue;
 
-/// Leaves of one thing that are freed before others have their turn.
+/// Leaves that a task frees before other tasks have their turn.
 const TURN_LEAVES: u32 = 64;
-/// Pause where all that is left is on its way from a backing device.
+/// Pause if everything left is in flight from a backing device.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Removed devices that wait for the cleaner, beyond which making others waits for it.
+/// Queued removals above which creating a device waits for the cleaner.
 const TASKS_MAX: usize = 512;
-/// How often that looks again, at most: 0.1 s.
-const PACE_TRIES: u32 = 500;
+/// Maximum polls of that wait: 0.1 s.
+const THROTTLE_POLLS_MAX: u32 = 500;
 
-/// Has a layer freed that no request can reach any more.
-pub(super) fn layer(pages: &Arc<Pages>, layer: Arc<Layer>) {
+/// Queues a layer for freeing; no request can reach it any more.
+pub(super) fn retire_layer(pages: &Arc<Pages>, layer: Arc<Layer>) {
     layer.retire(&pages.layers);
     if layer.table().next_present(0, MAX_SLOTS).is_none() {
         return pages.layers.remove(layer.id());
     }
     pages.retiring.add(layer);
-    clean(Task { pages: Arc::downgrade(pages), work: Work::Drain });
+    enqueue(Task { pages: Arc::downgrade(pages), work: Work::Drain });
 }
 
-/// Has the rest of a device's life done: a live one's (`number` is `None`), or that of a snapshot
-/// of a chain. `parent` is the device's own hold on what lies below the chain.
-pub(super) fn device(pages: &Arc<Pages>, chain: Arc<Chain>, number: Option<u64>, parent: Parent) {
-    pages.removal_begins();
+/// Queues the removal of a live device (`number` is `None`) or of a snapshot. `parent` is the
+/// device's own reference to the chain's parent.
+pub(super) fn retire_device(pages: &Arc<Pages>, chain: Arc<Chain>, number: Option<u64>, parent: Parent) {
+    pages.begin_removal();
     let work = match number {
         None => Work::Abandon(chain, parent),
         Some(number) => Work::Delete(chain, number, parent),
     };
-    clean(Task { pages: Arc::downgrade(pages), work });
+    enqueue(Task { pages: Arc::downgrade(pages), work });
 }
 
-/// Makes who makes devices wait where more were removed than are freed; not for long.
-pub(super) fn pace() {
-    for _ in 0..PACE_TRIES {
+/// Delays the creation of a device briefly while too many removals are queued.
+pub(super) fn throttle_creation() {
+    for _ in 0..THROTTLE_POLLS_MAX {
         if CLEANER.len() <= TASKS_MAX {
             return;
         }
@@ -60,40 +59,36 @@ pub(super) fn pace() {
     }
 }
 
-/// Something for the cleaner. The pages is held weakly: one that nobody uses any more goes as a
-/// whole.
+/// A task of the cleaner. The weak reference lets an unused family be freed as a whole.
 struct Task {
     pages: Weak<Pages>,
     work: Work,
 }
 
 enum Work {
-    /// Free what is retired.
     Drain,
-    /// A live device is gone.
     Abandon(Arc<Chain>, Parent),
-    /// A snapshot's device is gone.
     Delete(Arc<Chain>, u64, Parent),
-    PassOn(PassingOn),
+    HandOver(SnapshotHandover),
 }
 
-/// A dying snapshot, whose pages go to others.
-struct PassingOn {
+/// A dying snapshot whose pages move to other snapshots.
+struct SnapshotHandover {
     chain: Arc<Chain>,
     number: u64,
     from: Arc<Layer>,
     next: u64,
-    /// Something was on its way from the backing device.
+    /// Pages in flight from the backing device remain.
     left: bool,
-    /// Nothing else is left, or there is no memory to go on: writes do not wait for it any more.
+    /// Only pages in flight remain, or memory is short: writes no longer wait for this removal.
     stalled: bool,
 }
 
 static CLEANER: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| WorkQueue::new("cleaner"));
 
-fn clean(task: Task) {
+fn enqueue(task: Task) {
     if let Err(error) = CLEANER.start() {
-        client_log!(error, %error, "no thread to free memory in the background; it is done at once");
+        client_log!(error, %error, "cannot start the cleaner thread; freeing memory synchronously");
         let mut next = Some(task);
         while let Some(task) = next {
             next = step(task).0;
@@ -103,13 +98,12 @@ fn clean(task: Task) {
     }
 }
 
-/// A step of a task, which then waits for its next turn. Where none of them gets on the thread
-/// pauses.
+/// Runs a step of a task and requeues the rest. The thread pauses if no task makes progress.
 fn take_turn(task: Task) {
     static IDLE_STEPS: AtomicU64 = AtomicU64::new(0);
-    let (rest, got_on) = step(task);
+    let (rest, progressed) = step(task);
     // Relaxed: of one thread.
-    let idle = if got_on { 0 } else { IDLE_STEPS.load(Ordering::Relaxed) + 1 };
+    let idle = if progressed { 0 } else { IDLE_STEPS.load(Ordering::Relaxed) + 1 };
     // Relaxed: as above.
     IDLE_STEPS.store(idle, Ordering::Relaxed);
     if let Some(task) = rest {
@@ -121,20 +115,20 @@ fn take_turn(task: Task) {
     }
 }
 
-/// Carries on with a task. Returns what is left of it, and whether it got on.
+/// Runs a step. Returns the rest of the task, and true if the step made progress.
 fn step(Task { pages: weak, work }: Task) -> (Option<Task>, bool) {
     let Some(pages) = weak.upgrade() else { return (None, true) };
-    let (rest, got_on) = match work {
+    let (rest, progressed) = match work {
         Work::Drain => drain(&pages),
         Work::Abandon(chain, parent) => {
-            // Never the last hold: the chain has one.
+            // Never the last reference: the chain has one.
             drop(parent);
             let (unused, held) = chain.abandon(&pages);
-            carry_on(held);
+            resume_held_requests(held);
             if let Some(origin) = unused {
-                layer(&pages, origin);
+                retire_layer(&pages, origin);
             }
-            pages.removal_ended();
+            pages.end_removal();
             if let Some(chain) = Arc::into_inner(chain) {
                 drop_parent(chain.into_parent());
             }
@@ -144,26 +138,26 @@ fn step(Task { pages: weak, work }: Task) -> (Option<Task>, bool) {
             // As above.
             drop(parent);
             if let Some(from) = chain.begin_delete(number) {
-                let passing = PassingOn { chain, number, from, next: 0, left: false, stalled: false };
-                (Some(Work::PassOn(passing)), true)
+                let handover = SnapshotHandover { chain, number, from, next: 0, left: false, stalled: false };
+                (Some(Work::HandOver(handover)), true)
             } else {
-                pages.removal_ended();
+                pages.end_removal();
                 (None, true)
             }
         }
-        Work::PassOn(passing) => passing.step(&pages),
+        Work::HandOver(handover) => handover.step(&pages),
     };
-    // The last handle may be this one, and the pages's backing device may take its time to end.
+    // This may be the last handle, and closing the backing device may take long.
     if let Some(last) = Arc::into_inner(pages) {
-        drop_apart(last);
+        drop_on_own_thread(last);
         return (None, true);
     }
-    (rest.map(|work| Task { pages: weak, work }), got_on)
+    (rest.map(|work| Task { pages: weak, work }), progressed)
 }
 
 fn drain(pages: &Pages) -> (Option<Work>, bool) {
     for _ in 0..TURN_LEAVES {
-        match pages.free_some() {
+        match pages.free_leaf_of_retired() {
             Step::Freed => {}
             Step::Later => return (Some(Work::Drain), false),
             Step::Nothing => {
@@ -176,10 +170,10 @@ fn drain(pages: &Pages) -> (Option<Work>, bool) {
     (Some(Work::Drain), true)
 }
 
-impl PassingOn {
+impl SnapshotHandover {
     fn stall(&mut self, pages: &Pages) {
         if !std::mem::replace(&mut self.stalled, true) {
-            pages.removal_ended();
+            pages.end_removal();
         }
     }
 
@@ -189,16 +183,16 @@ impl PassingOn {
                 if self.left {
                     self.stall(pages);
                     (self.next, self.left) = (0, false);
-                    return (Some(Work::PassOn(self)), false);
+                    return (Some(Work::HandOver(self)), false);
                 }
                 for gone in self.chain.unlink(self.number) {
-                    layer(pages, gone);
+                    retire_layer(pages, gone);
                 }
                 if self.stalled {
-                    pages.removals.got_on();
-                    pages.room_came();
+                    pages.removals.count_progress();
+                    pages.wake_space_waiters();
                 } else {
-                    pages.removal_ended();
+                    pages.end_removal();
                 }
                 if let Some(chain) = Arc::into_inner(self.chain) {
                     drop_parent(chain.into_parent());
@@ -207,32 +201,31 @@ impl PassingOn {
             };
             let start = present & !(LEAF_SLOTS - 1);
             let Ok(left) = self.chain.pass_on(pages, self.number, start, start + LEAF_SLOTS) else {
-                // No memory for a leaf: later there may be.
+                // No memory for a leaf: retry later.
                 self.stall(pages);
-                return (Some(Work::PassOn(self)), false);
+                return (Some(Work::HandOver(self)), false);
             };
             self.left |= left;
             self.next = start + LEAF_SLOTS;
         }
-        (Some(Work::PassOn(self)), true)
+        (Some(Work::HandOver(self)), true)
     }
 }
 
-/// Drops what lay below a device. The end of a device may have to wait for a disk: not on this
-/// thread.
+/// Drops the parent of a device. Closing a device may wait for a disk: use another thread.
 fn drop_parent(parent: Parent) {
     match &parent {
         Parent::Device(base) if Arc::strong_count(&base.device) > 1 => {}
-        Parent::Device(_) | Parent::Staged(_) => drop_apart(parent),
+        Parent::Device(_) | Parent::Staged(_) => drop_on_own_thread(parent),
         Parent::Nothing | Parent::Snapshot(_) => {}
     }
 }
 
-fn drop_apart(what: impl Send + 'static) {
+fn drop_on_own_thread(value: impl Send + 'static) {
     let started =
-        freestone_core::sync::thread::Builder::new().name("cleaner-end".into()).spawn(move || drop(what));
+        freestone_core::sync::thread::Builder::new().name("cleaner-end".into()).spawn(move || drop(value));
     if let Err(error) = started {
-        client_log!(warn, %error, "no thread to end a device on; others wait for it");
+        client_log!(warn, %error, "cannot start a thread to drop a device; dropping it synchronously");
     }
 }
 

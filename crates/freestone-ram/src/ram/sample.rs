@@ -1,36 +1,35 @@
-//! How far recompression that runs by [itself](super::auto_recompress) has come.
+//! Progress of [automatic recompression](super::auto_recompress).
 
-use super::room::Room;
+use super::recompress_space::RecompressSpace;
 use crate::codec::Streams;
 use freestone_core::slot::Word;
 use freestone_core::sync::thread::JoinHandle;
 
-/// Pages of a sample: 8 MiB, and half a second of CPU for the training.
+/// Pages of a sample: 8 MiB, and half a second of CPU time for the training.
 pub(super) const SAMPLE_PAGES: usize = 2048;
 
-/// How far recompression that runs by itself has come.
 #[derive(Default)]
 pub(super) struct AutoState {
     pub cursor: Cursor,
     pub sample: Sample,
     pub training: Option<JoinHandle<Option<Streams>>>,
     pub retry_ms: u64,
-    pub room: Room,
-    /// The class to be packed next; 0 is none.
+    pub room: RecompressSpace,
+    /// Class to compact next, plus 1; 0 is none.
     pub compacting: usize,
 }
 
-/// Where to go on: the layer, by its id, and the slot.
+/// Position of a scan: layer id and slot.
 #[derive(Default)]
 pub(super) struct Cursor {
     pub layer: u32,
     pub slot: u64,
 }
 
-/// A sample of the pages that were shown, each as likely as any other, however many come.
+/// A uniform random sample (reservoir sampling) of the pages offered.
 #[derive(Default)]
 pub(super) struct Sample {
-    /// Pages, by layer and slot.
+    /// Layer id and slot of each page.
     pub pages: Vec<(u32, u64)>,
     pub seen: u64,
     pub bytes: u64,
@@ -45,7 +44,7 @@ impl Sample {
             self.pages.push(page);
             return;
         }
-        // A splitmix generator: enough for a fair sample.
+        // splitmix64: good enough for a fair sample.
         self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut mixed = (self.random ^ self.random >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);

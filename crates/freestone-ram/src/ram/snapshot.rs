@@ -1,21 +1,21 @@
-//! Snapshots that are about to begin.
+//! Pending snapshots: prepared and not yet taken.
 
 use std::sync::Arc;
 
-use super::chain::{Chain, carry_on};
+use super::chain::{Chain, resume_held_requests};
 use super::layer::Layer;
 use super::{Ram, SetupError, retire};
 use freestone_core::consistency_group::{NotInTime, Pending};
 use freestone_core::slot::chain::Dirty;
 use freestone_core::sync::Instant;
 
-/// A snapshot that is ready to begin.
+/// A snapshot that is prepared and not yet taken.
 pub struct PendingSnapshot {
     origin: Ram,
     layer: Arc<Layer>,
     chain: Option<Arc<Chain>>,
     snapshot: Option<Ram>,
-    /// Where it is to be noted what changes from its moment on.
+    /// Records pages that change after the snapshot is taken; afterwards the previous record.
     dirty: Option<Arc<Dirty>>,
 }
 
@@ -25,21 +25,21 @@ impl PendingSnapshot {
         Ok(Self { origin, layer, chain: None, snapshot: None, dirty: None })
     }
 
-    /// From its moment on it is noted here what of the origin changes.
+    /// Sets the record of pages that change after the snapshot is taken.
     pub(crate) fn note_changes(&mut self, dirty: Arc<Dirty>) {
         self.dirty = Some(dirty);
     }
 
-    /// Once it has begun: where it was noted before.
-    pub(crate) fn noted(&mut self) -> Option<Arc<Dirty>> {
+    /// Returns the previous change record, once the snapshot is taken.
+    pub(crate) fn take_changes(&mut self) -> Option<Arc<Dirty>> {
         self.dirty.take()
     }
 
-    /// The snapshot, once it has begun.
+    /// Returns the snapshot, once it is taken.
     ///
     /// # Panics
-    /// If it has not: [`consistency_group::take`](freestone_core::consistency_group::take) comes
-    /// first.
+    /// Panics if [`consistency_group::take`](freestone_core::consistency_group::take) was not
+    /// called first.
     pub fn into_snapshot(mut self) -> Ram {
         match self.snapshot.take() {
             Some(snapshot) => snapshot,
@@ -49,7 +49,7 @@ impl PendingSnapshot {
 }
 
 impl Pending for PendingSnapshot {
-    /// Waits for pins alone, under which nothing waits.
+    /// Waits only for pins, under which no request waits.
     fn freeze(&mut self, _: Instant) -> Result<(), NotInTime> {
         self.chain = Some(self.origin.0.chain.freeze());
         Ok(())
@@ -68,7 +68,7 @@ impl Pending for PendingSnapshot {
 
     fn thaw(&mut self) {
         if let Some(chain) = self.chain.take() {
-            carry_on(chain.thaw());
+            resume_held_requests(chain.thaw());
         }
     }
 }
@@ -76,11 +76,11 @@ impl Pending for PendingSnapshot {
 impl Drop for PendingSnapshot {
     fn drop(&mut self) {
         if let Some(chain) = self.chain.take() {
-            carry_on(chain.thaw());
+            resume_held_requests(chain.thaw());
         }
-        // One that has not begun.
+        // The snapshot was not taken.
         if !self.layer.is_in_chain() {
-            retire::layer(&self.origin.0.pages, Arc::clone(&self.layer));
+            retire::retire_layer(&self.origin.0.pages, Arc::clone(&self.layer));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Where pages are that are not loaded yet, and how they are read from there for requests.
+//! The source of pages that are not loaded yet, and its use as a device by requests.
 
 use std::sync::{Arc, LazyLock};
 
@@ -12,45 +12,43 @@ use freestone_core::device::{
 };
 use freestone_core::work_queue::WorkQueue;
 
-/// Threads that read pages for requests.
 const READ_THREADS: usize = 2;
 
 static READS: LazyLock<Arc<WorkQueue>> = LazyLock::new(|| WorkQueue::with_threads("keep-read", READ_THREADS));
 
-/// A page that comes from elsewhere, for a device.
+/// A page to be inserted into a device.
 #[derive(Clone, Copy)]
 pub(crate) enum Incoming<'a> {
-    /// As what the device lies over.
     Parent,
     Same(u32),
     Pattern([u8; 8]),
-    /// An object that the family's algorithm of this priority can read.
+    /// An object that the family's algorithm of this priority can decompress.
     Compressed {
         priority: u8,
         object: &'a [u8],
     },
     Huge(&'a Page),
-    /// To be stored as any page that is written.
+    /// An uncompressed page, to be stored like a written one.
     Page(&'a Page),
 }
 
-/// Where pages are that are not loaded yet. What it has does not change.
+/// A source of pages that are not loaded yet. Its pages do not change.
 pub(crate) trait Source: Send + Sync {
-    /// Whether it has this page; and of how many pages, from this one on and up to `end`, that is
-    /// so. Looks at memory only: slots are locked meanwhile.
+    /// Returns whether the source has this page, and for how many pages from it on, up to `end`,
+    /// the same is true. Must not wait: called with slots locked.
     fn run(&self, page: u64, end: u64) -> (u64, bool);
 
-    /// Hands a page that it has to `take`. It may read a disk.
+    /// Passes a page of the source to `take`. May read from a disk.
     ///
     /// # Errors
-    /// The page cannot be had; or those of `take`.
+    /// Fails if the page cannot be read, or if `take` does.
     fn fetch(&self, page: u64, take: &mut dyn FnMut(Incoming<'_>) -> Result<()>) -> Result<()>;
 
-    /// Returns true if a page that could not be fetched never can be.
+    /// Returns true if a page that could not be read never can be.
     fn is_lost(&self, page: u64) -> bool;
 }
 
-/// The first page from `slot` on and before `end` that a source has.
+/// Returns the first page in `[slot, end)` that the source has.
 pub(super) fn next_in(source: &dyn Source, slot: u64, end: u64) -> Option<u64> {
     let mut slot = slot;
     while slot < end {
@@ -62,24 +60,24 @@ pub(super) fn next_in(source: &dyn Source, slot: u64, end: u64) -> Option<u64> {
     None
 }
 
-/// Starts what reads sources for requests.
+/// Starts the threads that read sources for requests.
 pub(super) fn start_reads() -> std::result::Result<(), SetupError> {
     READS.start().map_err(SetupError::Thread)
 }
 
-/// What a source has, as a device of so many bytes.
+/// Returns the source as a device of `size` bytes.
 pub(super) fn device_of(source: Arc<dyn Source>, pages: &Arc<Pages>, size: u64) -> Arc<dyn Device> {
     Arc::new(Handle(Arc::new(SourceDevice { source, pages: Arc::clone(pages), size })))
 }
 
-/// What is left in a file, as a device: of pages that it has, and no others.
+/// The pages left in a file, as a device. Only pages that the source has may be read.
 struct SourceDevice {
     source: Arc<dyn Source>,
     pages: Arc<Pages>,
     size: u64,
 }
 
-/// The device, of which requests on their way have a hold.
+/// The device; requests in flight hold references to the inner part.
 struct Handle(Arc<SourceDevice>);
 
 impl SourceDevice {
@@ -145,17 +143,17 @@ impl Device for Handle {
 }
 
 impl Ram {
-    /// The content of a page that comes from elsewhere.
+    /// Restores the content of an incoming page.
     ///
     /// # Errors
-    /// The object is not what its algorithm made of a page.
+    /// Fails if the object is damaged.
     pub(crate) fn content(&self, incoming: Incoming<'_>, page: &mut Page) -> Result<()> {
         self.0.pages.content(incoming, page)
     }
 }
 
 impl Pages {
-    /// The content of a page that comes from elsewhere.
+    /// Restores the content of an incoming page.
     fn content(&self, incoming: Incoming<'_>, page: &mut Page) -> Result<()> {
         match incoming {
             Incoming::Parent => page.fill(0),

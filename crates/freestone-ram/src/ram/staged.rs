@@ -1,13 +1,13 @@
-//! Devices whose content lies in a file until it is loaded: an empty slot is read from there.
+//! Devices whose content is in a file until it is loaded: an empty slot reads from there.
 //!
-//! # How it ends
-//! The loader puts page after page into slots that are empty ([`Loader::put`]; writers win), and
-//! until all are there, the device covers what it empties with zeroes, as over a base. So an empty
-//! slot is the file's page. When all are there, the loader waits for the pins of those who may have
-//! seen a slot empty before; from then on nobody looks at the file any more, and then it is let go.
-//! Who has looked while pinned, and reads it afterwards, has a hold of his own.
+//! # End of loading
+//! The loader stores the pages in empty slots ([`Loader::put`]; concurrent writes win). Until all
+//! are loaded, the device marks emptied pages with zero pages, as over a base, so an empty slot
+//! always means the file's page. At the end the loader waits for the pins of threads that may have
+//! seen a slot empty; afterwards no thread looks at the file, and it is closed. A thread that
+//! looked while pinned and reads later holds its own reference.
 //!
-//! There is one loader for a chain, so none puts a page that was loaded and discarded since.
+//! A chain has one loader, so no page is stored that was already loaded and then discarded.
 
 use std::sync::{Arc, Weak};
 
@@ -16,32 +16,33 @@ use super::config::{ForkConfig, SetupError, round_size};
 use super::export::Lower;
 use super::layer::Layer;
 use super::pages::Pages;
-use super::parent::{Base, Here, Parent, Staged};
+use super::parent::{Base, Parent, Staged, StagedSource};
 use super::source::{self, Incoming, Source};
 use super::{BELOW_DEPTH_MAX, Family, Inner, Ram, retire};
 use freestone_core::device::{Error, Result};
 use freestone_core::pin::{self, Swap};
 
-/// Puts the pages of a source into memory. There is one for a chain.
+/// Loads the pages of a source into memory. A chain has one loader.
 pub(crate) struct Loader {
-    /// Weak: who gives a family back does not wait for this.
+    /// Weak: the end of a family must not wait for the loader.
     pages: Weak<Pages>,
     chain: Arc<Chain>,
     origin: Arc<Layer>,
     device: Weak<Inner>,
-    here: Arc<Swap<Option<Here>>>,
+    source: Arc<Swap<Option<StagedSource>>>,
 }
 
 impl Loader {
-    /// Whether a device still reads what is put.
+    /// Returns true if a device still needs the pages.
     pub fn is_wanted(&self) -> bool {
         self.pages.strong_count() > 0 && self.chain.is_wanted()
     }
 
-    /// Puts a page in, unless somebody has written there.
+    /// Stores a page, unless the slot was written meanwhile.
     ///
     /// # Errors
-    /// No memory for it, below the limit or at all: [`Error::NoSpace`], [`Error::NoMemory`].
+    /// Fails if memory is short, under the limit or in the machine: [`Error::NoSpace`],
+    /// [`Error::NoMemory`].
     pub fn put(&self, page: u64, incoming: Incoming<'_>) -> Result<()> {
         let Some(pages) = self.pages.upgrade() else { return Err(Error::Gone) };
         let new = pages.word_of(&self.origin, page, incoming)?;
@@ -52,24 +53,24 @@ impl Loader {
         put.map(drop)
     }
 
-    /// Memory is short: whoever can make room is told.
-    pub fn ask_for_room(&self) {
+    /// Frees retired memory, or wakes the keeper, when memory is short.
+    pub fn request_space(&self) {
         if let Some(pages) = self.pages.upgrade()
-            && !pages.help_to_free()
+            && !pages.free_leaf_or_yield()
         {
             pages.keeper.kick();
         }
     }
 
-    /// All pages are there: the source is let go.
+    /// Ends the loading when all pages are in memory, and releases the source.
     pub fn finish(&self) {
-        // Whoever saw a slot empty before it was filled is waited for ...
-        let here = pin::pinned(|pin| self.here.load(pin).clone());
-        self.here.replace(Box::new(here));
-        // ... and those who come now see none that is.
-        self.here.replace(Box::new(None));
+        // Wait for threads that saw a slot empty before it was filled ...
+        let here = pin::pinned(|pin| self.source.load(pin).clone());
+        self.source.replace(Box::new(here));
+        // ... and detach the file: later readers find no empty slot.
+        self.source.replace(Box::new(None));
         if let Some(device) = self.device.upgrade() {
-            device.look_if_plain();
+            device.update_plain();
         }
     }
 }
@@ -79,17 +80,18 @@ impl Drop for Loader {
         if let Some(origin) = self.chain.end_supply()
             && let Some(pages) = self.pages.upgrade()
         {
-            retire::layer(&pages, origin);
+            retire::retire_layer(&pages, origin);
         }
     }
 }
 
 impl Family {
-    /// An empty device of so many bytes over something, which reads from a source what it does not
-    /// hold; and who loads it.
+    /// Creates an empty device of `size` bytes over `below` that reads missing pages from a source,
+    /// and the loader of these pages.
     ///
     /// # Errors
-    /// As [`ram`](Self::ram) and [`fork`](Self::fork). No thread to read the source.
+    /// As [`ram`](Self::ram) and [`fork`](Self::fork); also if no thread can be started to read the
+    /// source.
     pub(crate) fn staged(
         &self,
         size: u64,
@@ -136,7 +138,7 @@ impl Family {
             origin: chain.origin(),
             chain,
             device: Arc::downgrade(&ram.0),
-            here: Arc::clone(&staged.here),
+            source: Arc::clone(&staged.source),
         };
         Ok((ram, loader))
     }

@@ -1,4 +1,4 @@
-//! The RAM disk's numbers, with the kernel's columns and meaning.
+//! Statistics of a RAM disk, with the kernel's columns and meaning.
 
 use super::Inner;
 use super::layer::stored;
@@ -6,24 +6,24 @@ use super::pages::Pages;
 use freestone_core::PAGE_BYTES;
 use freestone_core::sync::Ordering;
 
-/// `mm_stat`: the nine columns of the kernel's file, in its order.
+/// The nine columns of the kernel's `mm_stat`, in its order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MmStat {
-    /// Bytes of pages that hold something, uncompressed; same-filled pages count.
+    /// Uncompressed bytes of all pages that are not holes, including same-filled pages.
     pub orig_data_size: u64,
-    /// Bytes of all objects as they are stored; a huge page counts whole, a same-filled one not at
-    /// all (an 8-byte pattern counts 8).
+    /// Bytes of all objects as stored. A huge page counts in full, a same-filled page 0 (an 8-byte
+    /// pattern counts 8).
     pub compr_data_size: u64,
-    /// Bytes of the pool's pages; where several devices share the pool, what this one's objects
-    /// take of it. As in the kernel, tables and descriptions are not in it: see [`Memory`].
+    /// Bytes of the pool's pages; if several devices share the pool, the bytes charged to this one.
+    /// As in the kernel, without tables and metadata: see [`Memory`].
     pub mem_used_total: u64,
-    /// Largest allowed `mem_used_total` in bytes; 0 is no limit.
+    /// Limit of `mem_used_total` in bytes; 0 means no limit.
     pub mem_limit: u64,
-    /// Largest `mem_used_total` so far, or asked for by a write that the limit refused.
+    /// Maximum of `mem_used_total` so far, including the demand of refused writes.
     pub mem_used_max: u64,
     /// Pages that repeat one pattern.
     pub same_pages: u64,
-    /// Pages that compaction has returned to the system.
+    /// Pages that compaction returned to the system.
     pub pages_compacted: u64,
     /// Pages stored uncompressed now.
     pub huge_pages: u64,
@@ -31,61 +31,61 @@ pub struct MmStat {
     pub huge_pages_since: u64,
 }
 
-/// `io_stat`: the four columns of the kernel's file.
+/// The four columns of the kernel's `io_stat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct IoStat {
-    /// Pages that could not be read.
+    /// Failed reads.
     pub failed_reads: u64,
-    /// Pages that could not be written.
+    /// Failed writes.
     pub failed_writes: u64,
-    /// Requests out of range or misaligned. (The kernel prints 0 since its block layer checks.)
+    /// Requests out of range or misaligned. (The kernel prints 0, as its block layer checks them.)
     pub invalid_io: u64,
     /// Pages freed by discard and write zeroes.
     pub notify_free: u64,
 }
 
-/// `debug_stat`: the two columns of the kernel's file.
+/// The two columns of the kernel's `debug_stat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DebugStat {
-    /// How often a write had to wait at the limit until pages had left memory. (In the kernel: how
-    /// often one had to wait for memory to be allocated, until 6.14.)
+    /// Number of times a write waited at the limit for an eviction. (In the kernel until 6.14:
+    /// waits for a memory allocation.)
     pub writestall: u64,
-    /// How often a discard met a page that was on its way from a disk, and had to wait for it. (In
-    /// the kernel: how often a page was not freed because its slot was locked.)
+    /// Number of times a discard waited for a page in flight. (In the kernel: pages not freed
+    /// because the slot was locked.)
     pub miss_free: u64,
 }
 
-/// What the device takes from the machine beside `mem_used_total`.
+/// Memory used beyond the stored objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Memory {
     /// Slot table: leaves and directory nodes.
     pub leaves_bytes: u64,
-    /// The pool's back-references.
+    /// Back-references of the pool.
     pub backrefs_bytes: u64,
-    /// Pool pages less stored bytes: rounding, free places, ends of spans.
+    /// Pool pages minus stored bytes: rounding, free objects, ends of spans.
     pub pool_slack_bytes: u64,
-    /// Descriptions of spans and pool-wide arrays.
+    /// Span descriptors and pool-wide arrays.
     pub metadata_bytes: u64,
-    /// Compression streams of all CPUs; disks with the same algorithm and parameters share them.
+    /// Compression streams of all CPUs; shared by disks with the same algorithm and parameters.
     pub streams_bytes: u64,
 }
 
-/// What a fork or snapshot holds itself, and how it came there.
+/// What a fork or snapshot stores itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OverStat {
-    /// Bytes of pages that the device holds itself, uncompressed.
+    /// Uncompressed bytes of the device's own pages.
     pub own_bytes: u64,
-    /// Bytes that its objects take of the family's memory.
+    /// Bytes of family memory charged to the device.
     pub charged: u64,
-    /// The cap on that; 0 is none.
+    /// Cap on `charged`; 0 means no cap.
     pub mem_limit: u64,
-    /// What of it is guaranteed.
+    /// Guaranteed bytes.
     pub mem_min: u64,
-    /// Pages that went to snapshots of this device as they were, without a copy.
+    /// Pages whose objects moved to snapshots of this device, without a copy.
     pub handed_over: u64,
 }
 
-/// Counters of [`Inner::counters`], by index.
+/// Indices into [`Inner::counters`].
 pub(super) mod counter {
     pub const FAILED_READS: usize = 0;
     pub const FAILED_WRITES: usize = 1;
@@ -99,8 +99,8 @@ pub(super) mod counter {
 impl Inner {
     pub(super) fn mm_stat(&self) -> MmStat {
         let (layer, pages) = (self.layer(), &self.pages);
-        // A device that is alone has all of the pool; several are charged each for its own.
-        let alone = pages.layers.is_alone(layer.id());
+        // A device alone in its family owns the whole pool; otherwise use its charge.
+        let alone = pages.layers.is_only_active(layer.id());
         let (cap, charged) = (self.limits.cap(), layer.charged());
         MmStat {
             orig_data_size: layer.get(stored::PAGES) * PAGE_BYTES as u64,
@@ -138,13 +138,13 @@ impl Inner {
             own_bytes: layer.get(stored::PAGES) * PAGE_BYTES as u64,
             charged: layer.charged(),
             mem_limit: if cap == u64::MAX { 0 } else { cap },
-            mem_min: self.limits.least(),
+            mem_min: self.limits.guarantee(),
             handed_over: layer.get(stored::HANDED_OVER),
         }
     }
 }
 
-/// What a family takes beside the pool.
+/// Returns the memory that a family uses beyond its stored objects.
 pub(super) fn memory(pages: &Pages) -> Memory {
     let stored: u64 = pages.layers.all().iter().map(|layer| layer.get(stored::COMPRESSED_BYTES)).sum();
     Memory {

@@ -1,12 +1,12 @@
-//! The device that a [`Ram`] is; and requests that were submitted to it: how they are carried on,
-//! and what they wait for when they change content.
+//! The [`Device`] implementation of [`Ram`], and the slices in which submitted requests run and
+//! wait.
 
 use std::sync::Arc;
 
 use super::fetch::{Place, Queued, locate};
 use super::io::Attempt;
 use super::job::Job;
-use super::parent::{Base, Look};
+use super::parent::{Base, ReadEnd};
 use super::stats::counter;
 use super::waiter::Waiter;
 use super::{PAGE, Ram};
@@ -26,7 +26,7 @@ impl Device for Ram {
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        self.go(Job::new(request, buffer, done));
+        self.start_request(Job::new(request, buffer, done));
     }
 
     fn prefetch(&self, offset: u64, len: u64) {
@@ -45,103 +45,102 @@ impl Device for Ram {
     }
 }
 
-/// What carrying on with a request came to.
-pub(super) enum Sliced {
-    /// It can go on at once.
-    Again(Job),
-    /// It waits, or was answered.
-    Gone,
-    /// It is to be answered so.
-    Ended(Job, Result<()>),
+/// Result of one slice of a request.
+pub(super) enum SliceEnd {
+    /// The request can continue at once.
+    Continue(Job),
+    /// The request waits or has completed.
+    Parked,
+    /// The request completes with this result.
+    Complete(Job, Result<()>),
 }
 
-impl Sliced {
-    fn again_or_gone(job: Option<Job>) -> Self {
-        job.map_or(Self::Gone, Self::Again)
+impl SliceEnd {
+    fn continue_or_park(job: Option<Job>) -> Self {
+        job.map_or(Self::Parked, Self::Continue)
     }
 }
 
 impl Ram {
-    /// Begins a request. Where it does not have to wait, the work queue carries on with it; a
-    /// family without one never waits.
-    pub(super) fn go(&self, mut job: Job) {
+    /// Starts a request. If it can continue after its first slice, the work queue runs the rest. A
+    /// family without a work queue has no reason to wait.
+    pub(super) fn start_request(&self, mut job: Job) {
         loop {
-            job = match self.slice(job) {
-                Sliced::Again(job) if self.0.pages.keeper.is_running() => {
+            job = match self.run_slice(job) {
+                SliceEnd::Continue(job) if self.0.pages.keeper.is_running() => {
                     return self.0.pages.keeper.resume(self.clone(), job);
                 }
-                Sliced::Again(job) => job,
-                Sliced::Gone => return,
-                Sliced::Ended(job, outcome) => return job.done.complete(outcome, job.buffer),
+                SliceEnd::Continue(job) => job,
+                SliceEnd::Parked => return,
+                SliceEnd::Complete(job, outcome) => return job.done.complete(outcome, job.buffer),
             };
         }
     }
 
-    /// Has the work queue carry on with a request.
     fn resume(self, job: Job) {
         let keeper = Arc::clone(&self.0.pages.keeper);
         keeper.resume(self, job);
     }
 
-    /// As [`slice`](Self::slice), on the work queue. A request is answered when this hold on its
-    /// device is gone: who has the answer may remove the device, and what it leaves is then known
-    /// to be about to come back.
-    pub(super) fn carry_on(self, job: Job) {
-        match self.slice(job) {
-            Sliced::Again(job) => self.0.pages.keeper.resume(self.clone(), job),
-            Sliced::Gone => {}
-            Sliced::Ended(job, outcome) => {
+    /// Runs a slice on the work queue. The request completes after this reference to the device is
+    /// dropped: the client may remove the device on completion, and the removal must then count as
+    /// pending.
+    pub(super) fn resume_slice(self, job: Job) {
+        match self.run_slice(job) {
+            SliceEnd::Continue(job) => self.0.pages.keeper.resume(self.clone(), job),
+            SliceEnd::Parked => {}
+            SliceEnd::Complete(job, outcome) => {
                 drop(self);
                 job.done.complete(outcome, job.buffer);
             }
         }
     }
 
-    /// Carries on with a request for a bounded time.
-    fn slice(&self, mut job: Job) -> Sliced {
+    /// Runs a request for a bounded time.
+    fn run_slice(&self, mut job: Job) -> SliceEnd {
         if job.request.op == Op::Read {
             return self.read(job);
         }
-        if self.0.looks_below(&job.request, &job.below) {
+        if self.0.needs_parent_check(&job.request, &job.below) {
             if self.0.parent.may_wait() {
                 let ram = self.clone();
-                self.0.pages.keeper.look(move || {
-                    job.below = ram.0.look_below(&job.request);
+                self.0.pages.keeper.run_on_base_queue(move || {
+                    job.below = ram.0.check_parent(&job.request);
                     ram.resume(job);
                 });
-                return Sliced::Gone;
+                return SliceEnd::Parked;
             }
-            job.below = self.0.look_below(&job.request);
+            job.below = self.0.check_parent(&job.request);
         }
         let buffer = match job.request.op {
             Op::Write => job.buffer.get(job.at..).map_or(Buffer::None, Buffer::Write),
             _ => Buffer::None,
         };
         match self.0.attempt(&job.request, buffer, &job.below) {
-            Ok(Attempt::Tried(Tried::Done)) => return Sliced::Ended(job, Ok(())),
+            Ok(Attempt::Tried(Tried::Done)) => return SliceEnd::Complete(job, Ok(())),
             Ok(Attempt::Tried(Tried::Partly(bytes))) => {
                 job.advance(bytes);
-                return Sliced::Again(job);
+                return SliceEnd::Continue(job);
             }
-            Ok(Attempt::Frozen) => return Sliced::again_or_gone(self.wait_for_thaw(job)),
-            Ok(Attempt::Removing) => return Sliced::again_or_gone(self.wait_for_removal(job)),
-            Ok(Attempt::Full) => return Sliced::again_or_gone(self.wait_for_room(job)),
+            Ok(Attempt::Frozen) => return SliceEnd::continue_or_park(self.wait_for_thaw(job)),
+            Ok(Attempt::Removing) => return SliceEnd::continue_or_park(self.wait_for_removal(job)),
+            Ok(Attempt::Full) => return SliceEnd::continue_or_park(self.wait_for_space(job)),
             Ok(Attempt::Tried(Tried::WouldBlock)) if self.waits_for_page(&job) => {
-                return Sliced::again_or_gone(self.wait_for_page(job));
+                return SliceEnd::continue_or_park(self.wait_for_page(job));
             }
-            // A discard needs no memory: its page has landed meanwhile.
+            // A discard needs no memory, so its page landed meanwhile.
             Ok(Attempt::Tried(Tried::WouldBlock)) if job.request.op == Op::Discard => {
-                return Sliced::Again(job);
+                return SliceEnd::Continue(job);
             }
             Ok(Attempt::Tried(Tried::WouldBlock)) => self.wait_for_memory(job),
-            Err(error) => return Sliced::Ended(job, Err(error)),
+            Err(error) => return SliceEnd::Complete(job, Err(error)),
         }
-        Sliced::Gone
+        SliceEnd::Parked
     }
 
-    /// Carries on with a read for a bounded time. Each page is looked up once: what is not in
-    /// memory is asked for at that.
-    fn read(&self, mut job: Job) -> Sliced {
+    /// Runs a read for a bounded time. Looks each page up once and fetches those that are not in
+    /// memory.
+    fn read(&self, mut job: Job) -> SliceEnd {
         let (offset, len) = (job.request.offset, job.request.len);
         let into = job.buffer.get_mut(job.at..).filter(|into| into.len() as u64 == len);
         let read = match (self.0.check(&job.request), into) {
@@ -150,20 +149,20 @@ impl Ram {
             (Err(error), _) => Err(error),
         };
         match read {
-            Ok((done, _)) if done as u64 == len => Sliced::Ended(job, Ok(())),
-            Ok((done, look)) => {
+            Ok((done, _)) if done as u64 == len => SliceEnd::Complete(job, Ok(())),
+            Ok((done, read_end)) => {
                 job.advance(done as u64);
-                if matches!(look, Look::All) {
-                    return Sliced::Again(job);
+                if matches!(read_end, ReadEnd::Complete) {
+                    return SliceEnd::Continue(job);
                 }
-                self.fetch(job, look);
-                Sliced::Gone
+                self.fetch(job, read_end);
+                SliceEnd::Parked
             }
-            Err(error) => Sliced::Ended(job, Err(error)),
+            Err(error) => SliceEnd::Complete(job, Err(error)),
         }
     }
 
-    /// Whether it is its page that a request could not go on without; else it is memory.
+    /// Returns true if the request waits for its page, false if it waits for memory.
     fn waits_for_page(&self, job: &Job) -> bool {
         let slot = job.slot();
         pin::pinned(|pin| {
@@ -173,15 +172,15 @@ impl Ram {
                 Kind::InFlight => true,
                 Kind::Spilled => job.needs_content(),
                 Kind::Empty if job.needs_content() => {
-                    locate(view, pin, slot, |place| !matches!(place, Place::Here))
+                    locate(view, pin, slot, |place| !matches!(place, Place::Resident))
                 }
                 _ => false,
             }
         })
     }
 
-    /// Queues a request on the page at which it stands; has the page read if it needs the content.
-    /// Returned: it need not wait any more.
+    /// Queues a request on its current page, and reads the page if the request needs its content.
+    /// Returns the request if it need not wait any more.
     fn wait_for_page(&self, job: Job) -> Option<Job> {
         let slot = job.slot();
         if matches!(job.request.op, Op::Discard | Op::WriteZeroes) && !job.needs_content() {
@@ -190,15 +189,15 @@ impl Ram {
         let mut job = Some(job);
         let waiter = |is_own| job.take().map(|job| Waiter::Retry { ram: self.clone(), job, is_own });
         match self.0.queue(slot, waiter) {
-            Some(Queued::Wanted(wanted)) => self.0.family.fault_in.read(vec![wanted]),
-            Some(Queued::Base(base)) => self.change_over(&base, slot, job.take()?),
-            Some(Queued::Waits) | None => {}
+            Some(Queued::PageToRead(wanted)) => self.0.family.fault_in.read(vec![wanted]),
+            Some(Queued::Base(base)) => self.change_over_base(&base, slot, job.take()?),
+            Some(Queued::InFlight) | None => {}
         }
         job
     }
 
-    /// Has a page read from the base, and then changed as the request says.
-    fn change_over(&self, base: &Base, slot: u64, job: Job) {
+    /// Reads a page from the base and then applies the request's change to it.
+    fn change_over_base(&self, base: &Base, slot: u64, job: Job) {
         let len = (base.size - slot * PAGE).min(PAGE);
         let buffer = match IoBuf::zeroed(len as usize) {
             Ok(buffer) => buffer,
@@ -211,7 +210,7 @@ impl Ram {
             }
             let mut page = [0; PAGE_BYTES];
             page[..buffer.len()].copy_from_slice(&buffer);
-            ram.put_over(job, &mut page);
+            ram.put_over_parent(job, &mut page);
         });
         base.device.submit(Request::read(slot * PAGE, len), buffer, done);
     }

@@ -1,4 +1,4 @@
-//! Each of zram's rules for itself, and compaction, growth and reset under traffic.
+//! Tests of zram's rules, and of compaction, growth and reset under traffic.
 
 use super::*;
 use crate::codec::{Algorithm, Params};
@@ -16,7 +16,7 @@ pub(super) fn ram(disksize: u64) -> Ram {
     Ram::new(config(disksize)).unwrap()
 }
 
-/// Pages of every kind: empty, 32- and 64-bit patterns, text, half noise, noise.
+/// Returns content of one of six kinds: zeroes, 32- and 64-bit patterns, text, half noise, noise.
 pub(super) fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = move || {
@@ -27,7 +27,7 @@ pub(super) fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
     };
     let word = next();
     let mut bytes = Vec::with_capacity(len + 8);
-    // By words: for a sanitizer, each access counts.
+    // Word by word: a sanitizer makes each access expensive.
     while bytes.len() < len {
         let eight = match kind % 6 {
             0 => [0; 8],
@@ -44,7 +44,7 @@ pub(super) fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_page_that_repeats_but_for_one_byte_is_stored_whole() {
+fn almost_same_filled_page_is_stored_whole() {
     let ram = ram(MIB);
     for at in [0, 3, 4, 7, 8, 2048, 4087, 4088, 4095] {
         let mut page = [0xA5; PAGE_BYTES];
@@ -58,7 +58,7 @@ fn a_page_that_repeats_but_for_one_byte_is_stored_whole() {
 }
 
 #[test]
-fn every_kind_of_page_comes_back() {
+fn pages_of_all_kinds_round_trip() {
     for algorithm in Algorithm::ALL {
         let ram = Ram::new(Config { comp_algorithm: algorithm, ..config(8 * MIB) }).unwrap();
         for round in 0..3 {
@@ -92,7 +92,7 @@ fn every_kind_of_page_comes_back() {
 }
 
 #[test]
-fn same_filled_pages_take_a_word_or_eight_bytes() {
+fn same_filled_page_takes_word_or_eight_bytes() {
     let ram = ram(MIB);
     let page = |pattern: u64| pattern.to_ne_bytes().repeat(PAGE_BYTES / 8);
     ram.write_at(0, &page(0), Flags::empty()).unwrap();
@@ -107,9 +107,9 @@ fn same_filled_pages_take_a_word_or_eight_bytes() {
 }
 
 #[test]
-fn pages_over_the_class_waste_line_are_stored_whole() {
+fn page_above_huge_threshold_is_stored_whole() {
     let ram = ram(MIB);
-    // Compresses to a little less than a page, yet over the line.
+    // Compresses to slightly less than a page, but above the huge-class threshold.
     let mut data = content(5, 3, PAGE_BYTES);
     data[..60].fill(0);
     ram.write_at(0, &data, Flags::empty()).unwrap();
@@ -123,7 +123,7 @@ fn pages_over_the_class_waste_line_are_stored_whole() {
 }
 
 #[test]
-fn the_limit_refuses_a_write_and_nothing_else() {
+fn mem_limit_fails_only_writes_needing_memory() {
     let ram = Ram::new(Config { mem_limit: 64 * PAGE - 5, ..config(4 * MIB) }).unwrap();
     assert_eq!(ram.mm_stat().mem_limit, 64 * PAGE, "rounded up to a page");
     let huge = |seed| content(5, seed, PAGE_BYTES);
@@ -131,7 +131,7 @@ fn the_limit_refuses_a_write_and_nothing_else() {
         ram.write_at(page * PAGE, &huge(page), Flags::empty()).unwrap();
     }
     assert_eq!(ram.mm_stat().mem_used_total, 64 * PAGE, "equal is allowed");
-    // In the middle of a large write: that write fails, what was there stays.
+    // In the middle of a large write: that write fails, and the old content stays.
     let large: Vec<u8> = (100..110).flat_map(huge).collect();
     assert_eq!(ram.write_at(60 * PAGE, &large, Flags::empty()), Err(Error::NoSpace));
     assert!(ram.mm_stat().mem_used_max > ram.mm_stat().mem_limit, "raised before the verdict");
@@ -145,11 +145,11 @@ fn the_limit_refuses_a_write_and_nothing_else() {
         ram.read_at(page * PAGE, &mut back).unwrap();
         assert!(back == huge(page) || back == huge(page + 40), "page {page} is neither old nor new");
     }
-    // Pages that need no memory can be written, and freeing makes room.
+    // Pages that need no memory can be written, and freeing makes space.
     ram.write_at(70 * PAGE, &[0x11; PAGE_BYTES], Flags::empty()).unwrap();
     ram.discard(0, 40 * PAGE).unwrap();
     ram.write_at(80 * PAGE, &huge(80), Flags::empty()).unwrap();
-    // A limit below the use evicts nothing, and then even a write that fits into a hole is refused.
+    // A limit below the use evicts nothing, and even a write that fits a hole fails.
     ram.set_mem_limit(PAGE);
     assert_eq!(ram.write_at(81 * PAGE, &huge(81), Flags::empty()), Err(Error::NoSpace));
     ram.read_at(80 * PAGE, &mut back).unwrap();
@@ -161,14 +161,14 @@ fn the_limit_refuses_a_write_and_nothing_else() {
 }
 
 #[test]
-fn a_failed_partial_write_leaves_the_page() {
+fn failed_partial_write_keeps_page() {
     let ram = ram(MIB);
     let old = content(4, 1, PAGE_BYTES);
     ram.write_at(0, &old, Flags::empty()).unwrap();
     ram.set_mem_limit(1);
     let first = ram.mm_stat().mem_used_total;
     assert!(first >= PAGE);
-    // Fill the one page that the limit allows, then patch with noise.
+    // Fill the only page that the limit allows, then patch with noise.
     ram.set_mem_limit(first);
     let mut wanted = old;
     let mut refused = 0;
@@ -189,7 +189,7 @@ fn a_failed_partial_write_leaves_the_page() {
 }
 
 #[test]
-fn reset_wipes_and_the_disk_goes_on() {
+fn reset_wipes_content_and_disk_stays_usable() {
     let ram = ram(64 * MIB);
     ram.write_at(0, &content(3, 1, 4 << 20), Flags::empty()).unwrap();
     ram.write_at(40 * MIB, &content(5, 1, 1 << 20), Flags::empty()).unwrap();
@@ -208,7 +208,7 @@ fn reset_wipes_and_the_disk_goes_on() {
 }
 
 #[test]
-fn it_grows_online_and_never_shrinks() {
+fn grow_online_and_shrink_fails() {
     let ram = ram(MIB - 5);
     assert_eq!(ram.geometry().size, MIB, "rounded up to a page");
     assert_eq!(ram.write_at(MIB, &[1; 512], Flags::empty()), Err(Error::OutOfRange));
@@ -224,7 +224,7 @@ fn it_grows_online_and_never_shrinks() {
 }
 
 #[test]
-fn an_empty_giant_costs_nothing_even_after_it_was_read() {
+fn empty_large_disk_needs_no_memory() {
     let ram = ram(16 << 40);
     let mut at = 0;
     let mut rows = 0;
@@ -247,9 +247,9 @@ fn an_empty_giant_costs_nothing_even_after_it_was_read() {
     assert_eq!((ram.memory().leaves_bytes, ram.mm_stat().mem_used_total), (0, 0));
 }
 
-/// Zeroes that may be no hole are same-filled pages; the others are nothing.
+/// Zeroes written without `MAY_FREE` are same-filled pages; with `MAY_FREE` they are holes.
 #[test]
-fn zeroes_are_a_hole_where_they_may_be() {
+fn write_zeroes_makes_hole_only_if_allowed() {
     let ram = Ram::new(config(4 << 20)).unwrap();
     let kinds = |offset, len| {
         let mut kinds = Vec::new();
@@ -264,7 +264,7 @@ fn zeroes_are_a_hole_where_they_may_be() {
     ram.write_zeroes(4096, 8192, Flags::empty()).unwrap();
     ram.write_zeroes(12288, 8192, Flags::MAY_FREE).unwrap();
     assert_eq!(kinds(4096, 16384), [(8192, ExtentKind::Zero), (8192, ExtentKind::Hole)]);
-    // Over nothing as well, in more than one try, and with parts of pages at the ends.
+    // Also over holes, in several `try_io` calls, with partial pages at the ends.
     ram.write_zeroes(512, (4 << 20) - 1024, Flags::empty()).unwrap();
     assert_eq!(ram.mm_stat().same_pages, 1023);
     let mut back = vec![9; 4 << 20];
@@ -273,7 +273,7 @@ fn zeroes_are_a_hole_where_they_may_be() {
 }
 
 #[test]
-fn the_end_of_the_largest_disk_can_be_described() {
+fn extents_cover_end_of_largest_disk() {
     let ram = ram(DISKSIZE_BYTES_MAX);
     let mut rows = Vec::new();
     let from = DISKSIZE_BYTES_MAX - (3 << 30);
@@ -297,10 +297,10 @@ fn the_end_of_the_largest_disk_can_be_described() {
 }
 
 #[test]
-fn content_of_the_same_class_takes_the_place_of_the_old() {
+fn write_of_same_class_overwrites_in_place() {
     let ram = ram(MIB);
     let page = |n: u64| {
-        // Half noise, half zeroes: objects of 2077 bytes or a little less, so of one class.
+        // Half noise, half zeroes: objects of about 2077 bytes, all in one class.
         let mut page = content(5, n, PAGE_BYTES);
         page[2052..].fill(0);
         page
@@ -313,7 +313,7 @@ fn content_of_the_same_class_takes_the_place_of_the_old() {
     let before = ram.mm_stat();
     for slot in 0..256 {
         ram.write_at(slot * PAGE, &page(slot + 1000), Flags::empty()).unwrap();
-        // Also a part of a page.
+        // A partial write, too.
         ram.write_at(slot * PAGE + 512, &content(5, slot, 512), Flags::empty()).unwrap();
     }
     assert_eq!((0..256).map(location).collect::<Vec<_>>(), places);
@@ -325,13 +325,13 @@ fn content_of_the_same_class_takes_the_place_of_the_old() {
         ram.read_at(slot * PAGE, &mut back).unwrap();
         assert!(back == wanted, "page {slot}");
     }
-    // Over the limit nothing is taken, as in the kernel, although it would fit.
+    // A pool above its limit stores nothing, as in the kernel, although the object would fit.
     ram.set_mem_limit(PAGE);
     assert_eq!(ram.write_at(0, &page(5000), Flags::empty()), Err(Error::NoSpace));
 }
 
 #[test]
-fn disks_share_their_streams() {
+fn disks_with_equal_parameters_share_streams() {
     let (a, b) = (ram(MIB), ram(MIB));
     assert!(std::ptr::eq(a.0.pages.codecs.primary(), b.0.pages.codecs.primary()));
     let params = Params::parse("level=2").unwrap();
@@ -340,8 +340,8 @@ fn disks_share_their_streams() {
 }
 
 #[test]
-fn compaction_under_traffic_moves_objects_and_harms_none() {
-    // Nobody else has it: it is taken apart in the end.
+fn compact_under_traffic_keeps_content() {
+    // The test dismantles the family at the end, so it holds the only reference.
     let family = FamilyParts::new(config(64 * MIB)).unwrap();
     let mut ram = Ram::make(&family, 64 * MIB, Parent::Nothing, Arc::default()).unwrap();
     drop(family);
@@ -349,7 +349,7 @@ fn compaction_under_traffic_moves_objects_and_harms_none() {
     for page in 0..pages {
         ram.write_at(page * PAGE, &content((page % 3) as u8 + 3, page, PAGE_BYTES), Flags::empty()).unwrap();
     }
-    // Every other page of the upper half goes: its spans are half empty.
+    // Every other page of the upper half is freed: its spans are half empty.
     for page in (pages / 2..pages).step_by(2) {
         ram.discard(page * PAGE, PAGE).unwrap();
     }
@@ -361,7 +361,7 @@ fn compaction_under_traffic_moves_objects_and_harms_none() {
                 scope.spawn(move || {
                     let mut page_data = vec![0; PAGE_BYTES];
                     for round in 0..effort(1, 6_u64) {
-                        // The lower half is rewritten, the upper one read.
+                        // The lower half is rewritten, the upper half read.
                         for page in (0..pages / 2).filter(|p| p % 2 == thread) {
                             let data = content((page + round) as u8 % 3 + 3, page + round, PAGE_BYTES);
                             ram.write_at(page * PAGE, &data, Flags::empty()).unwrap();
@@ -386,21 +386,21 @@ fn compaction_under_traffic_moves_objects_and_harms_none() {
     let after = ram.mm_stat();
     assert!(after.pages_compacted > 0);
     assert!(after.mem_used_total < before.mem_used_total, "{before:?} {after:?}");
-    // All packed: little more than rounding is left over.
+    // Fully compacted: only rounding is wasted.
     assert!(after.mem_used_total as f64 <= after.compr_data_size as f64 * 1.06, "{after:?}");
     for page in (pages / 2..pages).filter(|p| p % 2 == 1) {
         let mut back = vec![0; PAGE_BYTES];
         ram.read_at(page * PAGE, &mut back).unwrap();
         assert!(back == content((page % 3) as u8 + 3, page, PAGE_BYTES), "page {page}");
     }
-    // The tables are the truth: learn the pool's state again from them, and find the same.
+    // Rebuild the pool's state from the tables.
     assert!(ram.0.chain.get().abandon(&ram.0.pages).0.is_some());
     let layer = ram.0.layer();
     let words: Vec<_> = (0..pages)
         .filter_map(|slot| Some((layer.owner(slot), layer.table().leaf(slot)?.peek(slot))))
         .collect();
     let inner = Arc::get_mut(&mut ram.0).unwrap();
-    // The parts that hold its pages, too, go.
+    // The old family parts hold the pages, too: replace them.
     inner.family = FamilyParts::new(config(64 * MIB)).unwrap();
     let pool = &mut Arc::get_mut(&mut inner.pages).unwrap().pool;
     let pages_before = pool.pages();
@@ -417,7 +417,7 @@ fn compaction_under_traffic_moves_objects_and_harms_none() {
 }
 
 #[test]
-fn resets_under_traffic_lose_nothing_but_content() {
+fn reset_under_traffic_leaks_nothing() {
     let ram = ram(8 * MIB);
     std::thread::scope(|scope| {
         let traffic: Vec<_> = (0..3_u64)
@@ -449,7 +449,7 @@ fn resets_under_traffic_lose_nothing_but_content() {
 }
 
 #[test]
-fn a_try_does_not_wait_for_the_memory_of_a_removed_device() {
+fn try_io_does_not_wait_for_removed_device() {
     let ram = Ram::new(Config { mem_limit: MIB, ..config(16 * MIB) }).unwrap();
     let write = |page: u64, round: u64| {
         ram.write_at(page * PAGE, &content(5, page << 8 | round, PAGE_BYTES), Flags::empty())
@@ -461,9 +461,9 @@ fn a_try_does_not_wait_for_the_memory_of_a_removed_device() {
     for page in 0..120 {
         write(page, 1).unwrap();
     }
-    let (tell, told) = std::sync::mpsc::channel();
+    let (sender, result) = std::sync::mpsc::channel();
     let full = {
-        // What is pinned here keeps the cleaner from getting on with the snapshot.
+        // The pin blocks the cleaner's processing of the snapshot.
         let leave = std::sync::Arc::new(std::sync::Barrier::new(2));
         let (entered, is_pinned) = std::sync::mpsc::channel();
         let pinned = {
@@ -487,24 +487,24 @@ fn a_try_does_not_wait_for_the_memory_of_a_removed_device() {
             }
         };
         assert_eq!(full.0, Ok(Tried::WouldBlock), "a removed device is about to give memory back");
-        let tell = tell.clone();
-        let done = Completion::new(move |outcome, _| tell.send(outcome).unwrap());
+        let sender = sender.clone();
+        let done = Completion::new(move |outcome, _| sender.send(outcome).unwrap());
         ram.submit(full.1, IoBuf::copy_of(&full.2).unwrap(), done);
-        assert!(told.try_recv().is_err(), "it was answered before there is memory");
+        assert!(result.try_recv().is_err(), "it was answered before there is memory");
         leave.wait();
         pinned.join().unwrap();
         full
     };
-    assert_eq!(told.recv().unwrap(), Ok(()));
+    assert_eq!(result.recv().unwrap(), Ok(()));
     let mut back = vec![0; PAGE_BYTES];
     ram.read_at(full.1.offset, &mut back).unwrap();
     assert!(back == full.2);
 }
 
-/// The page within which a device ends is emptied as a whole only where it ends there still when
-/// the slot is locked: else somebody may have written behind that end meanwhile.
+/// The last page is emptied as a whole only if the device still ends there under the slot's lock: a
+/// write beyond the old end may have happened meanwhile.
 #[test]
-fn the_last_page_is_emptied_only_if_it_is_the_last_one_still() {
+fn free_end_rechecks_size_under_lock() {
     let config = ForkConfig { size: Some(PAGE + 1536), ..ForkConfig::default() };
     let fork = ram(PAGE).snapshot().unwrap().fork(&config).unwrap();
     fork.write_at(PAGE, &[1; 1536], Flags::empty()).unwrap();

@@ -1,6 +1,10 @@
-//! The keeper of a family: a thread that does the background's work (see [`evict`](super::evict))
-//! and waits for the backing device. It holds the family by a weak reference while it has nothing
-//! to do.
+//! The keeper: a family's thread for background work (see [`evict`](super::evict)), which waits for
+//! the backing device. While idle it holds the family only weakly.
+//!
+//! Requests that waited continue on the family's work queue, which never waits for the device. The
+//! keeper does wait for the device, and a thread of the device must not be blocked. The threads of a
+//! family start when they are needed: with a backing device, automatic recompression, a base outside
+//! the family, a restore, or the first request that waits.
 
 use std::sync::{Arc, Weak};
 
@@ -9,34 +13,34 @@ use super::parts::FamilyParts;
 use crate::clock::{TICK, now_ms};
 use freestone_core::sync::thread;
 
-/// The priority of the thread that spills. Where CPUs are short, those who fill the memory have to
-/// wait for it, and a neighbour that does not is held up less: it kept 0.75 of its speed at 0.
-/// Below, what else the machine does would hold up the spilling.
+/// Nice value of the keeper. If CPUs are short, writers that fill memory must wait for the keeper
+/// anyway, and other devices suffer less: at 0 a neighbour kept 0.75 of its speed. A higher value
+/// would let other load of the machine delay evictions.
 const NICE: i32 = 10;
 
-/// Says to a family's keeper how its thread is started.
-pub(super) fn prepare(family: &Arc<FamilyParts>) {
+/// Sets the function that starts the keeper's thread.
+pub(super) fn prepare_keeper(family: &Arc<FamilyParts>) {
     let (keeper, weak) = (Arc::downgrade(&family.pages.keeper), Arc::downgrade(family));
     let start = move || {
         let Some(keeper) = keeper.upgrade() else { return Ok(()) };
         let family = Weak::clone(&weak);
-        thread::Builder::new().name("keeper".into()).spawn(move || keep(&keeper, &family)).map(drop)
+        thread::Builder::new().name("keeper".into()).spawn(move || run_keeper(&keeper, &family)).map(drop)
     };
     family.pages.keeper.set_starter(Box::new(start));
 }
 
-fn keep(keeper: &Keeper, family: &Weak<FamilyParts>) {
-    // No thread but ours is meant: without a process the call is for the calling thread.
+fn run_keeper(keeper: &Keeper, family: &Weak<FamilyParts>) {
+    // Affects this thread only: without a process id the call applies to the calling thread.
     if let Err(error) = rustix::process::setpriority_process(None, NICE) {
-        tracing::debug!("the thread that spills keeps its priority: {error}");
+        tracing::debug!("cannot lower the priority of the keeper thread: {error}");
     }
     let mut last_tick = now_ms();
     while let Some(waiting) = keeper.next_round(last_tick) {
         let Some(family) = family.upgrade() else { return };
-        family.evict.make_room(waiting);
+        family.evict.evict_as_needed(waiting);
         if now_ms() - last_tick >= TICK.as_millis() as u64 {
             last_tick = now_ms();
-            family.evict.reclaim.if_worth_it();
+            family.evict.reclaim.reclaim_if_needed();
             family.auto.step();
         }
     }

@@ -1,7 +1,7 @@
-//! What a request that changes content waits for, and how it goes on or ends then.
+//! Waits of requests that change content, and their resumption or failure.
 
 use super::job::Job;
-use super::removals::Hope;
+use super::removals::SpaceRetry;
 use super::stats::counter;
 use super::{Ram, piece};
 use crate::codec::Page;
@@ -10,46 +10,46 @@ use freestone_core::client_log;
 use freestone_core::device::Error;
 
 impl Ram {
-    /// Has a request wait for something after which the work queue carries on with it.
+    /// Queues a request for something whose wake-up resumes it on the work queue.
     fn wait_for_work_queue(&self, job: Job, wait: impl FnOnce(Job) -> Option<Job>) -> Option<Job> {
         match self.0.pages.keeper.start() {
             Ok(()) => wait(job),
             Err(error) => {
-                client_log!(error, %error, "no thread for requests that wait");
+                client_log!(error, %error, "cannot start the thread for requests that wait");
                 self.fail_write(job, Error::NoMemory);
                 None
             }
         }
     }
 
-    /// A request that changes content goes on when no snapshot is just beginning.
+    /// Queues a request until the snapshot in progress is taken.
     pub(super) fn wait_for_thaw(&self, job: Job) -> Option<Job> {
         self.wait_for_work_queue(job, |job| self.0.chain.get().hold((self.clone(), job)).map(|(_, job)| job))
     }
 
-    /// A request that found no memory goes on when a removed device has given back its own.
+    /// Queues a request without memory until a removed device has freed its own.
     pub(super) fn wait_for_removal(&self, job: Job) -> Option<Job> {
         self.wait_for_work_queue(job, |job| self.0.pages.removals.wait(self, job))
     }
 
-    /// A request that found no room, and no hope for any, goes on when others have made some.
-    pub(super) fn wait_for_room(&self, mut job: Job) -> Option<Job> {
+    /// Queues a request until space is freed.
+    pub(super) fn wait_for_space(&self, mut job: Job) -> Option<Job> {
         let full = &self.0.pages.full;
-        job.waits.get_or_insert_with(|| self.0.limits.room.begin(full.when().timeout));
+        job.waits.get_or_insert_with(|| self.0.limits.room.begin_wait(full.when().timeout));
         self.wait_for_work_queue(job, |job| {
             let again = full.waiters.wait((self.clone(), job), |(_, job)| &mut job.room);
-            // Who ended all waiting meanwhile may not have seen it.
-            if again.is_none() && self.0.limits.room.is_closed() {
-                self.0.pages.end_waiting(self);
+            // A concurrent `no_waiting` may have missed this request.
+            if again.is_none() && self.0.limits.room.are_waits_disabled() {
+                self.0.pages.end_space_waits(self);
             }
             again.map(|(_, job)| job)
         })
     }
 
-    /// A request without room waits for some, or fails.
-    fn without_room(&self, job: Job) -> Option<Job> {
-        match self.0.no_room() {
-            Ok(()) => self.wait_for_room(job),
+    /// Makes a request without space wait for some, or fails it.
+    fn wait_or_fail(&self, job: Job) -> Option<Job> {
+        match self.0.check_may_wait() {
+            Ok(()) => self.wait_for_space(job),
             Err(error) => {
                 self.fail_write(job, error);
                 None
@@ -63,44 +63,42 @@ impl Ram {
             self.0.counters.add(counter::WRITESTALL, 1);
             return pages.keeper.wait_for_memory(self.clone(), job);
         }
-        // What a removed device has, in memory and on the backing device, is no room for one that
-        // is at its own cap.
+        // Memory of a removed device does not help a device at its own cap.
         let has_room = self.0.layer().has_room(PAGE_BYTES);
-        let hope = if has_room { self.0.hope(&mut job.ended) } else { Hope::None };
+        let retry = if has_room { self.0.space_retry(&mut job.ended) } else { SpaceRetry::No };
         let job = Job { last_try: false, ..job };
-        let job = match hope {
-            Hope::Later => self.wait_for_removal(job),
-            Hope::Again => Some(job),
-            // Of what is being freed something is on its way from the backing device.
-            Hope::None if has_room && pages.is_freeing() => {
+        let job = match retry {
+            SpaceRetry::AfterRemoval => self.wait_for_removal(job),
+            SpaceRetry::Now => Some(job),
+            // Some pages of retired layers are in flight from the backing device.
+            SpaceRetry::No if has_room && pages.is_freeing() => {
                 return pages.keeper.wait_for_tick(self.clone(), job);
             }
-            Hope::None => self.without_room(job),
+            SpaceRetry::No => self.wait_or_fail(job),
         };
         if let Some(job) = job {
             pages.keeper.resume(self.clone(), job);
         }
     }
 
-    /// Does a request's change of a part of a page, of which `parent` is the content below the
-    /// device. Where the device has the page itself by now, or writers are held up, the request
-    /// tries again.
-    pub(super) fn put_over(&self, mut job: Job, parent: &mut Page) {
+    /// Applies a request's change to part of a page whose content in the parent is `parent`.
+    /// Retries the request if the device has its own page by now, or writers are frozen.
+    pub(super) fn put_over_parent(&self, mut job: Job, parent: &mut Page) {
         let slot = job.slot();
         let (_, from, len) = piece(job.request.offset, job.request.len);
         job.part(len).put(from, parent);
-        let error = match self.0.put_over(slot, parent) {
+        let error = match self.0.put_over_parent(slot, parent) {
             Some(Ok(Ok(()))) => return self.done_with_page(job, len),
             Some(Ok(Err(error))) => error,
             Some(Err(_)) => return self.wait_for_memory(job),
             None => return self.0.pages.keeper.resume(self.clone(), job),
         };
-        let hope = if error == Error::NoSpace { self.0.hope(&mut job.ended) } else { Hope::None };
-        let job = match hope {
-            Hope::None if error == Error::NoSpace => self.without_room(job),
-            Hope::None => return self.fail_write(job, error),
-            Hope::Again => Some(job),
-            Hope::Later => self.wait_for_removal(job),
+        let retry = if error == Error::NoSpace { self.0.space_retry(&mut job.ended) } else { SpaceRetry::No };
+        let job = match retry {
+            SpaceRetry::No if error == Error::NoSpace => self.wait_or_fail(job),
+            SpaceRetry::No => return self.fail_write(job, error),
+            SpaceRetry::Now => Some(job),
+            SpaceRetry::AfterRemoval => self.wait_for_removal(job),
         };
         if let Some(job) = job {
             self.0.pages.keeper.resume(self.clone(), job);
@@ -112,7 +110,7 @@ impl Ram {
         job.done.complete(Err(error), job.buffer);
     }
 
-    /// A request has changed `len` bytes of the page at which it stood.
+    /// Completes or continues a request after `len` bytes of its current page are changed.
     pub(super) fn done_with_page(&self, mut job: Job, len: usize) {
         if job.request.len == len as u64 {
             return job.done.complete(Ok(()), job.buffer);

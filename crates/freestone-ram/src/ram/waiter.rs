@@ -1,4 +1,4 @@
-//! Who waits for pages that are not in memory, and where readers are expected next.
+//! Waiters for pages that are not in memory, and detection of sequential readers.
 
 use super::Ram;
 use super::job::Job;
@@ -6,32 +6,35 @@ use crate::spill::objects::Spilled;
 use freestone_core::device::{Error, Result};
 use freestone_core::sync::{Arc, AtomicU64, Mutex, Ordering};
 
-/// Sequential readers that are known at once.
+/// Number of sequential readers tracked at once.
 const READERS: usize = 8;
 
-/// A page that is to be read from the device.
-pub(super) struct Wanted {
+/// A page to read from the backing device.
+pub(super) struct PageToRead {
     pub flight: u64,
-    /// As its slot had it.
+    /// Location of the page, from its slot.
     pub spilled: Spilled,
 }
 
-impl AsRef<Spilled> for Wanted {
+impl AsRef<Spilled> for PageToRead {
     fn as_ref(&self) -> &Spilled {
         &self.spilled
     }
 }
 
-/// Who waits for a slot in flight.
+/// A request that waits for a slot in flight.
 pub(super) enum Waiter {
-    /// A read that wants the page's content.
     Page(Arc<Fetch>, Piece),
-    /// Another request, which will try again; for a page of the device's own, or for one that lies
-    /// below it.
-    Retry { ram: Ram, job: Job, is_own: bool },
+    /// Another request, to be retried; `is_own` if the page is the device's own and not its
+    /// parent's.
+    Retry {
+        ram: Ram,
+        job: Job,
+        is_own: bool,
+    },
 }
 
-/// A part of what is read, and where it goes in a request's buffer.
+/// A part of fetched content, and its place in a request's buffer.
 #[derive(Clone, Copy)]
 pub(super) struct Piece {
     pub at: usize,
@@ -39,25 +42,24 @@ pub(super) struct Piece {
     pub len: usize,
 }
 
-/// A read that waits for pages.
 pub(super) struct Fetch {
     pub ram: Ram,
     pub state: Mutex<Fetching>,
 }
 
-/// Lock order: `state` is taken before a slot while pages are gathered, and with no slot held when
-/// they arrive.
+/// State of a [`Fetch`]. Lock order: taken before a slot while pages are gathered, and with no slot
+/// locked when they arrive.
 pub(super) struct Fetching {
     pub job: Option<Job>,
-    /// Bytes that are done when nothing is pending any more.
+    /// Bytes done once nothing is pending.
     pub bytes: u64,
     pub pending: usize,
     pub error: Option<Error>,
 }
 
 impl Fetch {
-    /// Something that is pending has come, or failed; the last one carries the request on. What
-    /// lies beyond the content is zeroes.
+    /// Delivers or fails one pending piece; the last one continues the request. Bytes beyond
+    /// `outcome` become zeroes.
     pub fn deliver(&self, piece: Option<Piece>, outcome: Result<&[u8]>) {
         let mut fetching = self.state.lock();
         match (outcome, piece, &mut fetching.job) {
@@ -89,7 +91,7 @@ impl Fetch {
     }
 }
 
-/// Where sequential readers are expected next.
+/// Expected next pages of sequential readers.
 #[derive(Default)]
 pub(super) struct Readers {
     next: [AtomicU64; READERS],
@@ -97,11 +99,11 @@ pub(super) struct Readers {
 }
 
 impl Readers {
-    /// Whether a read of `[first, end)` goes on where another ended.
+    /// Returns true if a read of `[first, end)` continues where an earlier one ended.
     pub fn is_sequential(&self, first: u64, end: u64) -> bool {
-        // Relaxed: a guess. 0 is nobody.
+        // Relaxed: a guess. 0 is an unused entry.
         let known = self.next.iter().find(|next| first != 0 && next.load(Ordering::Relaxed) == first);
-        // Relaxed: whose place is taken does not matter.
+        // Relaxed: any entry may be replaced.
         let turn = || self.turn.fetch_add(1, Ordering::Relaxed) as usize % READERS;
         // Relaxed: as above.
         known.unwrap_or_else(|| &self.next[turn()]).store(end, Ordering::Relaxed);

@@ -1,4 +1,9 @@
-//! One page at a time: how a slot's content is replaced and freed.
+//! Replacing and freeing the content of one slot.
+//!
+//! A new object of the same size class overwrites the old one under the slot's lock. The overwrite
+//! needs no allocation, and halves the time of a rewrite if pages compress alike. Failure is
+//! impossible, as the new object is complete before. A process that dies during the copy leaves a
+//! torn page of a write that was never completed.
 
 use std::cell::Cell;
 
@@ -6,8 +11,8 @@ use super::chain::View;
 use super::job::Part;
 use super::layer::Layer;
 use super::pages::Pages;
-use super::parent::Look;
-use super::read::{PageResult, Waits};
+use super::parent::ReadEnd;
+use super::read::{MustWait, PageResult};
 use crate::codec::{Page, Scratch};
 use crate::pool::Pool;
 use freestone_core::PAGE_BYTES;
@@ -15,25 +20,25 @@ use freestone_core::device::{Error, Result};
 use freestone_core::slot::{Kind, Leaf, SlotGuard, Word};
 
 thread_local! {
-    /// Size of the last object that this thread wrote: a guess at the next one's.
+    /// Size of the last object that this thread wrote: an estimate for the next one.
     static LAST_OBJECT_BYTES: Cell<usize> = const { Cell::new(0) };
 }
 
-/// What changing a part of a page came to.
+/// Result of a change to part of a page.
 pub(super) enum Patched {
     Done,
-    /// Nothing: the page lies on a base, which is not read under a lock.
+    /// Nothing changed: the page is on a base, which must not be read under a slot lock.
     OnBase,
 }
 
 impl Pages {
-    /// Replaces a whole page. The new content is complete before the old one goes: a failure leaves
-    /// the old data.
+    /// Replaces a whole page. The new object is complete before the old one is freed: a failure
+    /// leaves the old data.
     #[inline]
     pub(super) fn write_page(&self, view: &View, leaf: Leaf<'_>, slot: u64, page: &Page) -> PageResult {
         let seen = leaf.peek(slot);
         if Pool::same_class(LAST_OBJECT_BYTES.get(), seen.stored_bytes()) {
-            // Then this one is likely to fit, too: its place may come nearer while we compress.
+            // The new object probably fits too: prefetch its place during compression.
             self.pool.prefetch_for_write(seen);
         }
         let mut scratch = Scratch::new();
@@ -42,7 +47,7 @@ impl Pages {
         if self.fits(&packed, seen) {
             let guard = leaf.lock(slot);
             if guard.word().kind() == Kind::InFlight {
-                return Err(Waits);
+                return Err(MustWait);
             }
             if self.fits(&packed, guard.word()) && !view.must_preserve(slot) {
                 self.overwrite(&view.layer, guard, &packed);
@@ -51,18 +56,18 @@ impl Pages {
         }
         let new = match self.store(&view.layer, slot, &packed) {
             Ok(new) => new,
-            Err(error) => return self.refused(error),
+            Err(error) => return self.wait_or_error(error),
         };
         let guard = leaf.lock(slot);
         if guard.word().kind() == Kind::InFlight {
             drop(guard);
             self.release(new);
-            return Err(Waits);
+            return Err(MustWait);
         }
         Ok(self.replace(view, slot, guard, new))
     }
 
-    /// Replaces a part of a page, under the slot's lock from the read to the write.
+    /// Replaces part of a page, under the slot's lock from read to write.
     pub(super) fn patch_page(
         &self,
         view: &View,
@@ -74,11 +79,11 @@ impl Pages {
         let guard = leaf.lock(slot);
         let mut page = [0; PAGE_BYTES];
         let loaded = match guard.word().kind() {
-            Kind::InFlight | Kind::Spilled => return Err(Waits),
+            Kind::InFlight | Kind::Spilled => return Err(MustWait),
             Kind::Empty => match view.parent.page(slot, &mut page) {
-                Ok(Look::All) => Ok(()),
-                Ok(Look::Waits) => return Err(Waits),
-                Ok(Look::Base(..) | Look::Staged(..)) => return Ok(Ok(Patched::OnBase)),
+                Ok(ReadEnd::Complete) => Ok(()),
+                Ok(ReadEnd::MustWait) => return Err(MustWait),
+                Ok(ReadEnd::Base(..) | ReadEnd::Staged(..)) => return Ok(Ok(Patched::OnBase)),
                 Err(error) => Err(error),
             },
             _ => self.load(&guard, &mut page),
@@ -90,7 +95,7 @@ impl Pages {
         self.put_page(view, slot, guard, &page).map(|put| put.map(|()| Patched::Done))
     }
 
-    /// Puts a whole page into a locked slot.
+    /// Stores a whole page in a locked slot.
     #[inline(never)]
     pub(super) fn put_page(&self, view: &View, slot: u64, guard: SlotGuard<'_>, page: &Page) -> PageResult {
         let mut scratch = Scratch::new();
@@ -101,32 +106,32 @@ impl Pages {
         }
         match self.store(&view.layer, slot, &packed) {
             Ok(new) => Ok(self.replace(view, slot, guard, new)),
-            Err(error) => self.refused(error),
+            Err(error) => self.wait_or_error(error),
         }
     }
 
-    /// What becomes of a write that could not be stored.
+    /// Returns the outcome of a write that could not be stored: [`MustWait`] if eviction may help.
     #[cold]
-    pub(super) fn refused<T>(&self, error: Error) -> PageResult<T> {
-        if error == Error::NoSpace && self.store.is_some() { Err(Waits) } else { Ok(Err(error)) }
+    pub(super) fn wait_or_error<T>(&self, error: Error) -> PageResult<T> {
+        if error == Error::NoSpace && self.store.is_some() { Err(MustWait) } else { Ok(Err(error)) }
     }
 
-    /// Returns the leaf of a slot, for a word that is all there is of its page. One that is made counts
-    /// against the family's limit: the pool can grow less. Where the pool is full, marks go on until
-    /// their leaves alone reach the limit.
+    /// Returns the leaf of a slot whose page needs no object. A new leaf counts against the
+    /// family's limit and reduces the pool's share of it. If the pool is full, new leaves are
+    /// allowed until they alone reach the limit.
     ///
     /// # Errors
-    /// [`Error::NoSpace`] there, [`Error::NoMemory`].
+    /// [`Error::NoSpace`] at that limit; [`Error::NoMemory`].
     fn leaf_of_marks<'v>(&self, view: &'v View, slot: u64) -> Result<Leaf<'v>> {
         let table = view.layer.table();
         match table.leaf(slot) {
             Some(leaf) => Ok(leaf),
-            None if self.pool.is_full_beside() => Err(Error::NoSpace),
+            None if self.pool.is_limit_used_outside() => Err(Error::NoSpace),
             None => table.leaf_of_marks(slot),
         }
     }
 
-    /// Makes the leaf of a slot to which `data` is written.
+    /// Allocates the leaf of a slot for a write of `data`.
     ///
     /// # Errors
     /// As [`leaf_of_marks`](Self::leaf_of_marks).
@@ -139,27 +144,32 @@ impl Pages {
         view.layer.table().leaf_or_new(slot)
     }
 
-    /// The leaf of a slot that is to be emptied, if it needs one, and what the slot holds then:
-    /// where something else than zeroes may lie below (the slot is not `bare`), that is covered with
-    /// zeroes.
+    /// Returns the leaf of a slot to be emptied (`None` if nothing needs a change) and the slot's
+    /// new word: a zero page if the parent may have other content there, that is if the slot is not
+    /// `over_zeroes`.
     #[inline]
-    fn to_empty<'v>(&self, view: &'v View, slot: u64, is_bare: bool) -> Result<Option<(Leaf<'v>, Word)>> {
-        if !is_bare && view.parent.reaches(slot) {
+    fn prepare_empty<'v>(
+        &self,
+        view: &'v View,
+        slot: u64,
+        over_zeroes: bool,
+    ) -> Result<Option<(Leaf<'v>, Word)>> {
+        if !over_zeroes && view.parent.reaches(slot) {
             return Ok(Some((self.leaf_of_marks(view, slot)?, Word::same(0))));
         }
         Ok(view.layer.table().leaf(slot).map(|leaf| (leaf, Word::EMPTY)))
     }
 
-    /// Makes a page one of zeroes that is no hole.
+    /// Replaces a page with a zero page that is not a hole.
     pub(super) fn fill_page(&self, view: &View, slot: u64) -> PageResult {
         let leaf = match self.leaf_of_marks(view, slot) {
             Ok(leaf) => leaf,
-            Err(error) => return self.refused(error),
+            Err(error) => return self.wait_or_error(error),
         };
         let new = Word::same(0).with_age(self.ages.now());
         let guard = leaf.lock(slot);
         match guard.word() {
-            word if word.kind() == Kind::InFlight => Err(Waits),
+            word if word.kind() == Kind::InFlight => Err(MustWait),
             word if is_zeroes(word) => Ok(Ok(())),
             Word::EMPTY if !view.parent.reaches(slot) => {
                 self.exchange_zeroes(view, guard, new);
@@ -169,32 +179,38 @@ impl Pages {
         }
     }
 
-    /// Puts another word for zeroes into a locked slot that reads as zeroes. Nobody sees a change, so
-    /// nothing is kept for snapshots, and nothing is to be saved.
+    /// Exchanges one representation of zeroes for another. The content does not change, so no
+    /// snapshot needs the old word.
     fn exchange_zeroes(&self, view: &View, guard: SlotGuard<'_>, new: Word) {
         let old = guard.word();
         guard.publish(new);
         view.layer.account(&self.layers, old, new);
     }
 
-    /// Empties a slot, over zeroes if it is `bare`. Returns whether there was anything. A hint (not
-    /// `exact`) for which there is no room leaves the page as it is.
-    pub(super) fn free_page(&self, view: &View, slot: u64, is_bare: bool, exact: bool) -> PageResult<bool> {
-        let (leaf, new) = match self.to_empty(view, slot, is_bare) {
+    /// Empties a slot. Returns true if it had content. `over_zeroes`: the parent reads as zeroes
+    /// here. If there is no space for a mark, a hint (not `exact`) leaves the page as it is.
+    pub(super) fn free_page(
+        &self,
+        view: &View,
+        slot: u64,
+        over_zeroes: bool,
+        exact: bool,
+    ) -> PageResult<bool> {
+        let (leaf, new) = match self.prepare_empty(view, slot, over_zeroes) {
             Ok(Some(found)) => found,
             Ok(None) => return Ok(Ok(false)),
             Err(Error::NoSpace) if !exact => return Ok(Ok(false)),
-            Err(error) => return self.refused(error),
+            Err(error) => return self.wait_or_error(error),
         };
         let is_free = |word: Word| if new == Word::EMPTY { word == new } else { is_zeroes(word) };
         if is_free(leaf.peek(slot)) {
-            // A write that is going on is not ordered against this request: the slot may as well be
-            // empty after it.
+            // A concurrent write is not ordered against this request: emptying the slot first is a
+            // valid order.
             return Ok(Ok(false));
         }
         let guard = leaf.lock(slot);
         if guard.word().kind() == Kind::InFlight {
-            return Err(Waits);
+            return Err(MustWait);
         }
         if is_free(guard.word()) {
             return Ok(Ok(false));
@@ -206,37 +222,37 @@ impl Pages {
         Ok(self.replace(view, slot, guard, new).map(|()| true))
     }
 
-    /// Empties the slot of the page within which the device ends, if it `is_end` still when nobody
-    /// writes to it. `None`: it is not, so behind what is to be emptied there may be something.
-    /// Else as [`free_page`](Self::free_page).
+    /// Empties the slot of the page in which the device ends, as [`free_page`](Self::free_page).
+    /// `None`: `is_end` is no longer true under the slot's lock, so the page may have content
+    /// beyond the request's end.
     #[cold]
     pub(super) fn free_end(
         &self,
         view: &View,
         slot: u64,
-        is_bare: bool,
+        over_zeroes: bool,
         is_end: impl Fn() -> bool,
     ) -> PageResult<Option<bool>> {
-        let (leaf, new) = match self.to_empty(view, slot, is_bare) {
+        let (leaf, new) = match self.prepare_empty(view, slot, over_zeroes) {
             Ok(Some(found)) => found,
             Ok(None) => return Ok(Ok(Some(false))),
-            // A part of a page can be spilled, a mark cannot.
+            // Eviction can make space for a partial page's object, but not for a mark.
             Err(Error::NoSpace) => return Ok(Ok(None)),
             Err(error) => return Ok(Err(error)),
         };
         let guard = leaf.lock(slot);
-        // Who writes behind the old end has seen the new size before it locked the slot.
+        // A write beyond the old end has read the new size before it locks the slot.
         if !is_end() {
             return Ok(Ok(None));
         }
         match guard.word() {
             word if word == new || new != Word::EMPTY && is_zeroes(word) => Ok(Ok(Some(false))),
-            word if word.kind() == Kind::InFlight => Err(Waits),
+            word if word.kind() == Kind::InFlight => Err(MustWait),
             _ => Ok(self.replace(view, slot, guard, new).map(|()| Some(true))),
         }
     }
 
-    /// Finds the form in which a page is stored.
+    /// Chooses the stored form of a page: pattern, compressed or uncompressed.
     #[inline]
     fn pack<'p>(&self, page: &'p Page, scratch: &'p mut Scratch) -> Packed<'p> {
         match same_filled(page) {
@@ -248,7 +264,7 @@ impl Pages {
         }
     }
 
-    /// Stores a page's content for a slot and returns the word that says so.
+    /// Stores a page for a slot and returns the slot's word.
     #[inline]
     fn store(&self, layer: &Layer, slot: u64, packed: &Packed<'_>) -> Result<Word> {
         let bytes = packed.bytes();
@@ -262,40 +278,40 @@ impl Pages {
         if !layer.has_room(object.len()) {
             return Err(Error::NoSpace);
         }
-        match self.pool.store(object, layer.owner(slot), self.layers.kept_from(layer)) {
+        match self.pool.store(object, layer.owner(slot), self.layers.pages_reserved_for_others(layer)) {
             Err(Error::NoSpace) => self.store_after_freeing(layer, slot, object),
             stored => stored,
         }
     }
 
-    /// As long as something is being freed in the background there may be room.
+    /// Stores an object with space from layers that are being freed in the background.
     #[cold]
     fn store_after_freeing(&self, layer: &Layer, slot: u64, object: &[u8]) -> Result<u64> {
         loop {
-            let freed = self.help_to_free();
-            match self.pool.store(object, layer.owner(slot), self.layers.kept_from(layer)) {
+            let freed = self.free_leaf_or_yield();
+            match self.pool.store(object, layer.owner(slot), self.layers.pages_reserved_for_others(layer)) {
                 Err(Error::NoSpace) if freed => {}
                 stored => return stored,
             }
         }
     }
 
-    /// Packs a page and stores it for a slot.
+    /// Compresses a page and stores it for a slot.
     #[inline(never)]
     pub(super) fn store_page(&self, layer: &Layer, slot: u64, page: &Page) -> Result<Word> {
         let mut scratch = Scratch::new();
         self.store(layer, slot, &self.pack(page, &mut scratch))
     }
 
-    /// Whether the new content can go where the old object lies. Over its limit the pool takes
+    /// Returns true if the new object can overwrite the old one. A pool above its limit stores
     /// nothing, as in the kernel.
     #[inline]
     fn fits(&self, packed: &Packed<'_>, old: Word) -> bool {
-        Pool::same_class(packed.bytes().len(), old.stored_bytes()) && !self.pool.is_over_limit()
+        Pool::same_class(packed.bytes().len(), old.stored_bytes()) && !self.pool.exceeds_lowered_limit()
     }
 
-    /// Puts content that [`fits`](Self::fits) into the place of the old object. Readers see the old
-    /// or the new: they need the slot's lock.
+    /// Overwrites the old object with content that [`fits`](Self::fits). Readers see the old or the
+    /// new content: they need the slot's lock.
     #[inline]
     fn overwrite(&self, layer: &Layer, mut guard: SlotGuard<'_>, packed: &Packed<'_>) {
         let old = guard.word();
@@ -305,26 +321,24 @@ impl Pages {
         layer.account(&self.layers, old, new);
     }
 
-    /// Puts another word into a locked slot of the device; what it held goes to the snapshot that
-    /// needs it, or is freed. On failure `new` is freed.
+    /// Replaces the word of a locked slot. The old object moves to the snapshot that needs it, or
+    /// is freed. On failure `new` is freed.
     #[inline]
     fn replace(&self, view: &View, slot: u64, guard: SlotGuard<'_>, new: Word) -> Result<()> {
         view.replace(self, slot, guard, new).inspect_err(|_| self.release(new))
     }
 }
 
-/// A page in the form in which it is stored.
 enum Packed<'a> {
-    /// One 32-bit pattern.
     Same(u32),
-    /// One 64-bit pattern: its 8 bytes.
+    /// The 8 bytes of a 64-bit pattern.
     Pattern(&'a [u8]),
     Compressed(&'a [u8]),
     Huge(&'a Page),
 }
 
 impl Packed<'_> {
-    /// What goes to the pool; nothing for a pattern of 32 bits.
+    /// Returns the bytes stored in the pool; none for a 32-bit pattern.
     #[inline]
     fn bytes(&self) -> &[u8] {
         match self {
@@ -334,7 +348,7 @@ impl Packed<'_> {
         }
     }
 
-    /// The slot's word, with the bytes at `location`.
+    /// Returns the slot's word for bytes stored at `location`.
     #[inline]
     fn word(&self, location: u64) -> Word {
         match self {
@@ -346,16 +360,15 @@ impl Packed<'_> {
     }
 }
 
-/// Whether a slot with this word holds a page of zeroes.
 fn is_zeroes(word: Word) -> bool {
     word.kind() == Kind::Same && word.location() == 0
 }
 
-/// The 64-bit pattern that the page repeats, if it does.
+/// Returns the 64-bit pattern that the page repeats, if any.
 #[inline]
 fn same_filled(page: &Page) -> Option<u64> {
-    // Each word equals the next one. Nearly every other page differs in its first line. (The kernel
-    // looks at the last word first; here that is a cache miss more than it saves.)
+    // Compare each word with the next. Nearly every other page differs in its first cache line. The
+    // kernel checks the last word first; here that costs a cache miss and saves less.
     let same = page[..PAGE_BYTES - 8] == page[8..];
     same.then(|| page[..8].try_into().ok().map(u64::from_ne_bytes)).flatten()
 }

@@ -1,112 +1,81 @@
-//! Writeback by hand, in the kernel's words: which pages are meant, and in which order they go.
+//! Manual writeback with the kernel's page selection and order.
 
 use std::cell::Cell;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::candidates::{Sizes, is_spillable};
-use super::evict::RECLAIMED_MIN_BLOCKS;
-use super::eviction::{Eviction, Offered};
+use super::evict_batches::{Eviction, Offered};
+use super::evict_rounds::RECLAIMED_MIN_BLOCKS;
 use super::layer::Layer;
 use super::outcome::{WritebackError, Written};
+use super::page_search::{Sizes, is_spillable};
 use super::{Inner, PAGE, Ram};
 use crate::spill::layout;
 use crate::spill::store::{Numbers, Store};
 use freestone_core::slot::{Kind, Word};
 use freestone_core::sync::Instant;
 
-/// How long writeback by hand waits at most for blocks of removed devices.
+/// Maximum wait of a manual writeback for blocks of removed devices.
 const REMOVED_TIME_MAX: Duration = Duration::from_secs(10);
-/// So often who watches is asked.
+/// Pages between two calls of the progress callback.
 const WATCH_PAGES: u64 = 64;
 
-/// Which pages are written back.
+/// Selection of the pages to write back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Writeback {
-    /// Marked idle and not touched since.
+    /// Pages marked idle and not accessed since.
     Idle,
-    /// Stored uncompressed.
+    /// Pages stored uncompressed.
     Huge,
-    /// Both.
+    /// Pages that are both huge and idle.
     HugeIdle,
-    /// Those on which every algorithm failed.
+    /// Pages that no algorithm could compress.
     Incompressible,
-    /// Pages by their index, marked or not.
+    /// Pages by index, regardless of marks.
     Pages(Vec<RangeInclusive<u64>>),
 }
 
-/// `bd_stat`: the kernel's three columns, in units of 4 KiB.
+/// The three columns of the kernel's `bd_stat`, in units of 4 KiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BdStat {
-    /// Blocks in use on the backing device. Several packed pages share one.
+    /// Blocks in use on the backing device. Several packed pages share one block.
     pub bd_count: u64,
-    /// Blocks read from it.
+    /// Blocks read from the device.
     pub bd_reads: u64,
-    /// Blocks written to it.
+    /// Blocks written to the device.
     pub bd_writes: u64,
 }
 
-/// The numbers of a backing device.
+/// Statistics of a backing device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BackingStat {
-    /// Bytes that are used of the device, at most 1 TiB.
+    /// Usable bytes of the device, at most 1 TiB.
     pub size: u64,
-    /// Bytes of blocks in use.
+    /// Bytes of the blocks in use.
     pub used_bytes: u64,
     /// Bytes of the objects in them.
     pub live_bytes: u64,
-    /// Pages that lie there.
+    /// Pages on the device.
     pub spilled_pages: u64,
-    /// Requests that failed, and pages that came back damaged.
+    /// Failed read requests and damaged pages.
     pub failed_reads: u64,
-    /// Requests that failed or were not answered in time.
+    /// Failed and timed-out write requests.
     pub failed_writes: u64,
-    /// Writes that were given up and are not answered yet.
+    /// Abandoned writes that the device has not completed.
     pub unanswered_writes: u32,
-    /// Whether the page that was read last could not be, or came back damaged.
+    /// Whether the last page read failed or was damaged.
     pub reads_fail: bool,
-    /// Whether objects are packed, or lie uncompressed in a block each.
+    /// Whether no block is free for writeback.
+    pub is_full: bool,
+    /// Whether objects are packed, as opposed to one uncompressed page per block.
     pub compressed_writeback: bool,
 }
 
-impl Ram {
-    /// Writes pages back and returns when that is done. Requests go on meanwhile. A second one
-    /// waits for the first. Where removed devices still have the room that it needs, it waits for
-    /// that, for 10 s at most.
-    ///
-    /// # Errors
-    /// As [`WritebackError`] says; the first part is what was done all the same.
-    pub fn writeback(&self, what: &Writeback) -> Result<Written, (Written, WritebackError)> {
-        self.0.writeback(what, &mut |_, _| true)
-    }
-
-    /// The same, watched: `watch` is given the bytes of the pages that were looked at and of all
-    /// that are meant, every now and then, also while this waits for another one. It ends when that
-    /// says false.
-    ///
-    /// # Errors
-    /// As [`writeback`](Self::writeback), and [`WritebackError::Cancelled`].
-    pub fn writeback_watched(
-        &self,
-        what: &Writeback,
-        watch: &mut dyn FnMut(u64, u64) -> bool,
-    ) -> Result<Written, (Written, WritebackError)> {
-        self.0.writeback(what, watch)
-    }
-
-    /// The kernel's `bd_stat`; zeroes without a backing device.
-    pub fn bd_stat(&self) -> BdStat {
-        let Numbers { used, reads, writes, .. } =
-            self.0.pages.store.as_ref().map_or_else(Numbers::default, |s| s.numbers());
-        BdStat { bd_count: used, bd_reads: reads, bd_writes: writes }
-    }
-
-    /// What is known of the backing device.
-    pub fn backing(&self) -> Option<BackingStat> {
-        let store = self.0.pages.store.as_ref()?;
+impl BackingStat {
+    pub(super) fn of(store: &Store) -> Self {
         let n = store.numbers();
-        Some(BackingStat {
+        Self {
             size: n.blocks * PAGE,
             used_bytes: n.used * PAGE,
             live_bytes: n.live_bytes,
@@ -115,16 +84,55 @@ impl Ram {
             failed_writes: n.failed_writes,
             unanswered_writes: n.unanswered,
             reads_fail: n.reads_fail,
+            is_full: n.is_full,
             compressed_writeback: store.is_packed(),
-        })
+        }
+    }
+}
+
+impl Ram {
+    /// Writes pages back and returns when done. Requests continue meanwhile. A concurrent call
+    /// waits for the first. If removed devices hold the space that is needed, waits up to 10 s for
+    /// it.
+    ///
+    /// # Errors
+    /// Returns a [`WritebackError`] together with the result so far.
+    pub fn writeback(&self, selection: &Writeback) -> Result<Written, (Written, WritebackError)> {
+        self.0.writeback(selection, &mut |_, _| true)
     }
 
-    /// How many blocks of 4 KiB may still be written while the limit is enabled. Counts down.
+    /// As [`writeback`](Self::writeback), with progress. `watch` receives the bytes of the pages
+    /// visited and of all selected pages, also while waiting for another writeback. The writeback
+    /// ends when `watch` returns false.
+    ///
+    /// # Errors
+    /// As [`writeback`](Self::writeback), and [`WritebackError::Cancelled`].
+    pub fn writeback_watched(
+        &self,
+        selection: &Writeback,
+        watch: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<Written, (Written, WritebackError)> {
+        self.0.writeback(selection, watch)
+    }
+
+    /// Returns the statistics of the kernel's `bd_stat`; zeroes without a backing device.
+    pub fn bd_stat(&self) -> BdStat {
+        let Numbers { used, reads, writes, .. } =
+            self.0.pages.store.as_ref().map_or_else(Numbers::default, |s| s.numbers());
+        BdStat { bd_count: used, bd_reads: reads, bd_writes: writes }
+    }
+
+    /// Returns the statistics of the family's backing device.
+    pub fn backing(&self) -> Option<BackingStat> {
+        self.0.pages.store.as_deref().map(BackingStat::of)
+    }
+
+    /// Returns the remaining writeback budget in blocks of 4 KiB.
     pub fn writeback_limit(&self) -> u64 {
         self.0.pages.store.as_ref().map_or(0, |store| store.budget().get().left)
     }
 
-    /// Sets the budget. Without a backing device there is none, and nothing happens.
+    /// Sets the writeback budget; no effect without a backing device.
     pub fn set_writeback_limit(&self, blocks: u64) {
         if let Some(store) = &self.0.pages.store {
             store.budget().set(|limit| limit.left = blocks);
@@ -132,12 +140,12 @@ impl Ram {
         }
     }
 
-    /// Whether the budget counts.
+    /// Returns true if the writeback budget is enforced.
     pub fn writeback_limit_enable(&self) -> bool {
         self.0.pages.store.as_ref().is_some_and(|store| store.budget().get().enabled)
     }
 
-    /// Makes the budget count, or not.
+    /// Enables or disables the writeback budget.
     pub fn set_writeback_limit_enable(&self, enabled: bool) {
         if let Some(store) = &self.0.pages.store {
             store.budget().set(|limit| limit.enabled = enabled);
@@ -145,23 +153,22 @@ impl Ram {
         }
     }
 
-    /// Blocks of 4 KiB that are on their way to the backing device at once.
+    /// Returns the maximum blocks of 4 KiB in flight to the backing device.
     pub fn writeback_batch_size(&self) -> u32 {
         self.0.pages.store.as_ref().map_or(crate::spill::store::BATCH_BLOCKS, |store| store.batch_blocks())
     }
 
-    /// Sets [`writeback_batch_size`](Self::writeback_batch_size), at least 1. Up to four requests
-    /// of a quarter of it, of at most 1 MiB, are in flight.
+    /// Sets [`writeback_batch_size`](Self::writeback_batch_size), at least 1. A batch consists of
+    /// up to four requests of at most 1 MiB.
     pub fn set_writeback_batch_size(&self, blocks: u32) {
         if let Some(store) = &self.0.pages.store {
             store.set_batch_blocks(blocks);
         }
     }
 
-    /// Sets how long the backing device may answer nothing at all while something is asked of it:
-    /// 30 s unless set. After that reads fail, and pages that were being written stay in memory. A
-    /// single request that it has lost while it answers others is given up after four times as
-    /// long.
+    /// Sets the time-out of the backing device: the time without any completion while requests are
+    /// in flight (default 30 s). After it reads fail, and pages being written stay in memory. A
+    /// single request lost by a device that completes others times out after four times as long.
     pub fn set_backing_timeout(&self, timeout: Duration) {
         if let Some(store) = &self.0.pages.store {
             store.set_timeout(timeout);
@@ -172,7 +179,7 @@ impl Ram {
 impl Inner {
     fn writeback(
         &self,
-        what: &Writeback,
+        selection: &Writeback,
         watch: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<Written, (Written, WritebackError)> {
         let fail = |error| (Written::default(), error);
@@ -180,7 +187,7 @@ impl Inner {
         let store = pages.store.as_ref().ok_or(fail(WritebackError::NoBacking))?;
         let end = self.slots() - 1;
         let everything = [0..=end];
-        let ranges = match what {
+        let ranges = match selection {
             Writeback::Pages(ranges) => {
                 for range in ranges {
                     let (first, last) = (*range.start(), *range.end());
@@ -192,7 +199,7 @@ impl Inner {
             }
             _ => &everything,
         };
-        let wanted = |word: Word| match what {
+        let wanted = |word: Word| match selection {
             Writeback::Idle => word.is_idle(),
             Writeback::Huge => word.kind() == Kind::Huge,
             Writeback::HugeIdle => word.kind() == Kind::Huge && word.is_idle(),
@@ -204,7 +211,7 @@ impl Inner {
             told.set((done, all));
             watch(done, all)
         };
-        let turn = pages.turn_unless(&mut || !watch(0, 0));
+        let turn = pages.lock_background(&mut || !watch(0, 0));
         let _one = turn.ok_or(fail(WritebackError::Cancelled))?;
         let mut done = Written::default();
         let mut reclaimed = false;
@@ -218,13 +225,12 @@ impl Inner {
             let go_on = &mut || watch(told.get().0, told.get().1);
             match outcome.and(ended) {
                 Ok(()) => return Ok(done),
-                Err(WritebackError::NoSpace) if evict.wait_for_blocks_of_the_removed(store, until, go_on) => {
-                }
-                // A device that is full of holes has room. Once: requests may go on making holes,
-                // and pages that are meant.
+                Err(WritebackError::NoSpace) if evict.wait_for_removed_blocks(store, until, go_on) => {}
+                // A device full of holes has space. Retry only once: requests may create holes and
+                // selected pages all the time.
                 Err(WritebackError::NoSpace)
                     if !std::mem::replace(&mut reclaimed, true)
-                        && evict.reclaim.until(u64::MAX, go_on) > RECLAIMED_MIN_BLOCKS => {}
+                        && evict.reclaim.reclaim_blocks(u64::MAX, go_on) > RECLAIMED_MIN_BLOCKS => {}
                 Err(WritebackError::NoSpace) if !go_on() => return Err((done, WritebackError::Cancelled)),
                 Err(error) => return Err((done, error)),
             }
@@ -233,9 +239,9 @@ impl Inner {
 }
 
 impl Layer {
-    /// Offers what is wanted. Where everything will go, in the order of addresses, so that
-    /// neighbours stay neighbours on disk; where a limit or the device's size will end it early,
-    /// the largest objects first, as in the kernel: they free most.
+    /// Offers the selected pages. If all of them fit, in order of address, so that neighbours stay
+    /// together on the device. If a limit or the device's size will end the writeback early,
+    /// largest objects first, as in the kernel: they free most memory.
     fn select(
         self: &Arc<Self>,
         store: &Arc<Store>,
@@ -248,7 +254,7 @@ impl Layer {
         let mut sizes = Sizes::default();
         let mut blocks = 0_u64;
         let mut units = 0_u64;
-        self.each_candidate(ranges, wanted, |_, word| {
+        self.for_each_candidate(ranges, wanted, |_, word| {
             sizes.count(word);
             blocks += 1;
             units += u64::from(layout::units(word.stored_bytes()));
@@ -256,8 +262,8 @@ impl Layer {
         });
         let (mut offered, all) = (0_u64, blocks);
         if store.is_packed() {
-            // Ends of runs stay empty: at most a page in 1 MiB, much of a run where the device is
-            // fragmented.
+            // Ends of runs stay empty: at most a page per MiB, but much of a run on a fragmented
+            // device.
             blocks = units * layout::UNIT_BYTES as u64 / PAGE * 9 / 8 + 2 * u64::from(store.batch_blocks());
         }
         let budget = store.budget().get();
@@ -277,7 +283,7 @@ impl Layer {
             }
         };
         if blocks <= store.free_blocks() && (!budget.enabled || blocks <= budget.left) {
-            self.each_candidate(ranges, wanted, |slot, _| offer(slot, &mut outcome));
+            self.for_each_candidate(ranges, wanted, |slot, _| offer(slot, &mut outcome));
             return outcome;
         }
         let listed = self.largest_first(&sizes, ranges, wanted, |slot| offer(slot, &mut outcome));

@@ -1,12 +1,10 @@
-//! Bases, which are not saved, and how one is known again.
+//! Identification of bases, which are not saved.
 //!
-//! A base is known by its size and a hash (XXH3, 128 bits) of its content: of all of it, or, by
-//! default, of samples, so that a base of many gigabytes is not read from end to end. Samples are
-//! all of a base of up to 4 MiB; of a larger one the first MiB, the last 64 KiB, and 512 pages that
-//! are spread evenly. The beginning is where partition tables and most file systems keep what
-//! changes with every change (the superblock), so an image that was mounted and written to in
-//! between is recognised; one in which a few bytes in the middle were patched may be not.
-//! [`BaseCheck::Whole`] does recognise that.
+//! A base is identified by its size and an XXH3 hash (128 bits) of its content: by default of
+//! samples, to avoid reading many gigabytes. Samples cover all of a base of up to 4 MiB; of a
+//! larger one the first MiB, the last 64 KiB, and 512 evenly spread pages. Partition tables and
+//! most superblocks are at the beginning, so the samples detect an image that was mounted and
+//! written to. They may miss a few bytes patched in the middle; [`BaseCheck::Whole`] detects that.
 
 use std::fmt;
 use std::ops::Range;
@@ -17,7 +15,7 @@ use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Blocking as _, Device, Error, IoBuf, Result};
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// Up to this size all is read.
+/// Size up to which a base is hashed completely.
 const SMALL_BYTES: u64 = 4 << 20;
 const FIRST_BYTES: u64 = 1 << 20;
 const LAST_BYTES: u64 = 64 << 10;
@@ -25,38 +23,38 @@ const SAMPLES: u64 = 512;
 const READ_BYTES: u64 = 1 << 20;
 const _: () = assert!(FIRST_BYTES + LAST_BYTES + SAMPLES * PAGE < SMALL_BYTES);
 
-/// How much of a base is looked at.
+/// Extent of the hash of a base.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BaseCheck {
-    /// Samples, 3 MiB of them; see the module.
+    /// 3 MiB of samples; see the module documentation.
     #[default]
     Sampled,
     /// Every byte.
     Whole,
 }
 
-/// What a base is known by.
+/// Identity of a base.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BaseIdentity {
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// What of it the hash is of.
+    /// Extent of the hash.
     pub check: BaseCheck,
-    /// The hash.
+    /// Hash of the content.
     pub hash: u128,
 }
 
 impl BaseIdentity {
-    /// Reads what is to be known of a device.
+    /// Reads a device and returns its identity.
     ///
     /// # Errors
-    /// As the device's reads.
+    /// Errors of the device's reads.
     pub fn of(device: &dyn Device, check: BaseCheck) -> Result<Self> {
-        // Nobody cancels it.
+        // Cannot be cancelled.
         Self::of_unless(device, check, &|| false).and_then(|known| known.ok_or(Error::Gone))
     }
 
-    /// The same, or `None` where it was cancelled: asked before each MiB.
+    /// As [`of`](Self::of); `None` if `cancelled` returned true. Polled before each MiB.
     ///
     /// # Errors
     /// As [`of`](Self::of).
@@ -87,7 +85,7 @@ impl BaseIdentity {
             add(0..size)?;
         } else {
             add(0..FIRST_BYTES)?;
-            // Of whole pages, so that the last ones need not be one.
+            // The end begins at a page boundary, so that only it may have a partial page.
             let last = (size - LAST_BYTES) / PAGE * PAGE;
             let pages = (last - FIRST_BYTES) / PAGE;
             for sample in 0..SAMPLES {

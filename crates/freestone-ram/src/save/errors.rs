@@ -1,4 +1,4 @@
-//! Why devices could not be saved, or restored.
+//! Errors of saving and restoring devices.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,110 +11,110 @@ use crate::ram::SetupError;
 use freestone_core::device;
 use freestone_core::file_size_limit::Explained;
 
-/// Why devices could not be saved. The old file, if there was one, is as it was. Only if the last step failed,
-/// which makes the new file's name durable, the new file may be in its place already, and a crash may bring
-/// the old one back.
+/// Errors of saving devices. The old file, if any, is unchanged. Only if the last step fails (which
+/// makes the new file's name durable), the new file may be in place already, and a crash may bring
+/// back the old one.
 #[derive(Debug, Error)]
 pub enum SaveError {
-    /// It was asked to stop.
-    #[error("it was cancelled")]
+    /// The caller cancelled the save.
+    #[error("the operation was cancelled")]
     Cancelled,
-    /// No device.
+    /// No devices were given.
     #[error("there is nothing to save")]
     Nothing,
-    /// A name that no device can have.
-    #[error("\"{0}\" is no name for a saved device; it must have 1 to {NAME_BYTES_MAX} bytes")]
+    /// The name is invalid.
+    #[error("\"{0}\" is not a valid name for a saved device; a name must have 1 to {NAME_BYTES_MAX} bytes")]
     Name(String),
-    /// One name for two.
-    #[error("two devices are to be saved as {0}")]
+    /// Two devices have the same name.
+    #[error("two devices have the name {0}")]
     TwiceNamed(String),
-    /// One device with two names.
-    #[error("{0} and {1} are one device; save it once")]
+    /// A device has two names.
+    #[error("{0} and {1} are the same device; save it once")]
     TwiceGiven(String, String),
-    /// A file cannot hold so many.
-    #[error("{0} devices and snapshots are to be saved; a file holds {DEVICES_MAX}")]
+    /// There are more devices than a file can hold.
+    #[error("{0} devices and snapshots are too many; a file can hold {DEVICES_MAX}")]
     TooMany(usize),
-    /// Snapshots below snapshots.
-    #[error("more than {DEPTH_MAX} snapshots lie one over the other below {0}")]
+    /// The chain of snapshots is too deep.
+    #[error("the chain of snapshots below {0} is deeper than {DEPTH_MAX}")]
     TooDeep(String),
-    /// The snapshot could not be taken.
+    /// The snapshot cannot be taken.
     #[error("{device}: {error}")]
     Setup {
-        /// Which device.
+        /// The device.
         device: String,
-        /// Why.
+        /// The reason.
         error: SetupError,
     },
-    /// A base could not be read.
+    /// A base cannot be read.
     #[error("the base of {device} cannot be read: {error}")]
     Base {
         /// The device.
         device: String,
-        /// Why.
+        /// The reason.
         error: device::Error,
     },
-    /// A spilled page could not be read.
+    /// A page cannot be read.
     #[error("page {page} of {device} cannot be read: {error}")]
     Page {
         /// The device.
         device: String,
-        /// Which page of 4096 bytes.
+        /// Number of the page, of 4096 bytes.
         page: u64,
-        /// Why.
+        /// The reason.
         error: device::Error,
     },
-    /// The file could not be written.
+    /// The file cannot be written.
     #[error("cannot write {}: {}", path.display(), Explained(source))]
     Write {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// Why nothing was restored.
+/// Errors of restoring devices.
 #[derive(Debug, Error)]
 pub enum RestoreError {
-    /// It was asked to stop. What was made is gone again.
-    #[error("it was cancelled")]
+    /// The caller cancelled the restore. Devices already created are removed.
+    #[error("the operation was cancelled")]
     Cancelled,
-    /// The file could not be read.
+    /// The file cannot be read.
     #[error("cannot read {}: {source}", path.display())]
     Read {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
-    /// Another kind of file.
+    /// The file is of another kind.
     #[error("{} was not saved by Freestone", .0.display())]
     Foreign(PathBuf),
-    /// A format that is not known yet.
+    /// The format version is newer than this program.
     #[error(
         "{} was saved by a newer Freestone, in version {version} of the format; this one reads up to {VERSION}",
         path.display()
     )]
     Newer {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// The version of its format.
+        /// Format version of the file.
         version: u32,
     },
-    /// Torn or cut.
-    #[error("{} is not complete: it does not end with its commit record", .0.display())]
+    /// The file is torn or truncated.
+    #[error("{} is incomplete: the commit record at its end is missing", .0.display())]
     Incomplete(PathBuf),
-    /// It has only what changed since another file.
-    #[error("{} is an increment of kept devices; give the directory to what kept them", .0.display())]
+    /// The file is an increment, which needs the files before it.
+    #[error("{} is an increment of kept devices and cannot be restored alone; use its directory", .0.display())]
     Increment(PathBuf),
-    /// A checksum, or what no save writes.
+    /// A checksum is wrong, or a value is invalid.
     #[error("{} is damaged at byte {at}: {what}", path.display())]
     Damaged {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Where, about.
+        /// Approximate position in bytes.
         at: u64,
-        /// What is wrong there.
+        /// Description of the damage.
         what: &'static str,
     },
     /// No base was given.
@@ -122,41 +122,41 @@ pub enum RestoreError {
     BaseMissing {
         /// The device.
         device: String,
-        /// What it was made from.
+        /// Identity of the base it was made from.
         wanted: BaseIdentity,
     },
-    /// None of the given bases is the right one.
+    /// None of the given bases has the right identity.
     #[error("{device} was made from {wanted}; the given base is {given}")]
     BaseDiffers {
         /// The device.
         device: String,
-        /// What it was made from.
+        /// Identity of the base it was made from.
         wanted: BaseIdentity,
-        /// What was given, or the last of it.
+        /// Identity of the given (or the last given) base.
         given: BaseIdentity,
     },
-    /// A given base could not be read.
+    /// A given base cannot be read.
     #[error("the given base cannot be read: {0}")]
     Base(device::Error),
-    /// A device could not be made.
+    /// A device cannot be created.
     #[error("{device}: {error}")]
     Setup {
-        /// Which.
+        /// The device.
         device: String,
-        /// Why.
+        /// The reason.
         error: SetupError,
     },
-    /// A page could not be stored.
+    /// A page cannot be stored.
     #[error("page {page} of {device} cannot be stored: {error}")]
     Store {
         /// The device.
         device: String,
-        /// Which page of 4096 bytes.
+        /// Number of the page, of 4096 bytes.
         page: u64,
-        /// Why.
+        /// The reason.
         error: device::Error,
     },
-    /// Streams for an algorithm could not be made.
+    /// Memory for an algorithm's streams is short.
     #[error("out of memory")]
     NoMemory,
 }

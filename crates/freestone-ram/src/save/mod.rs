@@ -1,20 +1,20 @@
-//! Saving RAM disks, forks and whole families to a file, and restoring them.
+//! Saving of RAM disks, forks and whole families to a file, and their restoration.
 //!
-//! [`save`] takes a snapshot of everything live at one moment and writes it out while the devices
-//! go on; what was compressed stays compressed, what was spilled is read from the backing device
-//! and stays there. A fork of a device saves only what it holds itself; so does one of a snapshot,
-//! of which the content is saved once for all of its forks. Of snapshots of one origin, and of that
-//! itself, each saves only what differs from the one before. A base that is not of this family is
-//! not saved: [`restore`] is given it again, and checks that it is the same.
+//! [`save`] takes a snapshot of all live devices at one moment and writes it while the devices are
+//! in use. Objects are saved compressed as they are; written-back pages are read from the backing
+//! device and stay there. A fork saves only its own pages, and the content of a snapshot is saved
+//! once for all of its forks. Snapshots of an origin, and the origin itself, save only differences
+//! from the next older snapshot. A base outside the family is not saved: [`restore`] must be given
+//! it again, and verifies that it is the same.
 //!
-//! The file is complete or it is not there: it is written beside its target, made durable, and
-//! renamed. It ends with a commit record, and every byte is under a checksum; the map of it is in
-//! `docs/save-format.md`.
+//! The file appears atomically: it is written beside its target, made durable, and renamed. It ends
+//! with a commit record, and checksums cover every byte. `docs/save-format.md` describes the
+//! format.
 
 mod base;
 mod errors;
+pub(crate) mod file_codec;
 pub(crate) mod format;
-pub(crate) mod known;
 pub(crate) mod plan;
 pub(crate) mod reader;
 pub(crate) mod restore;
@@ -25,41 +25,41 @@ use std::path::Path;
 pub use self::base::{BaseCheck, BaseIdentity};
 pub use self::errors::{RestoreError, SaveError};
 use self::format::Over;
-use self::plan::Plan;
+use self::plan::{NamedDevice, Plan};
 use self::reader::Reader;
 pub use self::restore::{Base, restore, restore_watched};
 use self::writer::{Contents as FileContents, PageWriter, Writer};
 use crate::codec::Algorithm;
-use crate::ram::{Gathered, PendingSnapshot, Ram, SetupError};
+use crate::ram::{CollectedPages, PendingSnapshot, Ram, SetupError};
 use freestone_core::consistency_group::{self, NotInTime};
 use freestone_core::replace::{Durability, MayGo, Place, Replace, SAVE_PREFIX};
 
 /// Longest name of a saved device in bytes.
 pub const NAME_BYTES_MAX: usize = 255;
-/// Most devices and snapshots in a file.
+/// Maximum devices and snapshots in a file.
 pub const DEVICES_MAX: usize = 1 << 16;
-/// Most snapshots that lie one over the other below a device.
+/// Maximum depth of the snapshots below a device.
 pub const DEPTH_MAX: u32 = 256;
 
-/// What was saved.
+/// Result of a save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Saved {
-    /// Pages that are in the file.
+    /// Pages in the file.
     pub pages: u64,
-    /// Pages among them that could not be read, in files of [kept devices](crate::keep).
+    /// Pages in the file that could not be read; only in files of [kept devices](crate::keep).
     pub lost: u64,
     /// Bytes of the file.
     pub file_bytes: u64,
 }
 
-/// What a file holds.
+/// Contents of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Contents {
-    /// The devices, those that others lie over first.
+    /// The devices; parents come before their children.
     pub devices: Vec<Device>,
-    /// What must be given to restore them.
+    /// Bases that must be given to restore the devices.
     pub bases: Vec<BaseIdentity>,
-    /// Pages.
+    /// Number of pages.
     pub pages: u64,
     /// Bytes of the file.
     pub file_bytes: u64,
@@ -68,41 +68,42 @@ pub struct Contents {
 /// A device in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Device {
-    /// As it was given to [`save`].
+    /// Name given to [`save`].
     pub name: String,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// What it is.
+    /// Kind of the device.
     pub kind: DeviceKind,
-    /// The base at the bottom, by its index in [`Contents::bases`], if there is one.
+    /// Index of the base in [`Contents::bases`], if there is one.
     pub base: Option<usize>,
-    /// The algorithm that its pages were compressed with.
+    /// Algorithm for newly written pages.
     pub comp_algorithm: Algorithm,
-    /// That one's level; 0 where it has none.
+    /// Level of the algorithm; 0 if it has none.
     pub level: i32,
+    /// Cap on a fork's own memory in bytes; 0 means no cap.
+    pub mem_limit: u64,
 }
 
-/// Kinds of devices.
+/// Kind of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceKind {
-    /// A disk over nothing.
+    /// A disk without a base.
     Disk,
     /// A fork of a base or of a snapshot.
     Fork,
-    /// A snapshot, read-only.
+    /// A read-only snapshot.
     Snapshot,
 }
 
-/// Saves devices to a file: of each live one a snapshot, all at one moment; a snapshot as it is.
-/// Names are what they are restored under. Bases are identified as `check` says. `progress` is
-/// given what was looked through and all there is, in bytes of the devices where they may hold
-/// something.
+/// Saves devices to a file: a snapshot of each live device, all at one moment; snapshots as they
+/// are. The names identify the devices at restore. Bases are identified by `check`. `progress`
+/// receives the bytes processed and the total, counting ranges of devices that may have content.
 ///
-/// `to` is the old file or the whole new one at any moment. An old file is replaced if it is a
-/// saved one too, or empty. The new one is written beside it, without a name where the file system
-/// can do that (else under one that begins with `.freestone-save-`, which a failure removes), and
-/// belongs to this process's user alone (mode 0600). While it is written the origins' writers leave
-/// what they overwrite to the snapshots, so that takes memory.
+/// `to` is either the complete old or the complete new file at any time. An old file is replaced if
+/// it is a saved file or empty. The new file is written beside it without a name if the file system
+/// supports that, else under a name that begins with `.freestone-save-` (removed on failure). Only
+/// the user of this process can access it (mode 0600). During the save, writers move overwritten
+/// pages to the snapshots, which takes memory.
 ///
 /// # Errors
 /// [`SaveError`]; the old file is kept.
@@ -115,17 +116,17 @@ pub fn save(
     save_with(devices, to, &Options { check, replace: Replace::default(), cancelled: &|| false }, progress)
 }
 
-/// How devices are saved.
+/// Options of a save.
 pub struct Options<'a> {
-    /// How bases are identified.
+    /// Identification of bases.
     pub check: BaseCheck,
-    /// Which old file is replaced.
+    /// Condition for replacing an old file.
     pub replace: Replace,
-    /// Asked between pieces of up to 2 MiB: whether to stop. Once true, it stays true.
+    /// Cancellation, polled between pieces of up to 2 MiB. Must stay true once true.
     pub cancelled: &'a dyn Fn() -> bool,
 }
 
-/// As [`save`], with all choices.
+/// As [`save`], with all options.
 ///
 /// # Errors
 /// As [`save`], and [`SaveError::Cancelled`].
@@ -141,7 +142,7 @@ pub fn save_with(
     let may_go: MayGo = options.replace.may_go("saved device", |head| head.starts_with(&format::MAGIC));
     place.check(may_go).map_err(failed)?;
     let go_on = || if (options.cancelled)() { Err(SaveError::Cancelled) } else { Ok(()) };
-    let plan = Plan::new(frozen(devices)?)?;
+    let plan = Plan::new(freeze_devices(devices)?)?;
     let unfinished = place.begin(SAVE_PREFIX).map_err(failed)?;
     let mut writer = Writer::new(unfinished.as_file(), &place.path);
     let bases = plan.identify_bases(options.check, options.cancelled)?;
@@ -155,7 +156,7 @@ pub fn save_with(
     Ok(saved)
 }
 
-/// Writes what all nodes hold. Returns how much that was for `progress`.
+/// Writes the pages of all nodes. Returns the total reported to `progress`.
 pub(crate) fn write_pages(
     plan: &Plan,
     writer: &mut PageWriter<'_>,
@@ -165,7 +166,7 @@ pub(crate) fn write_pages(
     let all = plan.nodes.iter().map(|node| held_bytes(&node.ram)).sum();
     let mut done = 0;
     progress(0, all);
-    let mut pages = Gathered::default();
+    let mut pages = CollectedPages::default();
     for (number, node) in plan.nodes.iter().enumerate() {
         let since = match node.over {
             Over::After(before) => Some(&plan.nodes[before as usize].ram),
@@ -184,7 +185,7 @@ pub(crate) fn write_pages(
                 writer.page(number as u32, page, stored, bytes)?;
             }
             done += (held.end - held.start) * freestone_core::PAGE_BYTES as u64;
-            // Where the origin's writers came to before us there may be more than was counted.
+            // Concurrent writers may have added pages to the snapshot since the count.
             progress(done.min(all), all);
         }
         writer.to.end_of_node()?;
@@ -192,8 +193,8 @@ pub(crate) fn write_pages(
     Ok(all)
 }
 
-/// The snapshots that are saved, each with its name, and whether it was taken of a live device now.
-fn frozen(devices: &[(&str, &Ram)]) -> Result<Vec<(String, Ram, bool)>, SaveError> {
+/// Takes a snapshot of each live device, all at one moment.
+fn freeze_devices(devices: &[(&str, &Ram)]) -> Result<Vec<NamedDevice>, SaveError> {
     let setup = |name: &str| {
         let device = name.to_owned();
         move |error| SaveError::Setup { device, error }
@@ -210,33 +211,32 @@ fn frozen(devices: &[(&str, &Ram)]) -> Result<Vec<(String, Ram, bool)>, SaveErro
         let (number, _) = pending[late.at];
         setup(devices[number].0)(SetupError::NotInTime(NotInTime))
     })?;
-    let mut frozen: Vec<_> =
-        devices.iter().map(|(name, ram)| ((*name).to_owned(), (*ram).clone(), false)).collect();
+    let mut frozen: Vec<_> = devices.iter().map(NamedDevice::new).collect();
     for (number, pending) in pending {
-        (frozen[number].1, frozen[number].2) = (pending.into_snapshot(), true);
+        frozen[number].freeze(pending.into_snapshot());
     }
     Ok(frozen)
 }
 
-/// Bytes of a device where it may hold something.
+/// Returns the bytes of the ranges in which a device may have content.
 fn held_bytes(ram: &Ram) -> u64 {
     let leaves = std::iter::successors(ram.next_held(0), |held| ram.next_held(held.end));
     leaves.map(|held| held.end - held.start).sum::<u64>() * freestone_core::PAGE_BYTES as u64
 }
 
-/// Says what a file holds, once it has been seen to be complete; its pages are not looked at.
+/// Returns the contents of a file after checking that it is complete; does not read its pages.
 ///
 /// # Errors
-/// Not a saved file, not a complete one, or damaged where that is said.
+/// Fails if the file is not a saved one, is incomplete, or its metadata is damaged.
 pub fn inspect(path: &Path) -> Result<Contents, RestoreError> {
     Reader::open(path).map(|reader| contents(&reader))
 }
 
-/// Reads a whole file and checks everything that can be checked without a family. `progress` is
-/// given bytes of the file, done and in all.
+/// Reads a whole file and verifies everything that needs no family. `progress` receives the bytes
+/// read and the size of the file.
 ///
 /// # Errors
-/// As [`restore`], but for what concerns bases and memory.
+/// As [`restore`], except for errors of bases and memory.
 pub fn verify(path: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Contents, RestoreError> {
     let mut reader = Reader::open(path)?;
     let all = reader.end.file_bytes;
@@ -267,8 +267,8 @@ pub(crate) fn contents(reader: &Reader) -> Contents {
             (false, Over::Nothing) => DeviceKind::Disk,
             (false, _) => DeviceKind::Fork,
         };
-        let (comp_algorithm, level) = (node.algorithm, node.level);
-        Some(Device { name, size: node.size, kind, base: base(node.over), comp_algorithm, level })
+        let (comp_algorithm, level, mem_limit) = (node.algorithm, node.level, node.mem_limit);
+        Some(Device { name, size: node.size, kind, base: base(node.over), comp_algorithm, level, mem_limit })
     });
     Contents {
         devices: devices.collect(),

@@ -1,5 +1,4 @@
-//! What is written: the snapshots that are saved, and those that they lie over, each before what
-//! lies over it.
+//! The plan of a save: the snapshots to write and their parents, parents first.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -9,7 +8,7 @@ use super::{BaseCheck, BaseIdentity, DEPTH_MAX, DEVICES_MAX, NAME_BYTES_MAX, Sav
 use crate::ram::{Lower, Ram};
 use freestone_core::device::Device;
 
-/// What is written, each before what lies over it.
+/// The nodes and bases of a save, parents first.
 #[derive(Default)]
 pub struct Plan {
     pub nodes: Vec<Node>,
@@ -17,28 +16,52 @@ pub struct Plan {
     by_identity: HashMap<usize, u32>,
 }
 
-/// A snapshot that is written.
+/// A snapshot to write.
 pub struct Node {
     pub ram: Ram,
     pub over: Over,
-    /// Nobody's, where it is there only for those that lie over it.
+    /// `None` if the snapshot is only saved as a parent.
     pub name: Option<String>,
-    /// It is restored as a snapshot, not as a live device.
+    /// Whether the node is restored as a snapshot, not as a live device.
     pub snapshot: bool,
-    /// How messages call it.
+    /// Cap on the live device's own memory in bytes; 0: none.
+    pub mem_limit: u64,
     pub label: String,
     depth: u32,
 }
 
-/// A device that others lie over and that is not saved.
+/// A device to save under a name.
+pub struct NamedDevice {
+    pub name: String,
+    /// Snapshot of the device.
+    pub ram: Ram,
+    /// Whether the snapshot was taken of a live device for this save.
+    pub live: bool,
+    /// Cap on the live device's own memory in bytes; 0: none.
+    pub mem_limit: u64,
+}
+
+impl NamedDevice {
+    pub fn new(&(name, ram): &(&str, &Ram)) -> Self {
+        Self { name: name.to_owned(), ram: ram.clone(), live: false, mem_limit: ram.own_limits().0 }
+    }
+
+    /// Replaces a live device by its snapshot.
+    pub fn freeze(&mut self, snapshot: Ram) {
+        (self.ram, self.live) = (snapshot, true);
+    }
+}
+
 pub struct Base {
     pub device: Arc<dyn Device>,
-    /// One that was made from it.
+    /// A device made from it, for messages.
     pub label: String,
 }
 
+/// Checks names and devices.
+///
 /// # Errors
-/// A name that cannot be; a name or a device that is there twice; none at all.
+/// A name is invalid; a name or a device is given twice; there are no devices, or too many.
 pub fn check(devices: &[(&str, &Ram)]) -> Result<(), SaveError> {
     let mut known = HashSet::new();
     let mut given = HashMap::new();
@@ -61,20 +84,20 @@ pub fn check(devices: &[(&str, &Ram)]) -> Result<(), SaveError> {
 }
 
 impl Plan {
-    /// Of snapshots with their names, and whether each was taken of a live device for this.
-    pub fn new(frozen: Vec<(String, Ram, bool)>) -> Result<Self, SaveError> {
+    pub fn new(frozen: Vec<NamedDevice>) -> Result<Self, SaveError> {
         let mut plan = Self::default();
-        for (name, ram, live) in frozen {
+        for NamedDevice { name, ram, live, mem_limit } in frozen {
             let number = plan.add(&name, ram)?;
             let node = &mut plan.nodes[number as usize];
             (node.name, node.snapshot, node.label) = (Some(name.clone()), !live, name);
+            node.mem_limit = mem_limit;
         }
         plan.link_chains();
         Ok(plan)
     }
 
-    /// Has snapshots of one origin follow each other, and brings all into an order in which each
-    /// comes after what it needs.
+    /// Links snapshots of the same origin into chains, and sorts the nodes so that each comes after
+    /// those it needs.
     fn link_chains(&mut self) {
         let place = |(number, node): (usize, &Node)| node.ram.place_in_chain().map(|place| (place, number));
         let mut places: Vec<_> = self.nodes.iter().enumerate().filter_map(place).collect();
@@ -85,7 +108,7 @@ impl Plan {
                 self.nodes[*after].over = Over::After(*before as u32);
             }
         }
-        // What a node needs is older than the node, so there is no circle.
+        // A node only needs older nodes, so there is no cycle.
         let needs = |node: &Node| match node.over {
             Over::Node(needed) | Over::After(needed) => Some(needed as usize),
             Over::Nothing | Over::Base(_) => None,
@@ -114,7 +137,7 @@ impl Plan {
         }
     }
 
-    /// Adds a snapshot and what it lies over, as far as that is not there yet.
+    /// Adds a snapshot and its parents, unless known.
     fn add(&mut self, name: &str, ram: Ram) -> Result<u32, SaveError> {
         let mut above = Vec::new();
         let mut next = ram;
@@ -144,7 +167,7 @@ impl Plan {
             }
             self.by_identity.insert(ram.identity(), number);
             let label = format!("a snapshot below {name}");
-            self.nodes.push(Node { ram, over, name: None, snapshot: true, label, depth });
+            self.nodes.push(Node { ram, over, name: None, snapshot: true, mem_limit: 0, label, depth });
             over = Over::Node(number);
         }
         Ok(self.nodes.len() as u32 - 1)
@@ -159,7 +182,6 @@ impl Plan {
         }) as u32
     }
 
-    /// What each base is known by.
     pub fn identify_bases(
         &self,
         check: BaseCheck,

@@ -1,4 +1,4 @@
-//! Reads the file from its beginning to its end, and believes nothing of it.
+//! Reading of a file from front to back, without trusting its content.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -25,9 +25,9 @@ use crate::codec;
 
 const HEADER_BYTES: usize = size_of::<BlockHeader>();
 const END_BYTES: usize = HEADER_BYTES + size_of::<EndRecord>();
-/// What is read at once of a block of which the data is skipped.
+/// Bytes read at once of a block whose data is skipped.
 const SKIM_BYTES: usize = 16 << 10;
-/// Largest bases, nodes and names.
+/// Maximum bytes of bases, nodes and names.
 const CONTENTS_BYTES_MAX: u64 = size_of::<KeptRecord>() as u64
     + (DEVICES_MAX * (size_of::<BaseRecord>() + size_of::<NodeRecord>() + NAME_BYTES_MAX)) as u64;
 
@@ -38,17 +38,17 @@ pub struct Reader {
     pub bases: Vec<BaseIdentity>,
     pub nodes: Arc<[Node]>,
     pub end: End,
-    /// In a file of kept devices.
+    /// Place among the files of kept devices; `None` in other files.
     pub kept: Option<KeptRecord>,
     pub salt: u64,
     version: u32,
-    /// Where the next block begins.
+    /// Position of the next block.
     at: u64,
     blocks: u64,
     pages: u64,
     digest: Xxh3,
     algorithms: u32,
-    /// The node and page that come next at the earliest.
+    /// Lower bound of the next node and page.
     next: (u32, u64),
     block: Vec<u8>,
 }
@@ -61,19 +61,21 @@ pub struct Node {
     pub name: Option<String>,
     pub algorithm: Algorithm,
     pub level: i32,
-    /// Neither it nor what it comes after lies over anything: it is a disk, and has whole pages.
-    is_disk: bool,
+    /// Cap on a fork's own memory in bytes; 0: none.
+    pub mem_limit: u64,
+    /// Whether the device is a disk (neither it nor a previous node has a parent), which has whole
+    /// pages.
+    pub is_disk: bool,
 }
 
 impl Node {
-    /// How messages call it.
+    /// Returns the device's name for messages.
     pub fn label(&self) -> String {
         self.name.clone().unwrap_or_else(|| "a snapshot below others".to_owned())
     }
 }
 
-/// An algorithm of the file.
-struct Learned {
+struct FileAlgorithm {
     algorithm: Algorithm,
     level: i32,
     trained: bool,
@@ -88,34 +90,34 @@ pub struct End {
     digest: u64,
 }
 
-/// What a block holds.
+/// Content of a block.
 pub enum Block<'a> {
     Algorithm { algorithm: Algorithm, level: i32, trained: bool, dictionary: &'a [u8] },
     Pages { node: u32, pages: Pages<'a> },
 }
 
-/// What a block holds, without the data of its pages.
+/// Content of a block without page data.
 pub enum Skimmed<'a> {
     Algorithm { algorithm: Algorithm, level: i32, trained: bool, dictionary: &'a [u8] },
     Pages { node: u32, place: BlockPlace, records: &'a [PageRecord] },
 }
 
-/// Where a block of pages is in its file, and how long.
+/// Position and length of a block of pages.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockPlace {
     pub at: u64,
     pub bytes: u32,
-    /// Where the data of its pages begins in it.
+    /// Offset of the page data.
     pub data: u32,
 }
 
-/// Pages of a node, in order, which have been checked.
+/// Checked pages of a node, in order.
 pub struct Pages<'a> {
     records: &'a [PageRecord],
     data: &'a [u8],
 }
 
-/// One of them.
+/// A page or run in its stored form.
 pub enum Page<'a> {
     Same {
         pattern: u32,
@@ -124,7 +126,7 @@ pub enum Page<'a> {
     Parent {
         pages: u64,
     },
-    /// The pages could not be read when they were saved.
+    /// The page was unreadable when saved.
     Lost,
     Pattern([u8; 8]),
     Compressed {
@@ -138,30 +140,30 @@ pub enum Page<'a> {
 }
 
 impl Reader {
-    /// Opens a file and looks at its beginning and its end.
+    /// Opens a file and reads its beginning and its commit record. Refuses increments.
     pub fn open(path: &Path) -> Result<Self, RestoreError> {
         let reader = Self::open_any(path)?;
         if reader.is_increment() { Err(RestoreError::Increment(reader.path)) } else { Ok(reader) }
     }
 
-    /// Whether the file has pages as lost.
+    /// Returns true if the file may have lost pages.
     pub fn has_lost(&self) -> bool {
         self.version >= VERSION_LOST
     }
 
-    /// The same of an increment, too.
+    /// As [`open`](Self::open), for increments too.
     pub fn open_any(path: &Path) -> Result<Self, RestoreError> {
         let failed = |source| RestoreError::Read { path: path.to_owned(), source };
-        // A pipe without a writer would not be opened.
+        // Opening a pipe without a writer would block.
         if !std::fs::metadata(path).map_err(failed)?.is_file() {
             return Err(RestoreError::Foreign(path.to_owned()));
         }
         let file = fail_points::call(Call::Open, || File::open(path)).map_err(failed)?;
-        Self::of(file, path)
+        Self::from_file(file, path)
     }
 
-    /// The same of a file that is open, and that messages call `path`.
-    pub fn of(file: File, path: &Path) -> Result<Self, RestoreError> {
+    /// As [`open_any`](Self::open_any), for an open file; `path` is its name for messages.
+    pub fn from_file(file: File, path: &Path) -> Result<Self, RestoreError> {
         let len =
             file.metadata().map_err(|source| RestoreError::Read { path: path.to_owned(), source })?.len();
         let mut reader = Self {
@@ -187,17 +189,17 @@ impl Reader {
         Ok(reader)
     }
 
-    /// Whether it has only what changed since another file.
+    /// Returns true if the file is an increment.
     pub fn is_increment(&self) -> bool {
         self.kept.is_some_and(|kept| kept.number.get() > 0)
     }
 
-    /// The file, to read blocks of it again.
+    /// Returns the file, to read its blocks again.
     pub fn into_file(self) -> File {
         self.file
     }
 
-    /// Where the next block begins.
+    /// Returns the position of the next block.
     pub fn at(&self) -> u64 {
         self.at
     }
@@ -208,7 +210,7 @@ impl Reader {
 
     fn failed(&self, source: io::Error) -> RestoreError {
         match source.kind() {
-            // It became shorter since it was opened.
+            // The file was truncated after it was opened.
             io::ErrorKind::UnexpectedEof => RestoreError::Incomplete(self.path.clone()),
             _ => RestoreError::Read { path: self.path.clone(), source },
         }
@@ -240,7 +242,7 @@ impl Reader {
             return Err(self.damaged("the header's checksum is wrong"));
         }
         if version == 0 || header.reserved.get() != 0 || header.reserved2.get() != 0 {
-            return Err(self.damaged("the header says what no save writes"));
+            return Err(self.damaged("the header has invalid fields"));
         }
         (self.salt, self.version) = (header.salt.get(), version);
         self.digest = Xxh3::with_seed(self.salt);
@@ -274,7 +276,7 @@ impl Reader {
         let bytes = u64::from(header.contents_bytes.get());
         let (bases, nodes) = (header.bases.get() as usize, header.nodes.get() as usize);
         if bytes > CONTENTS_BYTES_MAX.min(len - self.at) || bases > DEVICES_MAX || nodes > DEVICES_MAX {
-            return Err(self.damaged("more devices than there can be"));
+            return Err(self.damaged("the list of devices is too long"));
         }
         let mut contents = vec![0; bytes as usize];
         self.read(&mut contents, self.at)?;
@@ -298,7 +300,7 @@ impl Reader {
             let check = match record.check {
                 1 => BaseCheck::Sampled,
                 2 => BaseCheck::Whole,
-                _ => return Err(self.damaged("a base is known by something unknown")),
+                _ => return Err(self.damaged("a base has an unknown kind of identity")),
             };
             let hash = u128::from_le_bytes(record.hash);
             self.bases.push(BaseIdentity { size: record.size.get(), check, hash });
@@ -308,22 +310,22 @@ impl Reader {
         for record in node_records {
             let (name, rest) = names
                 .split_at_checked(record.name_bytes.get().into())
-                .ok_or_else(|| self.damaged("a name is cut"))?;
+                .ok_or_else(|| self.damaged("a name is truncated"))?;
             names = rest;
             let (node, depth) = self.node(record, name, (&nodes, &depths))?;
             if let Over::After(before) = node.over
                 && !followed.insert(before)
             {
-                return Err(self.damaged("two devices come after one snapshot"));
+                return Err(self.damaged("two devices follow the same snapshot"));
             }
             if node.name.as_ref().is_some_and(|name| !known.insert(name.clone())) {
-                return Err(self.damaged("a name is there twice"));
+                return Err(self.damaged("a name occurs twice"));
             }
             depths.push(depth);
             nodes.push(node);
         }
         if !names.is_empty() {
-            return Err(self.damaged("names are left over"));
+            return Err(self.damaged("there are more names than devices"));
         }
         self.nodes = nodes.into();
         self.at += bytes;
@@ -340,14 +342,14 @@ impl Reader {
         let (over, depth) = match record.over {
             0 => (Over::Nothing, 1),
             1 if (below as usize) < self.bases.len() => (Over::Base(below), 1),
-            // Only what does not change can lie below.
+            // A parent must be a snapshot.
             2 if nodes.get(below as usize).is_some_and(|node| node.snapshot) => {
                 (Over::Node(below), depths[below as usize] + 1)
             }
             3 if nodes.get(below as usize).is_some_and(|node| node.snapshot && node.size <= size) => {
                 (Over::After(below), depths[below as usize])
             }
-            _ => return Err(self.damaged("a device lies over something that is not there")),
+            _ => return Err(self.damaged("a device has an invalid parent")),
         };
         let is_disk = match over {
             Over::Nothing => true,
@@ -362,29 +364,30 @@ impl Reader {
             && size.is_multiple_of(unit);
         let algorithm = algorithm_of(record.algorithm);
         let (true, Some(algorithm)) = (sound, algorithm) else {
-            return Err(self.damaged("a device is said to be what no device is"));
+            return Err(self.damaged("a device has invalid properties"));
         };
         let name = match name {
-            // What is live was saved for its own sake.
+            // Only snapshots are saved without a name.
             [] if record.snapshot == 1 => None,
             [] => return Err(self.damaged("a device has no name")),
             _ if name.len() > NAME_BYTES_MAX => return Err(self.damaged("a name is too long")),
             _ => match String::from_utf8(name.to_vec()) {
                 Ok(name) => Some(name),
-                Err(_) => return Err(self.damaged("a name is no text")),
+                Err(_) => return Err(self.damaged("a name is not valid UTF-8")),
             },
         };
         let (snapshot, level) = (record.snapshot == 1, record.level.get());
-        Ok((Node { size, over, snapshot, name, algorithm, level, is_disk }, depth))
+        let mem_limit = record.mem_limit.get();
+        Ok((Node { size, over, snapshot, name, algorithm, level, mem_limit, is_disk }, depth))
     }
 
     // ---- blocks ---------------------------------------------------------------------------------
 
-    /// The next block; `None` after the last one, when all of the file has been seen to be right.
+    /// Returns the next block; `None` after the last one, when the whole file is verified.
     pub fn next(&mut self) -> Result<Option<Block<'_>>, RestoreError> {
         let Some(header) = self.load_next(false)? else { return Ok(None) };
         if header.kind.get() == kind::ALGORITHM {
-            let Learned { algorithm, level, trained } = self.learned()?;
+            let FileAlgorithm { algorithm, level, trained } = self.parse_algorithm()?;
             let dictionary = &self.block[HEADER_BYTES + size_of::<AlgorithmRecord>()..];
             return Ok(Some(Block::Algorithm { algorithm, level, trained, dictionary }));
         }
@@ -395,13 +398,13 @@ impl Reader {
         }
     }
 
-    /// As [`next`](Self::next), without the data of pages: that is not known to be right before
-    /// the whole block was read. Since version 3 only, in which records have a checksum of their own.
+    /// As [`next`](Self::next), without page data (which is only verified when the whole block is
+    /// read). Only since version 3, in which records have their own checksum.
     pub fn skim(&mut self) -> Result<Option<Skimmed<'_>>, RestoreError> {
         let at = self.at;
         let Some(header) = self.load_next(true)? else { return Ok(None) };
         if header.kind.get() == kind::ALGORITHM {
-            let Learned { algorithm, level, trained } = self.learned()?;
+            let FileAlgorithm { algorithm, level, trained } = self.parse_algorithm()?;
             let dictionary = &self.block[HEADER_BYTES + size_of::<AlgorithmRecord>()..];
             return Ok(Some(Skimmed::Algorithm { algorithm, level, trained, dictionary }));
         }
@@ -414,7 +417,7 @@ impl Reader {
         }
     }
 
-    /// Loads the next block into `self.block`, and checks it.
+    /// Loads the next block into `self.block` and checks it.
     fn load_next(&mut self, skim: bool) -> Result<Option<BlockHeader>, RestoreError> {
         let header = self.load_block(skim)?;
         let len = HEADER_BYTES as u64 + u64::from(header.payload_bytes.get());
@@ -429,7 +432,7 @@ impl Reader {
             return if complete {
                 Ok(None)
             } else {
-                Err(self.damaged("the commit record is of other blocks"))
+                Err(self.damaged("the commit record does not match the blocks"))
             };
         }
         match kind {
@@ -439,7 +442,7 @@ impl Reader {
                 self.algorithms += 1;
             }
             kind::PAGES => self.check_pages(&header)?,
-            _ => return Err(self.damaged("a block is of no kind that there is")),
+            _ => return Err(self.damaged("a block is of an unknown kind")),
         }
         self.digest.update(&header.checksum.get().to_le_bytes());
         self.blocks += 1;
@@ -447,22 +450,21 @@ impl Reader {
         Ok(Some(header))
     }
 
-    /// The algorithm in `self.block`.
-    fn learned(&self) -> Result<Learned, RestoreError> {
+    /// Parses the algorithm in `self.block`.
+    fn parse_algorithm(&self) -> Result<FileAlgorithm, RestoreError> {
         let Ok((record, _)) = AlgorithmRecord::read_from_prefix(&self.block[HEADER_BYTES..]) else {
             return Err(self.damaged("a block is too short"));
         };
         let Some(algorithm) = algorithm_of(record.algorithm) else {
-            return Err(self.damaged("an algorithm is not known"));
+            return Err(self.damaged("an algorithm is unknown"));
         };
-        Ok(Learned { algorithm, level: record.level.get(), trained: record.trained == 1 })
+        Ok(FileAlgorithm { algorithm, level: record.level.get(), trained: record.trained == 1 })
     }
 
-    /// Reads a block into `self.block`, without the data of pages where it is to `skim`; returns its
-    /// header.
+    /// Reads a block into `self.block`, with `skim` without page data. Returns its header.
     fn load_block(&mut self, skim: bool) -> Result<BlockHeader, RestoreError> {
         let there = self.end.file_bytes.saturating_sub(self.at);
-        // Records of most blocks come along with the header.
+        // One read gets the header and the records of most blocks.
         let first = if skim { SKIM_BYTES.min(there as usize).max(HEADER_BYTES) } else { HEADER_BYTES };
         self.read_block(0, first)?;
         let Ok((header, _)) = BlockHeader::read_from_prefix(&self.block) else {
@@ -471,7 +473,7 @@ impl Reader {
         let payload = header.payload_bytes.get() as usize;
         let left = there.saturating_sub(HEADER_BYTES as u64);
         if header.magic != BLOCK_MAGIC || payload > PAYLOAD_BYTES_MAX || payload as u64 > left {
-            return Err(self.damaged("no block begins there"));
+            return Err(self.damaged("there is no valid block header"));
         }
         let is_pages = header.kind.get() == kind::PAGES;
         let records = header.records.get() as usize * size_of::<PageRecord>();
@@ -495,7 +497,7 @@ impl Reader {
         Ok(header)
     }
 
-    /// Makes `self.block` so long; what comes behind `from` is read.
+    /// Resizes `self.block` and reads the part behind `from`.
     fn read_block(&mut self, from: usize, to: usize) -> Result<(), RestoreError> {
         self.block.resize(to, 0);
         if from < to {
@@ -506,13 +508,13 @@ impl Reader {
         Ok(())
     }
 
-    /// Pages come in order, lie in their device, and have all of their bytes.
+    /// Checks that pages are in order, within their device, and have all of their data.
     fn check_pages(&mut self, header: &BlockHeader) -> Result<(), RestoreError> {
         let (node, count) = (header.node.get(), header.records.get() as usize);
         let payload = &self.block[HEADER_BYTES..];
         let wrong = |what| Err(self.damaged(what));
         let Some((size, over)) = self.nodes.get(node as usize).map(|node| (node.size, node.over)) else {
-            return wrong("pages are of a device that is not there");
+            return wrong("pages are of an unknown device");
         };
         let Ok((records, _)) = <[PageRecord]>::ref_from_prefix_with_elems(payload, count) else {
             return wrong("a block is too short");
@@ -537,20 +539,20 @@ impl Reader {
             };
             let has_algorithm = matches!(record.form, form::COMPRESSED | form::HUGE);
             if !fits || has_algorithm && u32::from(record.algorithm) >= self.algorithms {
-                return wrong("a page has a form that there is not");
+                return wrong("a page has an invalid form");
             }
             let run = if form::is_run(record.form) { len as u64 } else { 1 };
             let last = size.div_ceil(PAGE_BYTES as u64);
             let end = record.page.get().checked_add(run).filter(|&end| end <= last);
             match end {
                 Some(end) if record.page.get() >= next => next = end,
-                _ => return wrong("a page is out of order, or not in its device"),
+                _ => return wrong("a page is out of order or beyond the end of its device"),
             }
             pages += run;
             bytes += if form::is_run(record.form) { 0 } else { len };
         }
         if bytes != data {
-            return wrong("a block has other bytes than its pages");
+            return wrong("the data of a block does not match its pages");
         }
         self.next = (node, next);
         self.pages += pages;
@@ -565,7 +567,7 @@ impl<'a> Iterator for Pages<'a> {
         let (record, rest) = self.records.split_first()?;
         self.records = rest;
         let len = if form::is_run(record.form) { 0 } else { record.len.get() };
-        // It was checked that all bytes are there.
+        // The data length was checked before.
         let (bytes, rest) = self.data.split_at_checked(len.into())?;
         self.data = rest;
         Some((record.page.get(), Page::of(record, bytes)?))
@@ -573,7 +575,7 @@ impl<'a> Iterator for Pages<'a> {
 }
 
 impl<'a> Page<'a> {
-    /// Of a record that was checked, and its data.
+    /// Combines a checked record with its data.
     pub fn of(record: &PageRecord, bytes: &'a [u8]) -> Option<Self> {
         let (algorithm, pages) = (record.algorithm, record.len.get().into());
         Some(match record.form {

@@ -1,13 +1,13 @@
-//! Restoring: devices are made one after the other, each before those that lie over it, and nobody
-//! gets any of them before the last byte of the file has been seen to be right.
+//! Restoring of a file. Devices are created in order, parents first, and returned only when the
+//! whole file is verified.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
+use super::file_codec::{self, BEHIND_THE_END, FileCodec, Refused};
 use super::format::Over;
-use super::known::{self, BEHIND_THE_END, Known, Refused};
 use super::reader::{Block, Node, Page, Pages, Reader};
 use super::{BaseIdentity, RestoreError};
 use crate::codec::Algorithm;
@@ -15,7 +15,7 @@ use crate::ram::{Family, ForkConfig, Incoming, Ram};
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Blocking as _, Device, Error, Flags};
 
-/// What forks in a file are restored over.
+/// A base for forks of a file.
 #[derive(Clone)]
 pub enum Base {
     /// A read-only device.
@@ -33,17 +33,16 @@ impl Base {
     }
 }
 
-/// Restores the devices of a file into a family, and returns them with their names. `bases` are
-/// what those lie over that are forks of something which is not in the file: each is looked for
-/// among them, by what the file knows it by. `progress` is given bytes of the file, done and in
-/// all.
+/// Restores the devices of a file into a family, and returns them with their names. `bases` are the
+/// bases of forks that are not in the file; each is found by its identity. `progress` receives the
+/// bytes read and the size of the file.
 ///
-/// Objects that an algorithm of the family can read go in as they are; others are compressed anew.
-/// Where memory is short pages are spilled, in a family that can do that.
+/// Objects are stored as they are if an algorithm of the family can decompress them; others are
+/// recompressed. If memory is short, pages are written back to a backing device, if any.
 ///
 /// # Errors
-/// The file is foreign, newer, not complete or damaged; a base is missing or another one; no room
-/// for a page. What was made is gone again.
+/// Fails if the file is not a saved one, is newer, incomplete or damaged; if a base is missing or
+/// different; or if there is no space for a page. Devices already created are removed.
 pub fn restore(
     path: &Path,
     family: &Family,
@@ -57,11 +56,11 @@ pub fn restore(
     restore_watched(path, family, bases, watch)
 }
 
-/// As [`restore`]; it ends when `watch` says false, which is given bytes of the file, done and in
-/// all.
+/// As [`restore`]. `watch` receives the bytes read and the size of the file; the restore ends when
+/// it returns false.
 ///
 /// # Errors
-/// As [`restore`], and [`RestoreError::Cancelled`]: what was made is gone again.
+/// As [`restore`], and [`RestoreError::Cancelled`]: devices already created are removed.
 pub fn restore_watched(
     path: &Path,
     family: &Family,
@@ -93,7 +92,7 @@ pub fn restore_watched(
     Ok(restored)
 }
 
-/// Finds the bases of a file among those that are given.
+/// Finds the bases of a file among the given ones.
 pub fn find_bases(
     (wanted, nodes): (&[BaseIdentity], &[Node]),
     given: &[Base],
@@ -105,7 +104,7 @@ pub fn find_bases(
         let device = || nodes.iter().find(over).map(Node::label).unwrap_or_default();
         let mut last = None;
         for base in given {
-            // One of another size need not be read.
+            // A base of another size need not be read.
             let size = base.device().geometry().size;
             let identity = if size == wanted.size || last.is_none() {
                 let cancelled = || (cancelled.borrow_mut())();
@@ -131,14 +130,14 @@ struct Loader<'a> {
     family: &'a Family,
     nodes: &'a [Node],
     bases: Vec<Base>,
-    /// The devices that are complete, snapshots as snapshots.
+    /// Complete devices, snapshots as snapshots.
     done: Vec<Ram>,
-    /// The one that comes next, live.
+    /// Live device of the node being filled.
     filling: Option<Ram>,
-    /// Nodes after which another one comes, and the live devices that become that.
+    /// Nodes followed by another node of their chain, and the live devices for those.
     followed: HashSet<u32>,
     tails: HashMap<u32, Ram>,
-    algorithms: Vec<Known>,
+    algorithms: Vec<FileCodec>,
 }
 
 impl<'a> Loader<'a> {
@@ -163,12 +162,12 @@ impl<'a> Loader<'a> {
         trained: bool,
         dictionary: &[u8],
     ) -> Result<(), Refused> {
-        let dictionary = Known::dictionary(dictionary)?;
-        self.algorithms.push(Known::new(self.family, algorithm, level, trained, dictionary)?);
+        let dictionary = FileCodec::dictionary(dictionary)?;
+        self.algorithms.push(FileCodec::new(self.family, algorithm, level, trained, dictionary)?);
         Ok(())
     }
 
-    /// The device of a number, when all before it are complete.
+    /// Returns the live device of a node, and completes all nodes before it.
     fn device(&mut self, node: usize) -> Result<Ram, RestoreError> {
         while self.done.len() < node {
             let complete = self.complete()?;
@@ -182,7 +181,7 @@ impl<'a> Loader<'a> {
         Ok(ram)
     }
 
-    /// An empty device for the node that comes next.
+    /// Creates an empty device for the next node.
     fn make(&mut self) -> Result<Ram, RestoreError> {
         let node = &self.nodes[self.done.len()];
         let config = ForkConfig { size: Some(node.size), ..ForkConfig::default() };
@@ -202,7 +201,7 @@ impl<'a> Loader<'a> {
         made.map_err(|error| RestoreError::Setup { device: node.label(), error })
     }
 
-    /// Completes the node that comes next.
+    /// Completes the next node.
     fn complete(&mut self) -> Result<Ram, RestoreError> {
         let ram = match self.filling.take() {
             Some(ram) => ram,
@@ -217,10 +216,15 @@ impl<'a> Loader<'a> {
             }
             return snapshot.map_err(|error| RestoreError::Setup { device: node.label(), error });
         }
+        if !node.is_disk {
+            // The cap never refuses existing content.
+            let limited = ram.set_own_limits(node.mem_limit, 0);
+            limited.map_err(|error| RestoreError::Setup { device: node.label(), error })?;
+        }
         Ok(ram)
     }
 
-    /// All devices that have names.
+    /// Returns all named devices.
     fn finish(mut self) -> Result<Vec<(String, Ram)>, RestoreError> {
         while self.done.len() < self.nodes.len() {
             let complete = self.complete()?;
@@ -236,7 +240,7 @@ impl<'a> Loader<'a> {
             Refused::Other(RestoreError::Store { device: self.nodes[node].label(), page, error })
         };
         let size = self.nodes[node].size;
-        // Of the page within which a device ends the rest is zeroes: it may grow.
+        // The rest of the page in which a device ends must be zeroes, as the device may grow.
         let bytes_of = |page: u64| (size - page * PAGE_BYTES as u64).min(PAGE_BYTES as u64) as usize;
         let mut content = [0; PAGE_BYTES];
         for (number, page) in pages {
@@ -255,9 +259,9 @@ impl<'a> Loader<'a> {
                 }
                 continue;
             }
-            let incoming = known::incoming(&self.algorithms, &page, bytes_of(number), &mut content)?;
+            let incoming = file_codec::incoming(&self.algorithms, &page, bytes_of(number), &mut content)?;
             match ram.put(number, incoming) {
-                // As any write it waits until others have left memory.
+                // Write as a request, which waits for evictions.
                 Err(Error::NoSpace) if ram.can_spill() => {
                     let bytes = bytes_of(number);
                     ram.write_at(number * PAGE_BYTES as u64, &content[..bytes], Flags::empty())

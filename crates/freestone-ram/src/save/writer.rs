@@ -1,4 +1,4 @@
-//! Writes the file from its beginning to its end, in blocks of about a MiB.
+//! Writing of a file from front to back, in blocks of about 1 MiB.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -23,7 +23,7 @@ use crate::ram::Stored;
 use freestone_core::PAGE_BYTES;
 use freestone_core::device::{Device as _, Error};
 
-/// A file that is being written, from front to back.
+/// A file being written.
 pub struct Writer<'a> {
     file: &'a File,
     path: &'a Path,
@@ -35,43 +35,43 @@ pub struct Writer<'a> {
     pages: u64,
     lost: u64,
     digest: Xxh3,
-    algorithms: Vec<Known>,
-    /// The block of pages that is being filled.
+    algorithms: Vec<AlgorithmSpec>,
+    /// Node of the block being filled, with its records and data.
     node: u32,
     records: Vec<PageRecord>,
     data: Vec<u8>,
-    /// A block as it is written.
+    /// Buffer for the block being written.
     block: Vec<u8>,
 }
 
-/// An algorithm that the file has already, or shall have.
+/// An algorithm of the file.
 #[derive(PartialEq, Eq)]
-pub struct Known {
+pub struct AlgorithmSpec {
     pub id: u8,
     pub level: i32,
     pub trained: bool,
     pub dictionary: Option<Dictionary>,
 }
 
-impl Known {
+impl AlgorithmSpec {
     fn new(streams: &Streams, trained: bool) -> Self {
         let (id, level) = (algorithm_id(streams.algorithm()), streams.level());
         Self { id, level, trained, dictionary: streams.dictionary().cloned() }
     }
 }
 
-/// What stands at the beginning of a file, behind the header.
+/// Contents of a file behind the header.
 pub struct Contents<'a> {
-    /// In files of kept devices.
+    /// Place among the files of kept devices; `None` in other files.
     pub kept: Option<KeptRecord>,
     pub bases: &'a [BaseIdentity],
     pub nodes: Vec<NodeRecord>,
-    /// Of the nodes that have one.
+    /// Names of the named nodes.
     pub names: Vec<&'a str>,
 }
 
 impl<'a> Contents<'a> {
-    /// Of what is to be saved now.
+    /// Creates the contents for a plan.
     pub fn new(kept: Option<KeptRecord>, plan: &'a Plan, bases: &'a [BaseIdentity]) -> Self {
         let nodes = plan.nodes.iter().map(node_record).collect();
         let names = plan.nodes.iter().filter_map(|node| node.name.as_deref()).collect();
@@ -110,12 +110,12 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// By which another file can name this one.
+    /// Returns the salt by which another file can refer to this one.
     pub fn salt(&self) -> u64 {
         self.salt
     }
 
-    /// Header, bases, nodes, names.
+    /// Writes header, bases, nodes and names.
     pub fn contents(&mut self, of: &Contents<'_>) -> Result<(), SaveError> {
         self.is_kept = of.kept.is_some();
         let mut contents = Vec::new();
@@ -153,8 +153,8 @@ impl<'a> Writer<'a> {
         self.write(&contents)
     }
 
-    /// The number of an algorithm, which is written if it is not in the file yet.
-    pub fn algorithm(&mut self, known: Known) -> Result<u8, SaveError> {
+    /// Returns the number of an algorithm; writes it first if the file does not have it.
+    pub fn algorithm(&mut self, known: AlgorithmSpec) -> Result<u8, SaveError> {
         if let Some(number) = self.algorithms.iter().position(|other| *other == known) {
             return Ok(number as u8);
         }
@@ -174,8 +174,7 @@ impl<'a> Writer<'a> {
         Ok(number as u8)
     }
 
-    /// Adds a record with its data, of a page or a run. Those of a node come in their order, the
-    /// nodes in theirs.
+    /// Adds the record of a page or run, with its data. Nodes and their pages must come in order.
     pub fn record(&mut self, node: u32, record: PageRecord, data: &[u8]) -> Result<(), SaveError> {
         debug_assert!(self.records.is_empty() || self.node == node);
         self.node = node;
@@ -199,7 +198,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes the pages that are gathered.
+    /// Writes the collected pages.
     pub fn end_of_node(&mut self) -> Result<(), SaveError> {
         if self.records.is_empty() {
             return Ok(());
@@ -225,7 +224,7 @@ impl<'a> Writer<'a> {
         self.put_block(kind::END, 0, 1, &[end.as_bytes()])?;
         debug_assert_eq!(self.at, file_bytes);
         if let Some(mut header) = self.header.filter(|_| self.lost > 0) {
-            // That there are any is known only now.
+            // Only now it is known whether pages are lost.
             header.version = U32::new(VERSION_LOST);
             header.checksum = U64::new(header.sum());
             self.file.write_all_at(header.as_bytes(), 0).map_err(|source| self.failed(source))?;
@@ -277,10 +276,10 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Writes pages of devices.
+/// A writer of devices' pages.
 pub struct PageWriter<'a> {
     pub to: Writer<'a>,
-    /// Pages that were saved as lost and that another save may be able to read, with their nodes.
+    /// Pages saved as lost that another save might be able to read, with their nodes.
     pub unread: Vec<(u32, u64)>,
     plan: &'a Plan,
     /// Numbers of algorithms by node and priority.
@@ -288,13 +287,12 @@ pub struct PageWriter<'a> {
 }
 
 impl<'a> PageWriter<'a> {
-    /// Behind the contents.
+    /// Creates a writer for a file whose contents are already written.
     pub fn new(to: Writer<'a>, plan: &'a Plan) -> Self {
         Self { to, unread: Vec::new(), plan, numbers: HashMap::new() }
     }
 
-    /// Writes the algorithms that are there now, whether pages refer to them or not: what was
-    /// trained is not lost.
+    /// Writes all current algorithms, even if no page refers to them, to save trained dictionaries.
     pub fn all_algorithms(mut self) -> Result<Self, SaveError> {
         for node in 0..self.plan.nodes.len() as u32 {
             for priority in 0..=PRIORITIES as u8 {
@@ -304,20 +302,20 @@ impl<'a> PageWriter<'a> {
         Ok(self)
     }
 
-    /// The number of a node's algorithm, which is written before anything refers to it. `None`:
-    /// there is none.
+    /// Returns the file's number of a node's algorithm, and writes it if necessary. `None` if the
+    /// priority has none.
     fn number(&mut self, node: u32, priority: u8) -> Result<Option<u8>, SaveError> {
         if let Some(&number) = self.numbers.get(&(node, priority)) {
             return Ok(Some(number));
         }
         let ram = &self.plan.nodes[node as usize].ram;
-        let Some(known) = ram.streams(priority, Known::new) else { return Ok(None) };
+        let Some(known) = ram.streams(priority, AlgorithmSpec::new) else { return Ok(None) };
         let number = self.to.algorithm(known)?;
         self.numbers.insert((node, priority), number);
         Ok(Some(number))
     }
 
-    /// Adds a page, as [`Writer::record`].
+    /// Adds a page; see [`Writer::record`].
     pub fn page(&mut self, node: u32, page: u64, stored: Stored, bytes: &[u8]) -> Result<(), SaveError> {
         let len = if bytes.is_empty() { 1 } else { bytes.len() };
         let record = |form, algorithm, pattern| PageRecord {
@@ -369,6 +367,6 @@ fn node_record(node: &super::plan::Node) -> NodeRecord {
         algorithm,
         reserved: [0; 3],
         level: I32::new(level),
-        reserved2: U64::ZERO,
+        mem_limit: U64::new(node.mem_limit),
     }
 }

@@ -1,47 +1,45 @@
-//! What is known of each block of the backing: how much of it lives, where its first header is, how
-//! often it was used.
+//! Metadata of each block on the backing device: live units, first header, generation.
 //!
 //! | bits  | field      | meaning |
 //! |-------|------------|---------|
 //! | 0-8   | live       | units of the block that belong to live objects, 0 to 256 |
-//! | 9-17  | first      | unit in the block at which its first header begins, plus one; 0: none begins there |
-//! | 18-31 | generation | how often the block was opened, modulo 2^14 |
+//! | 9-17  | first      | unit of the first header that begins in the block, plus one; 0: none |
+//! | 18-31 | generation | number of times the block was opened, modulo 2^14 |
 //!
 //! # Life of a block
-//! Whoever took it from the [space](super::space) *opens* it, *places* objects in it and writes
-//! them. From then on objects are *removed* by anyone, in any order. Who removes the last one gives
-//! the block back to the space. Nothing of a block is removed before all of it is placed, or it
-//! would be given back under the hands of who fills it.
+//! The allocating thread *opens* the block, *places* objects in it and writes it. Afterwards any
+//! thread may *remove* objects in any order, and the one that removes the last frees the block.
+//! Nothing is removed before all objects are placed: otherwise the block could be freed while it is
+//! being filled.
 //!
-//! An object is of one block or straddles two, and counts in each.
+//! An object lies in one block or two, and counts in each.
 
 use super::space::{MAX_BLOCKS, Run};
 use freestone_core::device::{Error, Result};
 use freestone_core::sync::{AtomicU32, Ordering};
 
-/// Objects on the backing begin at multiples of this many bytes.
+/// Alignment of objects on the device, in bytes.
 pub const UNIT_BYTES: usize = 16;
 /// Units in a block.
 pub const BLOCK_UNITS: u64 = (super::space::BLOCK_BYTES / UNIT_BYTES) as u64;
-/// Units of the largest object, a whole page behind its header. It never touches more than two
-/// blocks.
+/// Units of the largest object, a whole page with its header. It never spans more than two blocks.
 pub const MAX_UNITS: u32 = BLOCK_UNITS as u32 + 1;
 
 const LIVE_MASK: u32 = (1 << 9) - 1;
 const FIRST_SHIFT: u32 = 9;
 const FIRST_MASK: u32 = LIVE_MASK << FIRST_SHIFT;
 const GENERATION_SHIFT: u32 = 18;
-/// Generations before they repeat.
+/// Number of generations before they repeat.
 #[cfg(test)]
 pub const GENERATIONS: u32 = 1 << (u32::BITS - GENERATION_SHIFT);
 const _: () = assert!(BLOCK_UNITS <= LIVE_MASK as u64);
 
-/// Four bytes for each block of the backing device.
+/// The metadata of all blocks, four bytes each.
 pub struct Blocks(Box<[AtomicU32]>);
 
 impl Blocks {
-    /// A backing of `blocks` blocks of which none was used. Blocks that are never opened cost no
-    /// memory.
+    /// Creates the metadata of `blocks` unused blocks. Blocks that are never opened need no
+    /// physical memory.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] above [`MAX_BLOCKS`], [`Error::NoMemory`].
@@ -52,12 +50,11 @@ impl Blocks {
         Ok(Self(zeroed(blocks)?))
     }
 
-    /// Begins new lives of blocks that the caller took from the space and that nobody else knows
-    /// yet.
+    /// Starts a new generation of just allocated blocks.
     pub fn open(&self, run: Run) {
         let start = run.start as usize;
         for block in &self.0[start..start + run.blocks as usize] {
-            // Relaxed: the space's lock orders all that others did to the block before this.
+            // Relaxed: the lock of the space orders all earlier accesses to the block.
             let before = block.load(Ordering::Relaxed);
             debug_assert!(before & LIVE_MASK == 0, "a block with live objects is opened");
             let generation = (before >> GENERATION_SHIFT).wrapping_add(1);
@@ -66,8 +63,8 @@ impl Blocks {
         }
     }
 
-    /// An object of `units` units (1 to [`MAX_UNITS`], its header included) begins at unit number
-    /// `unit` of the backing.
+    /// Records an object of `units` units (1 to [`MAX_UNITS`], with header) at `unit` of the
+    /// device.
     pub fn place(&self, unit: u64, units: u32) {
         let mut header = Some((unit % BLOCK_UNITS) as u32);
         for (index, part) in parts(unit, units) {
@@ -80,20 +77,22 @@ impl Blocks {
                 };
                 Some((before & !FIRST_MASK | first) + part)
             };
-            // Relaxed: who removes or reads the object learns of it through its slot's lock.
+            // Relaxed: threads that remove or read the object get its place through the slot's
+            // lock.
             let placed = self.0[index].fetch_update(Ordering::Relaxed, Ordering::Relaxed, place);
-            debug_assert!(placed.is_ok(), "placing is never declined");
+            debug_assert!(placed.is_ok(), "the update never declines");
             header = None;
         }
     }
 
-    /// The object that [was placed](Self::place) there is no more; nobody will read it. `freed` is
-    /// called with each block of which it was the last, by one caller only, who owns the block from
-    /// then on.
+    /// Removes an object that [was placed](Self::place) and is no longer read. Calls `freed` with
+    /// each block in which the object was the last; exactly one caller gets a block, and owns it
+    /// then.
     pub fn remove(&self, unit: u64, units: u32, mut freed: impl FnMut(u64)) {
         for (index, part) in parts(unit, units) {
-            // AcqRel: pairs with itself. Release: this object's use is over before it stops
-            // counting; Acquire: whoever takes the last one away comes after the use of all others.
+            // AcqRel: pairs with itself. Release: the use of this object ends before it stops
+            // counting; Acquire: the thread that removes the last object follows the use of all
+            // others.
             let before = self.0[index].fetch_sub(part, Ordering::AcqRel) & LIVE_MASK;
             debug_assert!(before >= part, "block {index} has {before} live units, {part} are removed");
             if before == part {
@@ -102,42 +101,40 @@ impl Blocks {
         }
     }
 
-    /// What was placed in blocks that the caller opened never came to be (they could not be
-    /// written): nothing lives in them, and no slot was told of it. `remove` is not called for any
-    /// of it; the caller gives the blocks back.
-    pub fn forget(&self, run: Run) {
+    /// Drops the objects of opened blocks that could not be written. No slot refers to them, and
+    /// `remove` is not called for them. The caller frees the blocks.
+    pub fn drop_unwritten(&self, run: Run) {
         let start = run.start as usize;
         for block in &self.0[start..start + run.blocks as usize] {
-            // Relaxed: the caller alone knows of the objects; the space's lock orders this before
-            // the next life.
+            // Relaxed: only the caller knows the objects; the lock of the space orders this before
+            // the next generation.
             block.fetch_and(!(LIVE_MASK | FIRST_MASK), Ordering::Relaxed);
         }
     }
 
-    /// Units of live objects, 0 to [`BLOCK_UNITS`], at some moment of the call.
+    /// Returns the units of live objects, 0 to [`BLOCK_UNITS`], at some moment.
     pub fn live(&self, block: u64) -> u32 {
-        // Relaxed: a look; nothing is concluded from it about the objects.
+        // Relaxed: a hint; it says nothing about the objects.
         self.0[block as usize].load(Ordering::Relaxed) & LIVE_MASK
     }
 
-    /// The unit within the block at which its first header begins, if one does. It stays there when
-    /// that object is removed: the bytes on the backing are the same until the block is opened
-    /// again.
+    /// Returns the unit of the first header that begins in the block. It stays valid when that
+    /// object is removed: the bytes do not change until the block is reopened.
     pub fn first(&self, block: u64) -> Option<u32> {
-        // Relaxed: fixed once the block is filled, of which the caller learned through a slot's
-        // lock.
+        // Relaxed: fixed once the block is filled; the caller got an object's place through a
+        // slot's lock.
         ((self.0[block as usize].load(Ordering::Relaxed) & FIRST_MASK) >> FIRST_SHIFT).checked_sub(1)
     }
 
-    /// How often the block was opened, modulo 2^14. The same before and after a look at the block:
-    /// what was seen is of one life (but not that it was written by then).
+    /// Returns the number of times the block was opened, modulo 2^14. If it is equal before and
+    /// after a read, the bytes are of one generation (but may not have been written yet).
     pub fn generation(&self, block: u64) -> u32 {
         // Acquire: pairs with the Release in `open`.
         self.0[block as usize].load(Ordering::Acquire) >> GENERATION_SHIFT
     }
 }
 
-/// The blocks that an object touches, by index, and how many of its units lie in each.
+/// Iterates over the blocks of an object and the units in each.
 fn parts(unit: u64, units: u32) -> impl Iterator<Item = (usize, u32)> {
     debug_assert!((1..=MAX_UNITS).contains(&units), "an object of {units} units");
     let block = (unit / BLOCK_UNITS) as usize;
@@ -165,8 +162,7 @@ mod tests {
 
     const BLOCKS: u64 = 6;
 
-    /// Objects placed one behind another from a run's start, as sizes; true leaves the following
-    /// units empty.
+    /// Objects placed one behind another from a run's start, as sizes; true leaves a gap behind.
     fn any_objects() -> impl Strategy<Value = Vec<(u32, bool)>> {
         let units = prop_oneof![1..10_u32, 1..=MAX_UNITS, Just(MAX_UNITS), Just(1)];
         proptest::collection::vec((units, any::<bool>()), 1..60)
@@ -190,7 +186,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn counts_are_those_of_a_plain_map(
+        fn blocks_match_reference_map(
             start in 0..3_u64,
             objects in any_objects(),
             order in any::<u64>(),
@@ -200,7 +196,7 @@ mod tests {
             let run = Run { start, blocks: (BLOCKS - start) as u32 };
             for life in 1..=lives {
                 let mut placed = fill(&blocks, run, &objects);
-                // Unit by unit: block -> (live, first).
+                // Reference, unit by unit: block -> (live, first).
                 let mut plain = BTreeMap::<u64, (u32, Option<u32>)>::new();
                 for &(unit, units) in &placed {
                     for part in unit..unit + u64::from(units) {
@@ -238,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_do_not_overlap() {
+    fn block_fields_do_not_overlap() {
         let blocks = Blocks::new(3).unwrap();
         let run = Run { start: 1, blocks: 1 };
         for opened in 1..=2 * GENERATIONS + 1 {
@@ -262,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_object_straddles_two_blocks_wherever_it_begins() {
+    fn largest_object_spans_two_blocks() {
         let blocks = Blocks::new(2).unwrap();
         for offset in 0..BLOCK_UNITS {
             blocks.open(Run { start: 0, blocks: 2 });
@@ -277,12 +273,12 @@ mod tests {
     }
 
     #[test]
-    fn what_could_not_be_written_is_forgotten() {
+    fn forget_clears_unwritten_blocks() {
         let blocks = Blocks::new(4).unwrap();
         let (kept, failed) = (Run { start: 0, blocks: 1 }, Run { start: 1, blocks: 2 });
         fill(&blocks, kept, &[(5, false)]);
         fill(&blocks, failed, &[(100, false), (257, false), (50, false)]);
-        blocks.forget(failed);
+        blocks.drop_unwritten(failed);
         let all = |block| (blocks.live(block), blocks.first(block), blocks.generation(block));
         assert_eq!([0, 1, 2, 3].map(all), [(5, Some(0), 1), (0, None, 1), (0, None, 1), (0, None, 0)]);
         fill(&blocks, failed, &[(257, false)]);
@@ -290,22 +286,22 @@ mod tests {
     }
 
     #[test]
-    fn a_backing_is_bounded() {
+    fn blocks_above_maximum_fail() {
         assert_eq!(Blocks::new(MAX_BLOCKS + 1).err(), Some(Error::OutOfRange));
         let most = Blocks::new(MAX_BLOCKS).unwrap();
         assert_eq!(most.live(MAX_BLOCKS - 1), 0);
     }
 
-    /// Threads that fill runs, and remove each other's objects.
+    /// Threads fill runs and remove each other's objects.
     #[test]
-    fn blocks_go_round() {
+    fn threads_recycle_blocks() {
         const DISK_BLOCKS: u64 = 64;
         const ROUNDS: u64 = 2000;
         let space = Arc::new(Space::new(DISK_BLOCKS).unwrap());
         let blocks = Arc::new(Blocks::new(DISK_BLOCKS).unwrap());
         let objects = Arc::new(Mutex::new(Vec::new()));
         let remove = |space: &Space, blocks: &Blocks, (unit, units)| {
-            blocks.remove(unit, units, |block| space.give(block, 1));
+            blocks.remove(unit, units, |block| space.free_run(block, 1));
         };
         std::thread::scope(|scope| {
             for thread in 0..4_u64 {
@@ -323,7 +319,7 @@ mod tests {
                             let placed = fill(blocks, run, &sizes);
                             let end = placed.last().map_or(run.start * BLOCK_UNITS, |l| l.0 + u64::from(l.1));
                             let used = (end.div_ceil(BLOCK_UNITS) - run.start) as u32;
-                            space.give(run.start + u64::from(used), run.blocks - used);
+                            space.free_run(run.start + u64::from(used), run.blocks - used);
                             objects.lock().extend(placed);
                         }
                         for _ in 0..next(20) {

@@ -1,4 +1,4 @@
-//! The packed layout: objects on the backing, each behind a header, one close behind another.
+//! The packed layout: objects on the backing device, each behind a header, tightly packed.
 //!
 //! ```text
 //! bytes  0-3   checksum   low half of the XXH3 (64 bits) of bytes 4 to 15 and of the object
@@ -9,9 +9,13 @@
 //! bytes 16-    object, then zeroes up to a multiple of 16 bytes, where the next header begins
 //! ```
 //!
-//! Integers are little-endian. A run of blocks begins with a header; objects straddle blocks of
-//! their run, never its end. Behind the last one zeroes fill its block. Zeroes are no header (no
-//! length, no version), so a walk ends there.
+//! Integers are little-endian. A run of blocks begins with a header. Objects may cross blocks of
+//! their run, but not its end. Zeroes fill the last block; a walk ends there, as zeroes are not a
+//! valid header (neither length nor version).
+//!
+//! Packing saves space and bandwidth on the device by the compression ratio; a block for each
+//! object would save neither. A header costs 16 bytes a page, for a checksum and the owner, by
+//! which reclaim finds the slots of a block without a map in memory.
 
 use xxhash_rust::xxh3::xxh3_64;
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
@@ -25,13 +29,12 @@ use freestone_core::device::IoBuf;
 
 const HEADER_BYTES: usize = size_of::<Header>();
 const CHECKSUM_BYTES: usize = size_of::<U32>();
-/// Marks a header, and says which layout it has.
+/// Marks a header and gives its layout version.
 const VERSION: u8 = 0xF5;
 
 const _: () = assert!(HEADER_BYTES == 16 && HEADER_BYTES == UNIT_BYTES);
 const _: () = assert!(units(PAGE_BYTES) == MAX_UNITS);
 
-/// What stands before an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Header {
@@ -43,49 +46,48 @@ pub struct Header {
 }
 
 impl Header {
-    /// Whose object it was when it was written.
+    /// Returns the owner of the object when it was written.
     pub fn owner(&self) -> u64 {
         self.owner.get()
     }
 
-    /// The number of the object's algorithm.
     #[cfg(test)]
     pub fn algorithm(&self) -> u8 {
         self.algorithm
     }
 }
 
-/// Units of an object of `len` bytes with its header.
+/// Returns the units of an object of `len` bytes with its header.
 #[inline]
 pub const fn units(len: usize) -> u32 {
     (HEADER_BYTES + len).div_ceil(UNIT_BYTES) as u32
 }
 
-/// The checksum of a header and the object behind it: of all but the checksum itself.
+/// Returns the checksum of a header (except the checksum field) and its object.
 #[inline]
 fn checksum(header_and_object: &[u8]) -> u32 {
     xxh3_64(&header_and_object[CHECKSUM_BYTES..]) as u32
 }
 
-/// Fills a run of blocks with objects, in memory.
+/// Packs objects into the buffer of a run.
 pub struct Packer {
     buf: IoBuf,
     run: Run,
-    /// Bytes that are filled, a multiple of the unit.
+    /// Bytes filled, a multiple of the unit.
     at: usize,
     capacity: usize,
 }
 
 impl Packer {
-    /// Will fill as much of the run as `buf` can hold of it in whole blocks. What is in `buf` does
-    /// not matter.
+    /// Creates a packer for as many blocks of the run as `buf` can hold. The content of `buf` is
+    /// ignored.
     pub fn new(buf: IoBuf, run: Run) -> Self {
         let capacity = (run.blocks as usize).min(buf.len() / BLOCK_BYTES) * BLOCK_BYTES;
         Self { buf, run, at: 0, capacity }
     }
 
-    /// Adds an object of 1 to 4096 bytes. Returns the unit of the backing at which its header
-    /// begins, or `None`: there is no room for it.
+    /// Adds an object of 1 to 4096 bytes. Returns the unit of its header on the device, or `None`
+    /// if the run is full.
     #[inline]
     pub fn push(&mut self, owner: u64, algorithm: u8, object: &[u8]) -> Option<u64> {
         assert!((1..=PAGE_BYTES).contains(&object.len()), "an object of {} bytes is packed", object.len());
@@ -109,17 +111,17 @@ impl Packer {
         Some(unit)
     }
 
-    /// The buffer, and how many blocks from its start are to be written to the run's start. The
-    /// rest of the run is unused.
+    /// Returns the buffer and the number of blocks to write at the run's start. The rest of the run
+    /// is unused.
     pub fn finish(mut self) -> (IoBuf, u32) {
         let blocks = self.at.div_ceil(BLOCK_BYTES);
-        // The buffer's memory had other uses: none of that may reach the disk.
+        // Clear the buffer's tail: no content of earlier uses may reach the device.
         self.buf[self.at..blocks * BLOCK_BYTES].fill(0);
         (self.buf, blocks as u32)
     }
 }
 
-/// A header at `at` that is followed by its object, if there is one. The object is checked.
+/// Parses the header and object at `at`, and verifies the checksum.
 #[inline]
 fn parse(buf: &[u8], at: usize) -> Option<(Header, &[u8])> {
     let rest = buf.get(at..)?;
@@ -132,16 +134,16 @@ fn parse(buf: &[u8], at: usize) -> Option<(Header, &[u8])> {
     (checksum(whole) == header.checksum.get()).then(|| (header, &whole[HEADER_BYTES..]))
 }
 
-/// The object whose header begins at byte `at` of `buf`, if it is there, whole, undamaged, and what
-/// it should be.
+/// Returns the object whose header begins at byte `at` of `buf`, if it is complete, undamaged, and
+/// the expected one.
 #[inline]
 pub fn object_at(buf: &[u8], at: usize, owner: u64, len: usize, algorithm: u8) -> Option<&[u8]> {
     let (header, object) = parse(buf, at)?;
     (header.owner() == owner && object.len() == len && header.algorithm == algorithm).then_some(object)
 }
 
-/// The objects one after another from the header at byte `from` of `buf`, each with the byte at
-/// which its header begins, up to the first that is not whole and undamaged.
+/// Iterates over successive objects from the header at byte `from` of `buf`, with the positions of
+/// their headers, up to the first that is incomplete or damaged.
 pub fn walk(buf: &[u8], from: usize) -> impl Iterator<Item = (usize, Header, &[u8])> {
     let mut next = from;
     std::iter::from_fn(move || {
@@ -161,7 +163,7 @@ mod tests {
 
     const STALE: u8 = 0xEE;
 
-    /// A buffer as an earlier batch left it.
+    /// Returns a buffer with content of an earlier batch.
     fn stale(blocks: usize) -> IoBuf {
         IoBuf::copy_of(&vec![STALE; blocks * BLOCK_BYTES]).unwrap()
     }
@@ -177,7 +179,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_packed_is_found(lens in any_lens(), start in 0..1_u64 << 28, blocks in 1..20_u32) {
+        fn packed_objects_are_found(lens in any_lens(), start in 0..1_u64 << 28, blocks in 1..20_u32) {
             let run = Run { start, blocks };
             let mut packer = Packer::new(stale(blocks as usize), run);
             let mut packed = Vec::new();
@@ -191,7 +193,8 @@ mod tests {
             let (buf, used) = packer.finish();
             let data = &buf[..used as usize * BLOCK_BYTES];
 
-            // Nothing but headers, objects and zeroes is left, and no block too much.
+            // The written blocks have only headers, objects and zeroes, and no block is
+            // unnecessary.
             let mut at = 0;
             for (unit, owner, algorithm, bytes) in &packed {
                 prop_assert_eq!(*unit, start * BLOCK_UNITS + (at / UNIT_BYTES) as u64);
@@ -207,7 +210,7 @@ mod tests {
             prop_assert_eq!(used as usize, at.div_ceil(BLOCK_BYTES));
             prop_assert!(buf[data.len()..].iter().all(|&byte| byte == STALE), "unused blocks are not touched");
 
-            // A walk from any of them finds the rest.
+            // A walk from any object finds the rest.
             for skip in 0..packed.len() {
                 let from = (packed[skip].0 - start * BLOCK_UNITS) as usize * UNIT_BYTES;
                 let mut found = walk(data, from);
@@ -221,9 +224,9 @@ mod tests {
             }
         }
 
-        /// From a block in the middle of a run: what begins in it is reached from its first header.
+        /// Objects that begin in a middle block of a run are reached from its first header.
         #[test]
-        fn a_block_is_walked_from_its_first_header(lens in any_lens()) {
+        fn walk_from_first_header_finds_objects(lens in any_lens()) {
             let run = Run { start: 3, blocks: 12 };
             let blocks = Blocks::new(16).unwrap();
             blocks.open(run);
@@ -250,7 +253,7 @@ mod tests {
         }
 
         #[test]
-        fn any_changed_bit_is_noticed(len in 1..=PAGE_BYTES, bit: usize) {
+        fn object_flipped_bit_is_detected(len in 1..=PAGE_BYTES, bit: usize) {
             let mut packer = Packer::new(stale(2), Run { start: 0, blocks: 2 });
             packer.push(42, 1, &object(3, len)).unwrap();
             let (mut buf, _) = packer.finish();
@@ -261,9 +264,8 @@ mod tests {
             prop_assert_eq!(walk(&buf, 0).count(), 0);
         }
 
-        /// An object of which the end was not read is not an object.
         #[test]
-        fn a_cut_object_is_noticed(len in 1..=PAGE_BYTES, cut: usize) {
+        fn object_truncation_is_detected(len in 1..=PAGE_BYTES, cut: usize) {
             let mut packer = Packer::new(stale(2), Run { start: 0, blocks: 2 });
             packer.push(42, 1, &object(3, len)).unwrap();
             let (buf, _) = packer.finish();
@@ -273,12 +275,12 @@ mod tests {
         }
 
         #[test]
-        fn garbage_is_walked_without_harm(
+        fn walk_of_garbage_stays_in_bounds(
             mut bytes in proptest::collection::vec(any::<u8>(), 0..9000),
             from in prop_oneof![0..10_000_usize, any::<usize>()],
             versions in proptest::collection::vec(any::<usize>(), 0..20),
         ) {
-            // Something that looks more like headers than plain noise does.
+            // Make the noise look more like headers.
             for at in versions {
                 if let Some(byte) = bytes.get_mut(at % 9000 / UNIT_BYTES * UNIT_BYTES + 4) {
                     *byte = VERSION;
@@ -290,10 +292,9 @@ mod tests {
             prop_assert!(object_at(&bytes, from, 1, 100, 0).is_none());
         }
 
-        /// Headers with a checksum that fits, but with lengths and versions of somebody else's
-        /// making.
+        /// Headers with a matching checksum but invalid lengths and versions.
         #[test]
-        fn forged_headers_are_walked_without_harm(
+        fn walk_of_forged_headers_stays_in_bounds(
             version in prop_oneof![3 => Just(VERSION), 1 => any::<u8>()],
             len in prop_oneof![Just(0_u16), 1..=4096_u16, 4097..9000_u16, any::<u16>()],
             room in 0..9000_usize,
@@ -311,9 +312,9 @@ mod tests {
         }
     }
 
-    /// The map in the module's documentation, byte by byte.
+    /// Checks the layout in the module's documentation byte by byte.
     #[test]
-    fn bytes_are_where_the_map_says() {
+    fn packed_layout_matches_documentation() {
         let mut packer = Packer::new(stale(1), Run { start: 5, blocks: 1 });
         assert_eq!(packer.push(0x1122_3344_5566_7788, 3, b"freestone spills"), Some(5 * 256));
         assert_eq!(packer.push(1, 0, b"x"), Some(5 * 256 + 2));
@@ -326,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smaller_of_run_and_buffer_is_filled() {
+    fn packer_fills_smaller_of_run_and_buffer() {
         for (buffer, run, pages) in [(4, 2, 1), (2, 4, 1), (3, 3, 2), (1, 1, 0), (0, 5, 0)] {
             let mut packer = Packer::new(stale(buffer), Run { start: 0, blocks: run });
             let mut pushed = 0;

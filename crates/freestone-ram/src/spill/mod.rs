@@ -1,4 +1,4 @@
-//! Spilling: pages of a RAM disk on a backing device.
+//! Pages of RAM disks on a backing device.
 
 pub mod blocks;
 mod deadline;

@@ -1,6 +1,6 @@
-//! loom models of how blocks go round between who fills them and who removes objects.
+//! loom models of blocks shared by threads that fill them and threads that remove objects.
 #![expect(unsafe_code)]
-// UNSAFETY: blocks are modelled by loom's raw cells, which check that every access is allowed.
+// UNSAFETY: blocks are loom's raw cells, which check every access.
 
 use loom::cell::UnsafeCell;
 use loom::thread;
@@ -10,15 +10,15 @@ use super::space::{Run, Space};
 use freestone_core::sync::{Arc, Mutex};
 
 const BLOCKS: u64 = 2;
-/// Two objects of the first block, and one that straddles both.
+/// Two objects of the first block, and one that spans both.
 const OBJECTS: [(u64, u32); 3] = [(0, 10), (10, 20), (BLOCK_UNITS - 4, 12)];
 
 struct Model {
     space: Space,
     blocks: Blocks,
-    /// A block's bytes on the backing: how often they were written.
+    /// Content of each block: its number of writes.
     disk: [UnsafeCell<u32>; BLOCKS as usize],
-    /// Who may write a block has it in here: it is in one pair of hands at a time.
+    /// Whether a block is allocated: it must have one owner at a time.
     held: Mutex<[bool; BLOCKS as usize]>,
 }
 
@@ -32,8 +32,8 @@ impl Model {
         }
     }
 
-    /// Takes a run and writes it whole. loom reports it if somebody is not through with an object
-    /// that lay there.
+    /// Allocates a run and writes it. loom reports an error if a thread still uses an old object
+    /// there.
     fn take_and_write(&self, want: u32) -> Option<Run> {
         let run = self.space.take(want)?;
         for block in run.start..run.start + u64::from(run.blocks) {
@@ -50,7 +50,7 @@ impl Model {
                     *writes
                 }
             });
-            // Not before: an Acquire in here would hide what the code owes.
+            // Checked afterwards: an Acquire before would hide a missing ordering.
             assert_eq!((self.blocks.generation(block), self.blocks.first(block)), (writes, None));
         }
         Some(run)
@@ -59,7 +59,7 @@ impl Model {
     /// Reads an object a last time and removes it.
     fn read_and_remove(&self, (unit, units): (u64, u32)) {
         for block in unit / BLOCK_UNITS..=(unit + u64::from(units) - 1) / BLOCK_UNITS {
-            // SAFETY: loom has checked that nobody writes.
+            // SAFETY: loom has checked that there is no concurrent write.
             self.disk[block as usize].with(|writes| assert!(unsafe { *writes } > 0));
         }
         self.blocks.remove(unit, units, |block| self.give(block));
@@ -68,22 +68,21 @@ impl Model {
     fn give(&self, block: u64) {
         let held = std::mem::replace(&mut self.held.lock()[block as usize], false);
         assert!(held, "block {block} is given twice");
-        self.space.give(block, 1);
+        self.space.free_run(block, 1);
     }
 
-    /// Nothing lives: every block must have come back.
+    /// Checks that all blocks are freed when no object is left.
     fn check_empty(&self) {
         assert_eq!(self.space.used(), 0, "a block is lost");
         assert_eq!((0..BLOCKS).map(|block| self.blocks.live(block)).sum::<u32>(), 0);
-        // The cursor cuts the free space in two at most.
+        // The cursor splits the free space in two at most.
         let taken: u32 =
             std::iter::from_fn(|| self.take_and_write(BLOCKS as u32)).map(|run| run.blocks).sum();
         assert_eq!(taken, BLOCKS as u32);
     }
 }
 
-/// A full backing, from which two threads remove what they are told while a third takes runs and
-/// gives them back.
+/// Two threads remove objects of a full device, while a third allocates and frees runs.
 fn remove_against_take(one: &'static [(u64, u32)], other: &'static [(u64, u32)]) {
     loom::model(move || {
         let model = Arc::new(Model::new());
@@ -114,16 +113,16 @@ fn remove_against_take(one: &'static [(u64, u32)], other: &'static [(u64, u32)])
 }
 
 #[test]
-fn the_straddling_object_goes_last_on_its_thread() {
+fn spanning_object_removed_last() {
     remove_against_take(&[OBJECTS[0], OBJECTS[2]], &[OBJECTS[1]]);
 }
 
 #[test]
-fn the_straddling_object_goes_alone() {
+fn spanning_object_removed_alone() {
     remove_against_take(&[OBJECTS[0], OBJECTS[1]], &[OBJECTS[2]]);
 }
 
 #[test]
-fn the_straddling_object_goes_first() {
+fn spanning_object_removed_first() {
     remove_against_take(&[OBJECTS[2], OBJECTS[0]], &[OBJECTS[1]]);
 }

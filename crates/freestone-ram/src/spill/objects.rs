@@ -1,5 +1,4 @@
-//! Pages that are read back from the backing device: near ones in one read, each checked before it
-//! is used.
+//! Grouping of page reads from the backing device, and checks of the pages read.
 
 use super::blocks::BLOCK_UNITS;
 use super::layout;
@@ -7,38 +6,34 @@ use super::space::BLOCK_BYTES;
 use super::store::Store;
 use freestone_core::slot::Word;
 
-/// Blocks of one read.
+/// Maximum blocks of one read.
 const READ_BLOCKS_MAX: u64 = 64;
-/// Blocks between two objects that are read along, rather than asked for by two requests.
+/// Maximum gap in blocks that is read along, instead of splitting the read.
 const GAP_BLOCKS: u64 = 4;
 
 /// A page on the backing device.
 #[derive(Clone, Copy)]
 pub struct Spilled {
-    /// The page's slot.
     pub slot: u64,
-    /// What the slot holds.
     pub word: Word,
-    /// Whose it is by its header on the device.
+    /// Owner in the object's header on the device.
     pub header_owner: u64,
 }
 
-/// What can be found in one read.
-pub struct Near<T> {
-    /// The first block to be read.
+/// Pages to read with one request.
+pub struct ReadGroup<T> {
     pub first: u64,
-    /// How many.
     pub blocks: u32,
-    /// What lies there, by its place.
-    pub of: Vec<T>,
+    /// The pages, in order of their place.
+    pub pages: Vec<T>,
 }
 
 impl Store {
-    /// What is to be read, near ones together.
-    pub fn near_ones_together<T: AsRef<Spilled>>(&self, mut all: Vec<T>) -> Vec<Near<T>> {
+    /// Groups pages that lie close together.
+    pub fn group_reads<T: AsRef<Spilled>>(&self, mut all: Vec<T>) -> Vec<ReadGroup<T>> {
         all.sort_unstable_by_key(|one| one.as_ref().word.location());
         let gap = if self.is_packed() { GAP_BLOCKS } else { 0 };
-        let mut groups: Vec<Near<T>> = Vec::new();
+        let mut groups: Vec<ReadGroup<T>> = Vec::new();
         for one in all {
             let (start, blocks) = self.blocks_of(one.as_ref().word);
             if let Some(near) = groups.last_mut() {
@@ -46,17 +41,17 @@ impl Store {
                 let to = end.max(start + u64::from(blocks));
                 if start <= end + gap && to - near.first <= READ_BLOCKS_MAX {
                     near.blocks = (to - near.first) as u32;
-                    near.of.push(one);
+                    near.pages.push(one);
                     continue;
                 }
             }
-            groups.push(Near { first: start, blocks, of: vec![one] });
+            groups.push(ReadGroup { first: start, blocks, pages: vec![one] });
         }
         groups
     }
 
-    /// The object of a page, or its whole content where that lies there as it is, out of what was
-    /// read from block `first` on. `None`: it is damaged, which is counted.
+    /// Extracts a page's object (in the plain layout its content) from blocks read from `first` on.
+    /// `None` if it is damaged, which is counted.
     pub fn object<'b>(&self, spilled: &Spilled, first: u64, buffer: &'b [u8]) -> Option<&'b [u8]> {
         let Spilled { slot: _, word, header_owner } = *spilled;
         let at = (word.location() - first * BLOCK_UNITS) as usize * layout::UNIT_BYTES;

@@ -1,15 +1,15 @@
-//! Reads of the backing device: those that it was given, and those that wait until there is room.
+//! Reads of the backing device: submitted ones, and a queue of further ones.
 //!
-//! A device is given [`READS_MAX`] at once. Further ones wait in the order in which they came,
-//! without a buffer: too many is no error. Whoever answers a read makes room; it is a thread of the
-//! device, from which that must not be called, so the next one is handed over by a thread of the
-//! store's owner, who is told by [`Reads::on_room`].
+//! At most [`READS_MAX`] reads are in flight. Further reads wait in order of arrival, without a
+//! buffer. The completion of a read frees a slot; as completions run on threads of the device,
+//! which must not call it, a thread of the store's owner submits the next read after
+//! [`Reads::on_room`].
 //!
-//! Each read is answered once: who takes it out of here, the device's answer or
-//! [`late`](Reads::late), answers it. A read that was late keeps its place until the device answers
-//! after all, so a silent device does not heap up buffers.
+//! Each read completes exactly once: by the device or by [`late`](Reads::late), whichever removes
+//! it first. A timed-out read keeps its slot until the device completes it after all, so a hanging
+//! device does not accumulate buffers.
 //!
-//! Lock order: `state` and the spare buffers are innermost. Answers are given outside of them.
+//! Lock order: `state` and the spare buffers are leaf locks. Callbacks run outside of them.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -23,45 +23,40 @@ use freestone_core::mutants::{self, Mutant};
 use freestone_core::percpu;
 use freestone_core::sync::{Mutex, MutexGuard, OnceLock};
 
-/// Reads that a device is given at once: twice what the file engine has in the kernel.
+/// Maximum reads in flight: twice the queue depth of the file engine.
 pub(super) const READS_MAX: usize = 256;
 
-/// Why a read gave nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReadError {
-    /// The device said so.
     Failed(Error),
-    /// The device has not answered in time.
-    Late,
+    TimedOut,
 }
 
-/// Told what was read, on a thread of the device or of the store's owner.
-pub(super) type Done = Box<dyn FnOnce(std::result::Result<&[u8], ReadError>) + Send>;
+/// Completion callback, run on a thread of the device or of the store's owner.
+pub(super) type ReadCallback = Box<dyn FnOnce(std::result::Result<&[u8], ReadError>) + Send>;
 
-/// A read that is late, for its owner to say so.
-pub struct Late(Done);
+/// A timed-out read, to be failed by the owner.
+pub struct TimedOutRead(ReadCallback);
 
-impl Late {
-    /// Answers it.
-    pub fn give_up(self) {
-        (self.0)(Err(ReadError::Late));
+impl TimedOutRead {
+    pub fn fail(self) {
+        (self.0)(Err(ReadError::TimedOut));
     }
 }
 
-/// A read that the device was not given yet.
-pub(super) struct Waiting {
+pub(super) struct QueuedRead {
     pub first: u64,
     pub blocks: u32,
     pub since_ms: u64,
-    pub done: Done,
+    pub done: ReadCallback,
 }
 
-struct Given {
+struct SubmittedRead {
     since_ms: u64,
-    done: Done,
+    done: ReadCallback,
 }
 
-/// Reads of the backing device on their way, and those that wait for room.
+/// Submitted and queued reads of a backing device.
 #[derive(Default)]
 pub(super) struct Reads {
     state: Mutex<ReadsState>,
@@ -71,31 +66,30 @@ pub(super) struct Reads {
 #[derive(Default)]
 struct ReadsState {
     next: u64,
-    given: HashMap<u64, Given>,
-    /// Places that are taken: those of `given`, of reads that were late, and of one that is just
-    /// being handed over.
+    given: HashMap<u64, SubmittedRead>,
+    /// Used slots: submitted reads, timed-out reads, and a read being submitted.
     taken: usize,
-    waiting: VecDeque<Waiting>,
-    /// When a read was last answered.
+    waiting: VecDeque<QueuedRead>,
+    /// Time of the last completion.
     answered_ms: u64,
-    /// Somebody is about to hand over what waits.
+    /// Whether the submission of queued reads is already requested.
     starting: bool,
 }
 
 impl Reads {
-    /// Has `tell` called whenever reads wait and there is room; it has [`next`](Self::next) called
-    /// until that gives nothing, by a thread that may call the device.
+    /// Sets the callback for free slots while reads are queued. It must have [`next`](Self::next)
+    /// called until that returns `None`, by a thread that may call the device.
     pub fn on_room(&self, tell: Box<dyn Fn() + Send + Sync>) {
-        // The first one stays.
+        // Only the first call has an effect.
         let _ = self.on_room.set(tell);
     }
 
-    /// Takes a place for a read; without one, it waits. Returned: the caller hands it over.
-    pub fn enter(&self, read: Waiting) -> Option<Waiting> {
+    /// Takes a slot for a read, or queues it. Returns the read if the caller must submit it.
+    pub fn admit(&self, read: QueuedRead) -> Option<QueuedRead> {
         let mut state = self.state.lock();
         if state.taken >= 4 && mutants::on(Mutant::TooManyReads) {
             drop(state);
-            Late(read.done).give_up();
+            TimedOutRead(read.done).fail();
             return None;
         }
         if state.taken < READS_MAX && state.waiting.is_empty() {
@@ -106,8 +100,8 @@ impl Reads {
         None
     }
 
-    /// The next read that waits, with a place for it.
-    pub fn next(&self) -> Option<Waiting> {
+    /// Takes the next queued read, with a slot.
+    pub fn next(&self) -> Option<QueuedRead> {
         let mut state = self.state.lock();
         let next = if state.taken < READS_MAX { state.waiting.pop_front() } else { None };
         state.taken += usize::from(next.is_some());
@@ -115,30 +109,30 @@ impl Reads {
         next
     }
 
-    /// The device is about to be given a read that has a place. Returns its number.
-    pub fn give(&self, done: Done) -> u64 {
+    /// Registers a read about to be submitted. Returns its number.
+    pub fn register(&self, done: ReadCallback) -> u64 {
         let mut state = self.state.lock();
         let number = state.next;
         state.next += 1;
-        state.given.insert(number, Given { since_ms: now_ms(), done });
+        state.given.insert(number, SubmittedRead { since_ms: now_ms(), done });
         number
     }
 
-    /// The device has answered a read. `None`: it was late.
-    pub fn answered(&self, number: u64) -> Option<Done> {
+    /// Removes a completed read; `None` if it had timed out.
+    pub fn complete(&self, number: u64) -> Option<ReadCallback> {
         let mut state = self.state.lock();
         state.answered_ms = state.answered_ms.max(now_ms());
         let given = state.given.remove(&number);
-        self.leave(state);
+        self.release_slot(state);
         given.map(|given| given.done)
     }
 
-    /// A read that has a place was not handed over.
-    pub fn not_given(&self) {
-        self.leave(self.state.lock());
+    /// Releases the slot of a read that was not submitted.
+    pub fn release_unsubmitted(&self) {
+        self.release_slot(self.state.lock());
     }
 
-    fn leave(&self, mut state: MutexGuard<'_, ReadsState>) {
+    fn release_slot(&self, mut state: MutexGuard<'_, ReadsState>) {
         state.taken -= 1;
         let tell = !state.waiting.is_empty() && !std::mem::replace(&mut state.starting, true);
         drop(state);
@@ -147,43 +141,42 @@ impl Reads {
         }
     }
 
-    /// Takes out what is late now.
-    pub fn late(&self, deadline: &Deadline) -> Vec<Late> {
+    /// Removes and returns the reads that have timed out.
+    pub fn late(&self, deadline: &Deadline) -> Vec<TimedOutRead> {
         let now = now_ms();
         let mut state = self.state.lock();
-        let is_late = |_: &u64, given: &mut Given| deadline.due_ms(given.since_ms) <= now;
-        let mut late: Vec<Late> =
-            state.given.extract_if(is_late).map(|(_, given)| Late(given.done)).collect();
+        let is_late = |_: &u64, given: &mut SubmittedRead| deadline.due_ms(given.since_ms) <= now;
+        let mut late: Vec<TimedOutRead> =
+            state.given.extract_if(is_late).map(|(_, given)| TimedOutRead(given.done)).collect();
         let silent_since = state.answered_ms;
-        let is_late = |waiting: &Waiting| {
+        let is_late = |waiting: &QueuedRead| {
             waiting.since_ms.max(silent_since).saturating_add(deadline.timeout_ms()) <= now
         };
-        // Those that came first are late first.
+        // The queue is in order of arrival, so the first time out first.
         while state.waiting.front().is_some_and(is_late) {
-            late.extend(state.waiting.pop_front().map(|waiting| Late(waiting.done)));
+            late.extend(state.waiting.pop_front().map(|waiting| TimedOutRead(waiting.done)));
         }
         late
     }
 }
 
-/// Buffers of small reads, kept for the next ones: a new one would have to be zeroed first. Each
-/// CPU has its own.
-pub(super) struct Spare {
+/// Buffers of small reads, reused to avoid zeroing new ones. Each CPU has its own.
+pub(super) struct SpareBuffers {
     per_cpu: Box<[CachePadded<Mutex<Vec<IoBuf>>>]>,
 }
 
-/// Bytes of a buffer that is kept: an object lies in two blocks at most.
+/// Size of reused buffers in bytes: an object spans at most two blocks.
 const SPARE_BYTES: usize = 2 * BLOCK_BYTES;
-/// Buffers that a CPU keeps.
+/// Maximum buffers per CPU.
 const SPARE_MAX: usize = 32;
 
-impl Default for Spare {
+impl Default for SpareBuffers {
     fn default() -> Self {
         Self { per_cpu: (0..percpu::cpus()).map(|_| CachePadded::default()).collect() }
     }
 }
 
-impl Spare {
+impl SpareBuffers {
     pub fn get(&self, len: usize) -> Result<IoBuf> {
         if len > SPARE_BYTES {
             return IoBuf::zeroed(len);

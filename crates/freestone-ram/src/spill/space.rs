@@ -1,63 +1,59 @@
-//! Which blocks of the backing are free.
+//! Allocation of blocks on the backing device.
 //!
-//! One bit a block, in groups of 4096 (16 MiB of disk); groups without a free block are skipped by
-//! a bit of their own. Space is taken in contiguous runs, searched for from where the last one
-//! ended, so that runs taken one after another are neighbours and the disk is written from front to
-//! back.
+//! One bit per block, in groups of 4096 blocks (16 MiB); a bit per group marks full groups to skip.
+//! Blocks are allocated in contiguous runs. A search starts where the last run ended, so successive
+//! runs are neighbours and the device is written from front to back.
 //!
-//! All of it lies under one lock, which is held for a bounded search and never across I/O. Of all
-//! reads only those come here whose page goes back to memory and was the last of its block.
+//! One lock protects the map. It is held for a bounded search and never across I/O. Reads take it
+//! only when a page moves back to memory and was the last of its block.
 
 use zerocopy::FromZeros;
 
 use freestone_core::device::{Error, Result};
 use freestone_core::sync::{AtomicU64, Mutex, Ordering};
 
-/// Bytes of a block, the unit in which space on the backing is taken and given back.
+/// Block size: the unit of allocation on the backing device.
 pub const BLOCK_BYTES: usize = 4096;
-/// Blocks of the largest backing that is used: 1 TiB, as far as a slot's location reaches.
+/// Maximum number of blocks, 1 TiB: the range of a slot's location.
 pub const MAX_BLOCKS: u64 = 1 << 28;
 const _: () = assert!(MAX_BLOCKS * BLOCK_BYTES as u64 == 16 << freestone_core::slot::LOCATION_BITS);
 
 const WORD_BLOCKS: u64 = 64;
 const GROUP_WORDS: u64 = 64;
 const GROUP_BLOCKS: u64 = GROUP_WORDS * WORD_BLOCKS;
-/// Groups with room that one search looks through before it is content with the longest run so far.
+/// Groups with free blocks that a search visits before it accepts the longest run found.
 const LOOK_GROUPS: u32 = 8;
 
-/// Neighbouring blocks.
+/// A run of contiguous blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Run {
-    /// The first block.
     pub start: u64,
-    /// How many.
     pub blocks: u32,
 }
 
-/// The free blocks of the backing device.
+/// The allocation state of a backing device.
 pub struct Space {
     blocks: u64,
-    /// Written under the lock.
+    /// Number of used blocks. Written under the lock.
     used: AtomicU64,
-    /// Taken last: nothing is locked under it.
+    /// Lock order: a leaf lock.
     map: Mutex<Map>,
 }
 
-/// Zeroed memory that nobody touched costs nothing, so zero stands for "free" everywhere.
+/// Zero means "free" everywhere, as untouched zeroed memory needs no physical pages.
 struct Map {
     /// A set bit is a used block.
     bits: Box<[u64]>,
-    /// Set bits of each group.
+    /// Used blocks of each group.
     set: Box<[u16]>,
-    /// A bit for each group without a clear one. A last group that is cut short never counts as
-    /// full.
+    /// A bit for each group without a free block. A truncated last group never counts as full.
     full: Box<[u64]>,
-    /// Where the next search begins.
+    /// Start of the next search.
     cursor: u64,
 }
 
 impl Space {
-    /// A backing of `blocks` free blocks.
+    /// Creates the state of a device with `blocks` free blocks.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] above [`MAX_BLOCKS`], [`Error::NoMemory`].
@@ -75,8 +71,8 @@ impl Space {
         Ok(Self { blocks, used: AtomicU64::new(0), map: Mutex::new(map) })
     }
 
-    /// Takes a run of `want` blocks, or a shorter one (of at least one block) where a bounded
-    /// search finds none so long. `None`: no block is free, or none was wanted.
+    /// Allocates `want` blocks, or a shorter run (at least one block) if a bounded search finds no
+    /// longer one. `None` if no block is free or wanted.
     pub fn take(&self, want: u32) -> Option<Run> {
         let mut map = self.map.lock();
         let run = map.find(self.blocks, want)?;
@@ -88,8 +84,8 @@ impl Space {
         Some(run)
     }
 
-    /// Gives back blocks that were taken, in whatever pieces.
-    pub fn give(&self, start: u64, blocks: u32) {
+    /// Frees used blocks, in any pieces.
+    pub fn free_run(&self, start: u64, blocks: u32) {
         let end = start + u64::from(blocks);
         assert!(end <= self.blocks, "blocks {start} to {end} of {} are given back", self.blocks);
         let mut map = self.map.lock();
@@ -99,18 +95,15 @@ impl Space {
         self.used.fetch_sub(cleared, Ordering::Relaxed);
     }
 
-    /// Blocks that are taken.
     pub fn used(&self) -> u64 {
         // Relaxed: a statistic.
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Blocks that may be taken.
     pub fn free(&self) -> u64 {
         self.blocks - self.used()
     }
 
-    /// All blocks.
     pub fn blocks(&self) -> u64 {
         self.blocks
     }
@@ -129,7 +122,7 @@ impl Map {
         }
     }
 
-    /// How many of the blocks had been taken.
+    /// Clears bits and returns how many were set.
     fn clear(&mut self, start: u64, end: u64) -> u64 {
         let mut cleared = 0;
         for (word, mask) in words(start, end) {
@@ -145,8 +138,8 @@ impl Map {
         cleared
     }
 
-    /// The first run of `want` free blocks from the cursor on, once around; else the longest that
-    /// was seen.
+    /// Finds the first run of `want` free blocks from the cursor on, wrapping once, or else the
+    /// longest run seen.
     fn find(&self, blocks: u64, want: u32) -> Option<Run> {
         let mut search = Search { want: u64::from(want), ..Search::default() };
         let mut looked = 0;
@@ -180,7 +173,7 @@ impl Map {
         self.full[(group / 64) as usize] & 1 << (group % 64) != 0
     }
 
-    /// The first group at or after `from` with a free block, or one beyond the last.
+    /// Returns the first group at or after `from` with a free block, or one beyond the last.
     fn next_with_room(&self, from: u64) -> u64 {
         let first = (from / 64) as usize;
         let mut below = (1 << (from % 64)) - 1;
@@ -195,12 +188,12 @@ impl Map {
     }
 }
 
-/// A walk over words of free blocks, from low to high.
+/// A scan over the words of the map in ascending order.
 #[derive(Default)]
 struct Search {
     want: u64,
     best: Run,
-    /// Length of the free run that ends where the walk is.
+    /// Length of the free run that ends at the scan position.
     open: u64,
 }
 
@@ -215,7 +208,7 @@ impl Search {
         }
     }
 
-    /// The word that begins at block `base`; a set bit of `free` is a free block.
+    /// Scans the word that begins at block `base`; a set bit of `free` is a free block.
     fn look(&mut self, base: u64, free: u64) {
         let head = u64::from(free.trailing_ones());
         self.consider(base - self.open, self.open + head);
@@ -232,7 +225,7 @@ impl Search {
     }
 }
 
-/// Where the lowest `len` neighbouring ones of a word begin.
+/// Returns the lowest start of `len` consecutive ones in a word.
 fn lowest_run(word: u64, len: u32) -> Option<u32> {
     if len > u64::BITS {
         return None;
@@ -247,7 +240,7 @@ fn lowest_run(word: u64, len: u32) -> Option<u32> {
     (starts != 0).then(|| starts.trailing_zeros())
 }
 
-/// The words that hold the bits from `start` to `end`, and which of their bits these are.
+/// Iterates over the words with bits `start` to `end`, and the masks of these bits.
 fn words(start: u64, end: u64) -> impl Iterator<Item = (usize, u64)> {
     let mut at = start;
     std::iter::from_fn(move || {
@@ -261,7 +254,7 @@ fn words(start: u64, end: u64) -> impl Iterator<Item = (usize, u64)> {
     })
 }
 
-/// Zeroes in memory that the allocator need not touch.
+/// Allocates zeroed memory without touching it.
 pub fn zeroed<T: FromZeros>(len: u64) -> Result<Box<[T]>> {
     <[T]>::new_box_zeroed_with_elems(len as usize).map_err(|_| Error::NoMemory)
 }
@@ -272,10 +265,10 @@ mod tests {
 
     use super::*;
 
-    /// With so few groups no search ends before it was all around.
+    /// With this few groups a search covers the whole map.
     const SMALL_BLOCKS: u64 = (LOOK_GROUPS as u64 - 1) * GROUP_BLOCKS;
 
-    /// A space beside the plainest thing that does the same.
+    /// A space and a trivial reference implementation.
     struct Pair {
         space: Space,
         used: Vec<bool>,
@@ -301,7 +294,7 @@ mod tests {
                 None => assert_eq!(longest, 0, "blocks are free"),
                 Some(run) => {
                     assert!(run.blocks <= want, "{run:?} for {want}");
-                    // The cursor may cut the longest run in two.
+                    // The cursor may split the longest run.
                     assert!(run.blocks >= want.min(longest.div_ceil(2)), "{run:?} for {want} of {longest}");
                     for used in &mut self.used[run.start as usize..][..run.blocks as usize] {
                         assert!(!std::mem::replace(used, true), "{run:?} is handed out twice");
@@ -312,7 +305,7 @@ mod tests {
             self.check();
         }
 
-        /// Gives back `blocks` of a run that is held, `skip` blocks from its start.
+        /// Frees `blocks` of an allocated run, `skip` blocks from its start.
         fn give(&mut self, index: usize, skip: u32, blocks: u32) {
             if self.held.is_empty() {
                 return;
@@ -322,7 +315,7 @@ mod tests {
             let skip = skip % run.blocks;
             let blocks = blocks.clamp(1, run.blocks - skip);
             let start = run.start + u64::from(skip);
-            self.space.give(start, blocks);
+            self.space.free_run(start, blocks);
             self.used[start as usize..][..blocks as usize].fill(false);
             let end = start + u64::from(blocks);
             let rest = run.blocks - skip - blocks;
@@ -338,7 +331,7 @@ mod tests {
 
         fn give_all_and_take_all(mut self) {
             while let Some(run) = self.held.pop() {
-                self.space.give(run.start, run.blocks);
+                self.space.free_run(run.start, run.blocks);
                 self.used[run.start as usize..][..run.blocks as usize].fill(false);
             }
             self.check();
@@ -366,9 +359,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn blocks_are_handed_out_once(
+        fn space_allocates_each_block_once(
             blocks in any_blocks(),
-            // Holes before the first step: one of so many blocks is taken for good.
+            // Initial holes: one block in this many stays allocated.
             stride in proptest::option::of(1..200_usize),
             steps in proptest::collection::vec(
                 prop_oneof![
@@ -387,7 +380,7 @@ mod tests {
                         pair.used[block as usize] = true;
                         pair.held.push(Run { start: block, blocks: 1 });
                     } else {
-                        pair.space.give(block, 1);
+                        pair.space.free_run(block, 1);
                     }
                 }
             }
@@ -401,7 +394,7 @@ mod tests {
         }
 
         #[test]
-        fn the_lowest_run_of_a_word_is_found(word: u64, holes: u64, len in 1..70_u32) {
+        fn lowest_run_matches_reference(word: u64, holes: u64, len in 1..70_u32) {
             let word = word | holes;
             let plain = (0..64).find(|&at| {
                 at + len <= 64 && (at..at + len).all(|bit| word & 1 << bit != 0)
@@ -410,19 +403,19 @@ mod tests {
         }
     }
 
-    /// Takes every block there is; a search ends before it found a run of more than a few groups.
+    /// Allocates all blocks; a search ends before it finds a run of more than a few groups.
     fn exhaust(space: &Space) -> u64 {
         std::iter::from_fn(|| space.take(u32::MAX)).map(|run| u64::from(run.blocks)).sum()
     }
 
     #[test]
-    fn successive_runs_are_neighbours() {
+    fn space_successive_runs_are_contiguous() {
         let space = Space::new(10_000).unwrap();
         for start in (0..9000).step_by(300) {
             assert_eq!(space.take(300), Some(Run { start, blocks: 300 }));
             if start.is_multiple_of(900) {
-                // Room behind the cursor does not turn it back.
-                space.give(start, 300);
+                // Free blocks behind the cursor do not turn it back.
+                space.free_run(start, 300);
             }
         }
         assert_eq!(space.take(2000), Some(Run { start: 9000, blocks: 1000 }), "the longest, at the end");
@@ -430,37 +423,37 @@ mod tests {
     }
 
     #[test]
-    fn a_run_crosses_words_and_groups() {
+    fn space_run_crosses_words_and_groups() {
         let space = Space::new(3 * GROUP_BLOCKS).unwrap();
         let whole = space.take(u32::MAX).unwrap();
         assert_eq!(whole.blocks, 3 * GROUP_BLOCKS as u32);
-        space.give(GROUP_BLOCKS - 100, 1);
-        space.give(GROUP_BLOCKS - 70, 200);
+        space.free_run(GROUP_BLOCKS - 100, 1);
+        space.free_run(GROUP_BLOCKS - 70, 200);
         assert_eq!(space.take(200), Some(Run { start: GROUP_BLOCKS - 70, blocks: 200 }));
         assert_eq!(space.take(200), Some(Run { start: GROUP_BLOCKS - 100, blocks: 1 }));
         assert_eq!(space.take(200), None);
     }
 
     #[test]
-    fn a_run_does_not_jump_over_a_full_group() {
+    fn space_run_stops_at_full_group() {
         let space = Space::new(3 * GROUP_BLOCKS).unwrap();
         assert_eq!(exhaust(&space), 3 * GROUP_BLOCKS);
-        space.give(GROUP_BLOCKS - 50, 50);
-        space.give(2 * GROUP_BLOCKS, 50);
+        space.free_run(GROUP_BLOCKS - 50, 50);
+        space.free_run(2 * GROUP_BLOCKS, 50);
         assert_eq!(space.take(100), Some(Run { start: GROUP_BLOCKS - 50, blocks: 50 }));
         assert_eq!(space.take(100), Some(Run { start: 2 * GROUP_BLOCKS, blocks: 50 }));
     }
 
     #[test]
-    fn a_search_is_bounded() {
+    fn space_search_is_bounded() {
         let groups = 40;
         let space = Space::new(groups * GROUP_BLOCKS).unwrap();
         exhaust(&space);
         for group in 0..groups {
-            space.give(group * GROUP_BLOCKS + 7, 1);
+            space.free_run(group * GROUP_BLOCKS + 7, 1);
         }
-        // The one good place is far away; those near the cursor have a block each.
-        space.give(30 * GROUP_BLOCKS, 7);
+        // The only long run is far away; near the cursor are single blocks.
+        space.free_run(30 * GROUP_BLOCKS, 7);
         let mut starts = Vec::new();
         while let Some(run) = space.take(8) {
             starts.push(run);
@@ -475,26 +468,26 @@ mod tests {
     }
 
     #[test]
-    fn a_lone_block_is_found_wherever_it_is() {
+    fn space_finds_single_free_block() {
         for blocks in [1, 64, GROUP_BLOCKS, 100 * GROUP_BLOCKS + 1] {
             let space = Space::new(blocks).unwrap();
             assert_eq!(exhaust(&space), blocks);
             assert_eq!((space.take(1), space.free()), (None, 0));
             for block in [0, blocks / 2, blocks - 1] {
-                space.give(block, 1);
+                space.free_run(block, 1);
                 assert_eq!(space.take(9), Some(Run { start: block, blocks: 1 }), "of {blocks}");
             }
         }
     }
 
     #[test]
-    fn sizes_at_the_edges() {
+    fn space_minimum_and_maximum_size() {
         let none = Space::new(0).unwrap();
         assert_eq!((none.take(1), none.blocks(), none.free()), (None, 0, 0));
         let most = Space::new(MAX_BLOCKS).unwrap();
         assert_eq!(most.take(0), None);
         assert_eq!(exhaust(&most), MAX_BLOCKS);
-        most.give(MAX_BLOCKS - 1, 1);
+        most.free_run(MAX_BLOCKS - 1, 1);
         assert_eq!(most.take(2), Some(Run { start: MAX_BLOCKS - 1, blocks: 1 }));
         assert_eq!(Space::new(MAX_BLOCKS + 1).err(), Some(Error::OutOfRange));
     }
@@ -502,10 +495,10 @@ mod tests {
     #[test]
     #[cfg(debug_assertions)]
     #[should_panic = "were free before"]
-    fn giving_twice_is_noticed() {
+    fn space_double_free_panics() {
         let space = Space::new(100).unwrap();
         let run = space.take(10).unwrap();
-        space.give(run.start, 5);
-        space.give(run.start + 4, 2);
+        space.free_run(run.start, 5);
+        space.free_run(run.start + 4, 2);
     }
 }

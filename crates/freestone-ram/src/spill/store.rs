@@ -1,14 +1,12 @@
-//! The backing device: whole runs of blocks are written to it, pages are read from it, and what
-//! each holds is counted.
+//! The backing device of a family: writes runs of blocks, reads pages back, and counts both.
 //!
-//! The device is any [`Device`]; what it does with requests (threads, `io_uring`, overlap) is its
-//! business. What is written is worth nothing after this process, so nothing is ever flushed; only
-//! where a device can lose what it has answered while this process lives (the server of an export),
-//! each write is durable before its pages leave memory.
+//! Any [`Device`] can be a backing device; how it processes requests (threads, `io_uring`) is its
+//! own matter. Its content has no use after this process, so nothing is flushed. Only for a device
+//! that can lose completed writes while this process lives (such as the server of an export), each
+//! write is made durable (FUA) before its pages leave memory.
 //!
-//! A write that is not answered in time is given up: its pages stay in memory, and its blocks are
-//! not used again until the device has answered after all. When that is,
-//! [`deadline`](super::deadline) says.
+//! A write that times out is abandoned: its pages stay in memory, and its blocks are not reused
+//! until the device completes it after all. [`deadline`](super::deadline) defines the time-outs.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -16,7 +14,7 @@ use std::time::Duration;
 use super::blocks::{BLOCK_UNITS, Blocks};
 use super::deadline::Deadline;
 use super::layout;
-use super::reads::{Late, ReadError, Reads, Spare, Waiting};
+use super::reads::{QueuedRead, ReadError, Reads, SpareBuffers, TimedOutRead};
 use super::space::{BLOCK_BYTES, MAX_BLOCKS, Run, Space};
 use crate::clock::now_ms;
 use freestone_core::device::{Completion, Device, Error, Flags, IoBuf, Request, Result};
@@ -24,91 +22,83 @@ use freestone_core::percpu::Counters;
 use freestone_core::slot::Word;
 use freestone_core::sync::{AtomicU32, Condvar, Mutex, Ordering};
 
-/// Largest write.
+/// Largest write in blocks.
 pub const WRITE_BLOCKS_MAX: u32 = 256;
-/// Writes in flight at once.
+/// Maximum writes in flight.
 pub const WRITES_MAX: usize = 4;
-/// Blocks in flight at once, unless said otherwise.
+/// Default maximum of blocks in flight.
 pub const BATCH_BLOCKS: u32 = WRITE_BLOCKS_MAX * WRITES_MAX as u32;
 
 /// A backing device in use.
 ///
-/// Lock order: nothing is taken under the locks of `space`, `budget`, `reads` and of a [`Write`].
+/// Lock order: the locks of `space`, `budget`, `reads` and of a [`Write`] are leaf locks.
 pub struct Store {
     device: Arc<dyn Device>,
     packed: bool,
-    /// What a write is asked for with.
     write_flags: Flags,
     space: Space,
     blocks: Blocks,
     budget: Budget,
     counters: Counters<{ counter::COUNT }>,
-    spare: Spare,
+    spare: SpareBuffers,
     batch_blocks: AtomicU32,
     deadline: Deadline,
     reads: Reads,
-    /// Writes that were given up and are not answered yet.
+    /// Abandoned writes that the device has not completed.
     unanswered: AtomicU32,
-    /// The last read failed, or what came back was damaged.
+    /// Not 0 if the last read failed or returned damaged content.
     reads_fail: AtomicU32,
 }
 
 mod counter {
-    /// Blocks.
     pub const READS: usize = 0;
-    /// Blocks.
     pub const WRITES: usize = 1;
-    /// Requests.
+    /// Failed read requests.
     pub const FAILED_READS: usize = 2;
-    /// Requests.
+    /// Failed write requests.
     pub const FAILED_WRITES: usize = 3;
-    /// Pages that lie here.
+    /// Pages on the device.
     pub const PAGES: usize = 4;
-    /// Bytes of their objects.
+    /// Bytes of the pages' objects.
     pub const LIVE_BYTES: usize = 5;
     pub const COUNT: usize = 6;
 }
 
-/// Why no blocks can be had.
+/// Reasons why no blocks can be allocated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refused {
-    /// `writeback_limit` is used up.
     Limit,
-    /// All blocks are in use.
     Full,
 }
 
-/// The numbers of a backing device.
+/// Statistics of a backing device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Numbers {
-    /// Blocks there are.
     pub blocks: u64,
-    /// Blocks in use.
     pub used: u64,
-    /// Blocks read.
     pub reads: u64,
-    /// Blocks written.
     pub writes: u64,
-    /// Requests that failed.
+    /// Failed read requests.
     pub failed_reads: u64,
-    /// Requests that failed.
+    /// Failed write requests.
     pub failed_writes: u64,
-    /// Pages that lie here.
     pub pages: u64,
-    /// Bytes of their objects, without headers.
+    /// Bytes of the pages' objects, without headers.
     pub live_bytes: u64,
-    /// Writes that are not answered in time.
+    /// Abandoned writes that the device has not completed.
     pub unanswered: u32,
-    /// Whether the last read failed, or brought back something damaged.
+    /// Whether the last read failed or returned damaged content.
     pub reads_fail: bool,
+    /// Whether no block is free for writeback.
+    pub is_full: bool,
 }
 
 impl Store {
-    /// Takes `device` into use. Its content is lost. With `write_through` a write is answered when it
-    /// is durable.
+    /// Starts to use `device`; its content is overwritten. With `write_through` a write completes
+    /// when it is durable.
     ///
     /// # Errors
-    /// A sentence that says what is wrong with it.
+    /// Returns a message if the device is unsuitable, or memory is short.
     pub fn new(
         device: Arc<dyn Device>,
         packed: bool,
@@ -119,7 +109,7 @@ impl Store {
             return Err("is read-only; it must be writable".into());
         }
         if geometry.zones.is_some() {
-            return Err("is a zoned device; zones are written in order only".into());
+            return Err("is a zoned device; a backing device must not be zoned".into());
         }
         let blocks = (geometry.size / BLOCK_BYTES as u64).min(MAX_BLOCKS);
         if blocks == 0 {
@@ -135,7 +125,7 @@ impl Store {
             blocks: map,
             budget: Budget::default(),
             counters: Counters::default(),
-            spare: Spare::default(),
+            spare: SpareBuffers::default(),
             batch_blocks: AtomicU32::new(BATCH_BLOCKS),
             deadline: Deadline::default(),
             reads: Reads::default(),
@@ -144,21 +134,21 @@ impl Store {
         })
     }
 
-    /// Whether objects are packed, or lie as pages in a block each.
+    /// Returns true if objects are packed, false for one uncompressed page per block.
     pub fn is_packed(&self) -> bool {
         self.packed
     }
 
     // ---- writing --------------------------------------------------------------------------------
 
-    /// Blocks that only the moving of objects may use: without them a device full of holes could
-    /// not be tidied up.
+    /// Returns the number of blocks that only reclaim may use: it needs some to compact a device
+    /// full of holes.
     pub fn reserve(&self) -> u64 {
         if self.packed { (self.space.blocks() / 16).min(u64::from(WRITE_BLOCKS_MAX)) } else { 0 }
     }
 
-    /// Reserves up to `wanted` contiguous blocks, out of the budget as well, where more than
-    /// `reserve` are free.
+    /// Allocates up to `wanted` contiguous blocks, within the budget, if more than `reserve` blocks
+    /// are free.
     pub fn open_run(&self, wanted: u32, reserve: u64) -> std::result::Result<(Run, Charge), Refused> {
         let free = self.space.free();
         if free <= reserve {
@@ -178,104 +168,105 @@ impl Store {
         Ok((run, charge))
     }
 
-    /// Gives the blocks behind the first `used` of a run back. Returns what is left of it.
+    /// Frees the blocks behind the first `used` of a run. Returns the rest of the run.
     pub fn trim_run(&self, run: Run, charge: Charge, used: u32) -> Run {
         if used < run.blocks {
             let rest = run.blocks - used;
-            self.give(Run { start: run.start + u64::from(used), blocks: rest });
+            self.free_run(Run { start: run.start + u64::from(used), blocks: rest });
             self.budget.refund(rest, charge);
         }
         Run { start: run.start, blocks: used }
     }
 
-    /// Frees blocks of which no slot was ever told.
-    fn give(&self, run: Run) {
-        self.blocks.forget(run);
-        self.space.give(run.start, run.blocks);
+    /// Frees blocks to which no slot refers.
+    fn free_run(&self, run: Run) {
+        self.blocks.drop_unwritten(run);
+        self.space.free_run(run.start, run.blocks);
     }
 
-    /// Notes that an object of `stored` bytes lies at `unit` of an open run.
+    /// Records an object of `stored` bytes at `unit` of an open run.
     pub fn place(&self, unit: u64, stored: usize) {
         self.blocks.place(unit, self.units(stored));
     }
 
-    /// Writes a run. `buffer` has as many blocks.
+    /// Writes a run. `buffer` must have as many blocks.
     pub fn write(self: &Arc<Self>, run: Run, charge: Charge, buffer: IoBuf) -> Write {
         debug_assert_eq!(buffer.len(), run.blocks as usize * BLOCK_BYTES);
-        let answer = Arc::new(Answer { state: Mutex::new(WriteState::Flying), answered: Condvar::new() });
+        let answer =
+            Arc::new(WriteCompletion { state: Mutex::new(WriteState::InFlight), completed: Condvar::new() });
         let done = {
             let (store, answer) = (Arc::clone(self), Arc::clone(&answer));
             Completion::new(move |outcome, buffer| {
-                store.deadline.answered();
+                store.deadline.note_completion();
                 let mut state = answer.state.lock();
-                if matches!(*state, WriteState::GivenUp) {
+                if matches!(*state, WriteState::Abandoned) {
                     drop(state);
-                    store.give(run);
-                    // Relaxed: a count that is looked at now and then.
+                    store.free_run(run);
+                    // Relaxed: a count, polled.
                     store.unanswered.fetch_sub(1, Ordering::Relaxed);
                 } else {
-                    *state = WriteState::Answered(outcome, buffer);
-                    answer.answered.notify_one();
+                    *state = WriteState::Completed(outcome, buffer);
+                    answer.completed.notify_one();
                 }
             })
         };
         let len = u64::from(run.blocks) * BLOCK_BYTES as u64;
-        let given_ms = now_ms();
+        let submitted_ms = now_ms();
         let request = Request::write(run.start * BLOCK_BYTES as u64, len).with(self.write_flags);
         self.device.submit(request, buffer, done);
-        Write { run, charge, given_ms, answer }
+        Write { run, charge, submitted_ms, answer }
     }
 
-    /// Waits for a write. Where it failed its blocks are free again, and the budget has them back.
+    /// Waits for a write. If it failed, frees its blocks and refunds the budget.
     pub fn finish(&self, write: Write) -> Written {
-        let Write { run, charge, given_ms, answer } = write;
+        let Write { run, charge, submitted_ms, answer } = write;
         let mut state = answer.state.lock();
         loop {
-            match std::mem::replace(&mut *state, WriteState::GivenUp) {
-                WriteState::Answered(Ok(()), buffer) => {
+            match std::mem::replace(&mut *state, WriteState::Abandoned) {
+                WriteState::Completed(Ok(()), buffer) => {
                     self.counters.add(counter::WRITES, i64::from(run.blocks));
                     return Written::Done(buffer);
                 }
-                WriteState::Answered(Err(error), _) => {
+                WriteState::Completed(Err(error), _) => {
                     drop(state);
                     self.counters.add(counter::FAILED_WRITES, 1);
-                    self.give(run);
+                    self.free_run(run);
                     self.budget.refund(run.blocks, charge);
                     return Written::Failed(error);
                 }
-                WriteState::Flying | WriteState::GivenUp => {
-                    // What the device answers meanwhile puts it off: it is looked at again then.
-                    let left = self.deadline.due_ms(given_ms).saturating_sub(now_ms());
+                WriteState::InFlight | WriteState::Abandoned => {
+                    // Other completions of the device extend the deadline: compute it again.
+                    let left = self.deadline.due_ms(submitted_ms).saturating_sub(now_ms());
                     if left == 0 {
                         self.counters.add(counter::FAILED_WRITES, 1);
-                        // Relaxed: a count that is looked at now and then.
+                        // Relaxed: a count, polled.
                         self.unanswered.fetch_add(1, Ordering::Relaxed);
                         return Written::Unanswered;
                     }
-                    *state = WriteState::Flying;
-                    let waited = answer.answered.wait_timeout(state, Duration::from_millis(left));
+                    *state = WriteState::InFlight;
+                    let waited = answer.completed.wait_timeout(state, Duration::from_millis(left));
                     state = waited.unwrap_or_else(PoisonError::into_inner).0;
                 }
             }
         }
     }
 
-    /// Counts pages whose slots now say that they lie here, and the bytes of their objects.
-    pub fn took(&self, pages: u64, stored: u64) {
+    /// Counts pages whose slots now refer to the device, and the bytes of their objects.
+    pub fn count_written_back(&self, pages: u64, stored: u64) {
         self.counters.add(counter::PAGES, pages as i64);
         self.counters.add(counter::LIVE_BYTES, stored as i64);
     }
 
-    /// Frees the place of a page that [`took`](Self::took) counted.
+    /// Frees the space of a page counted by [`count_written_back`](Self::count_written_back).
     pub fn release(&self, unit: u64, stored: usize) {
         self.counters.add(counter::PAGES, -1);
         self.counters.add(counter::LIVE_BYTES, -(stored as i64));
-        self.abandon(unit, stored);
+        self.free_object(unit, stored);
     }
 
-    /// Frees a place that no slot was ever told of.
-    pub fn abandon(&self, unit: u64, stored: usize) {
-        self.blocks.remove(unit, self.units(stored), |block| self.space.give(block, 1));
+    /// Frees the space of an object to which no slot refers.
+    pub fn free_object(&self, unit: u64, stored: usize) {
+        self.blocks.remove(unit, self.units(stored), |block| self.space.free_run(block, 1));
     }
 
     fn units(&self, stored: usize) -> u32 {
@@ -284,7 +275,7 @@ impl Store {
 
     // ---- reading --------------------------------------------------------------------------------
 
-    /// The blocks in which a spilled slot's object lies: the first, and how many.
+    /// Returns the first block and the number of blocks of a written-back page's object.
     pub fn blocks_of(&self, spilled: Word) -> (u64, u32) {
         let (unit, stored) = (spilled.location(), spilled.spilled_bytes());
         let last = (unit + u64::from(self.units(stored)) - 1) / BLOCK_UNITS;
@@ -292,59 +283,59 @@ impl Store {
         (first, (last - first + 1) as u32)
     }
 
-    /// Reads blocks; `done` runs on a thread of the device, on this one, or on one that [looks
-    /// after](Self::on_room) the store. It is told something within a bounded time. Where the
-    /// device has much to do the read waits for room.
+    /// Reads blocks and calls `done` within a bounded time, on a thread of the device, this thread,
+    /// or the thread that [handles late reads](Self::on_room). Queues the read if too many are in
+    /// flight.
     pub fn read(
         self: &Arc<Self>,
         first: u64,
         blocks: u32,
         done: impl FnOnce(std::result::Result<&[u8], ReadError>) + Send + 'static,
     ) {
-        let read = Waiting { first, blocks, since_ms: now_ms(), done: Box::new(done) };
-        if let Some(read) = self.reads.enter(read) {
-            self.give_read(read);
+        let read = QueuedRead { first, blocks, since_ms: now_ms(), done: Box::new(done) };
+        if let Some(read) = self.reads.admit(read) {
+            self.submit_read(read);
         }
     }
 
-    /// Has `tell` called, on a thread of the device, when reads that wait can be handed over: by
-    /// [`start_reads`](Self::start_reads), on another thread. Who does that also looks now and then
-    /// at what is [late](Self::late_reads).
+    /// Sets a callback for free read slots while reads are queued. It runs on a thread of the
+    /// device and must have [`start_reads`](Self::start_reads) called on another thread. The owner
+    /// must also poll [`late_reads`](Self::late_reads).
     pub fn on_room(&self, tell: impl Fn() + Send + Sync + 'static) {
         self.reads.on_room(Box::new(tell));
     }
 
-    /// Hands reads to the device that have waited for room.
+    /// Submits queued reads.
     pub fn start_reads(self: &Arc<Self>) {
         while let Some(read) = self.reads.next() {
-            self.give_read(read);
+            self.submit_read(read);
         }
     }
 
-    /// Reads that the device has not answered in time, for the caller to answer.
-    pub fn late_reads(&self) -> Vec<Late> {
+    /// Returns the reads that timed out, for the caller to fail.
+    pub fn late_reads(&self) -> Vec<TimedOutRead> {
         self.reads.late(&self.deadline)
     }
 
-    fn give_read(self: &Arc<Self>, Waiting { first, blocks, done, .. }: Waiting) {
+    fn submit_read(self: &Arc<Self>, QueuedRead { first, blocks, done, .. }: QueuedRead) {
         let len = blocks as usize * BLOCK_BYTES;
         let buffer = match self.spare.get(len) {
             Ok(buffer) => buffer,
             Err(error) => {
-                self.reads.not_given();
+                self.reads.release_unsubmitted();
                 return done(Err(ReadError::Failed(error)));
             }
         };
-        let number = self.reads.give(done);
+        let number = self.reads.register(done);
         let store = Arc::clone(self);
         let answered = Completion::new(move |outcome, buffer: IoBuf| {
-            store.deadline.answered();
+            store.deadline.note_completion();
             match outcome {
                 Ok(()) => store.counters.add(counter::READS, i64::from(blocks)),
                 Err(_) => store.failed_read(),
             }
-            if let Some(done) = store.reads.answered(number) {
-                // A device that is gone answers without a buffer.
+            if let Some(done) = store.reads.complete(number) {
+                // A device that is gone completes without a buffer.
                 let outcome = if buffer.len() == len { outcome } else { outcome.and(Err(Error::Gone)) };
                 done(outcome.map(|()| &buffer[..]).map_err(ReadError::Failed));
             }
@@ -353,7 +344,7 @@ impl Store {
         self.device.submit(Request::read(first * BLOCK_BYTES as u64, len as u64), buffer, answered);
     }
 
-    /// Counts a read that failed, or a page that came back damaged, or not in time.
+    /// Counts a failed, damaged or timed-out read.
     #[cold]
     pub fn failed_read(&self) {
         self.counters.add(counter::FAILED_READS, 1);
@@ -361,9 +352,9 @@ impl Store {
         self.reads_fail.store(1, Ordering::Relaxed);
     }
 
-    /// Notes that a page came back as it was.
+    /// Records a successful read.
     pub(super) fn good_read(&self) {
-        // Relaxed: a statistic. Most find nothing to change.
+        // Relaxed: a statistic. Avoids a store in the usual case.
         if self.reads_fail.load(Ordering::Relaxed) != 0 {
             // Relaxed: as above.
             self.reads_fail.store(0, Ordering::Relaxed);
@@ -372,51 +363,47 @@ impl Store {
 
     // ---- holes ----------------------------------------------------------------------------------
 
-    /// What is known of the blocks, for who moves objects together.
+    /// Returns the block metadata, for reclaim.
     pub fn map(&self) -> &Blocks {
         &self.blocks
     }
 
     // ---- settings and numbers -------------------------------------------------------------------
 
-    /// The budget of writes.
     pub fn budget(&self) -> &Budget {
         &self.budget
     }
 
-    /// Blocks in flight at once.
     pub fn batch_blocks(&self) -> u32 {
         // Relaxed: a setting.
         self.batch_blocks.load(Ordering::Relaxed)
     }
 
-    /// Sets the blocks in flight at once, at least one.
+    /// Sets the maximum of blocks in flight, at least 1.
     pub fn set_batch_blocks(&self, blocks: u32) {
         // Relaxed: a setting.
         self.batch_blocks.store(blocks.max(1), Ordering::Relaxed);
     }
 
-    /// How long the device may answer nothing.
     pub fn timeout_ms(&self) -> u64 {
         self.deadline.timeout_ms()
     }
 
-    /// Sets how long the device may answer nothing, at least a millisecond.
+    /// Sets the time-out, at least 1 ms.
     pub fn set_timeout(&self, timeout: Duration) {
         self.deadline.set_timeout(timeout);
     }
 
-    /// Blocks of the device.
     pub fn blocks(&self) -> u64 {
         self.space.blocks()
     }
 
-    /// Blocks that are free, without those that are kept for moving objects.
+    /// Returns the free blocks, without those reserved for reclaim.
     pub fn free_blocks(&self) -> u64 {
         self.space.free().saturating_sub(self.reserve())
     }
 
-    /// Blocks that would be free if there were no holes in the others.
+    /// Returns the blocks that a perfect reclaim would free.
     pub fn hole_blocks(&self) -> u64 {
         if !self.packed {
             return 0;
@@ -427,13 +414,12 @@ impl Store {
         used.saturating_sub(full.div_ceil(BLOCK_BYTES as u64))
     }
 
-    /// Writes that were given up and are not answered yet.
+    /// Returns the abandoned writes that the device has not completed.
     pub fn unanswered(&self) -> u32 {
-        // Relaxed: a count that is looked at now and then.
+        // Relaxed: a count, polled.
         self.unanswered.load(Ordering::Relaxed)
     }
 
-    /// Everything that is counted.
     pub fn numbers(&self) -> Numbers {
         let get = |counter| self.counters.get(counter);
         Numbers {
@@ -448,10 +434,11 @@ impl Store {
             unanswered: self.unanswered(),
             // Relaxed: a statistic.
             reads_fail: self.reads_fail.load(Ordering::Relaxed) != 0,
+            is_full: self.space.free() <= self.reserve(),
         }
     }
 
-    /// Starts the counts of reads, writes and failures anew.
+    /// Resets the counts of reads, writes and failures.
     pub fn clear_counts(&self) {
         for counter in [counter::READS, counter::WRITES, counter::FAILED_READS, counter::FAILED_WRITES] {
             self.counters.clear(counter);
@@ -459,71 +446,69 @@ impl Store {
     }
 }
 
-/// A write under way.
+/// A write in flight.
 pub struct Write {
     run: Run,
     charge: Charge,
-    given_ms: u64,
-    answer: Arc<Answer>,
+    submitted_ms: u64,
+    answer: Arc<WriteCompletion>,
 }
 
-struct Answer {
+struct WriteCompletion {
     state: Mutex<WriteState>,
-    answered: Condvar,
+    completed: Condvar,
 }
 
 enum WriteState {
-    Flying,
-    Answered(Result<()>, IoBuf),
-    /// Nobody waits any more: the completion frees the blocks.
-    GivenUp,
+    InFlight,
+    Completed(Result<()>, IoBuf),
+    /// The waiting thread has given up: the completion frees the blocks.
+    Abandoned,
 }
 
-/// What became of a write.
+/// Result of a write.
 pub enum Written {
-    /// It is on the device; the buffer can be used again.
+    /// The blocks are written; the buffer can be reused.
     Done(IoBuf),
-    /// It is not.
+    /// The device failed the write.
     Failed(Error),
-    /// The device has not answered in time. It may yet write the blocks, which are kept out of use
-    /// until it answers.
+    /// The write timed out. The device may still write the blocks, which are not reused until it
+    /// completes the write.
     Unanswered,
 }
 
-/// `writeback_limit`: how many blocks may still be written. It spares devices that wear.
+/// The budget of blocks to write (`writeback_limit`), which limits the wear of a device.
 #[derive(Default)]
 pub struct Budget {
     state: Mutex<Limit>,
 }
 
-/// The two attributes.
+/// State of the budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Limit {
-    /// Whether `left` counts.
+    /// Whether `left` is enforced.
     pub enabled: bool,
-    /// Blocks of 4 KiB.
+    /// Remaining blocks of 4 KiB.
     pub left: u64,
-    /// How often it was set: what was taken before is not refunded after.
+    /// Number of changes: blocks taken before a change are not refunded after it.
     generation: u64,
 }
 
-/// To which budget blocks were charged; `None` where none counted.
+/// Generation of the budget that blocks were taken from; `None` if it was not enforced.
 pub type Charge = Option<u64>;
 
 impl Budget {
-    /// What is set, and left.
     pub fn get(&self) -> Limit {
         *self.state.lock()
     }
 
-    /// Changes it.
     pub fn set(&self, change: impl FnOnce(&mut Limit)) {
         let mut limit = self.state.lock();
         change(&mut limit);
         limit.generation += 1;
     }
 
-    /// Takes up to `wanted` blocks out.
+    /// Takes up to `wanted` blocks from the budget.
     fn take(&self, wanted: u32) -> (u32, Charge) {
         let mut limit = self.state.lock();
         if !limit.enabled {

@@ -1,4 +1,4 @@
-//! The device contract: alone, deferred, read-only, as what takes the pages of a RAM disk.
+//! Conformance suite: plain, deferred, read-only, and as the backing device of a RAM disk.
 
 use std::sync::Arc;
 
@@ -12,13 +12,13 @@ use crate::harness::Cluster;
 
 const SIZE: u64 = 8 << 20;
 
-/// A device with the cluster that it lies in.
-struct Whole {
+/// A device with its cluster.
+struct DeviceWithCluster {
     device: Rbd,
     _cluster: Cluster,
 }
 
-impl Whole {
+impl DeviceWithCluster {
     fn make(size: u64, change: impl FnOnce(&mut Config)) -> Arc<dyn Device> {
         let cluster = Cluster::new(size);
         let mut config = cluster.config();
@@ -27,7 +27,7 @@ impl Whole {
     }
 }
 
-impl Device for Whole {
+impl Device for DeviceWithCluster {
     fn geometry(&self) -> Geometry {
         self.device.geometry()
     }
@@ -50,29 +50,33 @@ fn options(seed: u64) -> Options {
 }
 
 #[test]
-fn alone() {
-    conformance::check("rbd", &|| Whole::make(SIZE, |_| {}), options(1));
+fn rbd_device() {
+    conformance::check("rbd", &|| DeviceWithCluster::make(SIZE, |_| {}), options(1));
 }
 
 #[test]
-fn behind_a_device_that_defers() {
+fn deferring_wrapper_over_rbd() {
     let make = || -> Arc<dyn Device> {
-        Arc::new(Deferred::new(Whole::make(SIZE, |_| {}), Policy::Sometimes(30), 5))
+        Arc::new(Deferred::new(DeviceWithCluster::make(SIZE, |_| {}), Policy::Sometimes(30), 5))
     };
     conformance::check("deferred", &make, options(2));
 }
 
 #[test]
-fn read_only() {
-    conformance::check("read-only", &|| Whole::make(SIZE, |config| config.read_only = true), options(3));
+fn read_only_rbd_device() {
+    conformance::check(
+        "read-only",
+        &|| DeviceWithCluster::make(SIZE, |config| config.read_only = true),
+        options(3),
+    );
 }
 
-/// Pages are spilled to an image all the time.
+/// The RAM disk writes pages back to the image all the time.
 #[test]
-fn as_the_backing_device_of_a_ram_disk() {
+fn rbd_as_backing_device_of_ram_disk() {
     let make = || -> Arc<dyn Device> {
         let config = ram::Config { disksize: SIZE, mem_limit: 1 << 20, ..ram::Config::default() };
-        Arc::new(Ram::new(config.backed_by(Whole::make(64 << 20, |_| {}), true)).unwrap())
+        Arc::new(Ram::new(config.backed_by(DeviceWithCluster::make(64 << 20, |_| {}), true)).unwrap())
     };
     conformance::check("spilled", &make, options(4));
 }

@@ -1,4 +1,4 @@
-//! The library that stands for Ceph's, and images that it opens.
+//! The fake library, and images that it opens.
 
 use std::fs;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -10,12 +10,12 @@ use freestone_rbd::{Config, Rbd};
 use freestone_testkit::librbd;
 use tempfile::TempDir;
 
-/// Directory with a `librbd.so.1` and `librados.so.2` that have everything.
+/// Directory with complete versions of `librbd.so.1` and `librados.so.2`.
 pub static WHOLE: LazyLock<PathBuf> = LazyLock::new(|| built("whole", false));
-/// Directory with those of an old version.
+/// Directory with libraries of an old version.
 pub static OLD: LazyLock<PathBuf> = LazyLock::new(|| built("old", true));
 
-/// Builds the library once for its source, whichever process comes first.
+/// Builds the library once per version of its source, in whichever process comes first.
 fn built(name: &str, old: bool) -> PathBuf {
     let mut hasher = DefaultHasher::new();
     librbd::SOURCE.hash(&mut hasher);
@@ -24,7 +24,7 @@ fn built(name: &str, old: bool) -> PathBuf {
     if !place.exists() {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         librbd::build(dir.path(), old);
-        // Another process may have been faster. What both have built is the same.
+        // Another process may have built the same library first.
         if fs::rename(dir.path(), &place).is_err() {
             assert!(place.exists(), "the library is not at {}", place.display());
         }
@@ -38,7 +38,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// With one image, `rbd/vm`, of so many bytes.
+    /// Creates a cluster with one image, `rbd/vm`, of `size` bytes.
     pub fn new(size: u64) -> Self {
         let cluster = Self { dir: tempfile::tempdir().unwrap() };
         fs::write(cluster.conf(), format!("root = {}\n", cluster.dir.path().display())).unwrap();
@@ -50,32 +50,32 @@ impl Cluster {
         self.dir.path().join("ceph.conf")
     }
 
-    /// The file of an image.
+    /// Returns the file of an image.
     pub fn file(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    /// Makes an image, or gives one another size.
+    /// Creates an image, or changes its size.
     pub fn image(&self, name: &str, size: u64) {
         let file = fs::File::options().create(true).truncate(false).write(true).open(self.file(name));
         file.unwrap().set_len(size).unwrap();
     }
 
-    /// What the library does from now on.
+    /// Sets the library's behaviour from now on.
     pub fn control(&self, lines: &str) {
         let new = self.dir.path().join("control.new");
         fs::write(&new, lines).unwrap();
         fs::rename(new, self.dir.path().join("control")).unwrap();
     }
 
-    /// What was asked of the library.
+    /// Returns the calls that the library has logged.
     pub fn log(&self) -> Vec<String> {
         let text = fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
         text.lines().map(str::to_owned).collect()
     }
 
-    /// What it has done to the image.
-    pub fn did(&self) -> Vec<String> {
+    /// Returns the I/O operations that the library has performed.
+    pub fn operations(&self) -> Vec<String> {
         self.log().iter().filter_map(|line| line.strip_prefix("did ").map(str::to_owned)).collect()
     }
 
@@ -87,14 +87,13 @@ impl Cluster {
         }
     }
 
-    /// `rbd/vm` as a device.
     pub fn open(&self) -> Rbd {
         Rbd::open(&self.config()).unwrap()
     }
 }
 
-/// Waits until it is so.
-pub fn soon(what: &str, mut is: impl FnMut() -> bool) {
+/// Waits until the condition is true.
+pub fn wait_for(what: &str, mut is: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(20);
     while !is() {
         assert!(Instant::now() < end, "{what}");

@@ -1,5 +1,5 @@
-//! The device over a library that stands for Ceph's (`fake.c`): contract, errors, deadlines, ends. What
-//! it is over Ceph itself is tested by `lab/ceph-rbd.sh`.
+//! Tests with a fake of Ceph's libraries (`fake.c`): conformance, errors, deadlines and shutdown.
+//! `lab/ceph-rbd.sh` tests with Ceph itself.
 
 mod conformance;
 mod harness;

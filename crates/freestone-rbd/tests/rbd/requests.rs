@@ -1,16 +1,16 @@
-//! What becomes of requests: in the image, of their flags, of errors, of sizes that change.
+//! Requests: effect on the image, flags, errors, and changes of the image's size.
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
 
 use freestone_core::device::{Blocking as _, Device as _, Error, Extent, ExtentKind, Flags};
 
-use crate::harness::{Cluster, soon};
+use crate::harness::{Cluster, wait_for};
 
 const SIZE: u64 = 8 << 20;
 
 #[test]
-fn what_is_written_is_in_the_image() {
+fn written_data_is_in_the_image() {
     let cluster = Cluster::new(SIZE);
     let device = cluster.open();
     device.write_at(512, &[7; 1024], Flags::empty()).unwrap();
@@ -22,17 +22,17 @@ fn what_is_written_is_in_the_image() {
 }
 
 #[test]
-fn what_is_to_be_durable_is_followed_by_a_flush() {
+fn fua_write_is_followed_by_flush() {
     let cluster = Cluster::new(SIZE);
     let device = cluster.open();
     device.write_at(0, &[1; 512], Flags::empty()).unwrap();
-    assert_eq!(cluster.did(), ["write 0 512 0"]);
+    assert_eq!(cluster.operations(), ["write 0 512 0"]);
     device.write_at(0, &[2; 512], Flags::FUA).unwrap();
     device.write_zeroes(0, 4096, Flags::FUA).unwrap();
     device.write_zeroes(4096, 4096, Flags::MAY_FREE).unwrap();
     device.discard(0, SIZE).unwrap();
     device.flush().unwrap();
-    let all = cluster.did();
+    let all = cluster.operations();
     let rest = [
         "write 0 512 0",
         "flush 0 0 0",
@@ -46,13 +46,13 @@ fn what_is_to_be_durable_is_followed_by_a_flush() {
 }
 
 #[test]
-fn an_image_that_ends_within_a_block_is_used_to_its_last_byte() {
+fn image_ending_within_block_is_fully_accessible() {
     let cluster = Cluster::new(SIZE - 100);
     let device = cluster.open();
     let geometry = device.geometry();
     assert_eq!((geometry.size, geometry.padding), (SIZE, 100));
     device.write_at(SIZE - 1024, &[7; 1024], Flags::FUA).unwrap();
-    assert_eq!(cluster.did()[0], format!("write {} 924 0", SIZE - 1024));
+    assert_eq!(cluster.operations()[0], format!("write {} 924 0", SIZE - 1024));
     let mut data = [1; 512];
     device.read_at(SIZE - 512, &mut data).unwrap();
     assert!(data[..412] == [7; 412] && data[412..] == [0; 100]);
@@ -64,7 +64,7 @@ fn an_image_that_ends_within_a_block_is_used_to_its_last_byte() {
 }
 
 #[test]
-fn errors_are_told_as_what_they_are() {
+fn errors_are_mapped_and_described() {
     let cluster = Cluster::new(SIZE);
     let device = cluster.open();
     for (call, errno, error, sentence) in [
@@ -76,13 +76,13 @@ fn errors_are_told_as_what_they_are() {
         ("write", 12, Error::NoMemory, "memory"),
         ("write", 110, Error::Media, "did not answer in time"),
         ("write", 108, Error::Media, "blocklisted"),
-        // It is not even begun.
+        // The library refuses to start the request.
         ("begin-write", 5, Error::Media, "a write of 512 bytes at 1024"),
     ] {
         cluster.control(&format!("fail {call} {errno}\n"));
         assert_eq!(device.write_at(1024, &[1; 512], Flags::empty()), Err(error), "{call} {errno}");
-        let told = device.last_error().unwrap();
-        assert!(told.contains(sentence), "{told}");
+        let receiver = device.last_error().unwrap();
+        assert!(receiver.contains(sentence), "{receiver}");
     }
     cluster.control("fail flush 5\n");
     assert_eq!(device.flush(), Err(Error::Media));
@@ -93,29 +93,29 @@ fn errors_are_told_as_what_they_are() {
 }
 
 #[test]
-fn an_image_that_grows_makes_the_device_larger() {
+fn device_grows_with_image() {
     let cluster = Cluster::new(SIZE);
     let device = cluster.open();
     assert_eq!(device.geometry().size, SIZE);
     cluster.image("rbd.vm", 2 * SIZE);
-    soon("it grows", || device.geometry().size == 2 * SIZE);
+    wait_for("it grows", || device.geometry().size == 2 * SIZE);
     device.write_at(2 * SIZE - 512, &[3; 512], Flags::empty()).unwrap();
     let mut data = [0; 512];
     device.read_at(2 * SIZE - 512, &mut data).unwrap();
     assert_eq!(data, [3; 512]);
-    // What ends within a block is not taken.
+    // A size that ends within a block is not adopted.
     cluster.image("rbd.vm", 2 * SIZE + 100);
     cluster.image("rbd.vm", 3 * SIZE);
-    soon("it grows again", || device.geometry().size == 3 * SIZE);
+    wait_for("it grows again", || device.geometry().size == 3 * SIZE);
 }
 
 #[test]
-fn behind_an_image_that_became_smaller_requests_fail() {
+fn requests_beyond_shrunk_image_fail() {
     let cluster = Cluster::new(SIZE);
     let device = cluster.open();
     cluster.image("rbd.vm", SIZE / 2);
     let end = |device: &freestone_rbd::Rbd| device.read_at(SIZE - 512, &mut [0; 512]);
-    soon("it is noticed", || {
+    wait_for("it is noticed", || {
         end(&device) == Err(Error::Media) && cluster.log().iter().filter(|l| *l == "stat").count() > 1
     });
     assert_eq!(device.geometry().size, SIZE);
@@ -132,7 +132,7 @@ fn behind_an_image_that_became_smaller_requests_fail() {
 }
 
 #[test]
-fn a_snapshot_is_read_as_it_was() {
+fn snapshot_is_read_only_with_old_content() {
     let cluster = Cluster::new(SIZE);
     cluster.image("rbd.vm@monday", SIZE / 2);
     let file = fs::File::options().write(true).open(cluster.file("rbd.vm@monday")).unwrap();
@@ -145,11 +145,11 @@ fn a_snapshot_is_read_as_it_was() {
     device.read_at(4096, &mut data).unwrap();
     assert_eq!(data, [9; 512]);
     assert_eq!(device.write_at(0, &data, Flags::empty()), Err(Error::ReadOnly));
-    assert_eq!(cluster.did(), ["read 4096 512 0"]);
+    assert_eq!(cluster.operations(), ["read 4096 512 0"]);
 }
 
 #[test]
-fn holes_are_told() {
+fn extents_report_holes() {
     let cluster = Cluster::new(SIZE);
     let device = cluster.open();
     device.write_at(2 << 20, &vec![1; 64 << 10], Flags::empty()).unwrap();
@@ -169,10 +169,10 @@ fn holes_are_told() {
         (end, SIZE - end, ExtentKind::Hole),
     ];
     assert_eq!(extents(0, SIZE), all);
-    // Whole objects are asked for.
+    // The query covers whole objects.
     assert_eq!(extents((2 << 20) + 512, 512), [((2 << 20) + 512, 512, ExtentKind::Data)]);
-    assert_eq!(cluster.did().last().map(String::as_str), Some("diff 2097152 1048576"));
-    // What is not known is data.
+    assert_eq!(cluster.operations().last().map(String::as_str), Some("diff 2097152 1048576"));
+    // Unknown allocation is reported as data.
     cluster.control("fail diff 95\n");
     assert_eq!(extents(0, SIZE), [(0, SIZE, ExtentKind::Data)]);
 }

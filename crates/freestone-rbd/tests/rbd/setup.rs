@@ -1,4 +1,4 @@
-//! What cannot be opened, and what is said of it.
+//! Errors from opening an image, and their messages.
 
 use std::time::Duration;
 
@@ -8,15 +8,15 @@ use crate::harness::{Cluster, OLD};
 
 const SIZE: u64 = 1 << 20;
 
-fn refused(config: &Config) -> String {
+fn open_error(config: &Config) -> String {
     Rbd::open(config).unwrap_err().to_string()
 }
 
 #[test]
-fn a_machine_without_the_library_is_told_which_package_has_it() {
+fn missing_library_error_names_package() {
     let cluster = Cluster::new(SIZE);
     let empty = tempfile::tempdir().unwrap();
-    let why = refused(&Config { libraries: Some(empty.path().into()), ..cluster.config() });
+    let why = open_error(&Config { libraries: Some(empty.path().into()), ..cluster.config() });
     assert!(
         why.contains("librados.so.2 cannot be loaded; Debian's package librbd1 has it (")
             && !why.contains('\n'),
@@ -25,42 +25,42 @@ fn a_machine_without_the_library_is_told_which_package_has_it() {
 }
 
 #[test]
-fn a_library_that_is_too_old_is_named_with_what_it_lacks() {
+fn old_library_error_names_missing_function() {
     let cluster = Cluster::new(SIZE);
-    let why = refused(&Config { libraries: Some(OLD.clone()), ..cluster.config() });
+    let why = open_error(&Config { libraries: Some(OLD.clone()), ..cluster.config() });
     assert!(why.contains("librbd.so.1 has no rbd_aio_write_zeroes; version 16"), "{why}");
 }
 
 #[test]
-fn what_is_not_there_is_named() {
+fn missing_objects_are_named() {
     let cluster = Cluster::new(SIZE);
     let config = cluster.config();
     let image = |text: &str| Config { image: text.parse().unwrap(), ..config.clone() };
-    assert_eq!(refused(&image("rbd/other")), "rbd/other: there is no such image");
-    assert_eq!(refused(&image("none/vm")), "pool none: there is no such pool");
-    assert_eq!(refused(&image("rbd/tenant/vm")), "rbd/tenant/vm: there is no such image");
+    assert_eq!(open_error(&image("rbd/other")), "rbd/other: there is no such image");
+    assert_eq!(open_error(&image("none/vm")), "pool none: there is no such pool");
+    assert_eq!(open_error(&image("rbd/tenant/vm")), "rbd/tenant/vm: there is no such image");
     let snap = Config { snap: Some("monday".into()), ..config.clone() };
-    assert_eq!(refused(&snap), "rbd/vm@monday: there is no such image, or no such snapshot of it");
+    assert_eq!(open_error(&snap), "rbd/vm@monday: there is no such image, or no such snapshot of it");
     let conf = Config { conf: Some("/none/ceph.conf".into()), ..config.clone() };
-    assert_eq!(refused(&conf), "conf=/none/ceph.conf: there is no such file");
+    assert_eq!(open_error(&conf), "conf=/none/ceph.conf: there is no such file");
     cluster.image("rbd.empty", 0);
-    assert_eq!(refused(&image("rbd/empty")), "rbd/empty: it is empty (0 bytes)");
+    assert_eq!(open_error(&image("rbd/empty")), "rbd/empty: it is empty (0 bytes)");
     for (errno, why) in [
         (13, "the cluster refuses this user or its key, or the keyring was not found"),
         (2, "the keyring of the user, or the list of monitors, was not found"),
         (110, "no monitor answered in time"),
     ] {
         cluster.control(&format!("fail connect {errno}\n"));
-        assert_eq!(refused(&config), format!("cannot connect to the cluster: {why}"));
+        assert_eq!(open_error(&config), format!("cannot connect to the cluster: {why}"));
     }
 }
 
-/// An image can have a configuration of its own, which counts more than what the library is told.
+/// The configuration of an image overrides that of the client.
 #[test]
-fn an_image_that_turns_the_cache_on_is_refused_where_it_is_written() {
+fn writable_image_with_cache_is_refused() {
     let cluster = Cluster::new(SIZE);
     cluster.control("fail rbd_cache 1\n");
-    let why = refused(&cluster.config());
+    let why = open_error(&cluster.config());
     assert!(
         why.starts_with("rbd/vm: the configuration of the image or of its pool turns rbd_cache on"),
         "{why}"
@@ -71,7 +71,7 @@ fn an_image_that_turns_the_cache_on_is_refused_where_it_is_written() {
 }
 
 #[test]
-fn an_image_of_a_namespace() {
+fn image_in_namespace_opens() {
     let cluster = Cluster::new(SIZE);
     cluster.image("rbd.tenant.vm", 2 * SIZE);
     let config = Config { image: "rbd/tenant/vm".parse().unwrap(), ..cluster.config() };
@@ -80,7 +80,7 @@ fn an_image_of_a_namespace() {
 }
 
 #[test]
-fn the_library_is_told_how_long_it_may_take() {
+fn timeouts_are_set_in_library() {
     let cluster = Cluster::new(SIZE);
     let config = Config { timeout: Duration::from_millis(2500), ..cluster.config() };
     drop(Rbd::open(&config).unwrap());

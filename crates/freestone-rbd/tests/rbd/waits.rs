@@ -1,4 +1,4 @@
-//! A library that does not answer: deadlines, the memory that it still has, the end of a device.
+//! A library that does not call back: deadlines, retained memory, and dropping the device.
 
 use std::sync::mpsc;
 use std::thread;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use freestone_core::device::{Blocking as _, Completion, Device as _, Error, Flags, IoBuf, Request};
 use freestone_rbd::{Config, Rbd};
 
-use crate::harness::{Cluster, soon};
+use crate::harness::{Cluster, wait_for};
 
 const SIZE: u64 = 8 << 20;
 const SHORT: Duration = Duration::from_secs(1);
@@ -17,27 +17,27 @@ fn short(cluster: &Cluster) -> Config {
 }
 
 #[test]
-fn a_request_that_hangs_fails_in_time_and_others_do_not_wait_for_it() {
+fn hanging_request_times_out_without_blocking_others() {
     let cluster = Cluster::new(SIZE);
     let device = Rbd::open(&short(&cluster)).unwrap();
     cluster.control("hang write\n");
     let began = Instant::now();
-    let (tell, told) = mpsc::channel();
-    let done = Completion::new(move |outcome, buffer| tell.send((outcome, buffer.len())).unwrap());
+    let (sender, receiver) = mpsc::channel();
+    let done = Completion::new(move |outcome, buffer| sender.send((outcome, buffer.len())).unwrap());
     device.submit(Request::write(0, 4096), IoBuf::copy_of(&[1; 4096]).unwrap(), done);
     device.read_at(8192, &mut [0; 4096]).unwrap();
     device.flush().unwrap();
-    assert!(told.try_recv().is_err());
-    // Its buffer is the library's until that calls back.
-    assert_eq!(told.recv_timeout(Duration::from_secs(20)), Ok((Err(Error::Media), 0)));
+    assert!(receiver.try_recv().is_err());
+    // The library keeps the buffer until it calls back.
+    assert_eq!(receiver.recv_timeout(Duration::from_secs(20)), Ok((Err(Error::Media), 0)));
     assert!(began.elapsed() >= SHORT);
     assert_eq!(
         device.last_error().unwrap(),
         "a write of 4096 bytes at 0: the cluster did not answer in time"
     );
-    // It is carried out after all, with what was in the buffer.
+    // The write is applied after all, with the content of the buffer.
     cluster.control("");
-    soon("it is written", || cluster.did().contains(&"write 0 4096 0".to_owned()));
+    wait_for("it is written", || cluster.operations().contains(&"write 0 4096 0".to_owned()));
     device.write_at(0, &[2; 512], Flags::FUA).unwrap();
     let mut data = [0; 4096];
     device.read_at(0, &mut data).unwrap();
@@ -45,59 +45,59 @@ fn a_request_that_hangs_fails_in_time_and_others_do_not_wait_for_it() {
 }
 
 #[test]
-fn so_does_the_question_after_holes() {
+fn hanging_extent_query_times_out() {
     let cluster = Cluster::new(SIZE);
     let device = Rbd::open(&short(&cluster)).unwrap();
     cluster.control("hang diff\n");
     assert_eq!(device.extents(0, SIZE, &mut |_| true), Err(Error::Media));
     cluster.control("");
-    soon("it is answered again", || device.extents(0, SIZE, &mut |_| true) == Ok(SIZE));
+    wait_for("it is answered again", || device.extents(0, SIZE, &mut |_| true) == Ok(SIZE));
 }
 
-/// The library has memory of what was given up. With too much of it, nothing new is begun.
+/// The library retains the memory of timed-out requests. Beyond the limit, new requests fail.
 #[test]
-fn what_the_library_keeps_has_a_bound() {
+fn memory_of_timed_out_requests_is_limited() {
     let cluster = Cluster::new(64 << 20);
     let device = Rbd::open(&short(&cluster)).unwrap();
     cluster.control("hang read\n");
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let submit = |len: u64| {
-        let tell = tell.clone();
-        let done = Completion::new(move |outcome, _| tell.send(outcome).unwrap());
+        let sender = sender.clone();
+        let done = Completion::new(move |outcome, _| sender.send(outcome).unwrap());
         device.submit(Request::read(0, len), IoBuf::zeroed(len as usize).unwrap(), done);
     };
     (0..16).for_each(|_| submit(16 << 20));
     for _ in 0..16 {
-        assert_eq!(told.recv_timeout(Duration::from_secs(20)), Ok(Err(Error::Media)));
+        assert_eq!(receiver.recv_timeout(Duration::from_secs(20)), Ok(Err(Error::Media)));
     }
-    // At once.
+    // At once, without a timeout.
     submit(512);
-    assert_eq!(told.try_recv(), Ok(Err(Error::Media)));
+    assert_eq!(receiver.try_recv(), Ok(Err(Error::Media)));
     cluster.control("");
-    soon("it goes on", || device.read_at(0, &mut [0; 512]).is_ok());
+    wait_for("it goes on", || device.read_at(0, &mut [0; 512]).is_ok());
 }
 
 #[test]
-fn what_is_under_way_is_answered_when_the_device_ends_and_the_image_is_closed_later() {
+fn drop_fails_requests_and_closes_image_later() {
     let cluster = Cluster::new(SIZE);
     let device = cluster.open();
     cluster.control("hang write\n");
-    let (tell, told) = mpsc::channel();
-    let done = Completion::new(move |outcome, _| tell.send(outcome).unwrap());
+    let (sender, receiver) = mpsc::channel();
+    let done = Completion::new(move |outcome, _| sender.send(outcome).unwrap());
     device.submit(Request::write(0, 4096).with(Flags::FUA), IoBuf::copy_of(&[1; 4096]).unwrap(), done);
     let began = Instant::now();
     drop(device);
-    assert_eq!(told.try_recv(), Ok(Err(Error::Gone)));
+    assert_eq!(receiver.try_recv(), Ok(Err(Error::Gone)));
     assert!(began.elapsed() < Duration::from_secs(15));
     assert!(!cluster.log().contains(&"closed".to_owned()));
     cluster.control("");
-    soon("it is closed", || cluster.log().last().is_some_and(|line| line == "shutdown"));
-    // Nothing more of the request.
-    assert_eq!(cluster.did(), ["write 0 4096 0"]);
+    wait_for("it is closed", || cluster.log().last().is_some_and(|line| line == "shutdown"));
+    // The flush of the request is not issued.
+    assert_eq!(cluster.operations(), ["write 0 4096 0"]);
 }
 
 #[test]
-fn a_close_that_hangs_does_not_hold_up_the_end() {
+fn hanging_close_does_not_block_drop() {
     let cluster = Cluster::new(SIZE);
     let device = cluster.open();
     cluster.control("hang close\n");
@@ -105,32 +105,32 @@ fn a_close_that_hangs_does_not_hold_up_the_end() {
     drop(device);
     assert!(began.elapsed() < Duration::from_secs(15));
     cluster.control("");
-    soon("it is closed", || cluster.log().contains(&"closed".to_owned()));
+    wait_for("it is closed", || cluster.log().contains(&"closed".to_owned()));
 }
 
-/// The last reference is dropped on a thread of the library, which must not wait for itself.
+/// A library thread drops the last reference, and must not wait for itself.
 #[test]
-fn a_completion_may_drop_the_device() {
+fn completion_may_drop_device() {
     let cluster = Cluster::new(SIZE);
     let device = std::sync::Arc::new(cluster.open());
-    let (own, (tell, told)) = (std::sync::Arc::clone(&device), mpsc::channel());
+    let (own, (sender, receiver)) = (std::sync::Arc::clone(&device), mpsc::channel());
     let done = Completion::new(move |outcome, _| {
         let began = Instant::now();
         drop(own);
-        tell.send((outcome, began.elapsed())).unwrap();
+        sender.send((outcome, began.elapsed())).unwrap();
     });
     cluster.control("hang read\n");
     device.submit(Request::read(0, 512), IoBuf::zeroed(512).unwrap(), done);
     drop(device);
     cluster.control("");
-    let (outcome, took) = told.recv_timeout(Duration::from_secs(20)).unwrap();
+    let (outcome, took) = receiver.recv_timeout(Duration::from_secs(20)).unwrap();
     assert!(outcome == Ok(()) && took < Duration::from_secs(2), "{outcome:?} {took:?}");
-    soon("it is closed", || cluster.log().contains(&"closed".to_owned()));
+    wait_for("it is closed", || cluster.log().contains(&"closed".to_owned()));
 }
 
 #[test]
-fn a_cluster_that_hangs_is_given_up_and_closed_when_it_answers() {
-    // Each waits for its timeout, so they run at the same time.
+fn hanging_open_times_out_and_closes_later() {
+    // Each open waits for its timeout, so they run concurrently.
     thread::scope(|scope| {
         for call in ["connect", "open", "stat"] {
             scope.spawn(move || {
@@ -139,7 +139,7 @@ fn a_cluster_that_hangs_is_given_up_and_closed_when_it_answers() {
                 let why = Rbd::open(&short(&cluster)).unwrap_err().to_string();
                 assert_eq!(why, "rbd/vm: the cluster did not answer within 3s");
                 cluster.control("");
-                soon("it is closed", || cluster.log().last().is_some_and(|line| line == "shutdown"));
+                wait_for("it is closed", || cluster.log().last().is_some_and(|line| line == "shutdown"));
             });
         }
     });

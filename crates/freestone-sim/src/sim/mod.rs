@@ -1,7 +1,6 @@
-//! The simulation. See the crate.
+//! The simulation; see the crate documentation.
 //!
-//! A thread that was not started within [`run`] is left alone: for it everything behaves as `std`'s
-//! does.
+//! Threads that were not started within [`run`] behave as with `std`.
 
 mod schedule;
 pub mod sync;
@@ -10,5 +9,5 @@ pub mod time;
 
 pub use schedule::{Config, Summary, cpu, point, run, summary, word};
 
-/// CPUs that the simulated machine has.
+/// Number of CPUs of the simulated machine.
 pub const CPUS: usize = 3;

@@ -1,8 +1,8 @@
-//! Who runs.
+//! Scheduler of the simulation.
 //!
-//! Each task is a thread of its own. One of them has the turn; all others sleep until it is theirs.
-//! What makes a task wait, and what wakes it, are numbers (`key`): the address of a lock, of a
-//! condition variable, of a channel. They are only compared, so that addresses do not matter.
+//! Each task is a thread. One task runs; all others sleep until they are selected. A wait and its wake-up are
+//! matched by a number (`key`): the address of a lock, condition variable or channel. Keys are only compared,
+//! so their values do not affect the run.
 
 use std::backtrace::Backtrace;
 use std::cell::Cell;
@@ -12,34 +12,34 @@ use std::time::Duration;
 
 use super::CPUS;
 
-/// How much time passes from one point to the next.
+/// Virtual time between two scheduling points.
 const POINT_NANOS: u64 = 100;
-/// How much passes when a task that has nothing to do lets others go first and there are none.
+/// Virtual time that a yield takes, so that polling loops see time pass.
 const YIELD_NANOS: u64 = 20_000;
-/// Status of a process whose run got stuck.
+/// Exit status of a process whose run is stuck.
 const STUCK_STATUS: i32 = 3;
 
-/// How a run is drawn.
+/// Parameters of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Config {
-    /// Decides everything.
+    /// Seed of all random decisions.
     pub seed: u64,
-    /// At one in so many points another task may go on; at least 1.
+    /// At a scheduling point another task is selected with probability 1/N; at least 1.
     pub switch_one_in: u64,
-    /// A run of more points than this is stuck.
+    /// A run with more scheduling points is stuck.
     pub points_max: u64,
 }
 
-/// What a run came to.
+/// Result of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Summary {
-    /// The same for two runs in which the same tasks took the same turns at the same times.
+    /// Hash of the sequence of tasks and times. Equal for identical runs.
     pub digest: u64,
-    /// Points that were passed.
+    /// Number of scheduling points.
     pub points: u64,
-    /// Turns that went to another task.
+    /// Number of task switches.
     pub switches: u64,
-    /// Virtual time.
+    /// Virtual time of the run.
     pub elapsed: Duration,
 }
 
@@ -51,7 +51,7 @@ struct ScheduleState {
     switches: u64,
     digest: u64,
     tasks: Vec<Task>,
-    /// Nobody can go on, and this task shows its stack.
+    /// The run is stuck, and this task must print its stack.
     stuck: Option<usize>,
 }
 
@@ -73,17 +73,17 @@ enum Status {
 static STATE: Mutex<Option<ScheduleState>> = Mutex::new(None);
 
 thread_local! {
-    /// First of a task's own, so it is the last to be dropped: what other thread locals do when
-    /// they are dropped is still in turn.
-    static ME: Me = const { Me { task: Cell::new(None), cpu: Cell::new(0) } };
+    /// The first thread local of a task, so the last one dropped: drops of other thread locals still run as
+    /// part of the task.
+    static CURRENT: Current = const { Current { task: Cell::new(None), cpu: Cell::new(0) } };
 }
 
-struct Me {
+struct Current {
     task: Cell<Option<usize>>,
     cpu: Cell<usize>,
 }
 
-impl Drop for Me {
+impl Drop for Current {
     fn drop(&mut self) {
         if let Some(me) = self.task.take() {
             finish(me);
@@ -97,25 +97,25 @@ fn lock() -> Locked {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The task that calls.
-pub(super) fn me() -> Option<usize> {
-    ME.try_with(|me| me.task.get()).ok().flatten()
+/// Returns the calling task, or `None` outside a simulation.
+pub(super) fn current_task() -> Option<usize> {
+    CURRENT.try_with(|me| me.task.get()).ok().flatten()
 }
 
-/// The CPU that the task runs on; it is moved now and then. Of other threads 0.
+/// Returns the CPU of the task, which changes now and then; 0 for other threads.
 pub fn cpu() -> usize {
-    ME.try_with(|me| me.cpu.get()).unwrap_or(0)
+    CURRENT.try_with(|me| me.cpu.get()).unwrap_or(0)
 }
 
-/// Runs `work` as the first task of a simulation. A process has one simulation, as what is static
-/// in it outlives it: tasks that are still there when `work` returns never go on.
+/// Runs `work` as the first task of a simulation. A process can have one simulation only, because statics
+/// outlive it. Tasks that still exist when `work` returns never continue.
 ///
 /// # Panics
-/// There was one before, or as `work` does.
+/// If the process has run a simulation before, or if `work` panics.
 pub fn run<T>(config: Config, work: impl FnOnce() -> T) -> (T, Summary) {
     {
         let mut state = lock();
-        assert!(state.is_none(), "one simulation a process");
+        assert!(state.is_none(), "a process can run one simulation only");
         *state = Some(ScheduleState {
             config,
             random: config.seed,
@@ -126,23 +126,23 @@ pub fn run<T>(config: Config, work: impl FnOnce() -> T) -> (T, Summary) {
             tasks: Vec::new(),
             stuck: None,
         });
-        let first = state.as_mut().expect("it was just made").add("main");
-        state.as_mut().expect("it was just made").tasks[first].status = Status::Running;
-        ME.with(|me| me.task.set(Some(first)));
+        let first = state.as_mut().expect("just set").add("main");
+        state.as_mut().expect("just set").tasks[first].status = Status::Running;
+        CURRENT.with(|me| me.task.set(Some(first)));
     }
     let result = work();
     let summary = summary();
-    ME.with(|me| me.task.set(None));
+    CURRENT.with(|me| me.task.set(None));
     (result, summary)
 }
 
-/// What the run came to so far.
+/// Returns the result of the run so far.
 ///
 /// # Panics
-/// There is none.
+/// Outside a simulation.
 pub fn summary() -> Summary {
     let mut state = lock();
-    let state = state.as_mut().expect("a task runs in a simulation");
+    let state = state.as_mut().expect("no simulation is running");
     Summary {
         digest: state.digest,
         points: state.points,
@@ -151,52 +151,51 @@ pub fn summary() -> Summary {
     }
 }
 
-/// The virtual time in nanoseconds, which goes on a little with each look; `None` outside.
+/// Returns the virtual time in nanoseconds, which every call advances a little; `None` outside a simulation.
 pub(super) fn nanos() -> Option<u64> {
-    me()?;
+    current_task()?;
     let mut state = lock();
     let state = state.as_mut()?;
     state.nanos += POINT_NANOS;
     Some(state.nanos)
 }
 
-/// A random number that the seed decides; outside of a simulation 0.
+/// Returns a random number derived from the seed; 0 outside a simulation.
 pub fn word() -> u64 {
-    match me() {
+    match current_task() {
         Some(_) => running(&mut lock()).draw(u64::MAX),
         None => 0,
     }
 }
 
-/// A place where another task may go on.
+/// Passes a scheduling point, at which another task may be selected.
 pub fn point() {
-    let Some(me) = me() else { return };
+    let Some(me) = current_task() else { return };
     let mut locked = lock();
     let state = running(&mut locked);
     state.count();
     if state.draw(state.config.switch_one_in) == 0 {
         state.tasks[me].status = Status::Ready;
-        hand_over(locked, me);
+        switch_task(locked, me);
     }
 }
 
-/// Others go first. False outside of a simulation.
-pub(super) fn give_way() -> bool {
-    let Some(me) = me() else { return false };
+/// Lets other tasks run first. Returns false outside a simulation.
+pub(super) fn yield_now() -> bool {
+    let Some(me) = current_task() else { return false };
     let mut locked = lock();
     let state = running(&mut locked);
     state.count();
-    // Whoever polls for something that only time brings must see it pass.
+    // Polling loops must see time pass.
     state.nanos += YIELD_NANOS;
     state.tasks[me].status = Status::Ready;
-    hand_over(locked, me);
+    switch_task(locked, me);
     true
 }
 
-/// Waits for [`wake`] with this key, at most so long; true where that time has passed. Only for a
-/// task.
+/// Waits for [`wake`] with this key, at most for `most`. Returns true on timeout. Tasks only.
 pub(super) fn block(key: usize, most: Option<Duration>) -> bool {
-    let me = me().expect("only a task waits in a simulation");
+    let me = current_task().expect("only a task waits in a simulation");
     let mut locked = lock();
     let state = running(&mut locked);
     state.count();
@@ -206,13 +205,13 @@ pub(super) fn block(key: usize, most: Option<Duration>) -> bool {
     });
     state.tasks[me].status = Status::Blocked { key, until };
     state.tasks[me].timed_out = false;
-    hand_over(locked, me);
+    switch_task(locked, me);
     running(&mut lock()).tasks[me].timed_out
 }
 
-/// Tasks that wait with this key go on: all, or one that the seed chooses.
+/// Wakes all tasks that wait for this key, or one selected by the seed.
 pub(super) fn wake(key: usize, all: bool) {
-    if me().is_none() {
+    if current_task().is_none() {
         return;
     }
     let mut locked = lock();
@@ -231,34 +230,34 @@ pub(super) fn wake(key: usize, all: bool) {
     }
 }
 
-/// One in `of` times, as the seed decides.
+/// Returns true with probability 1/`of`.
 pub(super) fn one_in(of: u64) -> bool {
-    me().is_some() && running(&mut lock()).draw(of) == 0
+    current_task().is_some() && running(&mut lock()).draw(of) == 0
 }
 
-/// A task that is to be started; its thread [`enter`]s.
+/// Adds a task. Its thread must call [`enter`].
 pub(super) fn add(name: &str) -> Option<usize> {
-    me()?;
+    current_task()?;
     Some(running(&mut lock()).add(name))
 }
 
-/// The calling thread is this task from now on, and goes on when it has its turn.
+/// Makes the calling thread the thread of this task, and waits until the task is selected.
 pub(super) fn enter(task: usize) {
-    ME.with(|me| {
+    CURRENT.with(|me| {
         me.task.set(Some(task));
         me.cpu.set(task % CPUS);
     });
     await_turn(lock(), task);
 }
 
-/// A task whose thread could not be started.
-pub(super) fn never_started(task: usize) {
+/// Removes a task whose thread could not be started.
+pub(super) fn remove_unstarted(task: usize) {
     running(&mut lock()).tasks[task].status = Status::Done;
 }
 
-/// The key of a task's end.
-pub(super) fn end_of(task: usize) -> usize {
-    // No address is so small.
+/// Returns the key of a task's end.
+pub(super) fn end_key(task: usize) -> usize {
+    // No address is this small.
     task + 1
 }
 
@@ -271,29 +270,29 @@ fn finish(me: usize) {
     let Some(state) = locked.as_mut() else { return };
     state.tasks[me].status = Status::Done;
     for task in &mut state.tasks {
-        if matches!(task.status, Status::Blocked { key, .. } if key == end_of(me)) {
+        if matches!(task.status, Status::Blocked { key, .. } if key == end_key(me)) {
             task.status = Status::Ready;
         }
     }
-    match state.choose() {
+    match state.choose_next() {
         Some(next) => state.give_turn(next),
-        None => stuck(locked, None, "nobody can go on"),
+        None => exit_stuck(locked, None, "no task can run"),
     }
 }
 
 fn running(locked: &mut Locked) -> &mut ScheduleState {
-    locked.as_mut().expect("a task runs in a simulation")
+    locked.as_mut().expect("no simulation is running")
 }
 
-/// The turn goes to whom the seed chooses; returns when it is `me`'s again.
-fn hand_over(mut locked: Locked, me: usize) {
+/// Selects the next task, and returns when `me` is selected again.
+fn switch_task(mut locked: Locked, me: usize) {
     let state = running(&mut locked);
     if state.points > state.config.points_max {
-        let why = format!("no end after {} points", state.points);
-        stuck(locked, Some(me), &why);
+        let why = format!("not finished after {} points", state.points);
+        exit_stuck(locked, Some(me), &why);
     }
-    let Some(next) = state.choose() else {
-        stuck(locked, Some(me), "nobody can go on");
+    let Some(next) = state.choose_next() else {
+        exit_stuck(locked, Some(me), "no task can run");
     };
     if next == me {
         state.tasks[me].status = Status::Running;
@@ -309,12 +308,12 @@ fn await_turn(mut locked: Locked, me: usize) {
         if state.tasks[me].status == Status::Running {
             if state.draw(16) == 0 {
                 let cpu = state.draw(CPUS as u64) as usize;
-                let _ = ME.try_with(|me| me.cpu.set(cpu));
+                let _ = CURRENT.try_with(|me| me.cpu.set(cpu));
             }
             return;
         }
         if state.stuck == Some(me) {
-            show(state, me);
+            print_task(state, me);
             state.stuck = None;
             for task in &state.tasks {
                 task.turn.notify_all();
@@ -349,8 +348,8 @@ impl ScheduleState {
         self.nanos += POINT_NANOS;
     }
 
-    /// Who goes on. Where all wait, time passes until one need not any more.
-    fn choose(&mut self) -> Option<usize> {
+    /// Selects the next task. If all wait, advances the time to the earliest deadline.
+    fn choose_next(&mut self) -> Option<usize> {
         loop {
             let now = self.nanos;
             for task in &mut self.tasks {
@@ -382,12 +381,12 @@ impl ScheduleState {
     }
 }
 
-/// Says why nobody goes on, with all stacks, and ends the process.
-fn stuck(mut locked: Locked, me: Option<usize>, why: &str) -> ! {
+/// Reports why the run is stuck with all stacks, and exits.
+fn exit_stuck(mut locked: Locked, me: Option<usize>, why: &str) -> ! {
     let state = running(&mut locked);
     eprintln!("stuck: {why}; seed {}, {} points, {} ns", state.config.seed, state.points, state.nanos);
     if let Some(me) = me {
-        show(state, me);
+        print_task(state, me);
     }
     for task in 0..state.tasks.len() {
         let state = running(&mut locked);
@@ -397,27 +396,27 @@ fn stuck(mut locked: Locked, me: Option<usize>, why: &str) -> ! {
         state.stuck = Some(task);
         state.tasks[task].turn.notify_all();
         let turn = Arc::clone(&state.tasks[task].turn);
-        // It may be a thread that is only just being started.
+        // The thread of the task may still be starting.
         while running(&mut locked).stuck == Some(task) {
-            let (again, waited) =
+            let (relocked, waited) =
                 turn.wait_timeout(locked, Duration::from_secs(5)).unwrap_or_else(PoisonError::into_inner);
-            locked = again;
+            locked = relocked;
             if waited.timed_out() {
                 break;
             }
         }
     }
-    // The end of the process drops what is this thread's own: that is no end of a task.
-    let _ = ME.try_with(|me| me.task.set(None));
+    // exit() drops this thread's locals, which must not count as the end of the task.
+    let _ = CURRENT.try_with(|me| me.task.set(None));
     process::exit(STUCK_STATUS);
 }
 
-fn show(state: &ScheduleState, task: usize) {
+fn print_task(state: &ScheduleState, task: usize) {
     let Task { name, status, .. } = &state.tasks[task];
-    let waits = match status {
-        Status::Blocked { until: Some(until), .. } => format!("waits until {until} ns"),
-        Status::Blocked { .. } => "waits".to_owned(),
-        _ => "could go on".to_owned(),
+    let state_text = match status {
+        Status::Blocked { until: Some(until), .. } => format!("waiting until {until} ns"),
+        Status::Blocked { .. } => "waiting".to_owned(),
+        _ => "ready".to_owned(),
     };
-    eprintln!("\ntask {task}, {name}, {waits}:\n{}", Backtrace::force_capture());
+    eprintln!("\ntask {task}, {name}, {state_text}:\n{}", Backtrace::force_capture());
 }

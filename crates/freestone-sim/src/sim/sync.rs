@@ -1,4 +1,4 @@
-//! Locks, condition variables, channels and atomics, with the interfaces of `std::sync`.
+//! Simulated locks, condition variables, channels and atomics, with the interfaces of `std::sync`.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -12,60 +12,60 @@ pub mod atomic;
 pub mod mpsc;
 mod once;
 
-/// The number by which those are found who wait for this.
+/// Returns the key by which waiting tasks are matched.
 pub(super) fn key_of<T: ?Sized>(thing: &T) -> usize {
     std::ptr::from_ref(thing).cast::<()>() as usize
 }
 
-/// One in so many waits ends without a reason, as it may.
+/// One in this many waits ends spuriously.
 const SPURIOUS_ONE_IN: u64 = 64;
 
-/// As `std::sync::Mutex`.
+/// Simulated `std::sync::Mutex`.
 #[derive(Default)]
 pub struct Mutex<T: ?Sized> {
-    /// Only a place of its own: what the mutex holds may begin where other things do.
-    _place: u8,
+    /// Gives the mutex an address different from that of its content and its neighbours.
+    _address: u8,
     inner: std::sync::Mutex<T>,
 }
 
-/// As `std::sync::MutexGuard`.
+/// Simulated `std::sync::MutexGuard`.
 pub struct MutexGuard<'a, T: ?Sized> {
     lock: &'a Mutex<T>,
-    /// There until it is dropped.
+    /// `None` only during the drop.
     inner: Option<std::sync::MutexGuard<'a, T>>,
 }
 
 impl<T> Mutex<T> {
-    /// Unlocked.
+    /// Creates an unlocked mutex.
     pub const fn new(value: T) -> Self {
-        Self { _place: 0, inner: std::sync::Mutex::new(value) }
+        Self { _address: 0, inner: std::sync::Mutex::new(value) }
     }
 
-    /// What it holds.
+    /// Returns the value.
     ///
     /// # Errors
-    /// A thread panicked while it held it.
+    /// If a thread panicked while holding the lock.
     pub fn into_inner(self) -> LockResult<T> {
         self.inner.into_inner()
     }
 }
 
 impl<T: ?Sized> Mutex<T> {
-    /// Waits until it is free.
+    /// Locks the mutex, waiting for the present holder.
     ///
     /// # Errors
-    /// A thread panicked while it held it.
+    /// If a thread panicked while holding the lock.
     pub fn lock(&self) -> LockResult<MutexGuard<'_, T>> {
-        if schedule::me().is_none() {
-            return self.held(self.inner.lock());
+        if schedule::current_task().is_none() {
+            return self.wrap_guard(self.inner.lock());
         }
         schedule::point();
-        self.take()
+        self.lock_simulated()
     }
 
-    fn take(&self) -> LockResult<MutexGuard<'_, T>> {
+    fn lock_simulated(&self) -> LockResult<MutexGuard<'_, T>> {
         loop {
-            match self.try_take() {
+            match self.try_lock_simulated() {
                 Ok(guard) => return Ok(guard),
                 Err(TryLockError::Poisoned(poisoned)) => return Err(poisoned),
                 Err(TryLockError::WouldBlock) => schedule::block(key_of(self), None),
@@ -73,7 +73,7 @@ impl<T: ?Sized> Mutex<T> {
         }
     }
 
-    fn try_take(&self) -> TryLockResult<MutexGuard<'_, T>> {
+    fn try_lock_simulated(&self) -> TryLockResult<MutexGuard<'_, T>> {
         match self.inner.try_lock() {
             Ok(guard) => Ok(MutexGuard { lock: self, inner: Some(guard) }),
             Err(TryLockError::Poisoned(poisoned)) => {
@@ -84,7 +84,10 @@ impl<T: ?Sized> Mutex<T> {
         }
     }
 
-    fn held<'a>(&'a self, result: LockResult<std::sync::MutexGuard<'a, T>>) -> LockResult<MutexGuard<'a, T>> {
+    fn wrap_guard<'a>(
+        &'a self,
+        result: LockResult<std::sync::MutexGuard<'a, T>>,
+    ) -> LockResult<MutexGuard<'a, T>> {
         match result {
             Ok(guard) => Ok(MutexGuard { lock: self, inner: Some(guard) }),
             Err(poisoned) => {
@@ -93,19 +96,19 @@ impl<T: ?Sized> Mutex<T> {
         }
     }
 
-    /// Takes it where it is free.
+    /// Locks the mutex if it is free.
     ///
     /// # Errors
-    /// It is not, or a thread panicked while it held it.
+    /// If the lock is held, or a thread panicked while holding it.
     pub fn try_lock(&self) -> TryLockResult<MutexGuard<'_, T>> {
         schedule::point();
-        self.try_take()
+        self.try_lock_simulated()
     }
 
-    /// What it holds.
+    /// Returns a reference to the value.
     ///
     /// # Errors
-    /// A thread panicked while it held it.
+    /// If a thread panicked while holding the lock.
     pub fn get_mut(&mut self) -> LockResult<&mut T> {
         self.inner.get_mut()
     }
@@ -120,13 +123,13 @@ impl<T: ?Sized + fmt::Debug> fmt::Debug for Mutex<T> {
 impl<T: ?Sized> Deref for MutexGuard<'_, T> {
     type Target = T;
     fn deref(&self) -> &T {
-        self.inner.as_ref().expect("it is held until it is dropped")
+        self.inner.as_ref().expect("held until dropped")
     }
 }
 
 impl<T: ?Sized> DerefMut for MutexGuard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        self.inner.as_mut().expect("it is held until it is dropped")
+        self.inner.as_mut().expect("held until dropped")
     }
 }
 
@@ -144,51 +147,51 @@ impl<T: ?Sized + fmt::Debug> fmt::Debug for MutexGuard<'_, T> {
     }
 }
 
-/// As `std::sync::Condvar`.
+/// Simulated `std::sync::Condvar`.
 #[derive(Debug, Default)]
 pub struct Condvar {
-    _place: u8,
+    _address: u8,
     inner: std::sync::Condvar,
 }
 
-/// As `std::sync::WaitTimeoutResult`.
+/// Simulated `std::sync::WaitTimeoutResult`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WaitTimeoutResult(bool);
 
 impl WaitTimeoutResult {
-    /// The time passed.
+    /// Returns true if the wait timed out.
     pub fn timed_out(&self) -> bool {
         self.0
     }
 }
 
 impl Condvar {
-    /// Nobody waits.
+    /// Creates a condition variable.
     pub const fn new() -> Self {
-        Self { _place: 0, inner: std::sync::Condvar::new() }
+        Self { _address: 0, inner: std::sync::Condvar::new() }
     }
 
-    /// Waits until notified, or for no reason.
+    /// Waits until notified. Spurious wake-ups are possible.
     ///
     /// # Errors
-    /// A thread panicked while it held the mutex.
+    /// If a thread panicked while holding the mutex.
     pub fn wait<'a, T>(&self, mut guard: MutexGuard<'a, T>) -> LockResult<MutexGuard<'a, T>> {
         let lock = guard.lock;
-        if schedule::me().is_none() {
-            let inner = guard.inner.take().expect("it is held until it is dropped");
-            return lock.held(self.inner.wait(inner));
+        if schedule::current_task().is_none() {
+            let inner = guard.inner.take().expect("held until dropped");
+            return lock.wrap_guard(self.inner.wait(inner));
         }
         drop(guard);
         if !schedule::one_in(SPURIOUS_ONE_IN) {
             schedule::block(key_of(self), None);
         }
-        lock.take()
+        lock.lock_simulated()
     }
 
-    /// As [`wait`](Self::wait), while there is a reason to.
+    /// Waits as long as the condition holds.
     ///
     /// # Errors
-    /// A thread panicked while it held the mutex.
+    /// If a thread panicked while holding the mutex.
     pub fn wait_while<'a, T>(
         &self,
         mut guard: MutexGuard<'a, T>,
@@ -200,30 +203,30 @@ impl Condvar {
         Ok(guard)
     }
 
-    /// As [`wait`](Self::wait), at most so long.
+    /// Waits until notified, at most for `most`.
     ///
     /// # Errors
-    /// A thread panicked while it held the mutex.
+    /// If a thread panicked while holding the mutex.
     pub fn wait_timeout<'a, T>(
         &self,
         mut guard: MutexGuard<'a, T>,
         most: Duration,
     ) -> LockResult<(MutexGuard<'a, T>, WaitTimeoutResult)> {
         let lock = guard.lock;
-        let (taken, timed_out) = if schedule::me().is_none() {
-            let inner = guard.inner.take().expect("it is held until it is dropped");
+        let (taken, timed_out) = if schedule::current_task().is_none() {
+            let inner = guard.inner.take().expect("held until dropped");
             match self.inner.wait_timeout(inner, most) {
-                Ok((inner, waited)) => (lock.held(Ok(inner)), waited.timed_out()),
+                Ok((inner, waited)) => (lock.wrap_guard(Ok(inner)), waited.timed_out()),
                 Err(poisoned) => {
                     let (inner, waited) = poisoned.into_inner();
-                    (lock.held(Err(PoisonError::new(inner))), waited.timed_out())
+                    (lock.wrap_guard(Err(PoisonError::new(inner))), waited.timed_out())
                 }
             }
         } else {
             drop(guard);
             let spurious = schedule::one_in(SPURIOUS_ONE_IN);
             let timed_out = !spurious && schedule::block(key_of(self), Some(most));
-            (lock.take(), timed_out)
+            (lock.lock_simulated(), timed_out)
         };
         match taken {
             Ok(guard) => Ok((guard, WaitTimeoutResult(timed_out))),
@@ -231,10 +234,10 @@ impl Condvar {
         }
     }
 
-    /// As [`wait_timeout`](Self::wait_timeout), while there is a reason to wait.
+    /// Waits as long as the condition holds, at most for `most`.
     ///
     /// # Errors
-    /// A thread panicked while it held the mutex.
+    /// If a thread panicked while holding the mutex.
     pub fn wait_timeout_while<'a, T>(
         &self,
         mut guard: MutexGuard<'a, T>,
@@ -254,51 +257,51 @@ impl Condvar {
         }
     }
 
-    /// One of those who wait goes on.
+    /// Wakes one waiting thread.
     pub fn notify_one(&self) {
         schedule::wake(key_of(self), false);
         self.inner.notify_one();
     }
 
-    /// All of them go on.
+    /// Wakes all waiting threads.
     pub fn notify_all(&self) {
         schedule::wake(key_of(self), true);
         self.inner.notify_all();
     }
 }
 
-/// As `std::sync::RwLock`.
+/// Simulated `std::sync::RwLock`.
 #[derive(Debug, Default)]
 pub struct RwLock<T> {
-    _place: u8,
+    _address: u8,
     inner: std::sync::RwLock<T>,
 }
 
-/// As `std::sync::RwLockReadGuard`.
+/// Simulated `std::sync::RwLockReadGuard`.
 pub struct RwLockReadGuard<'a, T> {
     lock: &'a RwLock<T>,
     inner: Option<std::sync::RwLockReadGuard<'a, T>>,
 }
 
-/// As `std::sync::RwLockWriteGuard`.
+/// Simulated `std::sync::RwLockWriteGuard`.
 pub struct RwLockWriteGuard<'a, T> {
     lock: &'a RwLock<T>,
     inner: Option<std::sync::RwLockWriteGuard<'a, T>>,
 }
 
 impl<T> RwLock<T> {
-    /// Unlocked.
+    /// Creates an unlocked lock.
     pub const fn new(value: T) -> Self {
-        Self { _place: 0, inner: std::sync::RwLock::new(value) }
+        Self { _address: 0, inner: std::sync::RwLock::new(value) }
     }
 
-    /// Waits until nobody writes.
+    /// Locks for reading, waiting for a writer.
     ///
     /// # Errors
-    /// A thread panicked while it wrote.
+    /// If a thread panicked while writing.
     pub fn read(&self) -> LockResult<RwLockReadGuard<'_, T>> {
         let guard = |inner| RwLockReadGuard { lock: self, inner: Some(inner) };
-        if schedule::me().is_none() {
+        if schedule::current_task().is_none() {
             return self.inner.read().map(guard).map_err(|p| PoisonError::new(guard(p.into_inner())));
         }
         schedule::point();
@@ -311,33 +314,33 @@ impl<T> RwLock<T> {
         }
     }
 
-    /// An error where somebody writes.
+    /// Locks for reading.
     ///
     /// # Errors
-    /// Also where a thread panicked while it wrote.
+    /// If the lock is held by a writer, or a thread panicked while writing.
     pub fn try_read(&self) -> TryLockResult<RwLockReadGuard<'_, T>> {
         schedule::point();
         let guard = |inner| RwLockReadGuard { lock: self, inner: Some(inner) };
         self.inner.try_read().map(guard).map_err(|_| TryLockError::WouldBlock)
     }
 
-    /// An error where somebody reads or writes.
+    /// Locks for writing.
     ///
     /// # Errors
-    /// Also where a thread panicked while it wrote.
+    /// If the lock is held, or a thread panicked while writing.
     pub fn try_write(&self) -> TryLockResult<RwLockWriteGuard<'_, T>> {
         schedule::point();
         let guard = |inner| RwLockWriteGuard { lock: self, inner: Some(inner) };
         self.inner.try_write().map(guard).map_err(|_| TryLockError::WouldBlock)
     }
 
-    /// Waits until nobody reads or writes.
+    /// Locks for writing, waiting for readers and writers.
     ///
     /// # Errors
-    /// A thread panicked while it wrote.
+    /// If a thread panicked while writing.
     pub fn write(&self) -> LockResult<RwLockWriteGuard<'_, T>> {
         let guard = |inner| RwLockWriteGuard { lock: self, inner: Some(inner) };
-        if schedule::me().is_none() {
+        if schedule::current_task().is_none() {
             return self.inner.write().map(guard).map_err(|p| PoisonError::new(guard(p.into_inner())));
         }
         schedule::point();
@@ -354,7 +357,7 @@ impl<T> RwLock<T> {
 impl<T> Deref for RwLockReadGuard<'_, T> {
     type Target = T;
     fn deref(&self) -> &T {
-        self.inner.as_ref().expect("it is held until it is dropped")
+        self.inner.as_ref().expect("held until dropped")
     }
 }
 
@@ -369,13 +372,13 @@ impl<T> Drop for RwLockReadGuard<'_, T> {
 impl<T> Deref for RwLockWriteGuard<'_, T> {
     type Target = T;
     fn deref(&self) -> &T {
-        self.inner.as_ref().expect("it is held until it is dropped")
+        self.inner.as_ref().expect("held until dropped")
     }
 }
 
 impl<T> DerefMut for RwLockWriteGuard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        self.inner.as_mut().expect("it is held until it is dropped")
+        self.inner.as_mut().expect("held until dropped")
     }
 }
 

@@ -1,4 +1,4 @@
-//! Tasks, with the interface of `std::thread`.
+//! Simulated threads (tasks), with the interface of `std::thread`.
 
 use std::io;
 use std::num::NonZero;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::schedule;
 
-/// As `std::thread::Builder`.
+/// Simulated `std::thread::Builder`.
 #[derive(Debug)]
 pub struct Builder {
     inner: std::thread::Builder,
@@ -21,27 +21,27 @@ impl Default for Builder {
 }
 
 impl Builder {
-    /// Without a name.
+    /// Creates a builder without a name.
     pub fn new() -> Self {
         Self { inner: std::thread::Builder::new(), name: None }
     }
 
-    /// With this name.
+    /// Sets the name.
     #[must_use]
     pub fn name(self, name: String) -> Self {
         Self { inner: self.inner.name(name.clone()), name: Some(name) }
     }
 
-    /// With a stack of so many bytes.
+    /// Sets the stack size in bytes.
     #[must_use]
     pub fn stack_size(self, bytes: usize) -> Self {
         Self { inner: self.inner.stack_size(bytes), ..self }
     }
 
-    /// Starts it.
+    /// Starts the thread.
     ///
     /// # Errors
-    /// The system's.
+    /// The error of the system.
     pub fn spawn<F, T>(self, work: F) -> io::Result<JoinHandle<T>>
     where
         F: FnOnce() -> T + Send + 'static,
@@ -55,26 +55,26 @@ impl Builder {
             work()
         });
         if let (Err(_), Some(task)) = (&started, task) {
-            schedule::never_started(task);
+            schedule::remove_unstarted(task);
         }
         schedule::point();
         Ok(JoinHandle { inner: started?, task })
     }
 }
 
-/// As `std::thread::spawn`.
+/// Simulated `std::thread::spawn`.
 ///
 /// # Panics
-/// The thread could not be started.
+/// If the thread cannot be started.
 pub fn spawn<F, T>(work: F) -> JoinHandle<T>
 where
     F: FnOnce() -> T + Send + 'static,
     T: Send + 'static,
 {
-    Builder::new().spawn(work).expect("a thread cannot be started")
+    Builder::new().spawn(work).expect("cannot start a thread")
 }
 
-/// As `std::thread::JoinHandle`.
+/// Simulated `std::thread::JoinHandle`.
 #[derive(Debug)]
 pub struct JoinHandle<T> {
     inner: std::thread::JoinHandle<T>,
@@ -82,55 +82,55 @@ pub struct JoinHandle<T> {
 }
 
 impl<T> JoinHandle<T> {
-    /// Waits for its end.
+    /// Waits for the end of the thread.
     ///
     /// # Errors
-    /// What it panicked with.
+    /// The panic payload of the thread.
     pub fn join(self) -> std::thread::Result<T> {
-        if let Some(task) = self.task.filter(|_| schedule::me().is_some()) {
+        if let Some(task) = self.task.filter(|_| schedule::current_task().is_some()) {
             while !schedule::is_done(task) {
-                schedule::block(schedule::end_of(task), None);
+                schedule::block(schedule::end_key(task), None);
             }
         }
-        // It has left the simulation, so it ends soon.
+        // The task has left the simulation, so the thread exits soon.
         self.inner.join()
     }
 
-    /// Whether it has ended.
+    /// Returns true if the thread has ended.
     pub fn is_finished(&self) -> bool {
         match self.task {
-            Some(task) if schedule::me().is_some() => schedule::is_done(task),
+            Some(task) if schedule::current_task().is_some() => schedule::is_done(task),
             _ => self.inner.is_finished(),
         }
     }
 
-    /// Its thread.
+    /// Returns the thread.
     pub fn thread(&self) -> &Thread {
         self.inner.thread()
     }
 }
 
-/// As `std`'s: the CPUs of the simulation.
+/// Returns the number of simulated CPUs.
 ///
 /// # Errors
 /// None.
 pub fn available_parallelism() -> io::Result<NonZero<usize>> {
-    Ok(const { NonZero::new(super::CPUS).expect("there are some") })
+    Ok(const { NonZero::new(super::CPUS).expect("at least one CPU") })
 }
 
-/// Lets so much time pass.
+/// Sleeps in virtual time.
 pub fn sleep(time: Duration) {
-    if schedule::me().is_some() {
-        // Nobody wakes this key.
+    if schedule::current_task().is_some() {
+        // No wake uses key 0.
         schedule::block(0, Some(time));
     } else {
         std::thread::sleep(time);
     }
 }
 
-/// Others go first.
+/// Lets other threads run first.
 pub fn yield_now() {
-    if !schedule::give_way() {
+    if !schedule::yield_now() {
         std::thread::yield_now();
     }
 }

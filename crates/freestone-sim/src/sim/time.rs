@@ -7,43 +7,43 @@ pub use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::schedule;
 
-/// A moment of the simulation; outside of one, of the real clock.
+/// A time of the virtual clock, or of the real clock outside a simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Instant(u64);
 
 impl Instant {
-    /// Now.
+    /// Returns the present time.
     pub fn now() -> Self {
         static START: LazyLock<std::time::Instant> = LazyLock::new(std::time::Instant::now);
         Self(schedule::nanos().unwrap_or_else(|| nanos(START.elapsed())))
     }
 
-    /// Time since then.
+    /// Returns the time since this instant.
     pub fn elapsed(&self) -> Duration {
         Self::now().duration_since(*self)
     }
 
-    /// From `earlier` to this; zero where it is later.
+    /// Returns the time since `earlier`, or zero if that is later.
     pub fn duration_since(&self, earlier: Self) -> Duration {
         self.saturating_duration_since(earlier)
     }
 
-    /// From `earlier` to this; zero where it is later.
+    /// Returns the time since `earlier`, or zero if that is later.
     pub fn saturating_duration_since(&self, earlier: Self) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
 
-    /// From `earlier` to this; `None` where it is later.
+    /// Returns the time since `earlier`, or `None` if that is later.
     pub fn checked_duration_since(&self, earlier: Self) -> Option<Duration> {
         self.0.checked_sub(earlier.0).map(Duration::from_nanos)
     }
 
-    /// So much later, where the clock goes that far.
+    /// Returns the sum, or `None` on overflow.
     pub fn checked_add(&self, duration: Duration) -> Option<Self> {
         u64::try_from(duration.as_nanos()).ok().and_then(|nanos| self.0.checked_add(nanos)).map(Self)
     }
 
-    /// So much earlier, where the clock goes that far.
+    /// Returns the difference, or `None` on underflow.
     pub fn checked_sub(&self, duration: Duration) -> Option<Self> {
         u64::try_from(duration.as_nanos()).ok().and_then(|nanos| self.0.checked_sub(nanos)).map(Self)
     }

@@ -1,11 +1,11 @@
-//! What a file says, and what it cannot.
+//! Tests of the configuration file: accepted and refused content.
 
 use super::{AccessWords, parse};
 use crate::entries::Entries;
 use crate::kinds::Spec;
 
 #[test]
-fn a_file_is_read() {
+fn file_with_all_types_parses() {
     let config = parse(
         "nbd = ['unix:/a', 'tcp:127.0.0.1:0']\ncontrol = 'c'\nmax_connections = 65536\nmax_memory_in_flight = '1G'\n\
          socket_mode = '0660'\nsocket_group = 44\ncontrol_user = 'root'\n\
@@ -16,16 +16,16 @@ fn a_file_is_read() {
     assert_eq!(config.nbd, ["unix:/a", "tcp:127.0.0.1:0"]);
     assert_eq!((config.control, config.max_connections), (Some("c".into()), Some(65_536)));
     assert_eq!(config.max_memory_in_flight, Some(1 << 30));
-    let said = |words: &AccessWords, prefix| format!("{:?}", words.keys(prefix));
-    assert_eq!(said(&config.sockets, "socket"), r#"[("socket_mode", "0660"), ("socket_group", "44")]"#);
-    assert_eq!(said(&config.control_socket, "control"), r#"[("control_user", "root")]"#);
+    let message = |words: &AccessWords, prefix| format!("{:?}", words.keys(prefix));
+    assert_eq!(message(&config.sockets, "socket"), r#"[("socket_mode", "0660"), ("socket_group", "44")]"#);
+    assert_eq!(message(&config.control_socket, "control"), r#"[("control_user", "root")]"#);
     let devices: Vec<_> = config.devices.iter().map(|device| device.entries.to_string()).collect();
     assert_eq!(devices, ["r=ram,disksize=1G", "f=file,path=x,,y,readonly=yes,blocksize=512"]);
     assert_eq!(parse("nbd = 'unix:/a'").unwrap().nbd, ["unix:/a"]);
 }
 
 #[test]
-fn exports_and_numbers() {
+fn count_numbers_names_and_exports() {
     let config = parse(
         "ublk = true\n[[device]]\nname = 'job-%n'\nkind = 'fork'\nbase = 'golden'\nrecord = 'job-%n.log'\ncount = 2\n\
          export = [{ nbd = 'unix:/job-%n', read_only = true, allow = ['uid:1', '::1'] }, { ublk = true, queues = 2 }, { vhost_user = 'unix:v%n' }]\n\
@@ -47,7 +47,7 @@ fn exports_and_numbers() {
 }
 
 #[test]
-fn errors_of_a_device_are_in_its_lines() {
+fn device_error_names_its_line() {
     let config = parse("\n[[device]]\nname = 'r'\n\nkind = 'ram'\ndisksiez = '1G'\n").unwrap();
     let device = &config.devices[0];
     let error = Spec::from_entries(device.entries.clone()).unwrap_err();
@@ -57,11 +57,11 @@ fn errors_of_a_device_are_in_its_lines() {
 }
 
 #[test]
-fn refusals_name_line_or_key() {
+fn refusal_names_line_and_key() {
     for (text, sentence) in [
         (
             "ndb = 'unix:/a'",
-            "unknown key \"ndb\"; nbd?; the keys are nbd, allow, ublk, control, control_read_only, state, save_every, save_after, save_timeout, socket_mode, socket_user, socket_group, control_mode, control_user, control_group, control_read_only_mode, control_read_only_user, control_read_only_group, tls, tls_cert, tls_key, tls_client_ca, tls_client_crl, allow_plaintext, max_connections, max_memory_in_flight, max_newcomers, newcomer_grace, connects_per_second, handshake_silence, handshake_timeout, handshake_bytes, metrics, metrics_open, metrics_forks, http, http_open, device",
+            "unknown key \"ndb\"; nbd?; the keys are nbd, allow, ublk, control, control_read_only, state, save_every, save_after, save_timeout, socket_mode, socket_user, socket_group, control_mode, control_user, control_group, control_read_only_mode, control_read_only_user, control_read_only_group, tls, tls_cert, tls_key, tls_client_ca, tls_client_crl, allow_plaintext, max_connections, max_memory_in_flight, max_pending_handshakes, handshake_grace, max_connect_rate, handshake_idle_timeout, handshake_timeout, handshake_bytes, metrics, metrics_open, metrics_forks, http, http_open, device",
         ),
         ("http = 1.5", "http: must be a port, or an address as a text, for example '127.0.0.1:9100'"),
         ("http_open = 1", "http_open: must be true or false"),
@@ -84,10 +84,10 @@ fn refusals_name_line_or_key() {
         ),
         ("allow = 1", "allow: must be a text or a list of texts"),
         ("allow = ['uid:1', 2]", "allow: must be a text or a list of texts"),
-        ("max_newcomers = 0", "max_newcomers=0: must be a number from 1 to 65536"),
-        ("connects_per_second = 0", "connects_per_second=0: must be a number from 1 to 1000000"),
-        ("newcomer_grace = '2h'", "newcomer_grace=2h: must be 100ms to 1h"),
-        ("handshake_silence = 5", "handshake_silence: must be a time as a text, for example '10s'"),
+        ("max_pending_handshakes = 0", "max_pending_handshakes=0: must be a number from 1 to 65536"),
+        ("max_connect_rate = 0", "max_connect_rate=0: must be a number from 1 to 1000000"),
+        ("handshake_grace = '2h'", "handshake_grace=2h: must be 100ms to 1h"),
+        ("handshake_idle_timeout = 5", "handshake_idle_timeout: must be a time as a text, for example '10s'"),
         ("handshake_timeout = '99ms'", "handshake_timeout=99ms: must be 100ms to 1h"),
         ("handshake_bytes = '1M'", "handshake_bytes=1M: must be 4K to 64K"),
         ("handshake_bytes = 4096", "handshake_bytes: must be a size as a text, for example '16K'"),
@@ -103,12 +103,12 @@ fn refusals_name_line_or_key() {
             "r: disksize: must be a text, a number or a boolean, not float",
         ),
     ] {
-        let said = parse(text).unwrap_err();
-        let (line, said) = said.split_once(": ").unwrap();
+        let message = parse(text).unwrap_err();
+        let (line, message) = message.split_once(": ").unwrap();
         assert!(line.starts_with("line "), "{line}");
-        assert_eq!(said, sentence, "{text}");
+        assert_eq!(message, sentence, "{text}");
     }
-    for (text, said) in [
+    for (text, message) in [
         (
             "[[device]]\nname='r'\nkind='ram'\n\ncount = 0",
             "line 5: r: count: must be a number from 1 to 65536",
@@ -128,7 +128,7 @@ fn refusals_name_line_or_key() {
         ),
         ("\nmax_connections = 0", "line 2: max_connections=0: must be a number from 1 to 65536"),
     ] {
-        assert_eq!(parse(text).unwrap_err(), said, "{text}");
+        assert_eq!(parse(text).unwrap_err(), message, "{text}");
     }
     assert!(parse("nbd = 'a'\n\nnbd = 'b'\n").unwrap_err().starts_with("line 3: "));
     assert!(parse("nbd = [").unwrap_err().starts_with("line 1: "));

@@ -1,8 +1,9 @@
-//! Far devices that a start opens side by side: exports of NBD servers, images in RBD and in stores.
+//! Parallel opening of remote devices when a server starts: exports of NBD servers, images in RBD and
+//! in object storage.
 //!
-//! [`Ahead::begin`] begins to open them on threads of its own. When such a device has its turn,
-//! [`Ahead::open`] waits for that. So a start waits for servers that do not answer within the longest
-//! of their timeouts, and [`Ahead::abandon`] ends the wait.
+//! [`Ahead::begin`] opens them on threads of its own. In the turn of such a device, [`Ahead::open`]
+//! waits for its thread. So a start with unreachable servers takes as long as the longest of their
+//! timeouts, not as long as their sum. [`Ahead::abandon`] ends the wait.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -14,15 +15,16 @@ use std::time::{Duration, Instant};
 use super::Spec;
 use crate::refusal::{Errno, Refusal};
 
-/// Devices that are opened at once.
+/// Maximum number of threads that open devices.
 const THREADS_MAX: usize = 64;
 
-/// What came of opening a device: a `Result<T, Refusal>` of its kind.
+/// Result of opening a device: a `Result<T, Refusal>`, where `T` depends on the kind.
 type Outcome = Box<dyn Any + Send>;
-/// Opens a device.
+/// Function that opens a device.
 pub type Opener = Box<dyn FnOnce() -> Outcome + Send>;
 
-/// Devices that are opened before their turn. `state` is locked for a look or a change.
+/// Devices that are opened before their turn. `state` is locked only to read or change it, never
+/// while a device is opened or closed.
 #[derive(Default)]
 pub struct Ahead {
     state: Mutex<State>,
@@ -31,23 +33,24 @@ pub struct Ahead {
 
 #[derive(Default)]
 struct State {
-    /// Devices that no thread opens yet.
+    /// Devices that wait for a thread.
     queue: VecDeque<(String, Opener)>,
-    /// By name; nothing until the device was opened.
+    /// Results by name; None until the device was opened.
     outcomes: HashMap<String, Option<Outcome>>,
     /// Threads that open devices of the queue.
     threads: usize,
+    /// `abandon` was called.
     is_abandoned: bool,
 }
 
-/// Makes an [`Opener`] of what [`Ahead::open`] would call.
+/// Converts a function for [`Ahead::open`] to an [`Opener`].
 pub fn opener<T: Send + 'static>(open: impl FnOnce() -> Result<T, Refusal> + Send + 'static) -> Opener {
     Box::new(move || Box::new(open()))
 }
 
 impl Ahead {
-    /// Begins to open those devices that are far, unless they were abandoned. If no thread can be started,
-    /// they are opened in their turn. What was opened and is not wanted closes when the guard is dropped.
+    /// Begins to open the remote devices among `specs`, unless `abandon` was called. If no thread can be
+    /// started, they are opened in their turn. Dropping the guard closes devices that nobody took.
     #[must_use]
     pub fn begin<'a>(self: &Arc<Self>, specs: impl Iterator<Item = &'a Spec>) -> OpenAhead {
         let openers = specs.filter_map(|spec| Some((spec.name.clone(), spec.kind.opener(spec)?)));
@@ -71,19 +74,18 @@ impl Ahead {
         OpenAhead(Arc::clone(self))
     }
 
-    /// Forgets a device that was removed. What was opened for it closes, and another device may have its
-    /// name.
+    /// Forgets a removed device and closes it, so that another device can have its name.
     pub fn forget(&self, name: &str) {
         let mut state = self.lock();
         let at = state.queue.iter().position(|(queued, _)| queued == name);
-        let left = (at.and_then(|at| state.queue.remove(at)), state.outcomes.remove(name));
+        let unused = (at.and_then(|at| state.queue.remove(at)), state.outcomes.remove(name));
         drop(state);
-        // Closes connections, outside of the lock.
-        drop(left);
+        // Dropping closes connections, so it happens outside of the lock.
+        drop(unused);
         self.changed.notify_all();
     }
 
-    /// Fails every wait for such a device from now on.
+    /// Fails every present and later wait for a device.
     pub fn abandon(&self) {
         let mut state = self.lock();
         state.is_abandoned = true;
@@ -94,12 +96,12 @@ impl Ahead {
     }
 }
 
-/// Devices that are opened ahead, as long as they may be wanted.
+/// Guard of the devices that are opened ahead.
 pub struct OpenAhead(Arc<Ahead>);
 
 impl OpenAhead {
-    /// Waits until `look`, which is told which devices are not opened yet, returns something. `None`:
-    /// it is `until`, or the devices are abandoned.
+    /// Waits until `look` returns a value. `look` gets a function that returns true for a device that is
+    /// not opened yet. Returns None at the time `until`, or if the devices are abandoned.
     pub fn wait<T>(
         &self,
         until: Option<Instant>,
@@ -139,10 +141,10 @@ impl State {
 impl Drop for OpenAhead {
     fn drop(&mut self) {
         let mut state = self.0.lock();
-        let left = (std::mem::take(&mut state.queue), std::mem::take(&mut state.outcomes));
+        let unused = (std::mem::take(&mut state.queue), std::mem::take(&mut state.outcomes));
         drop(state);
         // Closes connections, outside of the lock.
-        drop(left);
+        drop(unused);
     }
 }
 
@@ -152,7 +154,7 @@ impl Ahead {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opens the next device. False: there is none, and the thread ends.
+    /// Opens the next device. Returns false if the queue is empty, which ends the thread.
     fn open_next(&self) -> bool {
         let mut state = self.lock();
         let Some((name, open)) = state.queue.pop_front() else {
@@ -162,27 +164,28 @@ impl Ahead {
         drop(state);
         let outcome = panic::catch_unwind(AssertUnwindSafe(open)).ok();
         let mut state = self.lock();
-        let left = match (state.outcomes.get_mut(&name), outcome) {
-            (Some(waits), Some(outcome)) => waits.replace(outcome),
-            // It panicked: `open` opens the device itself, and its caller sees the panic.
+        let unused = match (state.outcomes.get_mut(&name), outcome) {
+            (Some(outcome_slot), Some(outcome)) => outcome_slot.replace(outcome),
+            // The opener panicked: `open` opens the device again, and its caller sees the panic.
             (Some(_), None) => state.outcomes.remove(&name).flatten(),
             (None, outcome) => outcome,
         };
         drop(state);
-        // A device that nobody wants closes its connections, outside of the lock.
-        drop(left);
+        // Dropping an unused device closes connections, so it happens outside of the lock.
+        drop(unused);
         self.changed.notify_all();
         true
     }
 
-    /// Opens a device, or waits until a thread has done so.
+    /// Opens a device, or waits until a thread has opened it.
     pub fn open<T: 'static>(
         &self,
         name: &str,
         open: impl FnOnce() -> Result<T, Refusal>,
     ) -> Result<T, Refusal> {
         let mut state = self.lock();
-        // Without threads nobody else opens it. With threads it is waited for, which `abandon` can end.
+        // If no thread runs, open a queued device here. Otherwise wait for the threads, which `abandon`
+        // can end.
         if state.threads == 0
             && let Some(at) = state.queue.iter().position(|(queued, _)| queued == name)
         {
@@ -202,7 +205,7 @@ impl Ahead {
                 Some(outcome) => {
                     let outcome = outcome.take().and_then(|outcome| outcome.downcast().ok());
                     outcomes.remove(name);
-                    // A device of another kind has the name by now: it is opened.
+                    // The result is for a device of another kind that had the name, so open this one.
                     let Some(outcome) = outcome else { break };
                     return *outcome;
                 }

@@ -1,44 +1,67 @@
-//! How a device is set up: its data as its kind has it, and its layers over that.
+//! Building a device: its kind opens the data, then the layers are added.
 
 use std::sync::{Arc, Weak};
 
 use freestone::cow;
 use freestone::device::Device;
+use tracing::warn;
 
 use super::registry::Registry;
-use super::{Entry, Made, Spec};
+use super::{Entry, KindInstance, Spec};
+use crate::advice;
 use crate::layers::{self, Layers};
 use crate::refusal::Refusal;
 
-/// What came of setting up.
+/// A device that its kind has opened, without its layers.
 pub struct Built {
-    /// The device, for what is not the same for all kinds.
-    pub(super) kind: Box<dyn Made>,
-    /// As exports see it, without its layers; a template has none.
+    /// Kind-specific part.
+    pub(super) kind: Box<dyn KindInstance>,
+    /// The device without its layers. A template has none.
     pub(super) device: Option<Arc<dyn Device>>,
-    /// What it stands on.
+    /// Devices that the device depends on.
     pub(super) needs: Vec<Arc<Entry>>,
-    /// The device that takes its family's pages, if it is one of the server. It stands on that as well.
+    /// Backing device of the family, if it is a device of the server. The device depends on it as well.
     pub(super) backing: Option<Arc<Entry>>,
-    /// Of a snapshot in memory: its origin, and how often that had been rewound.
+    /// Origin of a snapshot in memory, and the origin's number of resets at that time.
     pub(super) origin: Option<(Weak<Entry>, u64)>,
 }
 
 impl Built {
-    /// One that stands on nothing.
-    pub(super) fn alone(kind: impl Made + 'static, device: Arc<dyn Device>) -> Self {
+    /// Creates a device that depends on no other.
+    pub(super) fn standalone(kind: impl KindInstance + 'static, device: Arc<dyn Device>) -> Self {
         Self { kind: Box::new(kind), device: Some(device), needs: Vec::new(), backing: None, origin: None }
     }
 }
 
-/// Sets a device up. What it stands on is looked for in the registry, to which it is not added.
+/// Builds a device. The devices it depends on are in the registry. The device is not added to it.
 pub fn build(spec: Spec, registry: &Registry) -> Result<Entry, Refusal> {
     let built = spec.kind.build(&spec, registry).map_err(|refusal| refusal.of(&spec.name))?;
-    finished(spec, built)
+    finish_entry(spec, built).inspect(warn_of_record)
 }
 
-/// Puts its layers on it.
-pub(super) fn finished(spec: Spec, built: Built) -> Result<Entry, Refusal> {
+/// Logs the warning of [`Entry::record_warning`].
+pub(super) fn warn_of_record(entry: &Entry) {
+    if let Some(warning) = entry.record_warning() {
+        warn!("{warning}");
+    }
+}
+
+impl Entry {
+    /// Returns a warning if the device records a log whose points cannot be visited, because power cuts are not
+    /// enabled. Devices that cannot be set to an earlier point at all have no warning, because their logs are for
+    /// `replay-log`.
+    pub fn record_warning(&self) -> Option<String> {
+        let Spec { name, kind, layers, .. } = &self.spec;
+        let log = layers.record.as_deref()?;
+        // A template has no layers itself. Its specification has those of its forks.
+        let can_cut = self.layers.can_cut || layers.power_cut;
+        let can_visit = (self.kind.can_wipe() || kind.fork().is_some()) && layers.zones.is_none();
+        (can_visit && !can_cut).then(|| advice::record_warning(name, log))
+    }
+}
+
+/// Adds the layers and the settings of `spec`.
+pub(super) fn finish_entry(spec: Spec, built: Built) -> Result<Entry, Refusal> {
     let Built { kind, device, mut needs, backing, origin } = built;
     if let Some(backing) = &backing
         && !needs.iter().any(|needed| Arc::ptr_eq(needed, backing))
@@ -47,13 +70,14 @@ pub(super) fn finished(spec: Spec, built: Built) -> Result<Entry, Refusal> {
     }
     let (device, layers) = match device {
         Some(device) => {
-            let over = layers::over(&spec.layers, &spec.kind.below_layers(), device);
+            let over = layers::add_layers(&spec.layers, &spec.kind.data_info(), device);
             let (top, layers) = over.map_err(|refusal| refusal.of(&spec.name))?;
             (Some(top), layers)
         }
         None => (None, Layers::default()),
     };
-    // Over all layers, as dm has it over a drive: the drive has the faults, and the power.
+    // The origin is above all layers, as device-mapper is above a drive. Faults and power cuts are
+    // those of the drive.
     let cow_origin = device.as_ref().filter(|device| {
         let geometry = device.geometry();
         kind.check_origin().is_ok() && !geometry.read_only && geometry.zones.is_none()
@@ -64,7 +88,7 @@ pub(super) fn finished(spec: Spec, built: Built) -> Result<Entry, Refusal> {
     entry.join_base();
     (entry.layers, entry.origin, entry.cow_origin, entry.backing) = (layers, origin, cow_origin, backing);
     entry.set_limits(entry.spec.limits)?;
-    if let Some((key, value)) = entry.kind.settled() {
+    if let Some((key, value)) = entry.kind.resolved_key() {
         entry.words.put(&entry.spec, key, &value);
     }
     Ok(entry)

@@ -1,4 +1,4 @@
-//! Files: raw images and block devices.
+//! Kind `file`: raw images and block devices.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 
 use super::names::IS_READ_ONLY;
 use super::registry::Registry;
-use super::{Asked, Built, Entry, LAYER_KEYS, Made, Spec, is_live};
+use super::{Built, Entry, KindConfig, KindInstance, LAYER_KEYS, Spec, is_live};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::files::open;
 use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
-use crate::layers::{Below, check_unzoned};
+use crate::layers::{DataInfo, check_unzoned};
 use crate::notes::FileNotes;
 use crate::path_text;
 use crate::refusal::{Errno, Refusal};
@@ -24,18 +24,18 @@ use crate::refusal::{Errno, Refusal};
 pub(super) const NAME: &str = "file";
 const KEYS: [&str; 36] = joined(&["path", "readonly", "direct", "size"], &family::KEYS, &LAYER_KEYS);
 
-/// A file as it was asked for.
+/// Specification of a file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FileSpec {
-    /// Where it is.
+    /// Path.
     pub path: PathBuf,
-    /// Only reads are served.
+    /// The device is read-only.
     pub readonly: bool,
     /// Use of `O_DIRECT`.
     pub direct: Direct,
-    /// Bytes, where not the file's own.
+    /// Size in bytes; None for the size of the file.
     pub size: Option<u64>,
-    /// What its forks share.
+    /// Family of the forks.
     pub family: FamilySpec,
 }
 
@@ -66,7 +66,7 @@ fn parse_direct(text: &str) -> Result<Direct, String> {
     }
 }
 
-impl Asked for FileSpec {
+impl KindConfig for FileSpec {
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
         let backing = registry.backing(&self.family)?;
         let mut config = file::Config::new(&self.path);
@@ -79,13 +79,13 @@ impl Asked for FileSpec {
         let file = Arc::new(open(&config, "size")?);
         let notes = FileNotes::read(Arc::clone(&file)).map_err(|why| Refusal::failed(Errno::EIO, why))?;
         if (zoned || file.geometry().read_only)
-            && let Some(why) = notes.half_merged(&spec.name)
+            && let Some(why) = notes.half_merged_message(&spec.name)
         {
             let key = if zoned { "zoned=1" } else { "readonly=yes" };
             return Err(Refusal::failed(Errno::EBUSY, format!("{why}, and without {key}")));
         }
         let disk = FileDisk { file: Arc::clone(&file), notes };
-        Ok(Built { backing, ..Built::alone(disk, file) })
+        Ok(Built { backing, ..Built::standalone(disk, file) })
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -104,8 +104,8 @@ impl Asked for FileSpec {
         Some((&self.path, Format::Raw))
     }
 
-    fn below_layers(&self) -> Below<'_> {
-        Below { file: Some(&self.path), drive: None }
+    fn data_info(&self) -> DataInfo<'_> {
+        DataInfo { file: Some(&self.path), drive: None }
     }
 }
 
@@ -121,7 +121,7 @@ impl FileDisk {
     }
 }
 
-impl Made for FileDisk {
+impl KindInstance for FileDisk {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -151,10 +151,10 @@ impl Made for FileDisk {
         identity.into_iter().collect()
     }
 
-    fn half_merged(&self, name: &str) -> String {
-        self.notes
-            .half_merged(name)
-            .unwrap_or_else(|| format!("{}: a merge into it is under way", self.file.path().display()))
+    fn half_merged_message(&self, name: &str) -> String {
+        self.notes.half_merged_message(name).unwrap_or_else(|| {
+            format!("{}: an unfinished merge left it half old, half new", self.file.path().display())
+        })
     }
 
     fn closes(&self) -> Option<Weak<dyn Device>> {
@@ -176,7 +176,7 @@ impl Made for FileDisk {
     }
 }
 
-/// Its attributes.
+/// Attributes.
 const NAMES: [&str; 4] = ["path", "readonly", "direct", "size"];
-/// Of one that is only read: also those of the forks' family.
+/// Attributes of a read-only file, including those of the forks' family.
 const BASE_NAMES: [&str; 10] = joined(&NAMES, &family::NAMES, &[]);

@@ -1,4 +1,4 @@
-//! Forks: disks over a base.
+//! Kind `fork`: RAM disks over a base.
 
 use std::sync::Arc;
 
@@ -7,9 +7,9 @@ use freestone::file;
 use freestone::ram::{ForkConfig, Ram, SetupError};
 use serde_json::{Value, json};
 
-use super::ram::{Change, bd_stat, check_grow, debug_stat, io_stat, mm_stat, wipe};
+use super::ram::{Change, bd_stat, check_grow, debug_stat, io_stat, mm_stat, skip_wipe, wipe};
 use super::registry::Registry;
-use super::{Asked, Built, Entry, Made, Spec, is_live, parse_name};
+use super::{Built, Entry, KindConfig, KindInstance, Spec, is_live, parse_name};
 use crate::entries::SpecError;
 use crate::family::{self, family_stat};
 use crate::full;
@@ -25,18 +25,18 @@ const KEYS: [&str; 14] = joined(
     &["publish", "tls_clients", "on_lost", "keep"],
 );
 
-/// A fork as it was asked for.
+/// Specification of a fork.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ForkSpec {
-    /// The name of its base.
+    /// Name of the base.
     pub base: String,
-    /// Bytes, where not the base's.
+    /// Size in bytes; None for the size of the base.
     pub size: Option<u64>,
-    /// The most that its own objects may take in bytes; 0 for none.
+    /// Maximum memory of the fork's own objects, in bytes; 0 is unlimited.
     pub mem_limit: u64,
-    /// Bytes of its family's limit that are guaranteed to it.
+    /// Bytes of the family's limit that are reserved for the fork.
     pub mem_min: u64,
-    /// Whether its writes wait for room, where it does not do what its family does.
+    /// Writes wait for space (true) or fail (false); None for the family's behaviour.
     pub full: Option<bool>,
 }
 
@@ -61,11 +61,11 @@ impl ForkSpec {
     }
 }
 
-impl Asked for ForkSpec {
+impl KindConfig for ForkSpec {
     fn build(&self, _: &Spec, registry: &Registry) -> Result<Built, Refusal> {
         let base = registry.needed("base", &self.base)?;
         let ram = Arc::new(fork_of(&base, self, registry)?);
-        Ok(Built { needs: vec![base], ..Built::alone(Fork(Arc::clone(&ram)), ram) })
+        Ok(Built { needs: vec![base], ..Built::standalone(Fork(Arc::clone(&ram)), ram) })
     }
 
     fn fork(&self) -> Option<&ForkSpec> {
@@ -81,11 +81,11 @@ impl Asked for ForkSpec {
     }
 }
 
-/// A new fork of a base.
+/// Creates a fork of a base.
 pub(super) fn fork_of(base: &Arc<Entry>, spec: &ForkSpec, registry: &Registry) -> Result<Ram, Refusal> {
     let no_base = |why| Refusal::failed(Errno::EINVAL, format!("base={}: {why}", base.name()));
     base.kind.check_base(base).map_err(no_base)?;
-    // Nobody waits for that: the log tells.
+    // Checks the files of bases for changes in the background. Changes are logged.
     file::look_soon();
     let config = ForkConfig { size: spec.size, mem_limit: spec.mem_limit, mem_min: spec.mem_min };
     let fork = match (base.kind.ram(), base.device()) {
@@ -114,17 +114,17 @@ fn refused(spec: &ForkSpec, error: SetupError) -> Refusal {
         SetupError::TooLarge(bytes) => format!("size={}: a fork has at most 256T", exact(bytes)),
         SetupError::Live => format!("base={}: is live; take a snapshot and fork that", spec.base),
         error @ (SetupError::NoMemory | SetupError::MemoryFile(_) | SetupError::Thread(_)) => {
-            return family::refused(error);
+            return family::setup_refusal(error);
         }
         error => error.to_string(),
     };
     Refusal::failed(Errno::EINVAL, sentence)
 }
 
-/// A disk over a base.
+/// A fork.
 pub(super) struct Fork(pub Arc<Ram>);
 
-impl Made for Fork {
+impl KindInstance for Fork {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -153,6 +153,10 @@ impl Made for Fork {
         wipe(&self.0, counters)
     }
 
+    fn skip_wipe(&self, counters: bool) -> bool {
+        skip_wipe(&self.0, counters)
+    }
+
     fn attrs(&self) -> &'static [&'static str] {
         &NAMES
     }
@@ -177,7 +181,7 @@ impl Made for Fork {
 
 // ---- attributes ---------------------------------------------------------------------------------
 
-/// Of a fork. `mem_limit`, `mem_min` and `full` are its own.
+/// Attributes of a fork. `mem_limit`, `mem_min` and `full` are those of the fork, not of its family.
 const NAMES: [&str; 12] = [
     "base",
     "disksize",
@@ -193,15 +197,15 @@ const NAMES: [&str; 12] = [
     "debug_stat",
 ];
 
-/// The value of an attribute of a fork, or of a snapshot in memory.
+/// Returns an attribute of a fork, or of a snapshot in memory.
 pub(super) fn value(entry: &Entry, ram: &Ram, attr: &str) -> Option<Value> {
     Some(match attr {
-        // What was restored may stand on nothing that is known by a name.
+        // A restored device may have no base or origin with a name.
         "base" | "origin" => json!(entry.spec.kind.below().unwrap_or("none")),
         "disksize" => json!(entry.size()),
         "mem_limit" => json!(ram.own_limits().0),
         "mem_min" => json!(ram.own_limits().1),
-        "full" => full::own(ram.own_wait()),
+        "full" => full::own_value(ram.own_wait()),
         "comp_algorithm" => json!(ram.config().comp_algorithm.to_string()),
         "over_stat" => over_stat(ram),
         "family" => family_stat(&ram.family()),
@@ -213,7 +217,7 @@ pub(super) fn value(entry: &Entry, ram: &Ram, attr: &str) -> Option<Value> {
     })
 }
 
-/// What a fork or snapshot holds itself.
+/// Returns the statistics of the data that a fork or snapshot holds itself.
 pub fn over_stat(ram: &Ram) -> Value {
     let s = ram.over_stat();
     json!({
@@ -228,7 +232,7 @@ pub fn over_stat(ram: &Ram) -> Value {
 
 // ---- changes ------------------------------------------------------------------------------------
 
-/// Checks what is to be set of a fork; `None` where there is no such attribute.
+/// Parses a new value of an attribute of a fork. Returns None if it has no such attribute.
 fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
     let failed = |errno, why: &str| Refusal::failed(errno, format!("{name}: {attr}={text}: {why}"));
     let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
@@ -238,7 +242,7 @@ fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Change,
         "mem_min" => parse_limit(text).map(Change::MemMin).map_err(invalid),
         "full" => full::parse_own(text).map(Change::OwnWait).map_err(invalid),
         "comp_algorithm" | "base" => {
-            Err(failed(Errno::EBUSY, "fixed for the life of a fork; it is what the fork was made of"))
+            Err(failed(Errno::EBUSY, "fixed for the life of a fork, which was created with it"))
         }
         attr if NAMES.contains(&attr) => {
             Err(invalid("read-only; disksize (grow), mem_limit, mem_min and full can be set".into()))
@@ -247,10 +251,11 @@ fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Change,
     })
 }
 
-/// Makes all changes of a fork, or none.
+/// Applies changes to a fork. The memory limits, which can be refused, are set first and together.
 fn set(entry: &Entry, ram: &Ram, changes: &[(Change, &String, String)]) -> Result<(), Refusal> {
     let name = entry.name();
-    let (mut cap, mut least) = ram.own_limits();
+    let before = ram.own_limits();
+    let (mut cap, mut least) = before;
     let mut limits = Vec::new();
     for (change, attr, text) in changes {
         match change {
@@ -278,8 +283,13 @@ fn set(entry: &Entry, ram: &Ram, changes: &[(Change, &String, String)]) -> Resul
     for (change, attr, text) in changes {
         match change {
             Change::Grow(bytes) => {
-                let grown = ram.grow(*bytes);
-                grown.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{name}: {attr}={text}: {e}")))?;
+                ram.grow(*bytes).map_err(|error| {
+                    // A failed call changes nothing. The old limits fit, unless other forks took the memory.
+                    if !limits.is_empty() {
+                        let _ = ram.set_own_limits(before.0, before.1);
+                    }
+                    Refusal::failed(Errno::EINVAL, format!("{name}: {attr}={text}: {error}"))
+                })?;
             }
             Change::OwnWait(waits) => ram.set_own_wait(*waits),
             _ => {}

@@ -1,4 +1,4 @@
-//! Images in object storage, read-only.
+//! Kind `image`: read-only images in object storage.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::ahead::{Opener, opener};
 use super::names::IS_READ_ONLY;
 use super::registry::Registry;
-use super::{Asked, Built, Entry, KindSpec, Made, Spec};
+use super::{Built, Entry, KindConfig, KindInstance, KindSpec, Spec};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool};
@@ -26,23 +26,23 @@ const KEYS: [&str; 27] = {
     let own: [&str; 11] = joined(&["url", "prefetch"], &stores::KEYS, &[]);
     joined(&own, &family::KEYS, &["publish", "tls_clients"])
 };
-/// Its attributes, and those of the forks' family.
+/// Attributes, including those of the forks' family.
 const NAMES: [&str; 15] = joined(
     &["url", "image", "tag", "size", "prefetch", "cache", "cache_size", "timeout", "store_stat"],
     &family::NAMES,
     &[],
 );
 
-/// An image as it was asked for.
+/// Specification of an image.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ImageSpec {
-    /// Which one.
+    /// URL of the store and the image.
     pub url: ImageUrl,
-    /// How it is reached, and where its pages are kept.
+    /// Access to the store, and its page cache.
     pub store: StoreSpec,
-    /// Fetch what its trace says.
+    /// Fetch the chunks of the image's trace in advance.
     pub prefetch: bool,
-    /// What its forks share.
+    /// Family of the forks.
     pub family: FamilySpec,
 }
 
@@ -59,17 +59,17 @@ impl ImageSpec {
     }
 }
 
-impl Asked for ImageSpec {
+impl KindConfig for ImageSpec {
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
         let backing = registry.backing(&self.family)?;
         let pulled = registry.ahead.open(&spec.name, || self.open())?;
         let image = Arc::clone(&pulled.image);
-        Ok(Built { backing, ..Built::alone(Stored(pulled), image) })
+        Ok(Built { backing, ..Built::standalone(Stored(pulled), image) })
     }
 
     fn opener(&self, _: &Spec) -> Option<Opener> {
-        let asked = self.clone();
-        Some(opener(move || asked.open()))
+        let spec = self.clone();
+        Some(opener(move || spec.open()))
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -85,40 +85,46 @@ impl ImageSpec {
         let until = Until::within(self.store.timeout());
         let failed = |error: Error| of_store(&error);
         let place = Store::place(&self.url.store);
-        // With the image itself in the cache, nothing is asked of the store before a page is.
-        let known =
+        // A URL with an image name instead of a tag needs no request to the store if the cache has the
+        // store's description.
+        let description =
             cache.as_ref().filter(|_| self.url.image.is_some()).and_then(|cache| cache.find_meta(&place));
-        let store = if let Some(known) = known {
-            Store::open_known(objects, &known, secret.as_ref()).map_err(failed)?
+        let store = if let Some(description) = description {
+            Store::open_known(objects, &description, secret.as_ref()).map_err(failed)?
         } else {
             let store = Store::open(objects, secret.as_ref(), until).map_err(failed)?;
             if let Some(cache) = &cache {
-                // Without that it is asked for again.
+                // On failure, the next start requests the description again.
                 let _ = cache.keep_meta(&place, &store.description(), until);
             }
             store
         };
         let store = Arc::new(store);
-        let name = self.url.image.map_or_else(|| tagged(&store, &self.url.tag, until), Ok).map_err(failed)?;
+        let name =
+            self.url.image.map_or_else(|| resolve_tag(&store, &self.url.tag, until), Ok).map_err(failed)?;
         let config = image::Config { timeout: self.store.timeout(), prefetch: self.prefetch };
         let image = Arc::new(Image::open(store, cache, name, config, until).map_err(failed)?);
         Ok(Pulled { image, url: self.url.of(name) })
     }
 }
 
-/// The image that a tag says.
-fn tagged(store: &Store, tag: &str, until: Until<'_>) -> Result<Name, Error> {
+/// Returns the image of a tag.
+fn resolve_tag(store: &Store, tag: &str, until: Until<'_>) -> Result<Name, Error> {
     let read = store.tag(tag, until)?;
     read.map(|read| read.tag.manifest).ok_or_else(|| Error::NoTag(tag.to_owned()))
 }
 
-/// A failure of a store, for the user.
+/// Converts an error of a store.
 pub fn of_store(error: &Error) -> Refusal {
     let errno = match error {
         Error::Cancelled => Errno::ECANCELED,
         Error::NoStore(_) | Error::NoTag(_) => Errno::ENODEV,
-        Error::Refused(..) | Error::TooLarge | Error::Unread => Errno::EINVAL,
-        Error::NoTags(_) | Error::TagMoved(_) | Error::ParentGoes(_) | Error::Pruned(_) => Errno::EBUSY,
+        Error::Refused(..) | Error::TooLarge | Error::Unread | Error::KeepsNone(..) => Errno::EINVAL,
+        Error::NoTags(_)
+        | Error::TagMoved(_)
+        | Error::TagSet(_)
+        | Error::ParentGoes(_)
+        | Error::Pruned(_) => Errno::EBUSY,
         Error::TooSlow(_) | Error::Object { fault: Fault::Late, .. } => Errno::ETIMEDOUT,
         Error::Object { fault: Fault::Unsupported(_), .. } => Errno::EOPNOTSUPP,
         Error::Object { .. }
@@ -131,17 +137,17 @@ pub fn of_store(error: &Error) -> Refusal {
     Refusal::failed(errno, error.to_string())
 }
 
-/// An image that is there.
+/// An open image.
 pub struct Pulled {
     /// The device.
     pub image: Arc<Image>,
-    /// Its name, with the image that it is.
+    /// URL with the name of the image.
     pub url: ImageUrl,
 }
 
 struct Stored(Pulled);
 
-impl Made for Stored {
+impl KindInstance for Stored {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -158,7 +164,7 @@ impl Made for Stored {
         true
     }
 
-    fn settled(&self) -> Option<(&'static str, String)> {
+    fn resolved_key(&self) -> Option<(&'static str, String)> {
         Some(("url", self.0.url.to_string()))
     }
 
@@ -192,7 +198,7 @@ impl Made for Stored {
     }
 }
 
-/// What was read, and what it cost.
+/// Returns the statistics of reads and requests.
 fn store_stat(image: &Image) -> Value {
     let (stat, requests) = (image.stat(), image.store().requests());
     json!({

@@ -1,16 +1,19 @@
-//! The kinds of devices. Each has a file of its own: its keys and how they are parsed, how it is
-//! set up, its attributes, and what else is not the same for all of them. Here is what they have in
-//! common: [`Spec`] is a device as it was asked for, [`Entry`] one that is there.
+//! Kinds of devices.
+//!
+//! Each kind has a module with its keys, their parsing, its setup and its attributes, behind the
+//! traits [`KindConfig`] and [`KindInstance`]. This module has the common part: [`Spec`] is the
+//! specification of a device, [`Entry`] a device that exists. [`registry`] has the devices by name.
 
 mod ahead;
 mod build;
-mod counted;
+mod check_size;
+mod counters;
+mod exclusive;
 mod file;
 mod fork;
-mod found;
 mod identity;
 mod image;
-mod limited;
+mod limits;
 mod names;
 mod nbd;
 mod null;
@@ -22,10 +25,10 @@ pub mod registry;
 mod restored;
 mod shared_family;
 mod snapshot;
-mod taken;
 mod template;
 #[cfg(test)]
 mod tests;
+mod wipe;
 mod words;
 
 use std::ops::Deref;
@@ -46,13 +49,15 @@ use serde_json::Value;
 use self::ahead::Opener;
 pub use self::ahead::{Ahead, OpenAhead};
 pub use self::build::build;
-use self::build::{Built, finished};
+use self::build::{Built, finish_entry, warn_of_record};
+pub use self::exclusive::ExclusiveUse;
 pub use self::file::FileSpec;
 pub use self::fork::{ForkSpec, over_stat};
 use self::identity::parse_on_lost;
-pub use self::identity::{Identity, OnLost};
+pub use self::identity::{Identity, OnLost, RESTART_KEYS, RestartPolicy};
 pub use self::image::{ImageSpec, Pulled, of_store};
-pub use self::limited::NoWaiting;
+pub use self::limits::NoWaiting;
+pub use self::names::RESTORED;
 use self::names::{IS_SNAPSHOT, LAYER_KEYS, is_live, parse_name};
 pub use self::nbd::NbdSpec;
 pub use self::null::{NullBacking, NullData, NullSpec};
@@ -63,28 +68,27 @@ pub use self::ram::{
 #[cfg(feature = "rbd")]
 pub use self::rbd::RbdSpec;
 use self::registry::Registry;
-pub use self::restored::{RESTORED, RestoredSpec, Said, StandsOn, kept, restored};
+pub use self::restored::{RestoredSpec, Said, StandsOn, kept, restored};
 pub use self::snapshot::{
     CowDevice, CowPlace, CowSpec, CutOutcome, SnapshotSpec, Stack, cow_stat, merge, missed_writes, snapshots,
 };
-pub use self::taken::Takes;
 pub use self::template::TemplateSpec;
 use self::words::Words;
 use crate::entries::{Entries, SpecError, a_kind, nearest};
 use crate::family::FamilySpec;
 use crate::keys::{Keys, parse_bool};
-use crate::layers::{Below, LayerSpec, Layers};
+use crate::layers::{DataInfo, LayerSpec, Layers};
 use crate::limits::LimitSpec;
 use crate::notes::MemoryNotes;
 use crate::refusal::{Errno, Refusal};
 use crate::tls::TlsClients;
 
-/// How a kind takes its keys.
+/// Parses the keys of a kind.
 type Take = fn(&Keys) -> Result<KindSpec, SpecError>;
 
-/// How many there are.
+/// Number of kinds.
 const COUNT: usize = 9 + cfg!(feature = "rbd") as usize;
-/// Every kind that can be asked for.
+/// Every kind that can be specified.
 const ALL: [(&str, Take); COUNT] = [
     (ram::NAME, |keys| Ok(KindSpec::Ram(Box::new(RamSpec::take(keys)?)))),
     (fork::NAME, |keys| Ok(KindSpec::Fork(ForkSpec::take(keys)?))),
@@ -98,8 +102,8 @@ const ALL: [(&str, Take); COUNT] = [
     #[cfg(feature = "rbd")]
     (rbd::NAME, |keys| Ok(KindSpec::Rbd(Box::new(RbdSpec::take(keys)?)))),
 ];
-/// Their names.
-const KINDS: [&str; ALL.len()] = {
+/// Names of the kinds.
+pub const KINDS: [&str; ALL.len()] = {
     let (mut names, mut at) = ([""; ALL.len()], 0);
     while at < names.len() {
         names[at] = ALL[at].0;
@@ -108,43 +112,43 @@ const KINDS: [&str; ALL.len()] = {
     names
 };
 
-// ---- asked for ----------------------------------------------------------------------------------
+// ---- specifications -----------------------------------------------------------------------------
 
-/// A device as it was asked for; every value is checked, nothing is opened yet.
+/// Specification of a device. Every value is checked, but nothing is opened.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Spec {
-    /// Its name.
+    /// Name.
     pub name: String,
-    /// The words that it was asked for with.
+    /// Words of the specification, as they were typed.
     pub words: Entries,
-    /// Publish it on the addresses of `serve`, where this was said.
+    /// Publish the device on the addresses of `serve`; None for the default.
     pub publish: Option<bool>,
-    /// Which clients see it over NBD, where not all do.
+    /// NBD clients that may use the device; None for all.
     pub tls_clients: Option<TlsClients>,
-    /// What becomes of its exports where a server that ended has lost its content, where this was said.
+    /// What a restart does with the exports if the content is lost; None for the default.
     pub on_lost: Option<OnLost>,
-    /// Its content is saved where the server keeps its state.
+    /// The content is saved in the state directory of the server.
     pub keep: bool,
-    /// What it is.
+    /// Kind, with its keys.
     pub kind: KindSpec,
-    /// What lies over its data.
+    /// Layers over the data.
     pub layers: LayerSpec,
-    /// What it lets through.
+    /// I/O and connection limits.
     pub limits: LimitSpec,
 }
 
-/// The kinds with their keys.
+/// Specification of each kind.
 #[derive(Debug, Clone, PartialEq)]
 pub enum KindSpec {
     /// A compressed RAM disk.
     Ram(Box<RamSpec>),
     /// A disk over a base.
     Fork(ForkSpec),
-    /// What a device held at one moment.
+    /// A snapshot of a device.
     Snapshot(Box<SnapshotSpec>),
-    /// A fork for every connection.
+    /// A template: each connection gets a fork of its own.
     Template(TemplateSpec),
-    /// A test drive.
+    /// A test drive, like `null_blk`.
     Null(Box<NullSpec>),
     /// A raw image or a block device.
     File(Box<FileSpec>),
@@ -157,12 +161,12 @@ pub enum KindSpec {
     /// An image in Ceph's RBD.
     #[cfg(feature = "rbd")]
     Rbd(Box<RbdSpec>),
-    /// From a saved file.
+    /// A device from a saved file.
     Restored(RestoredSpec),
 }
 
 impl Deref for KindSpec {
-    type Target = dyn Asked;
+    type Target = dyn KindConfig;
 
     fn deref(&self) -> &Self::Target {
         match self {
@@ -182,76 +186,75 @@ impl Deref for KindSpec {
     }
 }
 
-/// A kind as it was asked for. What it does not say is the usual.
-pub trait Asked {
-    /// Sets it up, without its layers. What it stands on is looked for in the registry. The error
+/// Specification of a kind. The default methods fit most kinds.
+pub trait KindConfig {
+    /// Opens the device, without its layers. The devices it depends on are in the registry. The error
     /// does not name the device.
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal>;
 
-    /// What opens it before its turn, where it is far.
+    /// Returns a function that opens the device before its turn, if the device is remote.
     fn opener(&self, _: &Spec) -> Option<Opener> {
         None
     }
 
-    /// What it shares with others: with its own snapshots and their forks, or its forks with one
-    /// another.
+    /// Returns the family of the device, its snapshots and their forks, or that of its forks.
     fn family(&self) -> Option<&FamilySpec> {
         None
     }
 
-    /// Its size in bytes, where that was said.
+    /// Returns the specified size in bytes.
     fn size(&self) -> Option<u64> {
         None
     }
 
-    /// Only reads are served.
+    /// Returns true if the device is specified as read-only.
     fn is_read_only(&self) -> bool {
         false
     }
 
-    /// What forks are made of, for a fork or template.
+    /// Returns the specification of a fork, or of the forks of a template.
     fn fork(&self) -> Option<&ForkSpec> {
         None
     }
 
-    /// The name of what it shows where it holds nothing itself.
+    /// Returns the name of the base of a fork or template, or of the origin of a snapshot.
     fn below(&self) -> Option<&str> {
         None
     }
 
-    /// The name of the device that takes its copies.
+    /// Returns the name of the COW device of a snapshot, if it is a device of the server.
     fn copies_to(&self) -> Option<&str> {
         None
     }
 
-    /// Devices that it is to have to itself.
-    fn takes(&self) -> Vec<Takes<'_>> {
-        self.family().and_then(Takes::pages).into_iter().collect()
+    /// Returns the devices of which this device needs exclusive use.
+    fn takes(&self) -> Vec<ExclusiveUse<'_>> {
+        self.family().and_then(ExclusiveUse::pages).into_iter().collect()
     }
 
-    /// Devices that must not be rewound, merged or published while it is set up.
+    /// Returns the devices that must not be rewound, merged or published while this device is created.
     fn changes(&self) -> Vec<&str> {
         self.takes().iter().map(|takes| takes.name).collect()
     }
 
-    /// The image that it is, as the base of a delta names it.
+    /// Returns the path and format of an image file, with which a delta names its base.
     fn image(&self) -> Option<(&Path, Format)> {
         None
     }
 
-    /// The export of an NBD server that it is.
+    /// Returns the URI of an export of an NBD server.
     fn uri(&self) -> Option<&Uri> {
         None
     }
 
-    /// See [`Spec::is_lost`].
+    /// Returns true if the kind's data is in memory; see [`Spec::is_lost`].
     fn is_lost(&self) -> bool {
         false
     }
 
-    /// What its layers have to know.
-    fn below_layers(&self) -> Below<'_> {
-        Below::default()
+    /// Returns the properties of the data that its layers need.
+    fn data_info(&self) -> DataInfo<'_> {
+        DataInfo::default()
     }
 }
 
@@ -263,7 +266,7 @@ impl FromStr for Spec {
 }
 
 impl Spec {
-    /// Checks kinds, keys and values.
+    /// Checks the kind, the keys and the values.
     pub fn from_entries(entries: Entries) -> Result<Self, SpecError> {
         let (words, mut entries) = (entries.clone(), entries);
         let limits = LimitSpec::take(&mut entries)?;
@@ -278,13 +281,13 @@ impl Spec {
         let tls_clients = keys.take("tls_clients", TlsClients::parse)?;
         let on_lost = keys.take("on_lost", parse_on_lost)?;
         let layers = LayerSpec::take(&keys)?;
-        let is_file = kind.below_layers().file.is_some();
+        let is_file = kind.data_info().file.is_some();
         layers.check(&keys, kind.size(), kind.is_read_only(), is_file)?;
         let keep = keys.take("keep", parse_bool)?.unwrap_or(false);
         let name = keys.0.name.clone();
         let spec = Self { name, words, publish, tls_clients, on_lost, keep, kind, layers, limits };
         if on_lost.is_some() && !spec.is_lost() && spec.kind.below().is_none() {
-            return Err(keys.refuse("on_lost", "it holds nothing that is lost with the server"));
+            return Err(keys.refuse("on_lost", "its content does not end with the server"));
         }
         if let (true, Some(why)) = (keep, spec.why_not_kept()) {
             return Err(keys.refuse("keep", why));
@@ -292,147 +295,154 @@ impl Spec {
         Ok(spec)
     }
 
-    /// What it holds is more than its pages, or is kept elsewhere.
+    /// Returns the reason why the content cannot be saved in the state directory, or None.
     fn why_not_kept(&self) -> Option<&'static str> {
         let cow = matches!(&self.kind, KindSpec::Snapshot(snapshot) if snapshot.cow.is_some());
         if cow {
-            return Some("what it holds is where cow says");
+            return Some("its content is on its COW device");
         }
         if self.layers.zones.is_some() {
             return Some("not with zoned=1: the conditions of zones would be lost");
         }
-        let apart = self.layers.power_cut || self.layers.record.is_some();
-        apart.then_some("not with power_cut=yes or record: what is not flushed would be lost")
+        let unflushed = self.layers.power_cut || self.layers.record.is_some();
+        unflushed.then_some("not with power_cut=yes or record: what is not flushed would be lost")
     }
 
-    /// Whether the same was asked for.
+    /// Returns true if both specify the same device.
     pub fn is_same(&self, other: &Self) -> bool {
         (&self.kind, &self.layers, &self.tls_clients, self.on_lost, self.keep, self.limits)
             == (&other.kind, &other.layers, &other.tls_clients, other.on_lost, other.keep, other.limits)
     }
 
-    /// What it holds itself is in memory, and ends with the server.
+    /// Returns true if the content of the device, or its zone state, is in memory and ends with the
+    /// server.
     pub fn is_lost(&self) -> bool {
-        self.kind.is_lost() || (self.layers.zones.is_some() && self.kind.below_layers().file.is_none())
+        self.kind.is_lost() || (self.layers.zones.is_some() && self.kind.data_info().file.is_none())
     }
 }
 
-// ---- set up -------------------------------------------------------------------------------------
+// ---- devices of a kind --------------------------------------------------------------------------
 
-/// What is not the same for all devices that are there. What a kind does not say is the usual.
-pub trait Made: Send + Sync {
-    /// The name of the kind.
+/// The kind-specific part of an open device. The default methods fit most kinds.
+pub trait KindInstance: Send + Sync {
+    /// Returns the name of the kind.
     fn name(&self) -> &'static str;
 
-    /// Disk, fork or snapshot in memory.
+    /// Returns a RAM disk, fork or snapshot in memory.
     fn ram(&self) -> Option<&Arc<Ram>> {
         None
     }
 
-    /// A fork.
+    /// Returns a fork.
     fn fork(&self) -> Option<&Arc<Ram>> {
         None
     }
 
-    /// A snapshot in memory.
+    /// Returns a snapshot in memory.
     fn memory_snapshot(&self) -> Option<&Arc<Ram>> {
         None
     }
 
-    /// A snapshot whose copies lie in a store.
+    /// Returns a snapshot with a store on a COW device.
     fn cow(&self) -> Option<&cow::Snapshot> {
         None
     }
 
-    /// In memory, what a file's snapshot has copied.
+    /// Returns the RAM disk with the copies of a snapshot without a COW device.
     fn copies(&self) -> Option<&Ram> {
         None
     }
 
-    /// Where its copies lie.
+    /// Returns the device with the copies of a snapshot.
     fn cow_device(&self) -> Option<&CowDevice> {
         None
     }
 
-    /// The family that began with it.
+    /// Returns the family that began with this device.
     fn own_family(&self) -> Option<Family> {
         None
     }
 
-    /// Refuses to be an origin, and to take the copies of one, with half a sentence.
+    /// Checks that the device can be an origin or a COW device. The error continues a sentence about it.
     fn check_origin(&self) -> Result<(), &'static str>;
 
-    /// What an origin notes beside its data.
+    /// Returns the storage of an origin's notes.
     fn notes(&self) -> Box<dyn cow::Notes> {
         Box::<MemoryNotes>::default()
     }
 
-    /// Refuses to be a base, with half a sentence.
+    /// Checks that the device can be the base of a fork. The error continues a sentence about it.
     fn check_base(&self, base: &Entry) -> Result<(), String>;
 
-    /// Whether forks can be made of it, each with a family that is not its own.
+    /// Returns true if the device can be a base outside of the family of its forks.
     fn is_outer_base(&self, _read_only: bool) -> bool {
         false
     }
 
-    /// Returns the file of a base that has changed since it was opened, as of the last look, and how.
+    /// Returns the file of a base and its change, if the last check found that it changed since it was
+    /// opened.
     fn changed(&self) -> Option<(PathBuf, Changed)> {
         None
     }
 
-    /// Returns the files of a base, each with a text that is another one after a change.
+    /// Returns the files of a base, each with an identity that a change of the file changes.
     fn file_identities(&self) -> Vec<(PathBuf, String)> {
         Vec::new()
     }
 
-    /// Whether its data can be set back to what it was in the beginning.
+    /// Returns true if [`wipe`](Self::wipe) is supported.
     fn can_wipe(&self) -> bool {
         false
     }
 
-    /// Sets the data back to the beginning; on request the counters of a RAM disk or fork as well.
+    /// Resets the data to its initial content, and on request the counters of a RAM disk or fork.
     fn wipe(&self, _counters: bool) -> device::Result<()> {
         Err(device::Error::Unsupported)
     }
 
-    /// Begins the merge that `merge=yes` asks for, or goes on with one. Then the origin shows it.
+    /// Returns true if [`wipe`](Self::wipe) would not change the content. On request, resets counters.
+    fn skip_wipe(&self, _counters: bool) -> bool {
+        false
+    }
+
+    /// Begins the merge that `merge=yes` requests, or continues one. The origin then shows its result.
     fn begin_merge(&self, _entry: &Arc<Entry>, _registry: &Registry) -> Result<(), Refusal> {
         Ok(())
     }
 
-    /// What to do about an origin of which only a part is merged.
-    fn half_merged(&self, _name: &str) -> String {
-        "a merge into it is under way, and it is half old, half new; open the snapshot that is merged".into()
+    /// Returns the message for an origin with an unfinished merge.
+    fn half_merged_message(&self, _name: &str) -> String {
+        "an unfinished merge left it half old, half new; open the snapshot that is merged".into()
     }
 
-    /// A key that says more than was asked for, now that it is set up.
-    fn settled(&self) -> Option<(&'static str, String)> {
+    /// Returns a key with the value that was determined when the device was opened.
+    fn resolved_key(&self) -> Option<(&'static str, String)> {
         None
     }
 
-    /// The image in object storage that it is.
+    /// Returns an image in object storage.
     fn stored(&self) -> Option<&Pulled> {
         None
     }
 
-    /// What says beside its data how it was closed.
+    /// Returns the device whose drop records an orderly close.
     fn closes(&self) -> Option<Weak<dyn Device>> {
         None
     }
 
-    /// Another fork, for a connection to this template; it is among the devices.
+    /// Creates a fork for a connection to this template, and adds it to the registry.
     fn fresh(&self, _template: &Entry, _registry: &Registry) -> Result<Arc<Entry>, Refusal> {
-        unreachable!("only templates are published as such")
+        unreachable!("the device is not a template")
     }
 
-    /// The names of its attributes, without those of its layers.
+    /// Returns the names of the attributes, without those of the layers.
     fn attrs(&self) -> &'static [&'static str];
 
-    /// The value of one of them. Sizes are numbers of bytes.
+    /// Returns the value of an attribute. Sizes are numbers of bytes.
     fn value(&self, entry: &Entry, attr: &str) -> Option<Value>;
 
-    /// Checks what an attribute is to be set to; `None` where there is none of that name. What the
-    /// forks of a base share has a limit, and what is done there; all else is fixed.
+    /// Parses a new value of an attribute. Returns None if the device has no such attribute. By default
+    /// only the memory limit of the forks' family and its behaviour there can be set.
     fn check(&self, entry: &Entry, attr: &str, text: &str) -> Option<Result<Change, Refusal>> {
         let (name, kind) = (entry.name(), self.name());
         if let Some(change) = Change::of_family(attr, text).filter(|_| entry.has_family()) {
@@ -444,7 +454,7 @@ pub trait Made: Send + Sync {
         })
     }
 
-    /// Sets what [`check`](Self::check) has allowed, each with its name and text.
+    /// Applies changes that [`check`](Self::check) returned, each with its attribute and text.
     fn set(
         &self,
         entry: &Arc<Entry>,
@@ -456,65 +466,68 @@ pub trait Made: Send + Sync {
         }
         let family = entry.family_of(registry)?;
         for (change, ..) in changes {
-            change.make_of_family(&family);
+            change.apply_to_family(&family);
         }
         Ok(())
     }
 
-    /// The name of its own statistics, and these.
+    /// Returns the kind's own statistics and their name.
     fn stat(&self) -> Option<(&'static str, Value)> {
         None
     }
 }
 
-// ---- there --------------------------------------------------------------------------------------
+// ---- entries ------------------------------------------------------------------------------------
 
-/// A device with its name.
+/// A device of the registry.
 pub struct Entry {
-    /// As it was asked for; what can change later is asked of the device.
+    /// Specification with which the device was created. Settings can have changed since.
     pub spec: Spec,
-    /// The words that would make it as it is set up now.
+    /// Words that would create the device with its present settings.
     pub words: Words,
-    /// By which it is told from others that have had its name.
+    /// Identity, which distinguishes the device from others that had its name.
     pub identity: Identity,
-    /// The device.
-    pub kind: Box<dyn Made>,
-    /// The template, where this was made for one of its connections. It goes with that.
+    /// Kind-specific part of the device.
+    pub kind: Box<dyn KindInstance>,
+    /// Name of the template, for the fork of a connection. The fork ends with the connection.
     pub template: Option<String>,
-    /// What lies over its data.
+    /// Layers over the data.
     pub layers: Layers,
-    /// As exports see it, with its layers; a template has none.
+    /// Device with its layers, as exports use it. A template has none.
     device: Option<Arc<dyn Device>>,
-    /// Requests of its clients that failed.
+    /// Failed requests of clients.
     pub failures: Arc<Failures>,
-    /// Counts what is asked of that, on all ways.
+    /// Counts the requests of `device`, in total and for each export.
     counting: Option<Arc<Counting>>,
-    /// What it lets through now. Locked for a look or a change.
+    /// Present limits. Held only to read or replace the value.
     limits: Mutex<LimitSpec>,
-    /// Who is connected to it, on whatever way.
+    restart: Mutex<RestartPolicy>,
+    /// Connections to the device, over all exports.
     pub clients: Arc<Places>,
-    /// What was asked of its forks, of those that have gone as well.
+    /// Requests of the device's forks, including removed ones.
     forks: Sum<Sum<Tally>>,
-    /// What has to be there as long as this is.
+    /// Devices that this device depends on.
     needs: Vec<Arc<Entry>>,
-    /// The one of them that takes its family's pages.
+    /// The device of `needs` that is the backing device of the family.
     pub(crate) backing: Option<Arc<Entry>>,
-    /// What the forks of a base share, from the first one on. Locked also while it is made.
+    /// Family of a base's forks, from the first fork on. Held also while the family is created.
     pub family: Mutex<Option<Family>>,
-    /// How often a fork was set back to its base.
+    /// Number of resets to the initial content: of a fork, to its base.
     pub rewinds: AtomicU64,
-    /// Of a snapshot in memory: its origin, and how often that had been rewound.
+    /// Number of changes by clients at the last reset of the content.
+    changes_wiped: AtomicU64,
+    /// Origin of a snapshot in memory, and the origin's number of resets at that time.
     pub origin: Option<(Weak<Entry>, u64)>,
-    /// The device, as the origin of snapshots with stores. Has all that is written, but for zoned
-    /// devices.
+    /// The device as the origin of snapshots with stores. All writes go through it. None if the device
+    /// cannot be an origin, for example a zoned one.
     pub cow_origin: Option<cow::Origin>,
 }
 
 impl Entry {
-    /// A device that stands on others, or on nothing.
+    /// Creates an entry without layers. `needs` are the devices that it depends on.
     pub fn new(
         spec: Spec,
-        kind: Box<dyn Made>,
+        kind: Box<dyn KindInstance>,
         device: Option<Arc<dyn Device>>,
         needs: Vec<Arc<Entry>>,
     ) -> Self {
@@ -526,6 +539,7 @@ impl Entry {
         Self {
             words: Words::default(),
             identity: Identity::new(),
+            restart: Mutex::new(RestartPolicy { keep: spec.keep, on_lost: spec.on_lost }),
             spec,
             kind,
             template: None,
@@ -540,27 +554,28 @@ impl Entry {
             backing: None,
             family: Mutex::default(),
             rewinds: AtomicU64::new(0),
+            changes_wiped: AtomicU64::new(0),
             origin: None,
             cow_origin: None,
         }
     }
 
-    /// Its name.
+    /// Returns the name.
     pub fn name(&self) -> &str {
         &self.spec.name
     }
 
-    /// The device as exports see it. A template has none.
+    /// Returns the device with its layers, as exports use it. A template has none.
     pub fn device(&self) -> Option<&Arc<dyn Device>> {
         self.device.as_ref()
     }
 
-    /// What it keeps in memory: a RAM disk or fork itself, the copies of a file's snapshot.
+    /// Returns the RAM disk, fork or snapshot in memory, or the copies of a snapshot in memory.
     pub fn in_memory(&self) -> Option<&Ram> {
         self.kind.ram().map(|ram| &**ram).or_else(|| self.kind.copies())
     }
 
-    /// Its size in bytes; of a template that of its forks.
+    /// Returns the size in bytes, for a template that of its forks.
     pub fn size(&self) -> u64 {
         match (&self.device, self.spec.kind.fork()) {
             (Some(device), _) => {
@@ -572,20 +587,12 @@ impl Entry {
         }
     }
 
-    /// Whether it takes no writes, from anybody.
+    /// Returns true if the device is read-only.
     pub fn is_read_only(&self) -> bool {
         self.device.as_ref().is_some_and(|device| device.geometry().read_only)
     }
 
-    /// Sets the data back, as the kind does it: see [`Made::wipe`].
-    pub fn wipe(&self, counters: bool) -> device::Result<()> {
-        if let Some(origin) = &self.cow_origin {
-            origin.was_changed();
-        }
-        self.layers.wipe(&|| self.kind.wipe(counters))
-    }
-
-    /// What has to be there as long as this is.
+    /// Returns the devices that this device depends on. They cannot be removed before it.
     pub fn needs(&self) -> &[Arc<Entry>] {
         &self.needs
     }

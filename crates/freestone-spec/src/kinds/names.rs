@@ -1,19 +1,20 @@
-//! Words that several kinds have: keys, names of other devices, and what is said of a device that does
-//! not do for something.
+//! Keys, parsers and messages that several kinds use.
 
 use super::Entry;
 use crate::entries::check_name;
 use crate::keys::joined;
 use crate::layers::{FAULT_KEYS, ZONE_KEYS};
 
-/// What those take that can have layers.
+/// Kind in the words of a restored device that no other kind can describe.
+pub const RESTORED: &str = "restored";
+/// Keys of kinds with layers.
 pub(super) const LAYER_KEYS: [&str; 18] = joined(&ZONE_KEYS, &FAULT_KEYS, &["publish", "tls_clients"]);
-/// Why what is only read is no origin.
+/// Reason why a read-only device cannot be an origin.
 pub(super) const IS_READ_ONLY: &str = "is read-only, so it does not change; fork it";
-/// Why a snapshot is no origin.
+/// Reason why a snapshot cannot be an origin.
 pub(super) const IS_SNAPSHOT: &str = "is a snapshot, which does not change; fork it";
 
-/// The name of a device that is there.
+/// Parses the name of another device.
 pub(super) fn parse_name(text: &str) -> Result<String, String> {
     match check_name(text) {
         Ok(()) => Ok(text.to_owned()),
@@ -21,7 +22,7 @@ pub(super) fn parse_name(text: &str) -> Result<String, String> {
     }
 }
 
-/// Why a device that changes is no base.
+/// Returns the reason why a writable device cannot be a base.
 pub(super) fn is_live(base: &Entry) -> String {
     format!("is live; take a snapshot and fork that: freestone snapshot {} NAME", base.name())
 }

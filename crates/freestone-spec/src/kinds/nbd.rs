@@ -1,4 +1,4 @@
-//! Exports of NBD servers, ours and others.
+//! Kind `nbd`: exports of NBD servers.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use freestone_nbd_client::{
 use serde_json::{Value, json};
 
 use super::ahead::{Opener, opener};
-use super::found::check_size;
+use super::check_size::check_size;
 use super::names::IS_READ_ONLY;
 use super::registry::Registry;
-use super::{Asked, Built, Entry, Made, Spec, is_live};
+use super::{Built, Entry, KindConfig, KindInstance, Spec, is_live};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
@@ -28,25 +28,25 @@ const TLS_KEYS: [&str; 4] = ["tls_ca", "tls_cert", "tls_key", "tls_hostname"];
 const OWN_KEYS: [&str; 14] =
     joined(&["uri", "connections", "timeout", "readonly", "size"], &TLS_KEYS, &FAULT_KEYS);
 const KEYS: [&str; 30] = joined(&OWN_KEYS, &family::KEYS, &["publish", "tls_clients"]);
-/// What stands in an error instead of a URI that may have a password in it.
+/// Replacement, in an error, for a URI that may contain a password.
 const NOT_SHOWN: &str = "(not shown)";
 
-/// An export as it was asked for.
+/// Specification of an export.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NbdSpec {
-    /// Where it is.
+    /// URI of the export.
     pub uri: Uri,
-    /// Connections at most.
+    /// Maximum number of connections.
     pub connections: usize,
-    /// How long requests wait for a server that is away.
+    /// How long requests wait for a server that is not reachable.
     pub timeout: Duration,
-    /// Only reads are served.
+    /// The device is read-only.
     pub readonly: bool,
-    /// Bytes that it must have, where that was said.
+    /// Expected size in bytes.
     pub size: Option<u64>,
-    /// For `nbds`.
+    /// TLS files, for `nbds` URIs.
     pub tls: TlsFiles,
-    /// What its forks share.
+    /// Family of the forks.
     pub family: FamilySpec,
 }
 
@@ -100,7 +100,7 @@ fn parse_connections(text: &str) -> Result<usize, String> {
 }
 
 fn parse_timeout(text: &str) -> Result<Duration, String> {
-    times::within(text, (MIN_TIMEOUT, MAX_TIMEOUT))
+    times::parse_in_range(text, (MIN_TIMEOUT, MAX_TIMEOUT))
 }
 
 impl NbdSpec {
@@ -113,16 +113,16 @@ impl NbdSpec {
             read_only: self.readonly,
             tls: self.tls.clone(),
         };
-        move || Nbd::open(&config).map(Arc::new).map_err(|error| of_setup(&error))
+        move || Nbd::open(&config).map(Arc::new).map_err(|error| setup_refusal(&error))
     }
 }
 
-impl Asked for NbdSpec {
+impl KindConfig for NbdSpec {
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
         let backing = registry.backing(&self.family)?;
         let device = registry.ahead.open(&spec.name, self.open(&spec.name))?;
         check_size(self.size, &device.geometry(), "export")?;
-        Ok(Built { backing, ..Built::alone(Remote(Arc::clone(&device)), device) })
+        Ok(Built { backing, ..Built::standalone(Remote(Arc::clone(&device)), device) })
     }
 
     fn opener(&self, spec: &Spec) -> Option<Opener> {
@@ -146,7 +146,7 @@ impl Asked for NbdSpec {
     }
 }
 
-fn of_setup(error: &SetupError) -> Refusal {
+fn setup_refusal(error: &SetupError) -> Refusal {
     let errno = match error {
         SetupError::Link { .. } => Errno::EIO,
         SetupError::Certificate { .. } | SetupError::Tls(_) => Errno::EINVAL,
@@ -155,7 +155,7 @@ fn of_setup(error: &SetupError) -> Refusal {
     Refusal::failed(errno, error)
 }
 
-/// An export of a server.
+/// An open export.
 struct Remote(Arc<Nbd>);
 
 impl Remote {
@@ -164,7 +164,7 @@ impl Remote {
     }
 }
 
-impl Made for Remote {
+impl KindInstance for Remote {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -198,7 +198,7 @@ impl Made for Remote {
     }
 }
 
-/// Its attributes.
+/// Attributes.
 const NAMES: [&str; 6] = ["uri", "connections", "reconnects", "last_error", "readonly", "size"];
-/// Of one that is only read: also those of the forks' family.
+/// Attributes of a read-only export, including those of the forks' family.
 const BASE_NAMES: [&str; 12] = joined(&NAMES, &family::NAMES, &[]);

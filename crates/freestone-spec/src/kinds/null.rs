@@ -1,5 +1,5 @@
-//! Null devices: test drives with the keys of the kernel's `null_blk`, and why some of them mean
-//! nothing here.
+//! Kind `null`: test drives with the keys of the kernel's `null_blk`. Parameters that have no
+//! equivalent are refused with a reason.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,17 +10,17 @@ use freestone::ram::{Family, Ram};
 use serde_json::{Value, json};
 
 use super::registry::Registry;
-use super::{Asked, Built, Entry, KindSpec, Made, Spec};
+use super::{Built, Entry, KindConfig, KindInstance, KindSpec, Spec};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, SECTOR_BYTES, joined, parse_bool, parse_length, parse_sectors};
-use crate::layers::{Below, Drive, FAULT_KEYS, ZONE_KEYS, bad_ranges, parse_badblocks, parse_cache};
+use crate::layers::{DataInfo, Drive, FAULT_KEYS, ZONE_KEYS, bad_ranges, parse_badblocks, parse_cache};
 use crate::refusal::{Errno, Refusal};
 use crate::size::{self, exact};
 use freestone::view::Shaped;
 
 pub(super) const NAME: &str = "null";
-/// Keys that are attributes of every null device.
+/// Keys that are also attributes of every null device.
 const NAMES: [&str; 14] = [
     "size",
     "blocksize",
@@ -44,22 +44,22 @@ const OTHER_KEYS: [&str; 20] = joined(
     &["faults", "seed", "power_cut", "power_cut_unit", "record", "publish", "tls_clients", "on_lost"],
 );
 const KEYS: [&str; 36] = joined(&OWN_KEYS, &OTHER_KEYS, &[]);
-const _: () = assert!(FAULT_KEYS.len() == 5, "they are all in the list above");
-/// Keys of compressed memory.
+const _: () = assert!(FAULT_KEYS.len() == 5, "OTHER_KEYS contains all fault keys");
+/// Keys that need `comp_algorithm`.
 const COMPRESSED_KEYS: [&str; 2] = ["algorithm_params", "mem_limit"];
 
 const BLOCKSIZE_MIN_BYTES: u32 = 512;
 const BLOCKSIZE_MAX_BYTES: u32 = 4096;
-/// What blocks have where nothing was said.
+/// Default block size.
 const BLOCKSIZE_BYTES: u32 = 4096;
-/// Longest time to an answer: longer ones are what `faults` is for.
+/// Largest `completion_nsec`. `faults` has longer delays.
 const COMPLETION_NSEC_MAX: u64 = COMPLETION_MAX.as_nanos() as u64;
-/// Smallest `max_sectors`, as in the kernel: a page.
+/// Smallest request limit, as in the kernel: a page.
 const MAX_REQUEST_MIN_BYTES: u64 = 4096;
-/// Largest: more than any client sends.
+/// Largest request limit, above what clients send.
 const MAX_REQUEST_MAX_BYTES: u64 = 1 << 30;
 
-/// The kernel's other parameters, and what to do instead.
+/// Other parameters of the kernel's driver, and what to use instead.
 const FOREIGN_KEYS: [(&str, &str); 27] = [
     ("gb", "write size with a unit: size=4G"),
     ("bs", "write blocksize"),
@@ -81,11 +81,11 @@ const FOREIGN_KEYS: [(&str, &str); 27] = [
     ("virt_boundary", "buffers of clients need no alignment here"),
     (
         "timeout",
-        "requests that are answered late or never are faults='all delay=5s chance=1%' or faults='all hang chance=1%'",
+        "use faults= for delayed and hanging requests, for example faults='all delay=5s chance=1%' or faults='all hang chance=1%'",
     ),
     (
         "timeout_inject",
-        "requests that are answered late or never are faults='all delay=5s chance=1%' or faults='all hang chance=1%'",
+        "use faults= for delayed and hanging requests, for example faults='all delay=5s chance=1%' or faults='all hang chance=1%'",
     ),
     (
         "requeue",
@@ -108,44 +108,44 @@ const FOREIGN_KEYS: [(&str, &str); 27] = [
     ("g_submit_queues", "there are no queues here"),
 ];
 
-/// A null device as it was asked for.
+/// Specification of a null device.
 #[derive(Debug, Clone, PartialEq)]
 #[expect(clippy::struct_excessive_bools, reason = "the kernel's switches, each with its name")]
 pub struct NullSpec {
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// Logical block in bytes.
+    /// Logical block size in bytes.
     pub blocksize: u32,
-    /// Where data is kept.
+    /// Where data is stored.
     pub backing: NullBacking,
-    /// Discards are offered.
+    /// Discards are supported.
     pub discard: bool,
     /// Bytes of the volatile write cache.
     pub cache_size: Option<u64>,
-    /// FUA is offered.
+    /// FUA is supported.
     pub fua: bool,
-    /// MiB a second; 0 is no limit.
+    /// Bandwidth in MiB per second; 0 is unlimited.
     pub mbps: u32,
-    /// Time to an answer.
+    /// Completion time of a request.
     pub completion: Duration,
-    /// Changes of the list of bad blocks, `+8-15`.
+    /// Changes of the list of bad blocks, for example `+8-15`.
     pub badblocks: Vec<String>,
-    /// A range is good again after it failed one request.
+    /// A range becomes good after it has failed one request.
     pub badblocks_once: bool,
-    /// What lies before the first bad sector is transferred.
+    /// Data before the first bad sector of a request is transferred.
     pub badblocks_partial_io: bool,
-    /// Largest request in bytes; 0 is no limit.
+    /// Largest request in bytes; 0 is unlimited.
     pub max_request: u32,
-    /// Clients are told that the disk turns.
+    /// The device reports itself as rotational.
     pub rotational: bool,
-    /// Only reads are served.
+    /// The device is read-only.
     pub readonly: bool,
 }
 
-/// Where a null device keeps data.
+/// Where a null device stores data.
 #[derive(Debug, Clone, PartialEq)]
 pub enum NullBacking {
-    /// Nowhere.
+    /// Nowhere: writes are dropped, reads return zeroes.
     Nothing,
     /// In memory.
     Memory,
@@ -166,12 +166,12 @@ impl NullSpec {
             return Err(keys.refuse("size", why));
         }
         let yes = |key| Ok::<_, SpecError>(keys.take(key, parse_bool)?.unwrap_or(false));
-        let kept = yes("memory_backed")?;
-        if size == 0 && (kept || yes("zoned")?) {
+        let stored = yes("memory_backed")?;
+        if size == 0 && (stored || yes("zoned")?) {
             return Err(keys.refuse("size", "can be 0 only without memory_backed and without zones"));
         }
         let discard = yes("discard")?;
-        if discard && !kept {
+        if discard && !stored {
             return Err(
                 keys.refuse("discard", "only with memory_backed=1: without memory there is nothing to free")
             );
@@ -181,14 +181,14 @@ impl NullSpec {
         }
         let cache_size = keys.take("cache_size", parse_cache)?.flatten();
         for key in ["power_cut", "record"] {
-            let said = if key == "record" { keys.typed(key).is_some() } else { yes(key)? };
-            if said && !kept {
+            let given = if key == "record" { keys.typed(key).is_some() } else { yes(key)? };
+            if given && !stored {
                 return Err(
-                    keys.refuse(key, "only with memory_backed=1: what keeps nothing has nothing to lose")
+                    keys.refuse(key, "only with memory_backed=1: without memory there is no data to lose")
                 );
             }
         }
-        if cache_size.is_some() && !kept {
+        if cache_size.is_some() && !stored {
             return Err(
                 keys.refuse("cache_size", "only with memory_backed=1: there is nothing behind the cache")
             );
@@ -213,7 +213,7 @@ impl NullSpec {
         Ok(Self {
             size,
             blocksize,
-            backing: backing(keys, kept)?,
+            backing: backing(keys, stored)?,
             discard,
             cache_size,
             fua,
@@ -229,27 +229,27 @@ impl NullSpec {
     }
 }
 
-fn backing(keys: &Keys, kept: bool) -> Result<NullBacking, SpecError> {
+fn backing(keys: &Keys, stored: bool) -> Result<NullBacking, SpecError> {
     if keys.typed("comp_algorithm").is_some() {
-        if !kept {
+        if !stored {
             return Err(keys.refuse("comp_algorithm", "only with memory_backed=1"));
         }
         return Ok(NullBacking::Compressed(Box::new(FamilySpec::take(keys)?)));
     }
     match COMPRESSED_KEYS.iter().find(|key| keys.typed(key).is_some()) {
         Some(key) => Err(keys.refuse(key, "only with memory_backed=1 and comp_algorithm")),
-        None if kept => Ok(NullBacking::Memory),
+        None if stored => Ok(NullBacking::Memory),
         None => Ok(NullBacking::Nothing),
     }
 }
 
-/// A drive without a medium has none.
+/// Parses the size. Unlike other devices, a null device can be empty.
 fn parse_null_size(text: &str) -> Result<u64, String> {
     if text == "0" { Ok(0) } else { parse_length(text) }
 }
 
 fn parse_blocksize(text: &str) -> Result<u32, String> {
-    // A block size is written in bytes by everybody, so the bare number is welcome here.
+    // Block sizes are usually written in bytes, so a number without a unit is accepted.
     let bytes = text.parse().ok().or_else(|| size::parse(text).ok().and_then(|n| u32::try_from(n).ok()));
     bytes
         .filter(|n: &u32| n.is_power_of_two() && (BLOCKSIZE_MIN_BYTES..=BLOCKSIZE_MAX_BYTES).contains(n))
@@ -258,7 +258,7 @@ fn parse_blocksize(text: &str) -> Result<u32, String> {
 
 fn parse_mbps(text: &str) -> Result<u32, String> {
     let number = text.parse().ok().filter(|mbps| *mbps <= MBPS_MAX);
-    number.ok_or_else(|| format!("must be 0 (no limit) to {MBPS_MAX} (MiB a second)"))
+    number.ok_or_else(|| format!("must be 0 (no limit) to {MBPS_MAX} (MiB per second)"))
 }
 
 fn parse_completion(text: &str) -> Result<Duration, String> {
@@ -270,10 +270,10 @@ fn parse_completion(text: &str) -> Result<Duration, String> {
 
 // ---- setting up ---------------------------------------------------------------------------------
 
-impl Asked for NullSpec {
+impl KindConfig for NullSpec {
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
         let (data, device) = data(spec, self, registry)?;
-        Ok(Built::alone(data, device))
+        Ok(Built::standalone(data, device))
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -295,8 +295,8 @@ impl Asked for NullSpec {
         self.backing != NullBacking::Nothing
     }
 
-    fn below_layers(&self) -> Below<'_> {
-        Below {
+    fn data_info(&self) -> DataInfo<'_> {
+        DataInfo {
             file: None,
             drive: Some(Drive {
                 stores: self.backing != NullBacking::Nothing,
@@ -309,18 +309,22 @@ impl Asked for NullSpec {
     }
 }
 
-/// The lowest layer of a null device.
-fn data(whole: &Spec, spec: &NullSpec, registry: &Registry) -> Result<(NullData, Arc<dyn Device>), Refusal> {
+/// Creates the data of a null device, below its layers.
+fn data(
+    device_spec: &Spec,
+    spec: &NullSpec,
+    registry: &Registry,
+) -> Result<(NullData, Arc<dyn Device>), Refusal> {
     let config = null::Config {
         size: spec.size,
         logical_block: spec.blocksize,
         rotational: spec.rotational,
         read_only: spec.readonly,
-        // Zones free what they reset, and offer nothing of that kind themselves.
-        discard: spec.discard || whole.layers.zones.is_some(),
+        // The zone layer discards the data of zones that are reset. It offers no discards itself.
+        discard: spec.discard || device_spec.layers.zones.is_some(),
         max_request: spec.max_request,
     };
-    let refused = |error| match error {
+    let setup_refusal = |error| match error {
         null::SetupError::NoMemory => Refusal::failed(Errno::ENOMEM, error),
         null::SetupError::MemoryFile(_) => Refusal::failed(Errno::EIO, error),
         null::SetupError::Size { size, largest, .. } => {
@@ -330,15 +334,15 @@ fn data(whole: &Spec, spec: &NullSpec, registry: &Registry) -> Result<(NullData,
         error => Refusal::failed(Errno::EINVAL, error),
     };
     Ok(match &spec.backing {
-        NullBacking::Nothing => (NullData::Nothing, Arc::new(Null::new(config).map_err(refused)?)),
+        NullBacking::Nothing => (NullData::Nothing, Arc::new(Null::new(config).map_err(setup_refusal)?)),
         NullBacking::Memory => {
-            let memory = Arc::new(Memory::new(config).map_err(refused)?);
+            let memory = Arc::new(Memory::new(config).map_err(setup_refusal)?);
             (NullData::Memory(Arc::clone(&memory)), memory)
         }
         NullBacking::Compressed(family) => {
-            // It has no key for a backing device.
-            let family = registry.new_family(&whole.name, family, spec.size, None)?;
-            let ram = Arc::new(family.ram(spec.size).map_err(family::refused)?);
+            // Null devices have no `backing_dev`.
+            let family = registry.new_family(&device_spec.name, family, spec.size, None)?;
+            let ram = Arc::new(family.ram(spec.size).map_err(family::setup_refusal)?);
             let device = Shaped::new(Arc::clone(&ram) as Arc<dyn Device>, |geometry| {
                 geometry.logical_block = config.logical_block;
                 geometry.max_request = config.max_request;
@@ -353,17 +357,17 @@ fn data(whole: &Spec, spec: &NullSpec, registry: &Registry) -> Result<(NullData,
     })
 }
 
-/// What holds the data of a null device.
+/// Data of a null device.
 pub enum NullData {
-    /// Writes vanish, reads are zeroes.
+    /// Writes are dropped, reads return zeroes.
     Nothing,
-    /// `memory_backed=1`.
+    /// In memory: `memory_backed=1`.
     Memory(Arc<Memory>),
-    /// The same with `comp_algorithm`.
+    /// In memory, compressed: `memory_backed=1` with `comp_algorithm`.
     Compressed(Arc<Ram>),
 }
 
-impl Made for NullData {
+impl KindInstance for NullData {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -380,7 +384,7 @@ impl Made for NullData {
     }
 
     fn check_base(&self, _: &Entry) -> Result<(), String> {
-        Err("a null device is no base".into())
+        Err("a null device cannot be a base".into())
     }
 
     fn can_wipe(&self) -> bool {
@@ -392,6 +396,14 @@ impl Made for NullData {
             Self::Nothing => Ok(()),
             Self::Memory(memory) => memory.reset(),
             Self::Compressed(ram) => super::ram::wipe(ram, counters),
+        }
+    }
+
+    fn skip_wipe(&self, counters: bool) -> bool {
+        match self {
+            Self::Nothing => true,
+            Self::Memory(memory) => memory.is_untouched(),
+            Self::Compressed(ram) => super::ram::skip_wipe(ram, counters),
         }
     }
 

@@ -1,4 +1,4 @@
-//! qcow2 images, read-only.
+//! Kind `qcow2`: read-only qcow2 images.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::names::IS_READ_ONLY;
 use super::registry::Registry;
-use super::{Asked, Built, Entry, KindSpec, Made, Spec};
+use super::{Built, Entry, KindConfig, KindInstance, KindSpec, Spec};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::files::errno_of;
@@ -20,17 +20,17 @@ use crate::refusal::{Errno, Refusal};
 
 pub(super) const NAME: &str = "qcow2";
 const KEYS: [&str; 18] = joined(&["path", "standalone"], &family::KEYS, &["publish", "tls_clients"]);
-/// Its attributes, and those of the forks' family.
+/// Attributes, including those of the forks' family.
 const NAMES: [&str; 9] = joined(&["path", "standalone", "size"], &family::NAMES, &[]);
 
-/// An image as it was asked for.
+/// Specification of an image.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Qcow2Spec {
-    /// Where it is.
+    /// Path.
     pub path: PathBuf,
-    /// Refuse one that stands on other files.
+    /// Refuse an image that refers to other files.
     pub standalone: bool,
-    /// What its forks share.
+    /// Family of the forks.
     pub family: FamilySpec,
 }
 
@@ -45,12 +45,12 @@ impl Qcow2Spec {
     }
 }
 
-impl Asked for Qcow2Spec {
+impl KindConfig for Qcow2Spec {
     fn build(&self, _: &Spec, registry: &Registry) -> Result<Built, Refusal> {
         let backing = registry.backing(&self.family)?;
         let config = qcow2::Config { path: self.path.clone(), standalone: self.standalone };
-        let image = Arc::new(Image::open(&config).map_err(|e| of_image(&e))?);
-        Ok(Built { backing, ..Built::alone(Qcow2(Arc::clone(&image)), image) })
+        let image = Arc::new(Image::open(&config).map_err(|e| image_refusal(&e))?);
+        Ok(Built { backing, ..Built::standalone(Qcow2(Arc::clone(&image)), image) })
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -62,7 +62,7 @@ impl Asked for Qcow2Spec {
     }
 }
 
-fn of_image(error: &qcow2::SetupError) -> Refusal {
+fn image_refusal(error: &qcow2::SetupError) -> Refusal {
     let errno = match error {
         qcow2::SetupError::File(e) => errno_of(e),
         _ => Errno::EIO,
@@ -76,7 +76,7 @@ fn of_image(error: &qcow2::SetupError) -> Refusal {
 
 struct Qcow2(Arc<Image>);
 
-impl Made for Qcow2 {
+impl KindInstance for Qcow2 {
     fn name(&self) -> &'static str {
         NAME
     }

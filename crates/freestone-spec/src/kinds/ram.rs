@@ -1,4 +1,4 @@
-//! Compressed RAM disks.
+//! Kind `ram`: compressed RAM disks. Forks and snapshots in memory use its attributes and changes too.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use freestone::ram::{Config, Family, Ram, SetupError};
 use serde_json::{Map, Value, json};
 
 use super::registry::Registry;
-use super::{Asked, Built, Entry, LAYER_KEYS, Made, Spec, is_live};
+use super::{Built, Entry, KindConfig, KindInstance, LAYER_KEYS, Spec, is_live};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec, parse_batch, parse_units};
 use crate::full::{self, FullChange};
@@ -22,14 +22,14 @@ use freestone::view::ReadOnly;
 pub(super) const NAME: &str = "ram";
 const KEYS: [&str; 36] = joined(&["disksize", "readonly", "on_lost", "keep"], &family::KEYS, &LAYER_KEYS);
 
-/// A RAM disk as it was asked for.
+/// Specification of a RAM disk.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RamSpec {
-    /// Bytes.
+    /// Size in bytes.
     pub disksize: u64,
-    /// Users only read it.
+    /// Users can only read it.
     pub readonly: bool,
-    /// Everything else.
+    /// Family that begins with the disk.
     pub family: FamilySpec,
 }
 
@@ -42,12 +42,12 @@ impl RamSpec {
     }
 }
 
-impl Asked for RamSpec {
+impl KindConfig for RamSpec {
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
         let backing = registry.backing(&self.family)?;
         let family = registry.new_family(&spec.name, &self.family, self.disksize, backing.as_ref())?;
-        let ram = Arc::new(family.ram(self.disksize).map_err(family::refused)?);
-        Ok(Built { backing, ..Built::alone(RamDisk(Arc::clone(&ram)), shown(ram, self.readonly)) })
+        let ram = Arc::new(family.ram(self.disksize).map_err(family::setup_refusal)?);
+        Ok(Built { backing, ..Built::standalone(RamDisk(Arc::clone(&ram)), user_device(ram, self.readonly)) })
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -67,15 +67,15 @@ impl Asked for RamSpec {
     }
 }
 
-/// What users of a RAM disk see.
-pub(super) fn shown(ram: Arc<Ram>, readonly: bool) -> Arc<dyn Device> {
+/// Returns the device that users of a RAM disk use.
+pub(super) fn user_device(ram: Arc<Ram>, readonly: bool) -> Arc<dyn Device> {
     if readonly { Arc::new(ReadOnly(ram)) } else { ram }
 }
 
 /// A RAM disk.
 pub(super) struct RamDisk(pub Arc<Ram>);
 
-impl Made for RamDisk {
+impl KindInstance for RamDisk {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -104,6 +104,10 @@ impl Made for RamDisk {
         wipe(&self.0, counters)
     }
 
+    fn skip_wipe(&self, counters: bool) -> bool {
+        skip_wipe(&self.0, counters)
+    }
+
     fn attrs(&self) -> &'static [&'static str] {
         &NAMES
     }
@@ -123,7 +127,7 @@ impl Made for RamDisk {
         changes: &[(Change, &String, String)],
     ) -> Result<(), Refusal> {
         for (change, attr, text) in changes {
-            change.make(&self.0).map_err(|e| {
+            change.apply(&self.0).map_err(|e| {
                 Refusal::failed(Errno::EINVAL, format!("{}: {attr}={text}: {e}", entry.name()))
             })?;
         }
@@ -131,8 +135,7 @@ impl Made for RamDisk {
     }
 }
 
-/// Sets the data of a disk or fork back to what it was in the beginning; on request the counters as
-/// well.
+/// Resets the data of a disk or fork to its initial content, and on request the counters.
 pub(super) fn wipe(ram: &Ram, counters: bool) -> device::Result<()> {
     let done = if counters { ram.reset() } else { ram.rewind() };
     done.map_err(|error| match error {
@@ -141,9 +144,18 @@ pub(super) fn wipe(ram: &Ram, counters: bool) -> device::Result<()> {
     })
 }
 
+/// Returns true if [`wipe`] would not change the content. On request, clears the counters then.
+pub(super) fn skip_wipe(ram: &Ram, counters: bool) -> bool {
+    let skips = ram.holds_nothing();
+    if skips && counters {
+        ram.clear_counters();
+    }
+    skips
+}
+
 // ---- attributes ---------------------------------------------------------------------------------
 
-/// Their names, in the order in which they are shown.
+/// Attributes, in the order in which they are shown.
 const NAMES: [&str; 22] = [
     "disksize",
     "readonly",
@@ -169,11 +181,11 @@ const NAMES: [&str; 22] = [
     "debug_stat",
 ];
 
-/// Attributes that can be set, for the sentence that says so.
+/// Settable attributes, for an error message.
 const SETTABLE: &str = "disksize (grow), mem_limit, mem_used_max (0), writeback_limit, writeback_limit_enable, \
                         writeback_batch_size, full, full_timeout and full_warn can be set";
 
-/// The value of an attribute that the disk has.
+/// Returns the value of an attribute.
 fn value(ram: &Ram, attr: &str) -> Option<Value> {
     Some(match attr {
         "disksize" => json!(ram.config().disksize),
@@ -203,7 +215,8 @@ fn value(ram: &Ram, attr: &str) -> Option<Value> {
     })
 }
 
-/// The words as they can be typed again: those of the primary algorithm, then those of the others.
+/// Formats `algorithm_params` as it can be typed: the words of the primary algorithm, then those of
+/// the secondary ones.
 fn algorithm_params(config: &Config) -> String {
     let mut text = words(&config.algorithm_params);
     for (priority, secondary) in (1..).zip(&config.recomp_algorithms) {
@@ -217,7 +230,7 @@ fn algorithm_params(config: &Config) -> String {
     text
 }
 
-/// Those of one algorithm.
+/// Formats the parameters of one algorithm.
 fn words(params: &Params) -> String {
     match params.dictionary.as_ref().and_then(Dictionary::path) {
         Some(path) => {
@@ -228,7 +241,7 @@ fn words(params: &Params) -> String {
     }
 }
 
-/// `{"1": "zstd"}`: algorithms by priority.
+/// Returns the secondary algorithms by priority: `{"1": "zstd"}`.
 fn recomp_algorithm(config: &Config) -> Value {
     let all = (1..).zip(&config.recomp_algorithms);
     let all =
@@ -236,7 +249,7 @@ fn recomp_algorithm(config: &Config) -> Value {
     Value::Object(all.collect())
 }
 
-/// The kernel's nine columns, in its order.
+/// Returns the nine columns of the kernel's `mm_stat`, in its order.
 pub fn mm_stat(ram: &Ram) -> Value {
     let s = ram.mm_stat();
     json!({
@@ -252,7 +265,7 @@ pub fn mm_stat(ram: &Ram) -> Value {
     })
 }
 
-/// The kernel's four columns, in its order.
+/// Returns the four columns of the kernel's `io_stat`, in its order.
 pub fn io_stat(ram: &Ram) -> Value {
     let s = ram.io_stat();
     json!({
@@ -263,19 +276,19 @@ pub fn io_stat(ram: &Ram) -> Value {
     })
 }
 
-/// The kernel's three columns, in its order.
+/// Returns the three columns of the kernel's `bd_stat`, in its order.
 pub fn bd_stat(ram: &Ram) -> Value {
     let s = ram.bd_stat();
     json!({ "bd_count": s.bd_count, "bd_reads": s.bd_reads, "bd_writes": s.bd_writes })
 }
 
-/// The kernel's two columns, in its order, behind the version of its format.
+/// Returns the format version and the two columns of the kernel's `debug_stat`, in its order.
 pub fn debug_stat(ram: &Ram) -> Value {
     let s = ram.debug_stat();
     json!({ "version": 1, "writestall": s.writestall, "miss_free": s.miss_free })
 }
 
-/// The backing device, where there is one.
+/// Returns the statistics and the state of the backing device, if there is one.
 pub fn backing(ram: &Ram) -> Option<Value> {
     let (path, s) = (ram.config().backing?.path.unwrap_or_default(), ram.backing()?);
     Some(json!({
@@ -290,22 +303,23 @@ pub fn backing(ram: &Ram) -> Option<Value> {
         "state": match s {
             _ if s.unanswered_writes > 0 => "does not answer",
             _ if s.reads_fail => "reads fail",
+            _ if s.is_full => "full",
             _ => "ok",
         },
     }))
 }
 
-/// What is done where there is no room for a write, and how many wait for some.
+/// Returns the behaviour when the memory limit is reached, and the number of waiting writes.
 pub fn full_stat(ram: &Ram) -> Value {
     let mut when = ram.family().when_full();
     when.wait = ram.own_wait().unwrap_or(when.wait);
-    let shown = |key: &&str| Some(((*key).to_owned(), full::value(when, key)?));
-    let mut stat: Map<_, _> = full::KEYS.iter().filter_map(shown).collect();
+    let attribute = |key: &&str| Some(((*key).to_owned(), full::value(when, key)?));
+    let mut stat: Map<_, _> = full::KEYS.iter().filter_map(attribute).collect();
     stat.insert("waiting".into(), json!(ram.waiting()));
     Value::Object(stat)
 }
 
-/// What recompression by itself has done, where it is on.
+/// Returns the statistics of automatic recompression, if it is on.
 pub fn auto_recompressed(ram: &Ram) -> Option<Value> {
     ram.config().auto_recompress?;
     let s = ram.auto_recompressed();
@@ -318,7 +332,7 @@ pub fn auto_recompressed(ram: &Ram) -> Option<Value> {
 
 // ---- changes ------------------------------------------------------------------------------------
 
-/// A disk or fork with zones stays as large as it is.
+/// Refuses to grow a zoned disk or fork.
 pub(super) fn check_grow(entry: &Entry, attr: &str, text: &str) -> Option<Refusal> {
     let zoned = attr == "disksize" && entry.layers.zones.is_some();
     zoned.then(|| {
@@ -327,31 +341,31 @@ pub(super) fn check_grow(entry: &Entry, attr: &str, text: &str) -> Option<Refusa
     })
 }
 
-/// What a `set` does to a RAM disk, once everything was checked.
+/// A checked change of a RAM disk, fork or family by a `set`. Changes are applied in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Change {
-    /// `disksize`, in bytes. First in order: the only one that can still fail.
+    /// `disksize`, in bytes. First in order, because growing can still fail.
     Grow(u64),
-    /// `mem_limit`, in bytes; 0 for none.
+    /// `mem_limit`, in bytes; 0 is unlimited.
     MemLimit(u64),
     /// `mem_min` of a fork, in bytes.
     MemMin(u64),
-    /// `full` of a fork: its own, or what its family does.
+    /// `full` of a fork; None for the family's behaviour.
     OwnWait(Option<bool>),
     /// `mem_used_max=0`.
     ResetMemUsedMax,
-    /// `writeback_limit`, in units of 4 KiB. Before its switch, which then finds it.
+    /// `writeback_limit`, in units of 4 KiB. Ordered before `writeback_limit_enable`, which uses it.
     WritebackLimit(u64),
     /// `writeback_limit_enable`.
     WritebackLimitEnable(bool),
     /// `writeback_batch_size`, in blocks of 4 KiB.
     WritebackBatchSize(u32),
-    /// `full` and what belongs to it.
+    /// `full`, `full_timeout` or `full_warn`.
     Full(FullChange),
 }
 
 impl Change {
-    /// Checks a value; `None` where there is no such attribute.
+    /// Parses a new value of an attribute. Returns None if there is no such attribute.
     pub fn check(ram: &Ram, name: &str, attr: &str, text: &str) -> Option<Result<Self, Refusal>> {
         let failed = |errno, why: &str| Refusal::failed(errno, format!("{name}: {attr}={text}: {why}"));
         let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
@@ -366,7 +380,9 @@ impl Change {
                 if new < old { Err(failed(Errno::EINVAL, &smaller())) } else { Ok(Self::Grow(new)) }
             }),
             "mem_used_max" if text == "0" => Ok(Self::ResetMemUsedMax),
-            "mem_used_max" => Err(invalid("only 0 can be set, which starts the maximum anew".into())),
+            "mem_used_max" => {
+                Err(invalid("only 0 can be set, which restarts the maximum at the present value".into()))
+            }
             "writeback_limit" | "writeback_limit_enable" | "writeback_batch_size"
                 if ram.config().backing.is_none() =>
             {
@@ -390,7 +406,7 @@ impl Change {
         })
     }
 
-    /// Checks a value of what a family has one of; `None` where there is no such attribute.
+    /// Parses a new value of an attribute of a family. Returns None if there is no such attribute.
     pub(super) fn of_family(attr: &str, text: &str) -> Option<Result<Self, String>> {
         match attr {
             "mem_limit" => Some(parse_limit(text).map(Self::MemLimit)),
@@ -398,20 +414,20 @@ impl Change {
         }
     }
 
-    /// Makes it so for a family, which has nothing of what it does not share.
-    pub(super) fn make_of_family(self, family: &Family) {
+    /// Applies a change of a family. Changes of a single disk are ignored.
+    pub(super) fn apply_to_family(self, family: &Family) {
         match self {
             Self::MemLimit(bytes) => family.set_mem_limit(bytes),
-            Self::Full(change) => family.set_when_full(change.of(family.when_full())),
+            Self::Full(change) => family.set_when_full(change.applied_to(family.when_full())),
             _ => {}
         }
     }
 
-    /// Makes it so.
-    pub fn make(self, ram: &Ram) -> Result<(), SetupError> {
+    /// Applies the change to a disk.
+    pub fn apply(self, ram: &Ram) -> Result<(), SetupError> {
         match self {
             Self::Grow(bytes) => ram.grow(bytes)?,
-            Self::MemLimit(_) | Self::Full(_) => self.make_of_family(&ram.family()),
+            Self::MemLimit(_) | Self::Full(_) => self.apply_to_family(&ram.family()),
             Self::OwnWait(waits) => ram.set_own_wait(waits),
             Self::MemMin(bytes) => ram.set_own_limits(ram.own_limits().0, bytes)?,
             Self::ResetMemUsedMax => ram.reset_mem_used_max(),

@@ -1,4 +1,4 @@
-//! Images in Ceph's RBD, by librbd.
+//! Kind `rbd`: images in Ceph's RBD, through librbd.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use freestone_rbd::{Config, DEFAULT_TIMEOUT, ImageName, MAX_TIMEOUT, MIN_TIMEOUT
 use serde_json::{Value, json};
 
 use super::ahead::{Opener, opener};
-use super::found::check_size;
+use super::check_size::check_size;
 use super::names::IS_READ_ONLY;
 use super::registry::Registry;
-use super::{Asked, Built, Entry, Made, Spec, is_live};
+use super::{Built, Entry, KindConfig, KindInstance, Spec, is_live};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool, parse_length, parse_path};
@@ -25,24 +25,24 @@ const OWN_KEYS: [&str; 12] =
     joined(&["image", "conf", "id", "snap", "timeout", "readonly", "size"], &FAULT_KEYS, &[]);
 const KEYS: [&str; 28] = joined(&OWN_KEYS, &family::KEYS, &["publish", "tls_clients"]);
 
-/// An image as it was asked for.
+/// Specification of an image.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RbdSpec {
-    /// Which one.
+    /// Pool, namespace and name of the image.
     pub image: ImageName,
-    /// Ceph's configuration; none: where Ceph looks for it.
+    /// Ceph configuration file; None for Ceph's default files.
     pub conf: Option<PathBuf>,
-    /// The user; none: as the configuration says.
+    /// Ceph user; None for the default of the configuration.
     pub id: Option<String>,
-    /// A snapshot of the image.
+    /// Snapshot of the image.
     pub snap: Option<String>,
     /// How long requests wait for the cluster.
     pub timeout: Duration,
-    /// Only reads are served.
+    /// The device is read-only.
     pub readonly: bool,
-    /// Bytes that it must have, where that was said.
+    /// Expected size in bytes.
     pub size: Option<u64>,
-    /// What its forks share.
+    /// Family of the forks.
     pub family: FamilySpec,
 }
 
@@ -78,7 +78,7 @@ fn parse_word(text: &str) -> Result<String, String> {
 }
 
 fn parse_timeout(text: &str) -> Result<Duration, String> {
-    times::within(text, (MIN_TIMEOUT, MAX_TIMEOUT))
+    times::parse_in_range(text, (MIN_TIMEOUT, MAX_TIMEOUT))
 }
 
 impl RbdSpec {
@@ -92,16 +92,16 @@ impl RbdSpec {
             read_only: self.readonly,
             ..Config::new(self.image.clone())
         };
-        move || Rbd::open(&config).map(Arc::new).map_err(|error| of_setup(&error))
+        move || Rbd::open(&config).map(Arc::new).map_err(|error| setup_refusal(&error))
     }
 }
 
-impl Asked for RbdSpec {
+impl KindConfig for RbdSpec {
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
         let backing = registry.backing(&self.family)?;
         let device = registry.ahead.open(&spec.name, self.open(&spec.name))?;
         check_size(self.size, &device.geometry(), "image")?;
-        Ok(Built { backing, ..Built::alone(Image(Arc::clone(&device)), device) })
+        Ok(Built { backing, ..Built::standalone(Image(Arc::clone(&device)), device) })
     }
 
     fn opener(&self, spec: &Spec) -> Option<Opener> {
@@ -121,7 +121,7 @@ impl Asked for RbdSpec {
     }
 }
 
-fn of_setup(error: &SetupError) -> Refusal {
+fn setup_refusal(error: &SetupError) -> Refusal {
     let errno = match error {
         SetupError::Thread(_) => Errno::ENOMEM,
         SetupError::NoLibrary { .. }
@@ -137,7 +137,7 @@ fn of_setup(error: &SetupError) -> Refusal {
     Refusal::failed(errno, error)
 }
 
-/// An image that is open.
+/// An open image.
 struct Image(Arc<Rbd>);
 
 impl Image {
@@ -146,7 +146,7 @@ impl Image {
     }
 }
 
-impl Made for Image {
+impl KindInstance for Image {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -179,7 +179,7 @@ impl Made for Image {
     }
 }
 
-/// Its attributes.
+/// Attributes.
 const NAMES: [&str; 5] = ["image", "snap", "last_error", "readonly", "size"];
-/// Of one that is only read: also those of the forks' family.
+/// Attributes of a read-only image, including those of the forks' family.
 const BASE_NAMES: [&str; 11] = joined(&NAMES, &family::NAMES, &[]);

@@ -1,4 +1,4 @@
-//! The devices of a server by name, and which of them stand on which.
+//! Registry of a server's devices: the devices by name, and their dependencies.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,177 +7,183 @@ use freestone::ram::Family;
 
 use super::Entry;
 use super::ahead::Ahead;
-use crate::family::{self, FamilySpec, Target};
+use crate::family::{self, BackingDevice, FamilySpec};
 use crate::refusal::{Errno, Refusal};
 
-/// Most devices of one server.
+/// Maximum number of devices of one server.
 pub const MAX_DEVICES: usize = 65_536;
-/// Names that a refusal lists.
+/// Maximum number of device names in an error message.
 const NAMES_SHOWN: usize = 3;
 
-/// Why a device was not added.
+/// Errors from adding a device.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Refused {
-    /// There is one of that name.
+pub enum AddError {
+    /// A device of that name exists.
     Duplicate,
-    /// [`MAX_DEVICES`] are there.
+    /// [`MAX_DEVICES`] devices exist.
     Full,
-    /// What it stands on was removed meanwhile.
+    /// A device that it depends on was removed meanwhile.
     Gone(String),
 }
 
-impl Refused {
-    /// As users are told it of the device `name`.
+impl AddError {
+    /// Converts the error for a user. `name` is the device that was to be added.
     pub fn of(&self, name: &str) -> Refusal {
         match self {
             Self::Duplicate => {
                 Refusal::failed(Errno::EEXIST, format!("{name}: a device of that name exists"))
             }
-            Self::Full => Refusal::failed(Errno::ENOSPC, format!("{name}: no room for another device")),
+            Self::Full => Refusal::failed(
+                Errno::ENOSPC,
+                format!("{name}: the server has the maximum number of devices, {MAX_DEVICES}"),
+            ),
             Self::Gone(base) => {
-                Refusal::failed(Errno::ENODEV, format!("{name}: {base} was removed at the same time"))
+                Refusal::failed(Errno::ENODEV, format!("{name}: {base} was removed meanwhile"))
             }
         }
     }
 }
 
-/// Devices in the order in which they came. One lock, held to look up, to change or to list, never
-/// during work on a device. Nothing but listing depends on how many devices there are, search trees
-/// apart.
+/// Devices in the order in which they were added. One lock protects the tables. It is held for a lookup,
+/// a change or a list, never during work on a device. All operations but listing take constant or
+/// logarithmic time.
 #[derive(Default)]
 pub struct Registry {
     tables: Mutex<Tables>,
-    /// Devices that a start opens before their turn.
+    /// Remote devices that a start opens before their turn.
     pub ahead: Arc<Ahead>,
 }
 
 #[derive(Default)]
 struct Tables {
-    /// By number, in the order of coming.
+    /// Devices by number, in the order in which they were added.
     entries: BTreeMap<u64, Arc<Entry>>,
+    /// Numbers by name.
     names: HashMap<String, u64>,
-    /// Those that are exports of NBD servers.
+    /// Numbers of exports of NBD servers.
     remote: BTreeSet<u64>,
-    /// Who stands on a device, by its number.
+    /// By number of a device: the numbers and names of the devices that depend on it.
     users: HashMap<u64, BTreeMap<u64, String>>,
+    /// Number of the next device.
     next: u64,
 }
 
 impl Registry {
     fn lock(&self) -> MutexGuard<'_, Tables> {
-        // Nothing below panics between two changes that belong together.
+        // Tables are not changed in code that can panic half-way, so poisoning is ignored.
         self.tables.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The device of that name.
+    /// Returns the device of a name.
     pub fn find(&self, name: &str) -> Option<Arc<Entry>> {
         let tables = self.lock();
         tables.entries.get(tables.names.get(name)?).cloned()
     }
 
-    /// What a device is to stand on, as `key` says.
+    /// Returns the device that another one will depend on. `key` names it, for the error message.
     pub(super) fn needed(&self, key: &str, name: &str) -> Result<Arc<Entry>, Refusal> {
         let none = || Refusal::failed(Errno::ENODEV, format!("{key}={name}: there is no such device (yet)"));
         self.find(name).ok_or_else(none)
     }
 
-    /// A new family, whose disks have `size` bytes together, with the device that was
-    /// [found](Self::backing) for its pages. Warns of what may not be meant.
+    /// Creates a family, whose disks have `size` bytes, with the backing device that
+    /// [`backing`](Self::backing) returned. Logs warnings about probable mistakes.
     pub fn new_family(
         &self,
         name: &str,
-        asked: &FamilySpec,
+        spec: &FamilySpec,
         size: u64,
         backing: Option<&Arc<Entry>>,
     ) -> Result<Family, Refusal> {
-        let target = backing.and_then(|entry| {
-            Some(Target {
+        let backing_device = backing.and_then(|entry| {
+            Some(BackingDevice {
                 device: entry.device()?,
-                // The server of an export can lose its cache while this one lives.
+                // The server of an export can lose its cache while this process lives.
                 write_through: entry.spec.kind.uri().is_some(),
                 in_memory: entry.spec.is_lost(),
             })
         });
-        family::new(name, asked, size, target.as_ref(), || self.limits())
+        family::new(name, spec, size, backing_device.as_ref(), || self.limits())
     }
 
-    /// The limits of all families.
+    /// Returns the memory limits of all families.
     fn limits(&self) -> Vec<u64> {
         let limit = |entry: &Arc<Entry>| match entry.kind.own_family() {
             Some(family) => Some(family.mem_limit()),
-            // One that is being made is not there yet.
+            // The lock is held while a family is created. That family does not count yet.
             None if entry.is_outer_base() => Some(entry.family.try_lock().ok()?.as_ref()?.mem_limit()),
             None => None,
         };
         self.all().iter().filter_map(limit).collect()
     }
 
-    /// All devices.
+    /// Returns all devices.
     pub fn all(&self) -> Vec<Arc<Entry>> {
         self.lock().entries.values().cloned().collect()
     }
 
-    /// Those that are exports of NBD servers.
+    /// Returns the devices that are exports of NBD servers.
     pub fn remote(&self) -> Vec<Arc<Entry>> {
         let tables = self.lock();
         tables.remote.iter().filter_map(|number| tables.entries.get(number).cloned()).collect()
     }
 
-    /// Sentences with the seeds that nobody chose: to make everything happen again.
+    /// Returns messages with the seeds that were chosen at random, with which a run can be repeated.
     pub fn seeds(&self) -> Vec<String> {
-        let told = |entry: &Arc<Entry>| {
+        let seed = |entry: &Arc<Entry>| {
             let layers = &entry.layers;
             layers.seed_is_random.then(|| format!("{}: faults with seed={}", entry.name(), layers.seed))
         };
-        self.all().iter().filter_map(told).collect()
+        self.all().iter().filter_map(seed).collect()
     }
 
-    /// Whether a device of that name would be taken.
-    pub fn check_free(&self, name: &str) -> Result<(), Refused> {
+    /// Checks that a device of this name could be added.
+    pub fn check_free(&self, name: &str) -> Result<(), AddError> {
         self.lock().check_free(name)
     }
 
     /// Adds a device.
-    pub fn add(&self, entry: &Arc<Entry>) -> Result<(), Refused> {
+    pub fn add(&self, entry: &Arc<Entry>) -> Result<(), AddError> {
         let mut tables = self.lock();
         tables.check_free(entry.name())?;
         let below = tables.below(entry)?;
-        tables.put(entry, below);
+        tables.insert(entry, below);
         Ok(())
     }
 
-    /// Puts another device in the place of one of the same name that nobody stands on; in the order
-    /// it comes last.
-    pub fn replace(&self, old: &Arc<Entry>, new: &Arc<Entry>) -> Result<(), Refused> {
+    /// Replaces a device, on which no device depends, by another one of the same name. The new device is
+    /// the last one in order.
+    pub fn replace(&self, old: &Arc<Entry>, new: &Arc<Entry>) -> Result<(), AddError> {
         let mut tables = self.lock();
         let below = tables.below(new)?;
-        let gone = || Refused::Gone(old.name().to_owned());
+        let gone = || AddError::Gone(old.name().to_owned());
         let number =
             tables.number(old).filter(|number| !tables.users.contains_key(number)).ok_or_else(gone)?;
-        tables.take(old, number);
-        tables.put(new, below);
+        tables.remove(old, number);
+        tables.insert(new, below);
         Ok(())
     }
 
-    /// Takes a device out, unless others stand on it: then it answers who. One that is not there
-    /// (any more) is out already.
+    /// Removes a device. Fails with its users if other devices depend on it. A device that is not in the
+    /// registry counts as removed.
     pub fn remove(&self, entry: &Arc<Entry>) -> Result<(), Users> {
         let mut tables = self.lock();
         let Some(number) = tables.number(entry) else { return Ok(()) };
         if let Some(users) = tables.users_of(number) {
             return Err(users);
         }
-        tables.take(entry, number);
+        tables.remove(entry, number);
         Ok(())
     }
 
-    /// Who stands on a device; `None` where nobody does.
+    /// Returns the devices that depend on a device, or None.
     pub fn users(&self, entry: &Arc<Entry>) -> Option<Users> {
         let tables = self.lock();
         tables.users_of(tables.number(entry)?)
     }
 
-    /// Refuses where others stand on the device: what they show would change.
+    /// Fails if other devices depend on the device, because their content would change. `done` is the
+    /// participle of the operation, for the message.
     pub fn check_unused(&self, entry: &Arc<Entry>, done: &str) -> Result<(), Refusal> {
         let Some(users) = self.users(entry) else { return Ok(()) };
         let stand = if users.count == 1 { "stands" } else { "stand" };
@@ -187,20 +193,20 @@ impl Registry {
 }
 
 impl Tables {
-    fn check_free(&self, name: &str) -> Result<(), Refused> {
+    fn check_free(&self, name: &str) -> Result<(), AddError> {
         if self.names.contains_key(name) {
-            return Err(Refused::Duplicate);
+            return Err(AddError::Duplicate);
         }
-        if self.entries.len() >= MAX_DEVICES { Err(Refused::Full) } else { Ok(()) }
+        if self.entries.len() >= MAX_DEVICES { Err(AddError::Full) } else { Ok(()) }
     }
 
-    /// The numbers of what a device is to stand on.
-    fn below(&self, entry: &Entry) -> Result<Vec<u64>, Refused> {
-        let gone = |needed: &Arc<Entry>| Refused::Gone(needed.name().to_owned());
+    /// Returns the numbers of the devices that a device depends on.
+    fn below(&self, entry: &Entry) -> Result<Vec<u64>, AddError> {
+        let gone = |needed: &Arc<Entry>| AddError::Gone(needed.name().to_owned());
         entry.needs().iter().map(|needed| self.number(needed).ok_or_else(|| gone(needed))).collect()
     }
 
-    fn put(&mut self, entry: &Arc<Entry>, below: Vec<u64>) {
+    fn insert(&mut self, entry: &Arc<Entry>, below: Vec<u64>) {
         let number = self.next;
         self.next += 1;
         for needed in below {
@@ -213,7 +219,7 @@ impl Tables {
         self.entries.insert(number, Arc::clone(entry));
     }
 
-    fn take(&mut self, entry: &Entry, number: u64) {
+    fn remove(&mut self, entry: &Entry, number: u64) {
         for needed in entry.needs() {
             let Some(below) = self.number(needed) else { continue };
             if let Some(users) = self.users.get_mut(&below) {
@@ -228,7 +234,7 @@ impl Tables {
         self.entries.remove(&number);
     }
 
-    /// The number of this very device.
+    /// Returns the number of a device. Another device of the same name is not matched.
     fn number(&self, entry: &Arc<Entry>) -> Option<u64> {
         let number = *self.names.get(entry.name())?;
         self.entries.get(&number).is_some_and(|found| Arc::ptr_eq(found, entry)).then_some(number)
@@ -241,12 +247,12 @@ impl Tables {
     }
 }
 
-/// Devices that stand on another.
+/// Devices that depend on another one.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Users {
-    /// The first ones.
+    /// Names of the first ones.
     pub some: Vec<String>,
-    /// How many.
+    /// Number of all.
     pub count: usize,
 }
 
@@ -265,7 +271,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::super::{Entry, build};
-    use super::{Refused, Registry};
+    use super::{AddError, Registry};
 
     fn add(registry: &Arc<Registry>, text: &str) -> Arc<Entry> {
         let entry = Arc::new(build(text.parse().unwrap(), registry).unwrap());
@@ -274,32 +280,32 @@ mod tests {
     }
 
     #[test]
-    fn names_are_unique_and_order_is_kept() {
+    fn names_are_unique_and_devices_ordered() {
         let registry = Arc::default();
         let [b, _, _] = ["b=null,size=1M", "a=ram,disksize=1M", "c=null,size=1M"].map(|t| add(&registry, t));
-        assert_eq!(registry.check_free("a"), Err(Refused::Duplicate));
+        assert_eq!(registry.check_free("a"), Err(AddError::Duplicate));
         registry.remove(&b).unwrap();
         let names: Vec<_> = registry.all().iter().map(|e| e.name().to_owned()).collect();
         assert_eq!(names, ["a", "c"]);
         assert_eq!(registry.find("a").unwrap().kind.name(), "ram");
         assert!(registry.find("b").is_none());
-        // Another device that got the name is not meant.
+        // Removing the old device again does not remove a new one with its name.
         add(&registry, "b=null,size=1M");
         registry.remove(&b).unwrap();
         assert!(registry.find("b").is_some());
     }
 
     #[test]
-    fn who_stands_on_a_device_is_known() {
+    fn users_are_the_dependent_devices() {
         let registry = Arc::default();
         let ram = add(&registry, "r=ram,disksize=1M");
         let snapshot = add(&registry, "s=snapshot,origin=r");
-        // The snapshot holds what it shows.
+        // A snapshot in memory does not depend on its origin.
         assert_eq!(registry.users(&ram), None);
         let forks: Vec<_> = (0..5).map(|n| add(&registry, &format!("f{n}=fork,base=s"))).collect();
         let users = registry.remove(&snapshot).unwrap_err();
         assert_eq!(users.to_string(), "f0, f1, f2 and 2 more");
-        // A snapshot of a fork stands on what the fork stands on.
+        // A snapshot of a fork depends on the fork's base.
         let second = add(&registry, "s2=snapshot,origin=f0");
         for fork in &forks {
             registry.remove(fork).unwrap();
@@ -307,17 +313,17 @@ mod tests {
         assert_eq!(registry.users(&snapshot).unwrap().to_string(), "s2");
         registry.remove(&second).unwrap();
         registry.remove(&snapshot).unwrap();
-        let late = Arc::new(build("f=fork,base=r".parse().unwrap(), &registry).err().unwrap());
-        assert!(late.sentence.starts_with("f: base=r: "), "{late:?}");
+        let refusal = Arc::new(build("f=fork,base=r".parse().unwrap(), &registry).err().unwrap());
+        assert!(refusal.sentence.starts_with("f: base=r: "), "{refusal:?}");
     }
 
     #[test]
-    fn what_stands_on_something_that_went_is_not_added() {
+    fn add_after_removal_of_base_fails() {
         let registry = Arc::default();
         add(&registry, "r=ram,disksize=1M");
         let snapshot = add(&registry, "s=snapshot,origin=r");
         let fork = Arc::new(build("f=fork,base=s".parse().unwrap(), &registry).unwrap());
         registry.remove(&snapshot).unwrap();
-        assert_eq!(registry.add(&fork), Err(Refused::Gone("s".into())));
+        assert_eq!(registry.add(&fork), Err(AddError::Gone("s".into())));
     }
 }

@@ -1,4 +1,5 @@
-//! Devices of a file that `save` wrote.
+//! Devices whose content comes from a file: restored ones from a file of `save`, kept ones from the
+//! state directory.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,10 +10,13 @@ use freestone::ram::Ram;
 use freestone::save::DeviceKind;
 
 use super::fork::Fork;
-use super::ram::{RamDisk, shown};
+use super::ram::{RamDisk, user_device};
 use super::registry::Registry;
 use super::snapshot::MemorySnapshot;
-use super::{Asked, Built, Entry, KindSpec, Made, Spec, Takes, finished};
+use super::{
+    Built, Entry, ExclusiveUse, KindConfig, KindInstance, KindSpec, RestartPolicy, Spec, finish_entry,
+    warn_of_record,
+};
 use crate::entries::Entries;
 use crate::family;
 use crate::layers::LayerSpec;
@@ -20,21 +24,18 @@ use crate::limits::LimitSpec;
 use crate::refusal::Refusal;
 use crate::tls::TlsClients;
 
-/// The kind of what came out of a file and cannot be asked for by other words.
-pub const RESTORED: &str = "restored";
-
-/// From a saved file.
+/// Specification of a device from a file of `save`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RestoredSpec {
-    /// Where that is.
+    /// Path of the file.
     file: PathBuf,
-    /// The name of the base that forks stand on.
+    /// Name of a fork's base.
     base: Option<String>,
 }
 
-impl Asked for RestoredSpec {
+impl KindConfig for RestoredSpec {
     fn build(&self, _: &Spec, _: &Registry) -> Result<Built, Refusal> {
-        unreachable!("these come from a file")
+        unreachable!("restored devices are not built from words")
     }
 
     fn below(&self) -> Option<&str> {
@@ -46,28 +47,30 @@ impl Asked for RestoredSpec {
     }
 }
 
-/// What devices of a file stand on.
+/// Devices that restored devices depend on.
 #[derive(Clone, Copy)]
 pub struct StandsOn<'a> {
-    /// That of forks.
+    /// Base of a fork.
     pub base: Option<&'a Arc<Entry>>,
-    /// What takes pages of the family that begins with them.
+    /// Backing device of the family that begins with the device.
     pub backing: Option<&'a Arc<Entry>>,
 }
 
-/// What was said of such a device.
+/// Settings of a restored device.
 #[derive(Debug, Default)]
 pub struct Said {
-    /// What lies over it.
+    /// Layers over the data.
     pub layers: LayerSpec,
-    /// Clients cannot write.
+    /// The device is read-only for clients.
     pub readonly: bool,
-    /// Who sees it.
+    /// NBD clients that may use the device; None for all.
     pub tls_clients: Option<TlsClients>,
+    /// What the next start of the server does with the content.
+    pub restart: RestartPolicy,
 }
 
-/// A device that was in `file`. Its words are those of the nearest that can be asked for, if there is
-/// one.
+/// Creates a device from `file`. `words` are those of the most similar device that words can
+/// describe, or have the kind `restored`.
 pub fn restored(
     words: Entries,
     kind: DeviceKind,
@@ -78,7 +81,7 @@ pub fn restored(
 ) -> Result<Entry, Refusal> {
     let ram = Arc::new(ram);
     let StandsOn { base, backing } = on;
-    let Said { layers, readonly, tls_clients } = said;
+    let Said { layers, readonly, tls_clients, restart: RestartPolicy { keep, on_lost } } = said;
     let needs = base.into_iter().cloned().collect::<Vec<_>>();
     let base = base.map(|base| base.name().to_owned());
     let kind_spec = KindSpec::Restored(RestoredSpec { file, base });
@@ -87,26 +90,27 @@ pub fn restored(
         words,
         publish: None,
         tls_clients,
-        on_lost: None,
-        keep: false,
+        on_lost,
+        keep,
         kind: kind_spec,
         layers,
         limits: LimitSpec::default(),
     };
-    let device = Some(shown(Arc::clone(&ram), readonly));
-    let kind: Box<dyn Made> = match kind {
+    let device = Some(user_device(Arc::clone(&ram), readonly));
+    let kind: Box<dyn KindInstance> = match kind {
         DeviceKind::Disk => Box::new(RamDisk(ram)),
         DeviceKind::Fork => Box::new(Fork(ram)),
         DeviceKind::Snapshot => Box::new(MemorySnapshot(ram)),
     };
-    finished(spec, Built { kind, device, needs, backing: backing.cloned(), origin: None })
+    finish_entry(spec, Built { kind, device, needs, backing: backing.cloned(), origin: None })
+        .inspect(warn_of_record)
 }
 
-/// A device whose content a server before has saved, with the content that was there then.
+/// Creates a device with `keep=yes` from the content `ram` that an earlier server has saved.
 pub fn kept(spec: Spec, ram: Ram, registry: &Registry) -> Result<Entry, Refusal> {
     let ram = Arc::new(ram);
-    let refused = |error| family::refused(error).of(&spec.name);
-    // It may have grown since.
+    let refused = |error| family::setup_refusal(error).of(&spec.name);
+    // The device may have grown since the save.
     let grow = |size: Option<u64>| match size {
         Some(size) if size > ram.geometry().size => ram.grow(size).map_err(refused),
         _ => Ok(()),
@@ -114,17 +118,17 @@ pub fn kept(spec: Spec, ram: Ram, registry: &Registry) -> Result<Entry, Refusal>
     let built = match &spec.kind {
         KindSpec::Ram(disk) => {
             grow(Some(disk.disksize))?;
-            // Its family has it already.
-            let backing = Takes::pages(&disk.family).and_then(|takes| registry.find(takes.name));
-            let device = shown(Arc::clone(&ram), disk.readonly);
-            Built { backing, ..Built::alone(RamDisk(Arc::clone(&ram)), device) }
+            // The restored family uses the backing device already; here it only becomes a dependency.
+            let backing = ExclusiveUse::pages(&disk.family).and_then(|takes| registry.find(takes.name));
+            let device = user_device(Arc::clone(&ram), disk.readonly);
+            Built { backing, ..Built::standalone(RamDisk(Arc::clone(&ram)), device) }
         }
         KindSpec::Fork(fork) => {
             let base = registry.needed("base", &fork.base).map_err(|refusal| refusal.of(&spec.name))?;
             grow(fork.size)?;
             ram.set_own_limits(fork.mem_limit, fork.mem_min).map_err(refused)?;
             ram.set_own_wait(fork.full);
-            Built { needs: vec![base], ..Built::alone(Fork(Arc::clone(&ram)), Arc::clone(&ram) as _) }
+            Built { needs: vec![base], ..Built::standalone(Fork(Arc::clone(&ram)), Arc::clone(&ram) as _) }
         }
         KindSpec::Snapshot(snapshot) => {
             let origin = registry.find(&snapshot.origin);
@@ -133,9 +137,9 @@ pub fn kept(spec: Spec, ram: Ram, registry: &Registry) -> Result<Entry, Refusal>
             let origin =
                 origin.map(|origin| (Arc::downgrade(&origin), origin.rewinds.load(Ordering::SeqCst)));
             let device = Arc::clone(&ram) as _;
-            Built { needs, backing, origin, ..Built::alone(MemorySnapshot(Arc::clone(&ram)), device) }
+            Built { needs, backing, origin, ..Built::standalone(MemorySnapshot(Arc::clone(&ram)), device) }
         }
-        _ => unreachable!("only what is in memory is kept so"),
+        _ => unreachable!("only devices in memory are kept"),
     };
-    finished(spec, built)
+    finish_entry(spec, built)
 }

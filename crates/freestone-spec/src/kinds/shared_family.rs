@@ -1,4 +1,5 @@
-//! What the forks of a base share: made with the first of them, and set through the base.
+//! The family of a base's forks: RAM disks sharing one pool. It is created with the first fork, and
+//! its settings are attributes of the base.
 
 use std::sync::{PoisonError, TryLockError};
 
@@ -12,21 +13,23 @@ use crate::family;
 use crate::refusal::{Errno, Refusal};
 
 impl Entry {
-    /// Whether forks can be made of it, each with a family that is not its own.
+    /// Returns true if the device can be a base outside of the family of its forks.
     pub fn is_outer_base(&self) -> bool {
         self.kind.is_outer_base(self.is_read_only())
     }
 
-    /// Whether the limit, and what is done there, is set through it though it is no RAM disk.
+    /// Returns true if the device, which is not a RAM disk itself, has a family whose memory limit can be
+    /// set.
     pub fn has_family(&self) -> bool {
         self.is_outer_base() || self.kind.copies().is_some()
     }
 
-    /// Its family, or that of its forks, if there is one already.
+    /// Returns the family of the device or of its forks, if it exists.
     pub fn family_made(&self) -> Option<Family> {
         match self.in_memory() {
             Some(ram) => Some(ram.family()),
-            // While it is made, which may wait for its backing device, there is none yet.
+            // The lock is held while the family is created, which may wait for its backing device. Do not
+            // wait for that.
             None => match self.family.try_lock() {
                 Ok(family) => family.clone(),
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner().clone(),
@@ -35,28 +38,27 @@ impl Entry {
         }
     }
 
-    /// What the forks of a base have in common; made at the first one.
+    /// Returns the family of the device or of its forks. Creates it for the first fork.
     pub fn family_of(&self, registry: &Registry) -> Result<Family, Refusal> {
         if let Some(ram) = self.in_memory() {
             return Ok(ram.family());
         }
-        let mut made = self.family.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(family) = &*made {
+        let mut slot = self.family.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(family) = &*slot {
             return Ok(family.clone());
         }
         let Some(spec) = self.spec.kind.family() else {
-            let why = format!("{}: {} device is no base", self.name(), a_kind(self.kind.name()));
+            let why = format!("{}: {} device cannot be a base", self.name(), a_kind(self.kind.name()));
             return Err(Refusal::failed(Errno::EINVAL, why));
         };
-        // Asked before the lock would be: of all others.
+        // `new_family` reads the limits of the other families with `try_lock`, so it skips this one.
         let family = registry.new_family(self.name(), spec, self.size(), self.backing.as_ref());
         let family = family.map_err(|refusal| refusal.of(self.name()))?;
-        *made = Some(family.clone());
+        *slot = Some(family.clone());
         Ok(family)
     }
 
-    /// The value of an attribute that the forks of a base share; before the first one, what was
-    /// asked for.
+    /// Returns an attribute of the forks' family. Before the first fork, it has the specified value.
     pub(super) fn family_value(&self, attr: &str) -> Option<Value> {
         family::value(self.spec.kind.family()?, self.family_made(), attr)
     }

@@ -1,4 +1,4 @@
-//! Templates: a fork for every connection.
+//! Kind `template`: a base of which each connection gets a fork of its own.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,8 +7,8 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::fork::{Fork, ForkSpec, fork_of};
-use super::registry::{Refused, Registry};
-use super::{Asked, Built, Entry, KindSpec, Made, Spec, finished};
+use super::registry::{AddError, Registry};
+use super::{Built, Entry, KindConfig, KindInstance, KindSpec, Spec, finish_entry};
 use crate::entries::{Entries, SpecError};
 use crate::full;
 use crate::keys::{Keys, joined};
@@ -23,15 +23,15 @@ const KEYS: [&str; 14] = joined(
     &FAULT_KEYS,
     &["publish", "tls_clients", "on_lost"],
 );
-/// The longest life of a connection to a template.
+/// Largest `ttl`, in seconds.
 const TTL_SECONDS_MAX: u64 = 366 * 86_400;
 
-/// A template as it was asked for.
+/// Specification of a template.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TemplateSpec {
-    /// What every connection gets.
+    /// Specification of the fork of a connection.
     pub fork: ForkSpec,
-    /// How long a connection may last.
+    /// Maximum duration of a connection.
     pub ttl: Option<Duration>,
 }
 
@@ -54,10 +54,10 @@ fn parse_ttl(text: &str) -> Result<Option<Duration>, String> {
     }
 }
 
-impl Asked for TemplateSpec {
+impl KindConfig for TemplateSpec {
     fn build(&self, _: &Spec, registry: &Registry) -> Result<Built, Refusal> {
         let base = registry.needed("base", &self.fork.base)?;
-        // Every way in which the first connection could fail shows now.
+        // Try one fork, so that an error appears now and not at the first connection.
         drop(fork_of(&base, &self.fork, registry)?);
         Ok(Built {
             kind: Box::new(Template(0.into())),
@@ -77,10 +77,10 @@ impl Asked for TemplateSpec {
     }
 }
 
-/// A fork for every connection; the number of those that were made.
+/// An open template, with the number of forks created so far.
 struct Template(AtomicU64);
 
-impl Made for Template {
+impl KindInstance for Template {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -90,7 +90,7 @@ impl Made for Template {
     }
 
     fn check_base(&self, base: &Entry) -> Result<(), String> {
-        Err(format!("is a template; fork what it is made of, {}", base.spec.kind.below().unwrap_or_default()))
+        Err(format!("is a template; fork its base, {}", base.spec.kind.below().unwrap_or_default()))
     }
 
     fn attrs(&self) -> &'static [&'static str] {
@@ -104,16 +104,16 @@ impl Made for Template {
             "size" => json!(entry.size()),
             "mem_limit" => json!(spec.fork.mem_limit),
             "mem_min" => json!(spec.fork.mem_min),
-            "full" => full::own(spec.fork.full),
+            "full" => full::own_value(spec.fork.full),
             "ttl" => json!(spec.ttl.map_or(0, |ttl| ttl.as_secs())),
             "made" => json!(self.0.load(Ordering::SeqCst)),
-            _ => return asked_of_layers(&entry.spec.layers, attr),
+            _ => return layer_value(&entry.spec.layers, attr),
         })
     }
 
     fn fresh(&self, template: &Entry, registry: &Registry) -> Result<Arc<Entry>, Refusal> {
         let (Some(spec), [base]) = (template.spec.kind.fork(), template.needs()) else {
-            unreachable!("it was made with its base");
+            unreachable!("a template has a fork specification and a base");
         };
         let failed = |errno, why: &str| Refusal::failed(errno, format!("{}: {why}", template.name()));
         let fork = fork_of(base, spec, registry).map_err(|error| failed(error.errno, &error.sentence))?;
@@ -121,12 +121,12 @@ impl Made for Template {
         loop {
             let number = self.0.fetch_add(1, Ordering::SeqCst) + 1;
             let name = format!("{}@{number}", template.name());
-            // Before its log is made.
-            if registry.check_free(&name) == Err(Refused::Duplicate) {
+            // Check before the log file of the fork is created.
+            if registry.check_free(&name) == Err(AddError::Duplicate) {
                 continue;
             }
             let layers = template.spec.layers.numbered(number);
-            // It goes with its connection: nobody makes it again.
+            // The fork ends with its connection, so nobody creates it again from these words.
             let words = Entries { name: name.clone(), kind: "fork".into(), pairs: Vec::new() };
             let spec = Spec {
                 name,
@@ -137,27 +137,29 @@ impl Made for Template {
                 keep: false,
                 kind: KindSpec::Fork(spec.clone()),
                 layers,
-                // The connections are counted by the template.
+                // The template counts the connections.
                 limits: LimitSpec { max_clients: 0, ..template.limits() },
             };
-            let built = Built::alone(Fork(Arc::clone(&fork)), Arc::clone(&fork) as _);
-            let made = finished(spec, Built { needs: vec![Arc::clone(base)], ..built });
-            let mut entry = made.map_err(|error| failed(error.errno, &error.sentence))?;
+            let built = Built::standalone(Fork(Arc::clone(&fork)), Arc::clone(&fork) as _);
+            let entry_with_layers = finish_entry(spec, Built { needs: vec![Arc::clone(base)], ..built });
+            let mut entry = entry_with_layers.map_err(|error| failed(error.errno, &error.sentence))?;
             entry.template = Some(template.name().to_owned());
             let entry = Arc::new(entry);
             return match registry.add(&entry) {
                 Ok(()) => Ok(entry),
-                // Somebody gave the name to a device of his own.
-                Err(Refused::Duplicate) => continue,
-                Err(Refused::Full) => Err(failed(Errno::ENOSPC, "no room for another device")),
-                Err(Refused::Gone(base)) => Err(failed(Errno::ENODEV, &format!("{base} was removed"))),
+                // A user gave this name to another device meanwhile.
+                Err(AddError::Duplicate) => continue,
+                Err(AddError::Full) => {
+                    Err(failed(Errno::ENOSPC, "the server has the maximum number of devices"))
+                }
+                Err(AddError::Gone(base)) => Err(failed(Errno::ENODEV, &format!("{base} was removed"))),
             };
         }
     }
 }
 
-/// What its forks have over their data.
-fn asked_of_layers(layers: &LayerSpec, attr: &str) -> Option<Value> {
+/// Returns an attribute of the layers of the forks, as specified.
+fn layer_value(layers: &LayerSpec, attr: &str) -> Option<Value> {
     let or_none = |text: Option<String>| json!(text.unwrap_or_else(|| "none".to_owned()));
     Some(match attr {
         "faults" => or_none(layers.faults.clone()),
@@ -169,7 +171,7 @@ fn asked_of_layers(layers: &LayerSpec, attr: &str) -> Option<Value> {
     })
 }
 
-/// Its attributes.
+/// Attributes.
 const NAMES: [&str; 12] = [
     "base",
     "size",

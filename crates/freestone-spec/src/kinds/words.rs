@@ -1,27 +1,27 @@
-//! The words that would make a device as it is set up now: those that it was made with, and what was
-//! set since.
+//! The words that would create a device with its present settings: its original words with the
+//! changes since.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::Spec;
 use crate::entries::Entries;
 
-/// Nothing where nothing was set. Locked for a look or a change.
+/// Changed words; None if nothing was changed. Held only to read or replace them.
 #[derive(Default)]
 pub struct Words(Mutex<Option<Entries>>);
 
 impl Words {
     fn lock(&self) -> MutexGuard<'_, Option<Entries>> {
-        // Nothing in here can be half done.
+        // A panic cannot leave an assignment half done, so poisoning is ignored.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// As of now, of a device that was made with the words of `spec`.
+    /// Returns the present words of a device that was created with `spec`.
     pub fn now(&self, spec: &Spec) -> Entries {
         self.lock().clone().unwrap_or_else(|| spec.words.clone())
     }
 
-    /// A key has another value from now on. What is no key of the kind is not kept.
+    /// Sets the value of a key. An attribute that is not a key of the kind is ignored.
     pub(crate) fn put(&self, spec: &Spec, key: &str, value: &str) {
         let mut words = self.lock();
         let mut changed = words.clone().unwrap_or_else(|| spec.words.clone());
@@ -31,7 +31,7 @@ impl Words {
         }
     }
 
-    /// A key is not there any more.
+    /// Removes a key.
     pub(crate) fn forget(&self, spec: &Spec, key: &str) {
         self.lock().get_or_insert_with(|| spec.words.clone()).pairs.retain(|(known, _)| known != key);
     }

@@ -1,4 +1,4 @@
-//! Blocks of a test drive that fail: how they are set up, attributes.
+//! Bad-block layer of a test drive: setup and attributes.
 
 use std::sync::Arc;
 
@@ -8,8 +8,8 @@ use freestone::null::{BadBlocks, BadConfig};
 use crate::keys::SECTOR_BYTES;
 use crate::refusal::{Errno, Refusal};
 
-/// Over `device`, with these changes of the list.
-pub(super) fn over(
+/// Adds the layer to `device`. `changes` are applied to the empty list of bad blocks.
+pub(super) fn add_layer(
     device: Arc<dyn Device>,
     config: BadConfig,
     changes: &[String],
@@ -19,7 +19,7 @@ pub(super) fn over(
     Ok(bad)
 }
 
-/// `+8-15` and `-8-15`, with `;` or blanks between several.
+/// Parses changes of the list: `+8-15` or `-8-15`, separated by `;` or blanks.
 pub(crate) fn parse_badblocks(text: &str) -> Result<Vec<String>, String> {
     let words = text.split([';', ' ']).filter(|word| !word.is_empty()).map(str::to_owned);
     let words: Vec<_> = words.collect();
@@ -37,7 +37,7 @@ pub(crate) fn parse_badblocks(text: &str) -> Result<Vec<String>, String> {
     Ok(words)
 }
 
-/// Bad sectors as the kernel shows them: first and number, a line each; here with `;`.
+/// Formats the list of bad sectors as it can be set: `+FIRST-LAST`, separated by `;`, or `none`.
 pub(crate) fn bad_ranges(bad: &BadBlocks) -> String {
     let all = bad.ranges();
     let text = all.iter().map(|(first, last)| format!("+{first}-{last}")).collect::<Vec<_>>();

@@ -1,15 +1,17 @@
-//! What lies over a device's data: bad blocks, zones, pace, faults, loss of power. From the data
-//! up:
+//! Optional layers over a device's data. Each is a `Device` over a `Device`. From the top down, with
+//! the keys or kinds that add a layer:
 //!
 //! ```text
-//! faults        answers late or wrong              keys faults, seed
+//! faults        delays, fails or hangs requests    faults, seed
 //! pace          mbps, completion_nsec              null
-//! quiesce       counts, and can be shut            where there is any of the others
+//! quiesce       counts requests, can be shut       any other layer
 //! zones         write pointers                     zoned=1
-//! bad blocks                                       null
-//! power         unflushed writes apart, the log    power_cut, power_cut_unit, cache_size, record
+//! bad blocks    fails requests                     null
+//! power         holds unflushed writes, the log    power_cut, power_cut_unit, cache_size, record
 //! data          null, memory, ram, fork, file, nbd, rbd
 //! ```
+//!
+//! `kinds::build` adds the layers. Verbs reach them through [`Layers`] of a device's entry.
 
 mod bad_blocks;
 mod faults;
@@ -41,34 +43,34 @@ use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use crate::size;
 
-/// The keys of faults and of the loss of power.
+/// Keys of faults and power cuts.
 pub const FAULT_KEYS: [&str; 5] = ["faults", "seed", "power_cut", "power_cut_unit", "record"];
 
-/// Stands for the number of a device where several are made with the same keys.
+/// Placeholder for the number of a device, if several devices are created with the same keys.
 pub const NUMBER: &str = "%n";
 
-/// How long a loss of power waits for what is on its way, on a slow disk.
+/// How long a power cut waits for requests in flight, which a slow disk can delay.
 const QUIET_WAIT: Duration = Duration::from_secs(60);
 
-/// What lies over a device's data, as it was asked for.
+/// Specification of the layers of a device.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct LayerSpec {
-    /// Zones.
+    /// Zones of a zoned device.
     pub zones: Option<Box<ZoneSpec>>,
-    /// Rules of faults; valid, perhaps none.
+    /// Checked fault rules, or `none`.
     pub faults: Option<String>,
-    /// What faults and cuts are decided by; chosen at random where it was not said.
+    /// Seed of faults and power cuts; None for a random one.
     pub seed: Option<u64>,
-    /// Unflushed writes are kept apart, so that the power can be cut.
+    /// Unflushed writes are kept apart, so that a power cut can lose them.
     pub power_cut: bool,
-    /// Bytes that a cut does not tear, where that was said.
+    /// Bytes that a power cut does not tear; None for the default.
     pub power_cut_unit: Option<u32>,
-    /// Where every write is recorded.
+    /// File of the log that records every write.
     pub record: Option<PathBuf>,
 }
 
 impl LayerSpec {
-    /// Those of one of several devices, with a log of its own.
+    /// Returns the layers of one of several devices, with a log file of its own.
     #[must_use]
     pub fn numbered(&self, number: u64) -> Self {
         let of_number = |path: &PathBuf| {
@@ -78,7 +80,7 @@ impl LayerSpec {
         Self { record: self.record.as_ref().map(of_number), ..self.clone() }
     }
 
-    /// Whether each of several devices has a log of its own, if it has one.
+    /// Returns true if several devices created with these layers would not share a log file.
     pub fn has_logs(&self) -> bool {
         self.record.as_ref().is_none_or(|path| path_text::text(path).contains(NUMBER))
     }
@@ -110,13 +112,13 @@ impl LayerSpec {
         Ok(layers)
     }
 
-    /// Whether anything was asked for.
+    /// Returns true if no layer is specified.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Refuses what has nothing to do over data of `size` bytes, where that is known, or in the
-    /// file that it is.
+    /// Refuses layers that do not fit the data: data of `size` bytes, if that is known, read-only data,
+    /// or data that is not a file.
     pub(crate) fn check(
         &self,
         keys: &Keys,
@@ -132,7 +134,7 @@ impl LayerSpec {
                 return Err(keys.refuse(key, format!("{why}{typed}")));
             }
             if zones.state.is_some() && !is_file {
-                let why = "only for a file: what is in memory ends with the process, and its zones with it";
+                let why = "only for a file: a device in memory ends with the process, and so do its zones";
                 return Err(keys.refuse("zone_state", why));
             }
             if readonly && is_file {
@@ -140,8 +142,8 @@ impl LayerSpec {
             }
         }
         for key in ["power_cut", "record"] {
-            let said = if key == "record" { self.record.is_some() } else { self.power_cut };
-            if said && readonly {
+            let given = if key == "record" { self.record.is_some() } else { self.power_cut };
+            if given && readonly {
                 return Err(keys.refuse(key, "not with readonly=yes: nothing is written that could be lost"));
             }
         }
@@ -149,7 +151,7 @@ impl LayerSpec {
     }
 }
 
-/// A size of a cache, or 0 for none.
+/// Parses the size of a cache; 0 is no cache.
 pub(crate) fn parse_cache(text: &str) -> Result<Option<u64>, String> {
     if text == "0" {
         return Ok(None);
@@ -157,102 +159,103 @@ pub(crate) fn parse_cache(text: &str) -> Result<Option<u64>, String> {
     size::parse(text).map(Some).map_err(|e| format!("{e}; 0 is no cache"))
 }
 
-/// The layers that a device has.
+/// Layers of a device.
 #[derive(Default)]
 pub struct Layers {
-    /// Unflushed writes are kept apart.
+    /// Power-cut layer, which keeps unflushed writes apart.
     pub power: Option<Arc<Power>>,
-    /// The power can be cut.
+    /// Power cuts are allowed. Otherwise the power layer only records a log.
     pub can_cut: bool,
-    /// Blocks that fail.
+    /// Bad-block layer.
     pub bad: Option<Arc<BadBlocks>>,
-    /// Zones.
+    /// Zone layer.
     pub zones: Option<Arc<Zones>>,
-    /// Counts, and can be shut.
+    /// Quiesce layer, which counts requests and can be shut.
     pub quiesce: Option<Arc<Quiesce>>,
-    /// Faults.
+    /// Fault layer.
     pub faults: Option<Arc<Faults>>,
-    /// Zones that are read-only or offline from the beginning on: attribute and place.
+    /// Zones that are initially read-only or offline: attribute and offset.
     pub conditions: Vec<(&'static str, u64)>,
-    /// The seed of the device at its beginning, for faults and cuts.
+    /// Initial seed of faults and power cuts.
     pub seed: u64,
-    /// It was chosen at random, and has to be told.
+    /// The seed was chosen at random, so it must be reported.
     pub seed_is_random: bool,
-    /// How often the power was cut.
+    /// Number of power cuts and visited points of the log.
     pub cuts: AtomicU64,
-    /// The last time and the next one. Locked for a look or a change.
-    known: Mutex<KnownCuts>,
+    /// Last and next power cut. Held only to read or replace a value.
+    cut_history: Mutex<CutHistory>,
 }
 
-/// What is told of cuts.
+/// Last and next power cut, for statistics.
 #[derive(Debug, Default, Clone, Copy)]
-struct KnownCuts {
-    /// What the last one did.
+struct CutHistory {
+    /// Result of the last cut.
     last: Option<Cut>,
-    /// The seed of the next one, where the power goes off by itself.
+    /// Seed of the next cut, if the power goes off by itself.
     seed: Option<u64>,
 }
 
-/// Why the power could not be cut.
+/// Errors from cutting the power.
 #[derive(Debug, thiserror::Error)]
 pub enum CutError {
-    /// Requests do not end.
-    #[error("requests are on their way that do not end")]
+    /// Requests in flight did not complete in time.
+    #[error("requests in flight do not complete")]
     Busy,
-    /// The device.
+    /// The device failed.
     #[error(transparent)]
     Device(#[from] device::Error),
-    /// The log.
+    /// The log cannot be read or written.
     #[error(transparent)]
     Record(#[from] RecordError),
 }
 
 impl Layers {
-    /// Why what is done to the data alone would not be what users of the device see; `None` where
-    /// it is.
+    /// Returns the reason why an operation on the data alone would not match what users of the device
+    /// see, or None.
     pub fn hide(&self) -> Option<&'static str> {
         let power = "it keeps unflushed writes apart (power_cut, cache_size, record), which would be missing";
         self.zones_hide().or(self.power.is_some().then_some(power))
     }
 
-    /// Of that only the zones, which also those miss who read the whole device.
+    /// Returns the reason of [`hide`](Self::hide) for zones only. A copy of the whole device does not
+    /// contain their state.
     pub(crate) fn zones_hide(&self) -> Option<&'static str> {
         self.zones.is_some().then_some("it is zoned, and the state of its zones would be missing")
     }
 
-    /// The seed of the next cut: each cut has another one, and they come again for the same seed of
-    /// the device.
+    /// Returns the seed of the next cut. Each cut has another seed, and the same seed of the device gives
+    /// the same sequence.
     pub fn next_seed(&self) -> u64 {
         let seed = self.faults.as_ref().map_or(self.seed, |faults| faults.seed());
         seed.wrapping_add(self.cuts.load(Ordering::SeqCst))
     }
 
-    /// What was asked for, with the faults as they are now.
-    pub fn as_now(&self, asked: &LayerSpec) -> LayerSpec {
-        let mut layers = asked.clone();
+    /// Returns the specification with the present fault rules and seed.
+    pub fn as_now(&self, spec: &LayerSpec) -> LayerSpec {
+        let mut layers = spec.clone();
         if let Some(layer) = &self.faults {
             (layers.faults, layers.seed) = (Some(faults::rules(layer)), Some(layer.seed()));
         }
         layers
     }
 
-    /// Cuts the power. Nobody should be connected any more.
+    /// Cuts the power. Clients should be disconnected.
     pub fn cut(&self, power: &Power, seed: u64) -> Result<Cut, CutError> {
-        let cut = self.quietly(power, || {
+        let cut = self.with_requests_stopped(power, || {
             Ok(match &self.zones {
                 Some(zones) => zones.power_cut(power, seed)?,
                 None => power.cut(seed)?,
             })
         })?;
-        self.known().last = Some(cut);
+        self.cut_history().last = Some(cut);
         Ok(cut)
     }
 
-    /// The power goes off by itself then; `off` is told, and has to see that it is
-    /// [`cut`](Self::cut) with this seed.
+    /// Switches the power off after a number of writes or flushes. Then `off` is called. It must have
+    /// another thread call [`cut`](Self::cut) with this seed.
     ///
     /// # Errors
-    /// It is just going off.
+    /// Fails if the power is just going off.
     pub fn cut_after(
         &self,
         power: &Power,
@@ -261,38 +264,42 @@ impl Layers {
         off: impl FnOnce() + Send + 'static,
     ) -> device::Result<()> {
         power.cut_after(after, off)?;
-        self.known().seed = Some(seed);
+        self.cut_history().seed = Some(seed);
         Ok(())
     }
 
-    fn known(&self) -> MutexGuard<'_, KnownCuts> {
-        // Nothing in here can be half done.
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn cut_history(&self) -> MutexGuard<'_, CutHistory> {
+        // A panic cannot leave an assignment half done, so poisoning is ignored.
+        self.cut_history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Goes to a point of the log. Nobody should be connected any more.
+    /// Sets the device to a point of the log. Clients should be disconnected.
     pub fn visit(
         &self,
         power: &Power,
         point: &Point,
         seed: Option<u64>,
-        below: &dyn Fn() -> device::Result<()>,
+        wipe_data: &dyn Fn() -> device::Result<()>,
     ) -> Result<Visited, CutError> {
-        self.quietly(power, || Ok(power.visit(point, seed, below)?))
+        self.with_requests_stopped(power, || Ok(power.visit(point, seed, wipe_data)?))
     }
 
-    fn quietly<T>(&self, power: &Power, action: impl FnOnce() -> Result<T, CutError>) -> Result<T, CutError> {
-        // Who waits for the power to be cut is gone.
+    fn with_requests_stopped<T>(
+        &self,
+        power: &Power,
+        action: impl FnOnce() -> Result<T, CutError>,
+    ) -> Result<T, CutError> {
+        // Clients are disconnected, so requests held by an elapsed countdown can fail.
         power.let_go();
-        let done = self.shut_for(action);
+        let done = self.with_device_shut(action);
         power.keep_on();
         let done = done?;
         self.cuts.fetch_add(1, Ordering::SeqCst);
         Ok(done)
     }
 
-    fn shut_for<T>(&self, action: impl FnOnce() -> Result<T, CutError>) -> Result<T, CutError> {
-        // What hangs is done already; who waited for the answer is gone.
+    fn with_device_shut<T>(&self, action: impl FnOnce() -> Result<T, CutError>) -> Result<T, CutError> {
+        // Clients are disconnected, so hanging requests, which have been executed, can complete.
         if let Some(faults) = &self.faults {
             faults.release();
         }
@@ -300,7 +307,7 @@ impl Layers {
             Some(quiesce) => Some(quiesce.shut(QUIET_WAIT).ok_or(CutError::Busy)?),
             None => None,
         };
-        // Gone is what the power switch answers where the device below does not.
+        // The power layer returns Gone if the device below does not complete requests.
         action().map_err(|error| match error {
             CutError::Device(device::Error::Gone)
             | CutError::Record(RecordError::Device(device::Error::Gone)) => CutError::Busy,
@@ -308,16 +315,16 @@ impl Layers {
         })
     }
 
-    /// Wipes the device; `below` wipes its data.
-    pub fn wipe(&self, below: &dyn Fn() -> device::Result<()>) -> device::Result<()> {
+    /// Wipes the device. `wipe_data` wipes the data below the layers.
+    pub fn wipe(&self, wipe_data: &dyn Fn() -> device::Result<()>) -> device::Result<()> {
         match &self.power {
-            Some(power) => power.reset(below)?,
-            None => below()?,
+            Some(power) => power.reset(wipe_data)?,
+            None => wipe_data()?,
         }
         let Some(zones) = &self.zones else { return Ok(()) };
         zones.wipe()?;
         for (attr, offset) in &self.conditions {
-            zones::put(zones, attr, *offset)?;
+            zones::set_condition(zones, attr, *offset)?;
         }
         Ok(())
     }
@@ -325,66 +332,67 @@ impl Layers {
 
 // ---- setting up ---------------------------------------------------------------------------------
 
-/// What layers have to know of the data below them.
+/// Properties of the data that determine the layers over it.
 #[derive(Debug, Default)]
-pub struct Below<'a> {
-    /// The file that it is.
+pub struct DataInfo<'a> {
+    /// Path of the file, if the data is a file.
     pub file: Option<&'a Path>,
-    /// It is a test drive, which has layers of its own.
+    /// Settings of a test drive, which has layers of its own.
     pub drive: Option<Drive<'a>>,
 }
 
-/// A test drive.
+/// Settings of a test drive (kind `null`).
 #[derive(Debug)]
 pub struct Drive<'a> {
-    /// It keeps what is written.
+    /// The drive stores data that is written.
     pub stores: bool,
-    /// Bytes of its volatile cache.
+    /// Bytes of the volatile cache.
     pub cache_size: Option<u64>,
     /// How bad blocks fail.
     pub bad: BadConfig,
-    /// Changes of their list.
+    /// Changes of the list of bad blocks.
     pub badblocks: &'a [String],
-    /// How fast it is.
+    /// Bandwidth and completion time.
     pub pace: PaceConfig,
 }
 
-/// Puts on `device` what was asked for. Where that fails, no file is left that it made.
-pub(crate) fn over(
-    asked: &LayerSpec,
-    below: &Below<'_>,
+/// Adds layers to `device`. On failure, removes the files that it created.
+pub(crate) fn add_layers(
+    spec: &LayerSpec,
+    data: &DataInfo<'_>,
     device: Arc<dyn Device>,
 ) -> Result<(Arc<dyn Device>, Layers), Refusal> {
-    let mut made = Vec::new();
-    stack(asked, below, device, &mut made).inspect_err(|_| made.iter().for_each(MadeFile::remove))
+    let mut new_files = Vec::new();
+    stack_layers(spec, data, device, &mut new_files)
+        .inspect_err(|_| new_files.iter().for_each(MadeFile::remove))
 }
 
-fn stack(
-    asked: &LayerSpec,
-    below: &Below<'_>,
+fn stack_layers(
+    spec: &LayerSpec,
+    data: &DataInfo<'_>,
     device: Arc<dyn Device>,
-    made: &mut Vec<MadeFile>,
+    new_files: &mut Vec<MadeFile>,
 ) -> Result<(Arc<dyn Device>, Layers), Refusal> {
-    let drive = below.drive.as_ref();
+    let drive = data.drive.as_ref();
     let (mut top, mut layers) = (device, Layers::default());
-    if asked.is_empty() && drive.is_none() {
+    if spec.is_empty() && drive.is_none() {
         return Ok((top, layers));
     }
     let cache_size = drive.and_then(|drive| drive.cache_size);
-    layers.can_cut = asked.power_cut || cache_size.is_some();
-    if layers.can_cut || asked.record.is_some() {
-        let power = Arc::new(power::over(top, cache_size.unwrap_or(0), asked, made)?);
+    layers.can_cut = spec.power_cut || cache_size.is_some();
+    if layers.can_cut || spec.record.is_some() {
+        let power = Arc::new(power::add_layer(top, cache_size.unwrap_or(0), spec, new_files)?);
         layers.power = Some(Arc::clone(&power));
         top = power;
     }
     if let Some(drive) = drive {
-        let bad = Arc::new(bad_blocks::over(top, drive.bad, drive.badblocks)?);
+        let bad = Arc::new(bad_blocks::add_layer(top, drive.bad, drive.badblocks)?);
         layers.bad = Some(Arc::clone(&bad));
         top = bad;
     }
-    if let Some(zones) = &asked.zones {
+    if let Some(zones) = &spec.zones {
         let stores = drive.is_none_or(|drive| drive.stores);
-        let zoned = Arc::new(zones::over(zones, top, layers.bad.clone(), stores, below.file, made)?);
+        let zoned = Arc::new(zones::add_layer(zones, top, layers.bad.clone(), stores, data.file, new_files)?);
         layers.conditions = zones::conditions(zones);
         layers.zones = Some(Arc::clone(&zoned));
         top = zoned;
@@ -398,9 +406,9 @@ fn stack(
         let paced = Paced::new(top, *pace).map_err(|e| Refusal::failed(Errno::ENOMEM, e))?;
         top = Arc::new(paced);
     }
-    layers.seed = asked.seed.unwrap_or_else(faults::random_seed);
-    if let Some(rules) = &asked.faults {
-        layers.seed_is_random = asked.seed.is_none();
+    layers.seed = spec.seed.unwrap_or_else(faults::random_seed);
+    if let Some(rules) = &spec.faults {
+        layers.seed_is_random = spec.seed.is_none();
         let faults = Faults::new(top, faults::rules_of(rules), layers.seed);
         let faults = Arc::new(faults.map_err(|e| Refusal::failed(Errno::ENOMEM, e))?);
         layers.faults = Some(Arc::clone(&faults));
@@ -412,7 +420,7 @@ fn stack(
 // ---- attributes ---------------------------------------------------------------------------------
 
 impl Layers {
-    /// The attributes that these layers have.
+    /// Returns the attributes of these layers.
     pub(crate) fn names(&self) -> Vec<&'static str> {
         let mut names = Vec::new();
         if self.zones.is_some() {
@@ -427,20 +435,20 @@ impl Layers {
         names
     }
 
-    /// The value of one of them; `top` is the device with its layers.
-    pub(crate) fn value(&self, asked: &LayerSpec, top: &dyn Device, attr: &str) -> Option<Value> {
+    /// Returns the value of an attribute. `top` is the device with its layers.
+    pub(crate) fn value(&self, spec: &LayerSpec, top: &dyn Device, attr: &str) -> Option<Value> {
         if let (Some(layer), true) = (&self.faults, faults::ATTRS.contains(&attr)) {
             return Some(faults::value(layer, attr));
         }
         if let (Some(layer), true) = (&self.power, power::ATTRS.contains(&attr)) {
-            return Some(power::value(layer, self.can_cut, asked.record.as_deref(), attr));
+            return Some(power::value(layer, self.can_cut, spec.record.as_deref(), attr));
         }
-        zones::value(asked.zones.as_ref()?, self.zones.as_ref()?, &top.geometry().zones?, attr)
+        zones::value(spec.zones.as_ref()?, self.zones.as_ref()?, &top.geometry().zones?, attr)
     }
 }
 
-/// What users asked of a device, whatever it lies on, as the block layer's `stat` file has it of a
-/// disk: zone appends are writes.
+/// Formats the requests of a device, like the block layer's `stat` file: zone appends count as
+/// writes.
 pub fn io(counts: &Counted) -> Value {
     json!({
         "reads": counts.reads,
@@ -458,28 +466,28 @@ pub fn io(counts: &Counted) -> Value {
     })
 }
 
-/// How long what users asked of a device took, by operation; nothing of those that were not asked for.
+/// Formats the latency of a device's requests by operation, without operations that did not occur.
 pub fn latency(account: &Account) -> Value {
     let nanoseconds = |took: Duration| u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-    let told = |counter: Counter| {
+    let operation = |counter: Counter| {
         let latency = &account.latency[counter];
         let requests = latency.requests();
         (requests > 0).then(|| {
             let within = |thousandths| latency.within(thousandths).map(nanoseconds);
-            let told = json!({
+            let fields = json!({
                 "requests": requests,
                 "mean_ns": nanoseconds(latency.total()) / requests,
                 "p50_ns": within(500),
                 "p99_ns": within(990),
                 "p999_ns": within(999),
             });
-            (counter.word().to_owned(), told)
+            (counter.word().to_owned(), fields)
         })
     };
-    Value::Object(Counter::ALL.into_iter().filter_map(told).collect())
+    Value::Object(Counter::ALL.into_iter().filter_map(operation).collect())
 }
 
-/// What came to the data of a test drive, by operation.
+/// Formats the requests that reached the data of a test drive, by operation.
 pub fn ops(counts: &Counted) -> Value {
     json!({
         "reads": counts.reads,
@@ -496,19 +504,19 @@ pub fn ops(counts: &Counted) -> Value {
 
 // ---- changes ------------------------------------------------------------------------------------
 
-/// What a `set` does to the layers, once everything was checked.
+/// Checked changes of layers by a `set`.
 #[derive(Debug, Default)]
 pub(crate) struct Changes {
     faults: Option<String>,
     seed: Option<u64>,
     badblocks: Vec<String>,
-    /// Attribute and place.
+    /// Attribute and offset.
     conditions: Vec<(String, u64)>,
 }
 
 impl Changes {
-    /// Takes an attribute of the layers of the device `name`; `false` where it is none that could
-    /// be set.
+    /// Parses an attribute of the layers of the device `name`. Returns false if no layer has it as a
+    /// settable attribute.
     pub(crate) fn take(
         &mut self,
         layers: &Layers,
@@ -520,7 +528,7 @@ impl Changes {
         let invalid = |why: String| Refusal::invalid(format!("{name}: {attr}={text}: {why}"));
         match attr {
             "faults" | "seed" if layers.faults.is_none() => {
-                // Not for kinds that cannot have any.
+                // A kind without layers reports an unknown attribute instead.
                 if layers.quiesce.is_none() && readonly {
                     return Ok(false);
                 }
@@ -535,16 +543,16 @@ impl Changes {
             }
             "zone_readonly" | "zone_offline" => {
                 let Some(zones) = &layers.zones else { return Ok(false) };
-                let places = zones::asked_places(zones, text).map_err(invalid)?;
-                self.conditions.extend(places.into_iter().map(|offset| (attr.to_owned(), offset)));
+                let offsets = zones::parse_zone_offsets(zones, text).map_err(invalid)?;
+                self.conditions.extend(offsets.into_iter().map(|offset| (attr.to_owned(), offset)));
             }
             _ => return Ok(false),
         }
         Ok(true)
     }
 
-    /// Makes them.
-    pub(crate) fn make(self, layers: &Layers, name: &str) -> Result<(), Refusal> {
+    /// Applies the changes.
+    pub(crate) fn apply(self, layers: &Layers, name: &str) -> Result<(), Refusal> {
         if let Some(bad) = &layers.bad {
             let changed = bad.change_all(&self.badblocks);
             changed.map_err(|e| Refusal::failed(Errno::EINVAL, format!("{name}: {e}")))?;

@@ -1,4 +1,4 @@
-//! Zones over any device: keys, how they are set up, attributes.
+//! Zone layer: keys, setup and attributes. The zone state of a file is stored in a file beside it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,9 +15,9 @@ use crate::keys::{Keys, SECTOR_BYTES, joined, parse_bool, parse_path, parse_sect
 use crate::refusal::{Errno, Refusal};
 use crate::size::{self, SizeError, exact};
 
-/// The keys of zones.
+/// Keys of zones.
 pub(crate) const KEYS: [&str; 11] = joined(&ATTRS, &["zone_state"], &[]);
-/// Those that are attributes of every zoned device.
+/// Keys that are also attributes of every zoned device.
 pub(super) const ATTRS: [&str; 10] = [
     "zoned",
     "zone_size",
@@ -31,31 +31,31 @@ pub(super) const ATTRS: [&str; 10] = [
     "zone_offline",
 ];
 
-/// What the kernel makes zones of.
+/// Default zone size, as in the kernel.
 const ZONE_SIZE_BYTES: u64 = 256 << 20;
 
-/// Zones as they were asked for; sizes and offsets in bytes.
+/// Specification of zones. Sizes and offsets are in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ZoneSpec {
-    /// Distance between two zones.
+    /// Distance between the starts of two zones.
     pub size: u64,
-    /// How much of a zone can be written; 0 is all.
+    /// Writable bytes of a zone; 0 is the whole zone.
     pub capacity: u64,
-    /// Conventional zones.
+    /// Number of conventional zones.
     pub nr_conv: u32,
-    /// 0 is no limit.
+    /// Maximum number of open zones; 0 is unlimited.
     pub max_open: u32,
-    /// 0 is no limit.
+    /// Maximum number of active zones; 0 is unlimited.
     pub max_active: u32,
-    /// The largest append, in sectors; without it, as large as a zone.
+    /// Largest append, in sectors; None for the size of a zone.
     pub append_max_sectors: Option<u64>,
-    /// Zones are full at the beginning.
+    /// Zones are initially full.
     pub full: bool,
-    /// These zones are read-only from the beginning on.
+    /// Offsets of zones that are initially read-only.
     pub readonly: Vec<u64>,
-    /// These are offline.
+    /// Offsets of zones that are initially offline.
     pub offline: Vec<u64>,
-    /// Where a file's zones are remembered.
+    /// State file of a file's zones; None for the default.
     pub state: Option<PathBuf>,
 }
 
@@ -104,8 +104,8 @@ fn parse_count(text: &str) -> Result<u32, String> {
     text.parse().map_err(|_| "must be a whole number: a count of zones".into())
 }
 
-/// A place on the device: 0, a size, bytes with a `B`, or sectors as `blkzone report` and ours
-/// show them, which nothing else is written like: `0x80000`.
+/// Parses an offset on a device: 0, a size, bytes with a `B`, or sectors in hexadecimal as `blkzone
+/// report` and `freestone zones` show them: `0x80000`.
 pub fn parse_offset(text: &str) -> Result<u64, String> {
     if let Some(digits) = text.strip_prefix("0x") {
         let sectors = u64::from_str_radix(digits, 16).ok().and_then(|n| n.checked_mul(SECTOR_BYTES));
@@ -119,17 +119,17 @@ pub fn parse_offset(text: &str) -> Result<u64, String> {
         Ok(bytes) => Ok(bytes),
         Err(SizeError::Zero) => Ok(0),
         Err(SizeError::Bare(_)) => {
-            // What other tools call a place is in sectors mostly.
+            // Most other tools show offsets in sectors.
             let sectors = text.parse::<u64>().ok().and_then(|n| n.checked_mul(SECTOR_BYTES));
-            let meant = sectors.map(|bytes| format!("; {}, if these are sectors?", exact(bytes)));
+            let suggestion = sectors.map(|bytes| format!("; {}, if these are sectors?", exact(bytes)));
             let known = "(K, M, G and T are known, 1024-based)";
-            Err(format!("give a unit{} {known}", meant.unwrap_or_default()))
+            Err(format!("give a unit{} {known}", suggestion.unwrap_or_default()))
         }
         Err(e) => Err(e.to_string()),
     }
 }
 
-/// Places with `;` or blanks between them.
+/// Parses offsets separated by `;` or blanks.
 fn parse_offsets(text: &str) -> Result<Vec<u64>, String> {
     let words = text.split([';', ' ']).filter(|word| !word.is_empty());
     let offsets = words.map(|word| parse_offset(word).map_err(|why| format!("{word}: {why}")));
@@ -141,59 +141,58 @@ fn parse_offsets(text: &str) -> Result<Vec<u64>, String> {
 
 // ---- setting up ---------------------------------------------------------------------------------
 
-/// Zones over `device`, which `stores` what is written or not. Those of a file are remembered
-/// beside it; a state file that is new is added to `made`.
-pub(super) fn over(
-    asked: &ZoneSpec,
+/// Adds the layer to `device`. `stores` is true if the device stores written data. The zones of
+/// `file` have a state file; a new one is added to `new_files`.
+pub(super) fn add_layer(
+    spec: &ZoneSpec,
     device: Arc<dyn Device>,
     bad: Option<Arc<BadBlocks>>,
     stores: bool,
     file: Option<&Path>,
-    made: &mut Vec<MadeFile>,
+    new_files: &mut Vec<MadeFile>,
 ) -> Result<Zones, Refusal> {
     let config = zone::Config {
-        zone_size: asked.size,
-        zone_capacity: asked.capacity,
-        zone_nr_conv: asked.nr_conv,
-        zone_max_open: asked.max_open,
-        zone_max_active: asked.max_active,
-        zone_append_max: asked.append_max_sectors.map_or(u64::MAX, |sectors| sectors * SECTOR_BYTES),
-        zone_full: asked.full,
+        zone_size: spec.size,
+        zone_capacity: spec.capacity,
+        zone_nr_conv: spec.nr_conv,
+        zone_max_open: spec.max_open,
+        zone_max_active: spec.max_active,
+        zone_append_max: spec.append_max_sectors.map_or(u64::MAX, |sectors| sectors * SECTOR_BYTES),
+        zone_full: spec.full,
         stores,
     };
-    let path = file.map(|path| state_path(path, asked)).transpose()?;
+    let path = file.map(|path| state_path(path, spec)).transpose()?;
     let state = path.as_deref().map_or(State::Volatile, State::File);
     let zones = Zones::new(device, config, state, bad).map_err(|error| refused(&error))?;
-    made.extend(zones.made().cloned());
-    for (key, offset) in conditions(asked) {
-        let is = if key == "zone_offline" { ZoneCondition::Offline } else { ZoneCondition::ReadOnly };
-        // The state file remembers; twice would be empty again.
-        if condition_at(&zones, offset) == Some(is) {
+    new_files.extend(zones.made().cloned());
+    for (key, offset) in conditions(spec) {
+        let wanted = if key == "zone_offline" { ZoneCondition::Offline } else { ZoneCondition::ReadOnly };
+        // The state file has the condition already. Setting it twice would make the zone empty.
+        if condition_at(&zones, offset) == Some(wanted) {
             continue;
         }
-        let done = condition(&zones, key, offset);
+        let done = change_condition(&zones, key, offset);
         done.map_err(|why| Refusal::failed(Errno::EINVAL, format!("{key}={}: {why}", place(offset))))?;
     }
     Ok(zones)
 }
 
-/// Which zones are in which condition from the beginning on.
-pub(super) fn conditions(asked: &ZoneSpec) -> Vec<(&'static str, u64)> {
-    let readonly = asked.readonly.iter().map(|&offset| ("zone_readonly", offset));
-    readonly.chain(asked.offline.iter().map(|&offset| ("zone_offline", offset))).collect()
+/// Returns the initial conditions: attribute and offset of each zone.
+pub(super) fn conditions(spec: &ZoneSpec) -> Vec<(&'static str, u64)> {
+    let readonly = spec.readonly.iter().map(|&offset| ("zone_readonly", offset));
+    readonly.chain(spec.offline.iter().map(|&offset| ("zone_offline", offset))).collect()
 }
 
-/// Makes the zone that holds `offset` read-only or offline, from whatever it is; an error is half a
-/// sentence.
-fn condition(zones: &Zones, key: &str, offset: u64) -> Result<(), String> {
-    put(zones, key, offset).map_err(|error| match error {
-        device::Error::OutOfRange => "lies behind the end of the device".to_owned(),
+/// Calls [`set_condition`]. Returns the reason of an error, for a message.
+fn change_condition(zones: &Zones, key: &str, offset: u64) -> Result<(), String> {
+    set_condition(zones, key, offset).map_err(|error| match error {
+        device::Error::OutOfRange => "is beyond the end of the device".to_owned(),
         device::Error::ZoneCondition | device::Error::Unsupported => "is in a conventional zone".to_owned(),
         other => other.to_string(),
     })
 }
 
-/// How the zone is that holds `offset`.
+/// Returns the condition of the zone that contains `offset`.
 fn condition_at(zones: &Zones, offset: u64) -> Option<ZoneCondition> {
     let mut found = None;
     let looked = zones.report(offset, &mut |zone| {
@@ -203,24 +202,24 @@ fn condition_at(zones: &Zones, offset: u64) -> Option<ZoneCondition> {
     looked.ok().and(found)
 }
 
-/// An offset as it is typed.
+/// Formats an offset as it is typed.
 pub fn place(offset: u64) -> String {
     if offset == 0 { "0".to_owned() } else { exact(offset) }
 }
 
-/// Where the zones of a file are remembered where nothing else was said.
-fn beside(path: &Path) -> PathBuf {
+/// Returns the default state file of a file's zones: PATH.zones.
+fn default_state_path(path: &Path) -> PathBuf {
     let mut state = path.as_os_str().to_owned();
     state.push(".zones");
     state.into()
 }
 
-/// Refuses to write to a file without its zones, which would say then what is not so.
+/// Refuses to open a file for writing without its zones. Writes would not update the state file.
 pub(crate) fn check_unzoned(path: &Path) -> Result<(), Refusal> {
-    let state = beside(path);
+    let state = default_state_path(path);
     let found = zone::is_state_file(&state).map_err(|error| {
         let why = format!(
-            "{}: cannot be read, and may remember the zones of the file, which writes would pass over: {error}; \
+            "{}: cannot be read, and may contain the zone state of the file, which writes would not update: {error}; \
              make it readable, or give readonly=yes",
             state.display()
         );
@@ -230,15 +229,15 @@ pub(crate) fn check_unzoned(path: &Path) -> Result<(), Refusal> {
         return Ok(());
     }
     let why = format!(
-        "{} remembers its zones, which writes would pass over; give zoned=1, or readonly=yes, or remove that file",
+        "{} contains its zone state, which writes would not update; give zoned=1, or readonly=yes, or remove that file",
         state.display()
     );
     Err(Refusal::failed(Errno::EBUSY, why))
 }
 
-/// Where the zones of a file are remembered.
-fn state_path(path: &Path, asked: &ZoneSpec) -> Result<PathBuf, Refusal> {
-    if let Some(state) = &asked.state {
+/// Returns the state file of a file's zones.
+fn state_path(path: &Path, spec: &ZoneSpec) -> Result<PathBuf, Refusal> {
+    if let Some(state) = &spec.state {
         return Ok(state.clone());
     }
     let meta = path.metadata().map_err(|error| {
@@ -246,12 +245,12 @@ fn state_path(path: &Path, asked: &ZoneSpec) -> Result<PathBuf, Refusal> {
     })?;
     if !meta.is_file() {
         let why = format!(
-            "zoned: {} is no file that another could lie beside; say zone_state=PATH",
+            "zoned: {} is not a regular file, so it has no default state file; give zone_state=PATH",
             path.display()
         );
         return Err(Refusal::failed(Errno::EINVAL, why));
     }
-    Ok(beside(path))
+    Ok(default_state_path(path))
 }
 
 fn refused(error: &zone::SetupError) -> Refusal {
@@ -270,25 +269,25 @@ fn refused(error: &zone::SetupError) -> Refusal {
     Refusal::failed(errno, why)
 }
 
-/// Makes the zone that holds `offset` read-only or offline, from whatever it is; empty where it is
-/// that already.
-pub(super) fn put(zones: &Zones, attr: &str, offset: u64) -> device::Result<()> {
+/// Makes the zone that contains `offset` read-only or offline, whatever its condition. A zone that is
+/// in this condition becomes empty.
+pub(super) fn set_condition(zones: &Zones, attr: &str, offset: u64) -> device::Result<()> {
     if attr == "zone_offline" { zones.set_offline(offset) } else { zones.set_read_only(offset) }
 }
 
 // ---- attributes ---------------------------------------------------------------------------------
 
-/// The value of an attribute of a zoned device.
-pub(super) fn value(asked: &ZoneSpec, zones: &Zones, geometry: &ZoneGeometry, attr: &str) -> Option<Value> {
+/// Returns the value of an attribute of a zoned device.
+pub(super) fn value(spec: &ZoneSpec, zones: &Zones, geometry: &ZoneGeometry, attr: &str) -> Option<Value> {
     Some(match attr {
         "zoned" => json!(1),
         "zone_size" => json!(geometry.zone_size),
-        "zone_capacity" => json!(if asked.capacity == 0 { asked.size } else { asked.capacity }),
+        "zone_capacity" => json!(if spec.capacity == 0 { spec.size } else { spec.capacity }),
         "zone_nr_conv" => json!(zones.counts().conventional),
         "zone_max_open" => json!(geometry.max_open),
         "zone_max_active" => json!(geometry.max_active),
         "zone_append_max_sectors" => json!(u64::from(geometry.max_append) / SECTOR_BYTES),
-        "zone_full" => json!(u8::from(asked.full)),
+        "zone_full" => json!(u8::from(spec.full)),
         "zone_readonly" => json!(in_condition(zones, ZoneCondition::ReadOnly)),
         "zone_offline" => json!(in_condition(zones, ZoneCondition::Offline)),
         _ => return None,
@@ -297,7 +296,7 @@ pub(super) fn value(asked: &ZoneSpec, zones: &Zones, geometry: &ZoneGeometry, at
 
 fn in_condition(zones: &Zones, condition: ZoneCondition) -> String {
     let mut found = Vec::new();
-    // That there is a zone at the start is certain.
+    // Offset 0 is always in a zone, so the report cannot fail.
     let _ = zones.report(0, &mut |zone| {
         if zone.condition == condition {
             found.push(place(zone.start));
@@ -307,7 +306,7 @@ fn in_condition(zones: &Zones, condition: ZoneCondition) -> String {
     if found.is_empty() { "none".to_owned() } else { found.join(";") }
 }
 
-/// Zones by condition, and what was done to them.
+/// Returns the number of zones by condition, and of operations on zones.
 pub fn zone_stat(zones: &Zones) -> Value {
     let c = zones.counts();
     json!({
@@ -328,28 +327,28 @@ pub fn zone_stat(zones: &Zones) -> Value {
     })
 }
 
-/// What a `set` of `attr` asks for: places, each in a zone that can be so.
-pub(super) fn asked_places(zones: &Zones, text: &str) -> Result<Vec<u64>, String> {
-    let places = parse_offsets(text)?;
-    places.iter().try_for_each(|offset| check_place(zones, *offset))?;
-    Ok(places)
+/// Parses the offsets of a `set`. Each must be in a sequential zone.
+pub(super) fn parse_zone_offsets(zones: &Zones, text: &str) -> Result<Vec<u64>, String> {
+    let offsets = parse_offsets(text)?;
+    offsets.iter().try_for_each(|offset| check_sequential(zones, *offset))?;
+    Ok(offsets)
 }
 
-/// Makes it so.
+/// Changes the condition of a zone for a `set` of `attr`.
 pub(super) fn set(zones: &Zones, name: &str, attr: &str, offset: u64) -> Result<(), Refusal> {
-    condition(zones, attr, offset)
+    change_condition(zones, attr, offset)
         .map_err(|why| Refusal::failed(Errno::EIO, format!("{name}: {attr}={}: {why}", place(offset))))
 }
 
-/// There must be a sequential zone there.
-fn check_place(zones: &Zones, offset: u64) -> Result<(), String> {
+/// Checks that `offset` is in a sequential zone.
+fn check_sequential(zones: &Zones, offset: u64) -> Result<(), String> {
     let mut conventional = false;
     let found = zones.report(offset, &mut |zone| {
         conventional = zone.condition == ZoneCondition::NotWritePointer;
         false
     });
     match found {
-        Err(_) => Err(format!("{} lies behind the end of the device", place(offset))),
+        Err(_) => Err(format!("{} is beyond the end of the device", place(offset))),
         Ok(()) if conventional => Err(format!("{} is in a conventional zone", place(offset))),
         Ok(()) => Ok(()),
     }

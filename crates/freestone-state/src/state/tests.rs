@@ -37,7 +37,7 @@ fn put(state: &State, name: &str, words: &str) {
 }
 
 #[test]
-fn what_was_committed_is_there_again() {
+fn committed_changes_survive_restart() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("state");
     let (state, unfinished) = open(&at);
@@ -49,21 +49,21 @@ fn what_was_committed_is_there_again() {
     let mut change = state.begin("remove", &["c"]).unwrap();
     change.gone("c");
     change.commit().unwrap();
-    // Begun, and given up; and cut off.
+    // One change is rolled back, the other is left open by a crash.
     drop(state.begin("fork", &["f"]).unwrap());
     std::mem::forget(state.begin("fork", &["d", "e"]).unwrap());
     assert!(matches!(State::open(&at), Err(StateError::InUse(_))));
     drop(state);
     let (state, unfinished) = open(&at);
     assert_eq!(unfinished, [Unfinished { verb: "fork".into(), names: vec!["d".into(), "e".into()] }]);
-    assert_eq!(names(&state), ["b", "a"], "in the order of coming");
+    assert_eq!(names(&state), ["b", "a"], "in order of creation");
     assert_eq!(state.topology().find("b").unwrap().words, "b=ram,disksize=2M");
     drop(state);
-    assert!(open(&at).1.is_empty(), "it was told once");
+    assert!(open(&at).1.is_empty(), "unfinished changes are reported once");
 }
 
 #[test]
-fn cut_at_any_byte_a_change_is_there_whole_or_not_at_all() {
+fn torn_change_is_applied_whole_or_not_at_all() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join(TOPOLOGY);
     let (state, _) = open(dir.path());
@@ -82,24 +82,24 @@ fn cut_at_any_byte_a_change_is_there_whole_or_not_at_all() {
         let wanted: &[&str] = if end == whole.len() { &["b", "c"] } else { &["a"] };
         assert_eq!(names(&state), wanted, "{end}");
         assert!(unfinished.len() <= 1);
-        // It goes on.
+        // The state accepts further changes.
         put(&state, "new", "null");
-        assert_eq!(open_again(state, dir.path()).last().unwrap(), "new");
+        assert_eq!(reopen(state, dir.path()).last().unwrap(), "new");
     }
-    // The pages of the last lines may have reached the disk in any order.
+    // Pages of the last lines can reach the disk in any order.
     let mut hole = whole.clone();
     hole[before + 20..before + 30].fill(0);
     fs::write(&file, &hole).unwrap();
     assert_eq!(names(&open(dir.path()).0), ["a"]);
 }
 
-fn open_again(state: State, dir: &Path) -> Vec<String> {
+fn reopen(state: State, dir: &Path) -> Vec<String> {
     drop(state);
     names(&open(dir).0)
 }
 
 #[test]
-fn damage_is_told_and_nothing_is_changed() {
+fn damaged_file_is_rejected_unchanged() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join(TOPOLOGY);
     let (state, _) = open(dir.path());
@@ -109,17 +109,17 @@ fn damage_is_told_and_nothing_is_changed() {
     let whole = fs::read(&file).unwrap();
     let first = whole.iter().position(|byte| *byte == b'\n').unwrap() + 1;
     let last = whole.windows(7).rposition(|word| word == b"\"begin\"").unwrap();
-    let mut told = 0;
+    let mut rejected = 0;
     for at in (first..last - 20).step_by(3) {
         let mut damaged = whole.clone();
         damaged[at] ^= 1;
         fs::write(&file, &damaged).unwrap();
-        // A newline that is gone, or a new one, makes two lines bad.
+        // A newline that is lost or added makes two lines invalid.
         assert!(matches!(State::open(dir.path()), Err(StateError::Damaged(..))), "{at}");
         assert_eq!(fs::read(&file).unwrap(), damaged);
-        told += 1;
+        rejected += 1;
     }
-    assert!(told > 20);
+    assert!(rejected > 20);
     fs::write(&file, "[Unit]\nDescription=another\n").unwrap();
     assert!(matches!(State::open(dir.path()), Err(StateError::Foreign(_))));
     let mut newer = String::new();
@@ -132,7 +132,7 @@ fn damage_is_told_and_nothing_is_changed() {
 }
 
 #[test]
-fn changes_of_many_threads_are_all_there() {
+fn concurrent_changes_are_all_kept() {
     const THREADS: usize = 8;
     const EACH: usize = 40;
     let dir = tempfile::tempdir().unwrap();
@@ -163,12 +163,12 @@ fn changes_of_many_threads_are_all_there() {
     assert_eq!(names(&state).len(), THREADS * (1 + EACH / 2));
 }
 
-/// Takes every write, and cannot be synced.
+/// Opens a file that accepts writes and fails to sync.
 fn unsyncable() -> File {
     OpenOptions::new().append(true).open("/dev/null").unwrap()
 }
 
-/// Keeps the log from being replaced, until the directory is removed.
+/// Prevents the log from being replaced until the returned directory is removed.
 fn block_replacement(dir: &Path) -> std::path::PathBuf {
     let new = dir.join("topology.new");
     fs::create_dir(&new).unwrap();
@@ -176,7 +176,7 @@ fn block_replacement(dir: &Path) -> std::path::PathBuf {
 }
 
 #[test]
-fn failed_sync_replaces_log_before_reply() {
+fn failed_sync_rewrites_log_before_reply() {
     let dir = tempfile::tempdir().unwrap();
     let (state, _) = open(dir.path());
     put(&state, "a", "null");
@@ -185,7 +185,7 @@ fn failed_sync_replaces_log_before_reply() {
     state.log().exchange_file(unsyncable());
     put(&state, "b", "null");
     state.log().exchange_file(unsyncable());
-    // Changes that had begun before go on in the new file.
+    // Changes begun before the failure continue in the new file.
     other.put(device("c", "null"));
     other.commit().unwrap();
     put(&state, "d", "null");
@@ -198,16 +198,16 @@ fn failed_sync_replaces_log_before_reply() {
 }
 
 #[test]
-fn failed_write_replaces_log_before_reply() {
+fn failed_write_rewrites_log_before_reply() {
     let dir = tempfile::tempdir().unwrap();
     let (state, _) = open(dir.path());
     let mut change = state.begin("create", &["a"]).unwrap();
-    // It can be neither written nor cut back.
+    // Neither writing nor truncating works.
     state.log().exchange_file(File::open(dir.path().join(TOPOLOGY)).unwrap());
     change.put(device("a", "null"));
     change.commit().unwrap();
     put(&state, "b", "null");
-    assert_eq!(open_again(state, dir.path()), ["a", "b"]);
+    assert_eq!(reopen(state, dir.path()), ["a", "b"]);
 }
 
 #[test]
@@ -226,10 +226,10 @@ fn failed_replacement_refuses_changes_until_one_succeeds() {
     fs::remove_dir(new).unwrap();
     put(&state, "d", "null");
     assert_eq!(names(&state), ["a", "d"]);
-    assert_eq!(open_again(state, dir.path()), ["a", "d"]);
+    assert_eq!(reopen(state, dir.path()), ["a", "d"]);
 }
 
-/// The directory is synced last: from the rename on the new file is the one that a start reads.
+/// The directory is synced last: after the rename a start reads the new file.
 #[test]
 fn failed_directory_sync_keeps_no_unlinked_log() {
     let dir = tempfile::tempdir().unwrap();
@@ -247,8 +247,8 @@ fn failed_directory_sync_keeps_no_unlinked_log() {
     change.gone("a");
     change.commit().unwrap();
     assert_eq!(names(&state), ["e"]);
-    // As after a crash: what the path names has all that was answered.
-    assert_eq!(open_again(state, dir.path()), ["e"]);
+    // As after a crash: the file at the path has all completed changes.
+    assert_eq!(reopen(state, dir.path()), ["e"]);
 }
 
 #[test]
@@ -257,25 +257,26 @@ fn failed_directory_sync_while_shrinking_loses_nothing() {
     let (state, _) = open(dir.path());
     let words = format!("null,record={}", "x".repeat(1 << 20));
     let good = state.log().exchange_dir(unsyncable());
-    let (mut answered, mut refused) = (0, 0);
+    let (mut committed, mut refused) = (0, 0);
     while refused == 0 {
-        match state.put("create", vec![device(&format!("d{}", answered % 2), &format!("{words}{answered}"))])
+        match state
+            .put("create", vec![device(&format!("d{}", committed % 2), &format!("{words}{committed}"))])
         {
-            Ok(()) => answered += 1,
+            Ok(()) => committed += 1,
             Err(_) => refused += 1,
         }
-        assert!(answered < 64, "the log was never replaced");
+        assert!(committed < 64, "the log was never replaced");
     }
     state.log().exchange_dir(good);
     put(&state, "last", "null");
     let before = state.topology();
     drop(state);
     assert_eq!(open(dir.path()).0.topology(), before);
-    assert!(before.find("last").is_some() && before.find(&format!("d{}", (answered - 1) % 2)).is_some());
+    assert!(before.find("last").is_some() && before.find(&format!("d{}", (committed - 1) % 2)).is_some());
 }
 
 #[test]
-fn start_on_full_disk_goes_on_with_whole_log() {
+fn start_on_full_disk_uses_intact_log() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join(TOPOLOGY);
     let (state, _) = open(dir.path());
@@ -291,20 +292,20 @@ fn start_on_full_disk_goes_on_with_whole_log() {
     assert_eq!(unfinished.len(), 1);
     state.put("serve", vec![device("a", "ram")]).unwrap();
     put(&state, "b", "null");
-    assert_eq!(open_again(state, dir.path()), ["a", "b"]);
+    assert_eq!(reopen(state, dir.path()), ["a", "b"]);
     fs::remove_dir(new).unwrap();
     assert_eq!(open(dir.path()).0.find("a").unwrap().words, "a=ram");
 }
 
 #[test]
-fn new_state_that_cannot_be_written_is_refused() {
+fn unwritable_new_state_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
     block_replacement(dir.path());
     assert!(matches!(State::open(dir.path()), Err(StateError::Directory(..))));
 }
 
 #[test]
-fn a_file_of_past_changes_is_written_anew() {
+fn log_of_obsolete_changes_is_rewritten() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join(TOPOLOGY);
     let (state, _) = open(dir.path());
@@ -320,12 +321,12 @@ fn a_file_of_past_changes_is_written_anew() {
     );
     assert!(fs::metadata(&file).unwrap().len() < most);
     assert!(state.topology().find("a").unwrap().words.ends_with("x99"));
-    assert_eq!(open_again(state, dir.path()), ["a"]);
+    assert_eq!(reopen(state, dir.path()), ["a"]);
 }
 
-/// What version 1 wrote, as it is kept in the repository.
+/// The directory in tests/version-1 was written by version 1.
 #[test]
-fn a_directory_of_version_1_is_read_and_written_anew() {
+fn version_1_state_is_read_and_rewritten() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join(TOPOLOGY);
     let old = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/version-1").join(TOPOLOGY);

@@ -1,15 +1,15 @@
-//! A cached chunk: its pages and their checksums. The pages come first, so that the kernel has them in
-//! memory in large pieces.
+//! Format of a cached chunk: its pages, then a trailer with their checksums. The pages come first so that
+//! they are aligned, and the kernel can cache them in large folios.
 //!
 //! ```text
 //!    0       pages
 //! then a page of
 //!    0    8  "FSTCACHE"
 //!    8   32  name
-//!   40    4  pages, little endian as all numbers
+//!   40    4  number of pages; all numbers are little endian
 //!   44    4  zeroes
 //!   48 1024  XXH3 of each page
-//! 1072    8  XXH3 of the 1072 bytes before
+//! 1072    8  XXH3 of the first 1072 bytes of this page
 //! ```
 
 use crate::rt::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -30,10 +30,10 @@ const MAGIC: [u8; 8] = *b"FSTCACHE";
 const SUMS_AT: usize = 48;
 const SUM_AT: usize = SUMS_AT + CHUNK_PAGES * 8;
 const _: () = assert!(SUM_AT + 8 <= PAGE);
-/// How exact the time of the last use is.
+/// Granularity of the time of last use.
 const USED_EVERY: Duration = Duration::from_secs(600);
 
-/// What follows the pages in a chunk's file.
+/// Returns the trailer that follows the pages in the file of a chunk.
 pub(super) fn trailer(name: &Name, pages: &[u8]) -> Vec<u8> {
     let mut trailer = vec![0; PAGE];
     trailer[..8].copy_from_slice(&MAGIC);
@@ -47,7 +47,7 @@ pub(super) fn trailer(name: &Name, pages: &[u8]) -> Vec<u8> {
     trailer
 }
 
-/// Says that a file is used.
+/// Updates the time of last use of a file, if it is older than [`USED_EVERY`].
 pub(super) fn touch(file: &File) {
     let now = SystemTime::now();
     let is_old = |at: SystemTime| now.duration_since(at).is_ok_and(|age| age > USED_EVERY);
@@ -56,38 +56,38 @@ pub(super) fn touch(file: &File) {
     }
 }
 
-/// A cached chunk that is open.
+/// Open file of a cached chunk.
 #[derive(Debug)]
 pub struct Entry {
     file: File,
     sums: Box<[u64]>,
-    /// Since somebody last looked.
+    /// Set by reads, cleared by [`was_used`](Self::was_used).
     is_used: AtomicBool,
-    /// Pages that are in the kernel's memory as they were verified; all are verified anew after a read
-    /// that waited for the disk.
+    /// Bit for each page whose copy in the page cache was verified. A read that may have reached the disk
+    /// clears all bits.
     verified: [AtomicU64; WORDS],
 }
 
-/// Words with a bit for each page.
+/// Words of a bitmap with a bit for each page.
 const WORDS: usize = CHUNK_PAGES / 64;
 
-/// How a read went.
+/// Result of a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// The pages are there, and sound.
+    /// The pages were read and verified.
     Done,
-    /// It would have to wait for the disk.
+    /// The read would have to wait for the disk.
     WouldBlock,
-    /// The file is not what it was.
+    /// The file is damaged, truncated or unreadable.
     Damaged,
 }
 
 impl Entry {
-    /// `None` where there is no such file. `InvalidData`: it is damaged.
+    /// Opens a file. Returns `None` if it does not exist, and an `InvalidData` error if it is damaged.
     pub(super) fn open(path: &Path, name: &Name) -> io::Result<Option<Self>> {
         let untimed =
             File::options().read(true).custom_flags(OFlags::NOATIME.bits().cast_signed()).open(path);
-        // Only the owner may leave the time of the last access as it is.
+        // Only the owner of a file may use O_NOATIME.
         let file = match untimed.or_else(|_| File::open(path)) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,
@@ -110,25 +110,25 @@ impl Entry {
         Ok(Some(Self { file, sums, is_used: AtomicBool::new(true), verified: Default::default() }))
     }
 
-    /// Says, to other processes, too, that it is used.
-    pub(super) fn used(&self) {
+    /// Updates the time of last use, which other processes see.
+    pub(super) fn mark_used(&self) {
         touch(&self.file);
     }
 
-    /// Whether it was read since this was asked last.
+    /// Returns true if the chunk was read since the previous call.
     pub fn was_used(&self) -> bool {
-        // Relaxed: a hint for whom to close.
+        // Relaxed: a hint which file to close.
         self.is_used.swap(false, Ordering::Relaxed)
     }
 
-    /// Pages that it has; what is behind them is zeroes.
+    /// Returns the number of stored pages. Later pages of the chunk are zeroes.
     pub fn pages(&self) -> usize {
         self.sums.len()
     }
 
-    /// Reads whole pages from `first` on. With `wait` false only what is in memory.
+    /// Reads whole pages starting at page `first`. If `wait` is false, reads only from the page cache.
     pub fn read(&self, first: usize, out: &mut [u8], wait: bool) -> Outcome {
-        // Relaxed: as above. Looked at first, as the line is shared by all who read.
+        // Relaxed: a hint which file to close. The load avoids writes to a cache line that all readers share.
         if !self.is_used.load(Ordering::Relaxed) {
             self.is_used.store(true, Ordering::Relaxed);
         }
@@ -139,12 +139,12 @@ impl Entry {
         while done < there.len() {
             let offset = (first * PAGE + done) as u64;
             let rest = &mut there[done..];
-            let answer = if wait {
+            let result = if wait {
                 pread(&self.file, rest, offset)
             } else {
                 preadv2(&self.file, &mut [IoSliceMut::new(rest)], offset, ReadWriteFlags::NOWAIT)
             };
-            match answer {
+            match result {
                 Ok(0) => return Outcome::Damaged,
                 Ok(more) => done += more,
                 Err(Errno::INTR) => {}
@@ -153,9 +153,9 @@ impl Entry {
             }
         }
         if wait {
-            // What the disk gave besides is not known yet.
+            // The read may have replaced pages in the page cache with unverified data from the disk.
             for word in &self.verified {
-                // Relaxed: a bit says something of pages, not of other memory.
+                // Relaxed: the bits order no other memory access.
                 word.store(0, Ordering::Relaxed);
             }
         }
@@ -163,7 +163,7 @@ impl Entry {
         let end = first + there.len() / PAGE;
         while number < end {
             let word = &self.verified[number / 64];
-            // Relaxed: as above.
+            // Relaxed: the bits order no other memory access.
             let known = (word.load(Ordering::Relaxed) >> (number % 64)).trailing_ones() as usize;
             if known > 0 {
                 number += known;
@@ -173,7 +173,7 @@ impl Entry {
             if xxh3_64(&there[at..at + PAGE]) != self.sums[number] {
                 return Outcome::Damaged;
             }
-            // Relaxed: as above.
+            // Relaxed: the bits order no other memory access.
             word.fetch_or(1 << (number % 64), Ordering::Relaxed);
             number += 1;
         }

@@ -1,4 +1,4 @@
-//! The bound of a cache: who adds, and what goes.
+//! Size limit of a cache: reservation of space, and eviction of the least recently used files.
 
 use crate::rt::thread;
 use crate::rt::time::{Duration, SystemTime};
@@ -12,21 +12,21 @@ use rustix::io::Errno;
 use super::{CHUNKS, Cache, META, NEW};
 use crate::objects::{Fault, Until};
 
-/// How long what is not complete may be untouched before it is taken for left behind.
+/// Age after which an incomplete file is treated as abandoned.
 const LEFT_AFTER: Duration = Duration::from_secs(3600);
-/// How often a lock is tried that another has.
+/// Pause between attempts to lock the usage file.
 const PAUSE: Duration = Duration::from_millis(2);
-/// A part of the limit that is made free at a time.
+/// Eviction frees `1/FREED_PART` of the limit at a time.
 const FREED_PART: u64 = 8;
 
 impl Cache {
-    pub(super) fn usage(&self) -> io::Result<File> {
+    pub(super) fn open_usage(&self) -> io::Result<File> {
         File::options().create(true).truncate(false).read(true).write(true).open(self.dir.join("usage"))
     }
 
-    /// A file of `bytes`, which are counted: nobody else gets them.
+    /// Creates a file of `bytes` bytes and adds them to the usage of the cache.
     pub(super) fn reserve(&self, new: &Path, bytes: u64, until: Until<'_>) -> io::Result<File> {
-        let mut usage = self.usage()?;
+        let mut usage = self.open_usage()?;
         loop {
             match flock(&usage, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => break,
@@ -45,7 +45,7 @@ impl Cache {
         let used = read.ok().and_then(|_| text.trim().parse::<u64>().ok());
         let used = match used.and_then(|used| used.checked_add(bytes)) {
             Some(used) if used <= self.limit => used,
-            // Nobody has counted yet, or it would be too much.
+            // The usage is unknown, or the limit would be exceeded.
             _ => self.make_room(bytes)? + bytes,
         };
         let file = File::options().create_new(true).read(true).write(true).open(new)?;
@@ -62,11 +62,11 @@ impl Cache {
         Ok(file)
     }
 
-    /// Deletes what was used least recently, if there is too much, and counts what is left.
+    /// Counts the usage, and evicts least recently used files if `bytes` more would exceed the limit.
     fn make_room(&self, bytes: u64) -> io::Result<u64> {
         let mut files = Vec::new();
         let mut used = 0;
-        let mut look = |path: PathBuf, meta: &Metadata, is_new: bool| {
+        let mut visit = |path: PathBuf, meta: &Metadata, is_new: bool| {
             let at = meta.modified().unwrap_or(SystemTime::UNIX_EPOCH);
             let age = SystemTime::now().duration_since(at).unwrap_or_default();
             if is_new && age > LEFT_AFTER {
@@ -78,10 +78,10 @@ impl Cache {
                 files.push((at, meta.len(), path));
             }
         };
-        for_each_file(&self.dir.join(NEW), &mut |path, meta| look(path, meta, true))?;
+        for_each_file(&self.dir.join(NEW), &mut |path, meta| visit(path, meta, true))?;
         for part in [CHUNKS, META] {
             for dir in fs::read_dir(self.dir.join(part))? {
-                for_each_file(&dir?.path(), &mut |path, meta| look(path, meta, false))?;
+                for_each_file(&dir?.path(), &mut |path, meta| visit(path, meta, false))?;
             }
         }
         if used + bytes > self.limit {
@@ -100,13 +100,13 @@ impl Cache {
     }
 }
 
-fn for_each_file(dir: &Path, look: &mut dyn FnMut(PathBuf, &Metadata)) -> io::Result<()> {
+fn for_each_file(dir: &Path, visit: &mut dyn FnMut(PathBuf, &Metadata)) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
-        // One that went meanwhile is none.
+        // Another process deleted the file meanwhile.
         let Ok(meta) = entry.metadata() else { continue };
         if meta.is_file() {
-            look(entry.path(), &meta);
+            visit(entry.path(), &meta);
         }
     }
     Ok(())

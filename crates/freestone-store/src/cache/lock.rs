@@ -1,5 +1,6 @@
-//! One fetch of an object on a host: who fetches it has a byte of a file locked, which the name of the
-//! object chooses. The lock goes with the process.
+//! Fetch locks: on one host, one process at a time fetches an object. The lock is a byte range lock on a
+//! file, at an offset derived from the name of the object. The kernel releases the lock when the process
+//! exits.
 
 use crate::rt::thread;
 use crate::rt::time::Duration;
@@ -14,25 +15,25 @@ use super::Cache;
 use crate::format::name::Name;
 use crate::objects::Until;
 
-/// How often it is tried, at first and later.
+/// Pauses between attempts: the first one, which doubles, and the longest one.
 const PAUSE_FIRST: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(20);
 
-/// Held until it goes.
+/// Lock on the fetch of an object, released on drop.
 #[derive(Debug)]
 pub struct FetchLock(#[expect(dead_code, reason = "closing it unlocks")] File);
 
 impl Cache {
-    pub(super) fn fetching(&self) -> io::Result<File> {
+    pub(super) fn open_fetching(&self) -> io::Result<File> {
         File::options().create(true).truncate(false).read(true).write(true).open(self.dir.join("fetching"))
     }
 
-    /// Waits until nobody else on this host fetches the object: it may be there then. `None` where that did not
-    /// come in time, or there are no such locks: then it is fetched anyway.
+    /// Waits until no other process on this host fetches the object, which may then be in the cache. Returns
+    /// `None` on timeout or if locks are unavailable; the caller then fetches the object anyway.
     pub fn lock_fetch(&self, name: &Name, until: Until<'_>) -> Option<FetchLock> {
-        let file = self.fetching().ok()?;
+        let file = self.open_fetching().ok()?;
         let start = name.0.first_chunk::<8>()?;
-        // An offset of a file has 63 bits.
+        // Offsets of byte range locks are signed, so only 62 bits are used.
         let byte = (u64::from_le_bytes(*start) & (u64::MAX >> 2)) as i64;
         let mut pause = PAUSE_FIRST;
         loop {

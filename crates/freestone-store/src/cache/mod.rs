@@ -1,23 +1,22 @@
-//! Pages on a local disk, so that they come over the network once: a directory that all servers of a
-//! user share.
+//! Cache of chunks and descriptions of images on a local disk: a directory shared by all servers of a user.
 //!
-//! Each chunk is a file with its pages as they are, 4 KiB each, and a checksum for each, so a page is
-//! read by itself, and where it is in the kernel's page cache without waiting. What does not fit its
-//! checksum is not served; the file goes, and the chunk is fetched again. Files may be deleted at any
-//! time, also by hand: whoever has one open goes on with it.
+//! Each chunk is a file with raw pages and a checksum for each page. So a page can be read by itself, and
+//! without waiting if it is in the page cache. If a checksum does not match, the file is deleted and the
+//! chunk is fetched again. Files may be deleted at any time, also manually; processes that have one open can
+//! still use it.
 //!
 //! ```text
-//! chunks/HH/NAME   pages, and a page with their checksums
-//! meta/HH/NAME     maps and manifests, as their names say
-//! new/             what is not complete
-//! usage            bytes of all these, in decimal; locked by who adds to it
-//! fetching         a byte of it is locked by who fetches an object: one fetch on a host
+//! chunks/HH/NAME   pages, then a page with their checksums
+//! meta/HH/NAME     maps and manifests under their names
+//! new/             incomplete files
+//! usage            total bytes of these files, in decimal; locked to add a file
+//! fetching         a process locks a byte of this file while it fetches an object
 //! ```
 //!
-//! **Bound.** Who adds a file first adds its bytes to `usage`. Where that would go beyond the limit, the
-//! files that were used least recently are deleted, an eighth of the limit at a time, and `usage` is
-//! counted anew, so what a crash left wrong there lasts until then. A file's time of modification says
-//! when it was last used, to ten minutes.
+//! **Size limit.** A process adds the size of a new file to `usage` first. If that would exceed the limit,
+//! the least recently used files are deleted, an eighth of the limit at a time, and `usage` is counted again.
+//! The count also corrects errors that a crash left in `usage`. The modification time of a file is its time
+//! of last use, with a granularity of ten minutes.
 
 mod entry;
 mod evict;
@@ -39,15 +38,15 @@ use crate::objects::Until;
 pub use entry::{Entry, Outcome};
 pub use lock::FetchLock;
 
-/// The smallest limit in bytes.
+/// Smallest limit in bytes.
 pub const BYTES_MIN: u64 = 64 << 20;
-/// The limit where nothing was said.
+/// Default limit in bytes.
 pub const BYTES_USUAL: u64 = 16 << 30;
 const CHUNKS: &str = "chunks";
 const META: &str = "meta";
 const NEW: &str = "new";
 
-/// A directory with pages.
+/// Cache in a directory.
 #[derive(Debug)]
 pub struct Cache {
     dir: PathBuf,
@@ -56,10 +55,10 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Opens it; the directory is made where it is not there.
+    /// Opens a cache. Creates its directory if necessary.
     ///
     /// # Errors
-    /// It cannot be made or written. `limit` is below [`BYTES_MIN`].
+    /// `limit` is below [`BYTES_MIN`], or the directory cannot be created or written.
     pub fn open(dir: impl Into<PathBuf>, limit: u64) -> io::Result<Arc<Self>> {
         let dir = dir.into();
         if limit < BYTES_MIN {
@@ -69,18 +68,18 @@ impl Cache {
             fs::DirBuilder::new().recursive(true).mode(0o700).create(dir.join(part))?;
         }
         let cache = Self { dir, limit, next: AtomicU64::new(0) };
-        // Whether it can be written shows now.
-        drop(cache.usage()?);
-        drop(cache.fetching()?);
+        // Report missing write permission now.
+        drop(cache.open_usage()?);
+        drop(cache.open_fetching()?);
         Ok(Arc::new(cache))
     }
 
-    /// Where it is.
+    /// Returns the directory of the cache.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Most bytes of it.
+    /// Returns the size limit in bytes.
     pub fn limit(&self) -> u64 {
         self.limit
     }
@@ -90,38 +89,38 @@ impl Cache {
         self.dir.join(part).join(&name[..2]).join(name)
     }
 
-    /// Whether a chunk is there.
+    /// Returns true if the cache has a chunk.
     pub fn has(&self, name: &Name) -> bool {
         self.path(CHUNKS, name).exists()
     }
 
-    /// The pages of a chunk, if they are there. Waits for the disk.
+    /// Opens a chunk if it is cached. May wait for the disk. Deletes a damaged file.
     pub fn find(&self, name: &Name) -> Option<Entry> {
         let path = self.path(CHUNKS, name);
         let entry = Entry::open(&path, name);
         match &entry {
-            Ok(Some(entry)) => entry.used(),
+            Ok(Some(entry)) => entry.mark_used(),
             Err(why) if why.kind() == io::ErrorKind::InvalidData => {
                 client_log!(warn, "{}: {why}; it is fetched again", path.display());
                 let _ = fs::remove_file(&path);
             }
-            // Another look may find it.
+            // The chunk is not cached, or the error may be temporary.
             Ok(None) | Err(_) => {}
         }
         entry.ok().flatten()
     }
 
-    /// Takes a chunk out, as its pages do not fit their checksums.
+    /// Removes a chunk whose pages do not match their checksums.
     pub fn discard(&self, name: &Name) {
         let path = self.path(CHUNKS, name);
         client_log!(warn, "{}: is damaged; it is fetched again", path.display());
         let _ = fs::remove_file(path);
     }
 
-    /// Keeps the pages of a chunk.
+    /// Adds a chunk.
     ///
     /// # Errors
-    /// What the disk says. The pages are not kept then.
+    /// The file cannot be written, or `until` ended. The chunk is then not cached.
     pub fn keep(&self, name: &Name, pages: &[u8], until: Until<'_>) -> io::Result<Entry> {
         let trailer = entry::trailer(name, pages);
         let path = self.path(CHUNKS, name);
@@ -129,7 +128,7 @@ impl Cache {
         Entry::open(&path, name)?.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// What describes images, if it is there; to be verified.
+    /// Returns a cached description of an image, unverified.
     pub fn find_meta(&self, name: &Name) -> Option<Vec<u8>> {
         let path = self.path(META, name);
         let bytes = fs::read(&path).ok()?;
@@ -139,18 +138,18 @@ impl Cache {
         Some(bytes)
     }
 
-    /// Keeps what describes images.
+    /// Adds a description of an image.
     ///
     /// # Errors
-    /// What the disk says. It is not kept then.
+    /// The file cannot be written, or `until` ended. The description is then not cached.
     pub fn keep_meta(&self, name: &Name, content: &[u8], until: Until<'_>) -> io::Result<()> {
         self.add(&self.path(META, name), &[content], until)
     }
 
-    /// Adds a file, within the limit.
+    /// Adds a file within the size limit.
     fn add(&self, path: &Path, parts: &[&[u8]], until: Until<'_>) -> io::Result<()> {
         let bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
-        // Relaxed: only the numbers have to differ.
+        // Relaxed: the numbers only have to differ.
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let new = self.dir.join(NEW).join(format!(
             "{}-{number}-{}",

@@ -23,7 +23,7 @@ fn pages(count: usize, seed: usize) -> Vec<u8> {
 }
 
 #[test]
-fn pages_are_read_by_themselves() {
+fn cached_pages_are_read_independently() {
     let (_dir, cache) = cache();
     let pages = pages(20, 1);
     assert!(cache.find(&name(1)).is_none());
@@ -33,13 +33,13 @@ fn pages_are_read_by_themselves() {
     let mut out = vec![1; 3 * PAGE];
     assert_eq!(entry.read(4, &mut out, true), Outcome::Done);
     assert_eq!(out, pages[4 * PAGE..7 * PAGE]);
-    // In memory now, and behind its end there are zeroes.
+    // These pages are in the page cache now, and pages after the end are zeroes.
     assert_eq!(entry.read(18, &mut out, false), Outcome::Done);
     assert_eq!((&out[..2 * PAGE], &out[2 * PAGE..]), (&pages[18 * PAGE..], &[0; PAGE][..]));
     assert_eq!(entry.read(100, &mut out, false), Outcome::Done);
     assert!(out.iter().all(|byte| *byte == 0));
     assert!(entry.was_used() && !entry.was_used());
-    // Another chunk under its name is none.
+    // A file under the name of another chunk is refused and deleted.
     fs::create_dir_all(cache.path(CHUNKS, &name(2)).parent().unwrap()).unwrap();
     fs::rename(cache.path(CHUNKS, &name(1)), cache.path(CHUNKS, &name(2))).unwrap();
     assert!(cache.find(&name(2)).is_none() && !cache.path(CHUNKS, &name(2)).exists());
@@ -48,7 +48,7 @@ fn pages_are_read_by_themselves() {
 }
 
 #[test]
-fn what_was_damaged_is_not_served() {
+fn damaged_cache_file_is_not_served() {
     let (_dir, cache) = cache();
     let pages = pages(128, 3);
     let entry = cache.keep(&name(1), &pages, soon()).unwrap();
@@ -60,7 +60,7 @@ fn what_was_damaged_is_not_served() {
     assert_eq!(entry.read(6, &mut out, true), Outcome::Done);
     file.set_len((100 * PAGE) as u64).unwrap();
     assert_eq!(entry.read(110, &mut out, true), Outcome::Damaged);
-    // The checksums were hit.
+    // Damage to the checksums.
     file.set_len((129 * PAGE) as u64).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&file, b"x", (128 * PAGE + 60) as u64).unwrap();
     assert!(cache.find(&name(1)).is_none() && !path.exists());
@@ -69,7 +69,7 @@ fn what_was_damaged_is_not_served() {
 }
 
 #[test]
-fn the_least_recently_used_go_and_the_limit_holds() {
+fn eviction_removes_least_recently_used_files() {
     let (_dir, cache) = cache();
     let pages = pages(128, 3);
     let bytes = || {
@@ -85,7 +85,7 @@ fn the_least_recently_used_go_and_the_limit_holds() {
     let fits = (BYTES_MIN / per_file) as u32;
     for number in 0..3 * fits {
         let entry = cache.keep(&name(number), &pages, soon()).unwrap();
-        // Older the earlier they came, but for one that is used all the time.
+        // Files are older the earlier they were added, except for one that is always in use.
         let age = if number == 0 { 0 } else { 100_000 - number };
         let at = SystemTime::now() - Duration::from_secs(age.into());
         let file = File::options().write(true).open(cache.path(CHUNKS, &name(number))).unwrap();
@@ -100,7 +100,7 @@ fn the_least_recently_used_go_and_the_limit_holds() {
 }
 
 #[test]
-fn several_add_at_once_within_the_limit() {
+fn concurrent_adds_stay_within_limit() {
     let (dir, first) = cache();
     let second = Cache::open(dir.path().join("cache"), BYTES_MIN).unwrap();
     let pages = pages(128, 3);
@@ -117,7 +117,7 @@ fn several_add_at_once_within_the_limit() {
     let usage: u64 = fs::read_to_string(first.dir.join("usage")).unwrap().trim().parse().unwrap();
     assert!(usage <= BYTES_MIN && usage > BYTES_MIN / 2, "{usage}");
     assert_eq!(fs::read_dir(first.dir.join(NEW)).unwrap().count(), 0);
-    // What is written there is not believed beyond the next count.
+    // A wrong usage is corrected when it is counted again.
     for wrong in ["x", "18446744073709551615", ""] {
         fs::write(first.dir.join("usage"), wrong).unwrap();
         first.keep(&name(1000), &pages, soon()).unwrap();
@@ -127,12 +127,12 @@ fn several_add_at_once_within_the_limit() {
 }
 
 #[test]
-fn one_of_a_host_fetches_an_object() {
+fn fetch_lock_is_exclusive_on_host() {
     let (dir, first) = cache();
     let second = Cache::open(dir.path().join("cache"), BYTES_MIN).unwrap();
     let held = first.lock_fetch(&name(1), soon());
     assert!(held.is_some());
-    // Another does not wait for it.
+    // Other objects are not locked.
     assert!(second.lock_fetch(&name(2), soon()).is_some());
     assert!(second.lock_fetch(&name(1), Until::within(Duration::from_millis(60))).is_none());
     std::thread::scope(|scope| {
@@ -145,7 +145,7 @@ fn one_of_a_host_fetches_an_object() {
 }
 
 #[test]
-fn a_directory_that_cannot_be_one_is_refused() {
+fn invalid_cache_settings_are_refused() {
     let (dir, _cache) = cache();
     assert!(Cache::open(dir.path().join("cache"), BYTES_MIN - 1).is_err());
     let file = dir.path().join("file");

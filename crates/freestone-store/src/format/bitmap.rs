@@ -1,14 +1,14 @@
-//! A bit for each page of a segment, and how many are set before a page.
+//! Bitmaps of the pages of a segment, with a fast rank query.
 
 use super::SEGMENT_PAGES;
 
 const WORDS: usize = SEGMENT_PAGES / 64;
-/// Bytes of one as it is stored.
+/// Size of a stored bitmap in bytes.
 pub const BYTES: usize = SEGMENT_PAGES / 8;
-/// Words between two that the count before them is kept of.
+/// Number of words for each entry of the rank index.
 const STEP: usize = 8;
 
-/// Which pages; changes.
+/// Set of pages.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Bitmap(Box<[u64]>);
 
@@ -19,47 +19,47 @@ impl Default for Bitmap {
 }
 
 impl Bitmap {
-    /// From what [`bytes`](Self::bytes) gave.
+    /// Decodes the output of [`bytes`](Self::bytes).
     pub fn parse(bytes: &[u8; BYTES]) -> Self {
         let words = bytes.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
         Self(words.collect())
     }
 
-    /// As it is stored: page 0 is the lowest bit of the first byte.
+    /// Encodes the bitmap. Page 0 is the lowest bit of the first byte.
     pub fn bytes(&self) -> Vec<u8> {
         self.0.iter().flat_map(|word| word.to_le_bytes()).collect()
     }
 
-    /// Whether the page is in it.
+    /// Returns true if the set contains the page.
     pub fn has(&self, page: usize) -> bool {
         self.0[page / 64] >> (page % 64) & 1 == 1
     }
 
-    /// Puts a page in, or takes it out.
+    /// Adds or removes a page.
     pub fn set(&mut self, page: usize, is_in: bool) {
         let bit = 1 << (page % 64);
         if is_in { self.0[page / 64] |= bit } else { self.0[page / 64] &= !bit }
     }
 
-    /// Adds all of another.
+    /// Adds all pages of another set.
     pub fn add(&mut self, other: &Self) {
         for (word, other) in self.0.iter_mut().zip(&other.0) {
             *word |= other;
         }
     }
 
-    /// What is in this and not in the other.
+    /// Returns the pages that are not in `other`.
     #[must_use]
     pub fn without(&self, other: &Self) -> Self {
         Self(self.0.iter().zip(&other.0).map(|(word, other)| word & !other).collect())
     }
 
-    /// How many pages.
+    /// Returns the number of pages.
     pub fn count(&self) -> usize {
         self.0.iter().map(|word| word.count_ones() as usize).sum()
     }
 
-    /// The pages, in order.
+    /// Returns the pages in ascending order.
     pub fn pages(&self) -> impl Iterator<Item = usize> {
         self.0.iter().enumerate().flat_map(|(number, word)| {
             let mut rest = *word;
@@ -72,10 +72,10 @@ impl Bitmap {
     }
 }
 
-/// A bitmap that does not change, of which the place of a page among those that are in is known soon.
+/// Immutable set of pages with an index for the rank of a page.
 pub struct Ranked {
     bits: Bitmap,
-    /// Before each [`STEP`] words.
+    /// Number of pages before each group of [`STEP`] words.
     before: Box<[u32]>,
 }
 
@@ -92,12 +92,13 @@ impl From<Bitmap> for Ranked {
 }
 
 impl Ranked {
-    /// The bitmap.
+    /// Returns the set.
     pub fn bits(&self) -> &Bitmap {
         &self.bits
     }
 
-    /// How many pages that are in it come before this one, if this one is.
+    /// Returns the number of pages in the set that precede `page`, or `None` if the set does not contain
+    /// `page`.
     pub fn place(&self, page: usize) -> Option<usize> {
         if !self.bits.has(page) {
             return None;
@@ -115,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_counted() {
+    fn bitmap_rank_counts_earlier_pages() {
         let mut bits = Bitmap::default();
         let pages: Vec<usize> =
             (0..SEGMENT_PAGES).filter(|page| page * page % 7 == 2 || page % 1000 < 3).collect();

@@ -1,17 +1,20 @@
-//! A chunk: up to 128 pages as one object, in units of 16 pages that are compressed each for itself.
+//! Chunks: up to 128 pages in one object, in units of 16 pages that are compressed separately.
 //!
 //! ```text
 //!  0  8  "FSTCHUNK"
-//!  8  4  bytes of the pages, little endian as all numbers
-//! 12  4  1 where it is encrypted, else 0
+//!  8  4  bytes of the pages; all numbers are little endian
+//! 12  4  1 if encrypted, else 0
 //! 16 12  nonce, or zeroes
 //! 28  4  zeroes
-//! 32     for each unit: 4 bytes, as how many it is stored; 32 bytes, its hash
-//!        the units: zstd frames, or as they are where that is not longer
+//! 32     for each unit: 4 bytes, its stored size; 32 bytes, its hash
+//!        the units: zstd frames, or raw pages if a frame is not shorter
 //! ```
 //!
-//! Its name is the hash of the units' hashes. So a unit can be read and verified without the others, and
-//! nothing in the header has to be believed.
+//! The name of a chunk is the hash of the size of its pages and of the hashes of its units. So a unit can be
+//! read and verified without the others.
+//!
+//! Chunks of 512 KiB keep the number of requests low. Units of 64 KiB can be read alone by an image without a
+//! cache.
 
 use freestone_core::mutants::{self, Mutant};
 use zerocopy::byteorder::little_endian::U32;
@@ -25,9 +28,9 @@ use super::seal::TAG_BYTES;
 use super::{CHUNK_BYTES, CHUNK_PAGES, PAGE, UNIT_PAGES};
 
 const MAGIC: [u8; 8] = *b"FSTCHUNK";
-/// Bytes of a unit's pages.
+/// Size of the pages of a unit in bytes.
 pub const UNIT_BYTES: usize = UNIT_PAGES * PAGE;
-/// Most units.
+/// Maximum number of units in a chunk.
 const UNITS: usize = CHUNK_PAGES / UNIT_PAGES;
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy, Debug)]
@@ -39,12 +42,12 @@ struct Unit {
 
 const UNIT_ENTRY_BYTES: usize = size_of::<Unit>();
 const _: () = assert!(UNIT_ENTRY_BYTES == 36);
-/// Header and entries of the largest chunk.
+/// Size of the header and entries of the largest chunk in bytes.
 pub const HEAD_BYTES_MAX: usize = HEADER_BYTES + UNITS * UNIT_ENTRY_BYTES;
-/// Most bytes of a chunk that is stored.
+/// Maximum size of a stored chunk in bytes.
 pub const STORED_BYTES_MAX: usize = HEAD_BYTES_MAX + CHUNK_BYTES + UNITS * TAG_BYTES;
 
-/// Pages with their name, and what is needed to store them.
+/// Pages of a chunk before they are stored, with the name of the chunk.
 pub struct Plain<'a> {
     pages: &'a [u8],
     hashes: Vec<[u8; 32]>,
@@ -52,7 +55,7 @@ pub struct Plain<'a> {
 }
 
 impl<'a> Plain<'a> {
-    /// `pages` are whole ones, 1 to 128.
+    /// Computes the name of a chunk. `pages` consists of 1 to 128 whole pages.
     pub fn new(domain: &Domain, pages: &'a [u8]) -> Self {
         debug_assert!(pages.len().is_multiple_of(PAGE) && (PAGE..=CHUNK_BYTES).contains(&pages.len()));
         let units = pages.chunks(UNIT_BYTES);
@@ -61,12 +64,12 @@ impl<'a> Plain<'a> {
         Self { pages, hashes, name }
     }
 
-    /// The name of the chunk.
+    /// Returns the name of the chunk.
     pub fn name(&self) -> Name {
         self.name
     }
 
-    /// The object; `None` where there is no memory, or no random number.
+    /// Returns the object, or `None` if compression or encryption fails for lack of memory or random numbers.
     pub fn stored(&self, domain: &Domain) -> Option<Vec<u8>> {
         let packing = Packing::new(domain, &self.name)?;
         let header = packing.header(MAGIC, self.pages.len());
@@ -85,7 +88,7 @@ fn name_of(domain: &Domain, pages_bytes: u32, hashes: &[[u8; 32]]) -> Name {
     domain.naming.name(Kind::Chunk, &[&pages_bytes.to_le_bytes(), hashes.as_flattened()])
 }
 
-/// The verified beginning of a chunk: where its units are.
+/// Verified header of a chunk, which locates its units.
 pub struct Head {
     pages_bytes: usize,
     packing: Packing,
@@ -93,7 +96,7 @@ pub struct Head {
 }
 
 impl Head {
-    /// From the first bytes of an object, [`HEAD_BYTES_MAX`] or as many as it has.
+    /// Parses the first [`HEAD_BYTES_MAX`] bytes of an object, or the whole object if it is shorter.
     pub fn parse(domain: &Domain, name: &Name, bytes: &[u8]) -> Result<Self, Damaged> {
         let (header, rest) = Header::read(bytes, MAGIC)?;
         let pages_bytes = header.bytes();
@@ -108,7 +111,7 @@ impl Head {
         }
         let packing = Packing::of(domain, name, &header)?;
         let tag_bytes = packing.tag_bytes();
-        // One of nothing would be read by asking for no bytes.
+        // A unit of length 0 would cause a read of an empty range.
         let can_be = 1..=UNIT_BYTES + tag_bytes;
         if units.iter().any(|unit| !can_be.contains(&(unit.stored.get() as usize))) {
             return Err(Damaged::Shape);
@@ -116,13 +119,13 @@ impl Head {
         Ok(Self { pages_bytes, packing, units: units.to_vec() })
     }
 
-    /// Bytes of its pages.
+    /// Returns the size of the pages in bytes.
     pub fn pages_bytes(&self) -> usize {
         self.pages_bytes
     }
 
-    /// Where in the object a unit lies. The lengths are as the store says them: they are no more than a
-    /// unit can have.
+    /// Returns the byte range of a unit in the object. The hash does not cover the stored lengths, but
+    /// [`parse`](Self::parse) limits them.
     pub fn place(&self, unit: usize) -> Option<std::ops::Range<u64>> {
         let stored = |unit: &Unit| u64::from(unit.stored.get());
         let head = (HEADER_BYTES + self.units.len() * UNIT_ENTRY_BYTES) as u64;
@@ -130,12 +133,12 @@ impl Head {
         Some(start..start + stored(self.units.get(unit)?))
     }
 
-    /// Bytes of the object.
+    /// Returns the size of the object in bytes.
     fn object_bytes(&self) -> u64 {
         self.units.len().checked_sub(1).and_then(|last| self.place(last)).map_or(0, |place| place.end)
     }
 
-    /// The pages of a unit from what lies at its [place](Self::place), verified.
+    /// Unpacks and verifies a unit from the bytes at its [place](Self::place).
     pub fn unit(&self, domain: &Domain, number: usize, stored: &[u8]) -> Result<Vec<u8>, Damaged> {
         let mut pages = vec![0; UNIT_BYTES.min(self.pages_bytes.saturating_sub(number * UNIT_BYTES))];
         self.unit_into(domain, number, stored, &mut pages)?;
@@ -161,7 +164,7 @@ impl Head {
     }
 }
 
-/// The pages of a chunk from its object, verified.
+/// Unpacks and verifies the pages of a chunk.
 pub fn pages(domain: &Domain, name: &Name, object: &[u8]) -> Result<Vec<u8>, Damaged> {
     let head = Head::parse(domain, name, object)?;
     if head.object_bytes() != object.len() as u64 {
@@ -186,7 +189,7 @@ mod tests {
         [Domain::new(None, false, GRACE).0, Domain::new(secret.as_ref(), true, GRACE).0]
     }
 
-    /// Compressible, noise, and both.
+    /// Returns pages of which every second unit is compressible and the others are noise.
     fn sample(pages: usize) -> Vec<u8> {
         let mut state = 1_u64;
         let mut noise = || {
@@ -199,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_come_back_whole_and_in_units() {
+    fn chunk_round_trip_whole_and_by_unit() {
         for domain in domains() {
             for count in [1, 15, 16, 17, 100, 128] {
                 let sample = sample(count);
@@ -226,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_believed() {
+    fn changed_chunk_is_detected() {
         for domain in domains() {
             let sample = sample(20);
             let plain = Plain::new(&domain, &sample);
@@ -240,14 +243,14 @@ mod tests {
                 for flip in [1, 0x80, 0xff] {
                     let mut wrong = object.clone();
                     wrong[at] ^= flip;
-                    // The nonce means nothing where nothing is encrypted; all else fails, or is the same.
+                    // The nonce is unused without encryption. Every other change is detected.
                     match pages(&domain, &plain.name(), &wrong) {
                         Ok(pages) => assert!(pages == sample && (16..28).contains(&at), "{at}"),
                         Err(_) => assert!(domain.sealing.is_some() || !(16..28).contains(&at), "{at}"),
                     }
                 }
             }
-            // A unit of nothing, whose length no hash is of.
+            // A unit of length 0: no hash covers the length.
             let mut empty = object.clone();
             empty[HEADER_BYTES + UNIT_ENTRY_BYTES..][..4].fill(0);
             let head = Head::parse(&domain, &plain.name(), &empty[..HEAD_BYTES_MAX.min(empty.len())]);

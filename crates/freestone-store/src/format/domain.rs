@@ -1,9 +1,9 @@
-//! A domain: a store with one key for its names, and for its content where that is encrypted. What is
-//! the same in two images of a domain is stored once; nothing is shared with other domains.
+//! Domains: a store with one key for the names of its objects, and one for their content if it is encrypted.
+//! Equal content of two images is stored once within a domain, and never shared with other domains.
 //!
-//! `freestone.json` describes it. In an open domain the key follows from what is written there: who may
-//! read the store knows it. With a key file it does not, so whoever holds the store can neither tell
-//! whether some content is in it nor make a tag, and, where it is encrypted, sees lengths and times only.
+//! `freestone.json` describes the domain. In an open domain the key derives from that file, so all readers of
+//! the store know the key. With a key file they do not: whoever controls the store can neither test for known
+//! content nor forge a tag. With encryption as well they see only lengths and times.
 
 use crate::rt::time::Duration;
 use std::fmt;
@@ -15,13 +15,13 @@ use super::name::{Kind, Name, Naming, hex};
 use super::seal::Sealing;
 use super::{Unread, VERSION, read};
 
-/// The object that describes it.
+/// Key of the object that describes the domain.
 pub const KEY: &str = "freestone.json";
-/// Most bytes of that.
+/// Maximum size of `freestone.json` in bytes.
 pub const BYTES_MAX: u64 = 4096;
-/// How long what nobody refers to is kept, where nothing else was said.
+/// Default grace period: the minimum age at which a prune deletes an unused object.
 pub const GRACE: Duration = Duration::from_secs(24 * 3600);
-/// The shortest such time, and the longest.
+/// Shortest and longest grace period.
 pub const GRACE_RANGE: (Duration, Duration) = (Duration::from_secs(3600), Duration::from_secs(7 * 24 * 3600));
 
 const OPEN: &str = "freestone 2026 object storage: key of an open domain";
@@ -29,12 +29,12 @@ const KEYED: &str = "freestone 2026 object storage: key of a domain with a key f
 const NAMES: &str = "freestone 2026 object storage: names";
 const CONTENT: &str = "freestone 2026 object storage: encryption";
 
-/// What a key file holds.
+/// Content of a key file.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret([u8; 32]);
 
 impl Secret {
-    /// From the text of a key file: 64 hexadecimal digits.
+    /// Parses the text of a key file: 64 hexadecimal digits.
     pub fn parse(text: &str) -> Option<Self> {
         hex(text.trim()).map(Self)
     }
@@ -46,7 +46,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// What `freestone.json` holds.
+/// Content of `freestone.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Written {
     format: u32,
@@ -76,43 +76,43 @@ enum Encryption {
 /// A domain with its keys.
 #[derive(Clone)]
 pub struct Domain {
-    /// By which it is told from others.
+    /// Identity of the domain.
     pub id: Uuid,
-    /// What nobody refers to may be deleted when it is older.
+    /// Grace period: minimum age at which a prune deletes an unused object.
     pub grace: Duration,
-    /// For names.
+    /// Keys for names.
     pub naming: Naming,
-    /// For content.
+    /// Key for content, if the domain is encrypted.
     pub sealing: Option<Sealing>,
-    /// A key file is needed, so tags can be told from forged ones.
+    /// True if the domain has a key file, so forged tags are detected.
     pub keyed: bool,
 }
 
-/// Why a store cannot be read.
+/// Reason why a store cannot be opened.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
-    /// It needs a key.
+    /// The store needs a key file.
     #[error("its names are keyed: say key=FILE")]
     KeyNeeded,
-    /// Another one.
+    /// The key file belongs to another store.
     #[error("the key file is not the one that it was made with, or its freestone.json was changed")]
     KeyWrong,
-    /// It has none.
+    /// The store has no key file.
     #[error("it was made without a key file; leave key out, or begin another store")]
     KeyUnused,
-    /// Asked for in a store that was begun without.
+    /// Encryption was requested for a store that was created without encryption.
     #[error("it was made without encryption; begin another store for that")]
     NotEncrypted,
-    /// Of another version than this program's.
+    /// The store has another format version.
     #[error("it has format {0}, and this program knows format {VERSION}")]
     Other(u32),
-    /// No description of a store.
+    /// `freestone.json` is damaged.
     #[error("its {KEY} is damaged: {0}")]
     Damaged(String),
 }
 
 impl Domain {
-    /// A new one, and what is to be written. Without a secret it is open, and not encrypted.
+    /// Creates a domain and its description. Without a secret the domain is open and not encrypted.
     pub fn new(secret: Option<&Secret>, encrypted: bool, grace: Duration) -> (Self, Written) {
         let mut salt = [0; 32];
         for (half, id) in salt.chunks_mut(16).zip([crate::rt::unique_id(), crate::rt::unique_id()]) {
@@ -129,13 +129,13 @@ impl Domain {
             check: String::new(),
         };
         let domain = written.domain(&salt, secret);
-        written.check = written.checked(&domain);
+        written.check = written.compute_check(&domain);
         (domain, written)
     }
 }
 
 impl Written {
-    /// From the bytes of the object.
+    /// Parses the content of `freestone.json`.
     pub fn parse(bytes: &[u8]) -> Result<Self, Refused> {
         read(bytes).map_err(|why| match why {
             Unread::Other(format) => Refused::Other(format),
@@ -143,15 +143,15 @@ impl Written {
         })
     }
 
-    /// As it is written.
+    /// Encodes the content of `freestone.json`.
     pub fn bytes(&self) -> Vec<u8> {
-        // Its values are numbers and text.
+        // Serialization cannot fail, as all values are numbers and strings.
         let mut text = serde_json::to_string_pretty(self).unwrap_or_default();
         text.push('\n');
         text.into_bytes()
     }
 
-    /// The domain, with its keys.
+    /// Derives the keys of the domain and checks them against the description.
     pub fn open(&self, secret: Option<&Secret>) -> Result<Domain, Refused> {
         let salt = hex(&self.salt).ok_or_else(|| Refused::Damaged("salt: 64 hexadecimal digits".into()))?;
         match (self.key, secret) {
@@ -164,7 +164,7 @@ impl Written {
             return Err(Refused::Damaged("grace_seconds: from 3600 (an hour) to 604800 (a week)".into()));
         }
         let domain = self.domain(&salt, secret);
-        if self.checked(&domain) != self.check {
+        if self.compute_check(&domain) != self.check {
             return Err(match secret {
                 Some(_) => Refused::KeyWrong,
                 None => Refused::Damaged("check does not fit salt".into()),
@@ -173,8 +173,9 @@ impl Written {
         Ok(domain)
     }
 
-    /// Of all that is written, with the key: who has it not can change none of it, the encryption least.
-    fn checked(&self, domain: &Domain) -> String {
+    /// Computes a keyed hash of all other fields. Without the key nobody can change them unnoticed, for
+    /// example to turn off encryption.
+    fn compute_check(&self, domain: &Domain) -> String {
         let Self { format, id, grace_seconds, salt, key, encryption, check: _ } = self;
         let (key, encryption) = (*key == KeyIn::File, *encryption == Encryption::Aes256Gcm);
         let numbers = [u64::from(*format), *grace_seconds, u64::from(key), u64::from(encryption)];
@@ -208,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn an_open_domain_is_opened_by_what_is_written() {
+    fn open_domain_needs_only_its_description() {
         let (domain, written) = Domain::new(None, true, GRACE);
         assert!(domain.sealing.is_none() && !domain.keyed);
         let read = Written::parse(&written.bytes()).unwrap();
@@ -221,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_keyed_domain_wants_its_key() {
+    fn keyed_domain_requires_its_key() {
         let (domain, written) = Domain::new(Some(&secret("a")), true, GRACE);
         assert!(domain.sealing.is_some() && domain.keyed);
         assert!(written.open(Some(&secret("a"))).unwrap().sealing.is_some());
@@ -229,7 +230,7 @@ mod tests {
         assert_eq!(written.open(Some(&secret("b"))).err(), Some(Refused::KeyWrong));
         let text = String::from_utf8(written.bytes()).unwrap();
         assert!(!text.contains(&"a".repeat(20)), "{text}");
-        // Nobody takes the encryption away, or the time that things are kept.
+        // Without the key nobody can turn off encryption or change the grace period.
         for (from, to) in [("aes-256-gcm", "none"), ("\"grace_seconds\": 86400", "\"grace_seconds\": 3600")] {
             let changed = text.replace(from, to);
             assert_ne!(changed, text);
@@ -241,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_description_is_refused() {
+    fn invalid_domain_description_is_refused() {
         let (_, written) = Domain::new(None, false, GRACE);
         let text = String::from_utf8(written.bytes()).unwrap();
         for other in [1, 3] {

@@ -1,5 +1,5 @@
-//! An image: its size, and for each GiB that is not all zeroes its maps. JSON, stored as
-//! [`meta`](super::meta) stores things.
+//! Manifests: the size of an image, and the maps of each segment (GiB) that is not all zeroes. A manifest is
+//! JSON and is stored as [`meta`](super::meta).
 
 use serde::{Deserialize, Serialize};
 
@@ -7,55 +7,55 @@ use super::chunk;
 use super::name::Name;
 use super::{IMAGE_BYTES_MAX, PAGE, SEGMENT_BYTES, SEGMENT_CHUNKS, SEGMENT_PAGES, read};
 
-/// Most maps of a segment. Beyond that they are made one.
+/// Maximum number of maps of a segment. A push that would exceed it merges the maps.
 pub const DEPTH_MAX: usize = 8;
-/// Most bytes of the chunks of a map.
+/// Maximum size of the chunks of a map in bytes.
 const STORED_BYTES_MAX: u64 = (SEGMENT_CHUNKS * chunk::STORED_BYTES_MAX) as u64;
-/// Most bytes of one.
+/// Maximum size of a manifest in bytes.
 pub const BYTES_MAX: usize = 32 << 20;
 
-/// An image.
+/// Description of an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Of the format.
+    /// Version of the format.
     pub format: u32,
-    /// Bytes, whole sectors of 512.
+    /// Size of the image in bytes, a multiple of 512.
     pub size: u64,
-    /// When it was pushed, in seconds since 1970, by the clock of who did.
+    /// Time of the push in seconds since 1970, by the clock of the pushing host.
     pub pushed: u64,
-    /// What was pushed, as who did calls it.
+    /// Name of the pushed device on the pushing host.
     pub source: String,
-    /// What it was a change of.
+    /// Image that this push was based on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<Name>,
-    /// In their order; those without maps are zeroes, and not listed.
+    /// Segments in ascending order. Segments of zeroes are omitted.
     pub segments: Vec<Segment>,
 }
 
 /// A GiB of an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Segment {
-    /// Which one.
+    /// Number of the segment in the image.
     pub number: u32,
-    /// From the oldest to the youngest. Only the oldest may be a full one.
+    /// Maps from the oldest to the youngest. Only the oldest may be a full map.
     pub maps: Vec<MapRef>,
 }
 
-/// What one push had of a segment.
+/// Reference to a map of a segment, as written by one push.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MapRef {
-    /// Where its pages lie.
+    /// Name of the map.
     pub map: Name,
-    /// Their hashes.
+    /// Name of the page hashes of the map.
     pub hashes: Name,
-    /// Pages that are held.
+    /// Number of pages in the map: all pages of a delta, nonzero pages of a full map.
     pub pages: u32,
-    /// Bytes of its chunks in the store.
+    /// Size of the chunks of the map in the store, in bytes.
     pub stored: u64,
 }
 
 impl Manifest {
-    /// From its bytes; the error is half a sentence.
+    /// Parses a manifest. The error is a sentence fragment about the manifest.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         let manifest: Self = read(bytes).map_err(|why| why.to_string())?;
         manifest.check().map_err(str::to_owned)?;
@@ -64,14 +64,14 @@ impl Manifest {
 
     fn check(&self) -> Result<(), &'static str> {
         if self.size == 0 || self.size > IMAGE_BYTES_MAX || !self.size.is_multiple_of(512) {
-            return Err("its size cannot be");
+            return Err("its size is out of range, or not a multiple of 512");
         }
         let end = self.size.div_ceil(SEGMENT_BYTES);
         let mut next = 0;
         for segment in &self.segments {
             let number = u64::from(segment.number);
             if number < next || number >= end {
-                return Err("its segments are not in order, or lie behind its end");
+                return Err("its segments are out of order, or beyond its end");
             }
             next = number + 1;
             if segment.maps.is_empty() || segment.maps.len() > DEPTH_MAX {
@@ -85,13 +85,13 @@ impl Manifest {
         Ok(())
     }
 
-    /// As it is stored.
+    /// Encodes the manifest.
     pub fn bytes(&self) -> Vec<u8> {
-        // Its values are numbers and text.
+        // Serialization cannot fail, as all values are numbers and strings.
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    /// The maps of a segment, from the oldest.
+    /// Returns the maps of a segment from the oldest to the youngest.
     pub fn maps(&self, number: u32) -> &[MapRef] {
         match self.segments.binary_search_by_key(&number, |segment| segment.number) {
             Ok(at) => &self.segments[at].maps,
@@ -99,18 +99,18 @@ impl Manifest {
         }
     }
 
-    /// How many segments its size makes.
+    /// Returns the number of segments of the image, including those of zeroes.
     pub fn segment_count(&self) -> u32 {
         self.size.div_ceil(SEGMENT_BYTES) as u32
     }
 
-    /// Pages that are held by its maps, and their bytes in the store.
+    /// Returns the number of pages in all maps, and their size in the store in bytes.
     pub fn held(&self) -> (u64, u64) {
         let maps = self.segments.iter().flat_map(|segment| &segment.maps);
         maps.fold((0, 0), |(pages, stored), map| (pages + u64::from(map.pages), stored + map.stored))
     }
 
-    /// The most maps that a segment has.
+    /// Returns the largest number of maps of a segment.
     pub fn depth(&self) -> usize {
         self.segments.iter().map(|segment| segment.maps.len()).max().unwrap_or(0)
     }
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn it_comes_back() {
+    fn manifest_round_trip() {
         let manifest = sample();
         assert_eq!(Manifest::parse(&manifest.bytes()), Ok(manifest.clone()));
         assert_eq!((manifest.maps(0).len(), manifest.maps(1).len(), manifest.maps(3).len()), (2, 0, 1));
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_manifest_is_refused() {
         let changes: [fn(&mut Manifest); 10] = [
             |m| m.format = VERSION + 1,
             |m| m.size = 0,

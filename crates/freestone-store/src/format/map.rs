@@ -1,15 +1,15 @@
-//! Where the pages of a segment lie: all of them (a *full* map), or those that a push changed (a
-//! *delta*).
+//! Maps: the locations of the pages of a segment. A *full* map covers all pages, a *delta* the pages that a
+//! push changed.
 //!
 //! ```text
 //!  0  4  1 full, 2 delta; little endian
-//!  4  4  chunks
-//!  8     full: a bit for each 128 pages that have a chunk, 256 bytes; what has none is zeroes
-//!        delta: a bit for each page that it holds, 32 KiB; a bit for each of these that is zeroes
-//!        for each chunk: 32 bytes, its name; 4 bytes, how long its object is
+//!  4  4  number of chunks
+//!  8     full: a bit for each 128 pages that have a chunk, 256 bytes; pages without a chunk are zeroes
+//!        delta: a bit for each page in the delta; a bit for each page of zeroes; 32 KiB each
+//!        for each chunk: 32 bytes, its name; 4 bytes, the size of its object
 //! ```
 //!
-//! The pages of a delta lie in its chunks in their order, 128 in each, without those that are zeroes.
+//! The chunks of a delta contain its pages in ascending order, 128 in each chunk, without pages of zeroes.
 
 use freestone_core::zeroes::are_zeroes;
 use zerocopy::byteorder::little_endian::U32;
@@ -23,9 +23,9 @@ use super::{CHUNK_PAGES, PAGE, SEGMENT_CHUNKS, SEGMENT_PAGES};
 const FULL: u32 = 1;
 const DELTA: u32 = 2;
 const PRESENT_BYTES: usize = SEGMENT_CHUNKS / 8;
-/// Most bytes of a map.
+/// Maximum size of a map in bytes.
 pub const BYTES_MAX: usize = 8 + 2 * bitmap::BYTES + SEGMENT_CHUNKS * ENTRY_BYTES;
-/// Most bytes of the hashes of one.
+/// Maximum size of the page hashes of a map in bytes.
 pub const HASHES_BYTES_MAX: usize = SEGMENT_PAGES * PAGE_HASH_BYTES;
 const PAGE_HASH_BYTES: usize = size_of::<PageHash>();
 
@@ -39,19 +39,19 @@ struct Entry {
 const ENTRY_BYTES: usize = size_of::<Entry>();
 const _: () = assert!(ENTRY_BYTES == 36);
 
-/// A chunk: its name, and how long its object is.
+/// Reference to a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkRef {
-    /// Its name.
+    /// Name of the chunk.
     pub name: Name,
-    /// Bytes of the object, as its writer says.
+    /// Size of the object in bytes, as its writer recorded it.
     pub stored: u32,
 }
 
-/// The first half of the hash of a page; zeroes stand for a page of zeroes.
+/// First half of the hash of a page. All zeroes stand for a page of zeroes.
 pub type PageHash = [u8; 16];
 
-/// The hash of a page.
+/// Returns the hash of a page.
 pub fn page_hash(naming: &Naming, page: &[u8]) -> PageHash {
     if are_zeroes(page) {
         return PageHash::default();
@@ -60,44 +60,44 @@ pub fn page_hash(naming: &Naming, page: &[u8]) -> PageHash {
     hash[..PAGE_HASH_BYTES].try_into().unwrap_or_default()
 }
 
-/// Where a page lies, as one map says.
+/// Location of a page according to one map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// In an older one.
+    /// The page is in an older map.
     Below,
-    /// It is zeroes.
+    /// The page is zeroes.
     Zero,
-    /// In a chunk of the map; a page behind the end of the chunk is zeroes.
+    /// The page is in a chunk of the map. Pages after the end of the chunk are zeroes.
     In {
-        /// The number of the chunk.
+        /// Index of the chunk in the map.
         chunk: usize,
-        /// The page within it.
+        /// Index of the page in the chunk.
         page: usize,
     },
 }
 
-/// The map of one push of one segment.
+/// Map of one segment, written by one push.
 pub enum Map {
-    /// All pages.
+    /// Map of all pages.
     Full {
-        /// For each 128 pages the number of their chunk.
+        /// For each 128 pages, the index of their chunk.
         places: Box<[Option<u16>]>,
-        /// The chunks that there are.
+        /// Chunks of the segment.
         chunks: Box<[ChunkRef]>,
     },
-    /// Changed pages.
+    /// Map of changed pages.
     Delta {
-        /// Those that are held and no zeroes.
+        /// Changed pages that are not zeroes.
         data: Ranked,
-        /// Those that are zeroes.
+        /// Changed pages that are zeroes.
         zero: Bitmap,
-        /// The chunks.
+        /// Chunks with the pages of `data`.
         chunks: Box<[ChunkRef]>,
     },
 }
 
 impl Map {
-    /// A full one, from the chunk of each 128 pages.
+    /// Creates a full map from the chunk of each 128 pages.
     pub fn full(all: &[Option<ChunkRef>]) -> Self {
         let mut chunks = Vec::new();
         let mut places = vec![None; SEGMENT_CHUNKS];
@@ -110,19 +110,19 @@ impl Map {
         Self::Full { places: places.into(), chunks: chunks.into() }
     }
 
-    /// A delta. `chunks` hold the pages of `data`, which has none of `zero`.
+    /// Creates a delta. `chunks` contain the pages of `data`, which must be disjoint from `zero`.
     pub fn delta(data: Bitmap, zero: Bitmap, chunks: Vec<ChunkRef>) -> Self {
         Self::Delta { data: data.into(), zero, chunks: chunks.into() }
     }
 
-    /// The chunks.
+    /// Returns the chunks.
     pub fn chunks(&self) -> &[ChunkRef] {
         match self {
             Self::Full { chunks, .. } | Self::Delta { chunks, .. } => chunks,
         }
     }
 
-    /// Where a page of the segment lies.
+    /// Returns the location of a page of the segment.
     pub fn place(&self, page: usize) -> Place {
         match self {
             Self::Full { places, .. } => match places[page / CHUNK_PAGES] {
@@ -137,7 +137,7 @@ impl Map {
         }
     }
 
-    /// Which pages a delta holds, zeroes among them.
+    /// Returns the pages of a delta including zeroes, or `None` for a full map.
     pub fn held(&self) -> Option<Bitmap> {
         let Self::Delta { data, zero, .. } = self else { return None };
         let mut held = data.bits().clone();
@@ -145,7 +145,7 @@ impl Map {
         Some(held)
     }
 
-    /// As it is stored.
+    /// Encodes the map.
     pub fn bytes(&self) -> Vec<u8> {
         let chunks = self.chunks();
         let entries: Vec<Entry> =
@@ -167,8 +167,8 @@ impl Map {
         }
     }
 
-    /// From that; `None` where it is no map. It was verified, so only a writer with the key can have made
-    /// it; even so nothing of it leads outside of itself.
+    /// Decodes a map, or returns `None` if it is invalid. The caller has verified the hash, so only a writer
+    /// with the key can have made it. Even so, all indexes are checked.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let (kind, rest) = bytes.split_first_chunk::<4>()?;
         let (count, rest) = rest.split_first_chunk::<4>()?;
@@ -215,17 +215,16 @@ fn chunks(bytes: &[u8], count: usize) -> Option<Box<[ChunkRef]>> {
     (entries.len() == count && entries.iter().all(is_sound)).then(|| entries.iter().map(chunk).collect())
 }
 
-/// The hashes of the pages of a map, in the order in which they lie in its chunks: of a full one all 128
-/// of each.
+/// Hashes of the pages of a map, in the order of its chunks. For a full map each chunk has 128 hashes.
 pub struct Hashes(Vec<PageHash>);
 
 impl Hashes {
-    /// In their order.
+    /// Wraps hashes that are in the order of the chunks.
     pub fn new(hashes: Vec<PageHash>) -> Self {
         Self(hashes)
     }
 
-    /// From what is stored; `None` where it does not fit the map.
+    /// Decodes hashes, or returns `None` if their number does not match the map.
     pub fn parse(bytes: &[u8], map: &Map) -> Option<Self> {
         let (hashes, rest) = bytes.as_chunks::<PAGE_HASH_BYTES>();
         let count = match map {
@@ -235,12 +234,12 @@ impl Hashes {
         (rest.is_empty() && hashes.len() == count).then(|| Self(hashes.to_vec()))
     }
 
-    /// As they are stored.
+    /// Encodes the hashes.
     pub fn bytes(&self) -> &[u8] {
         self.0.as_flattened()
     }
 
-    /// That of a page.
+    /// Returns the hash of a page of a chunk.
     pub fn at(&self, chunk: usize, page: usize) -> PageHash {
         self.0.get(chunk * CHUNK_PAGES + page).copied().unwrap_or_default()
     }
@@ -257,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_map_says_where_each_page_is() {
+    fn full_map_locates_each_page() {
         let all: Vec<_> = (0..SEGMENT_CHUNKS - 5).map(|n| (n % 3 != 1).then(|| chunk(n))).collect();
         let map = Map::parse(&Map::full(&all).bytes()).unwrap();
         for page in (0..SEGMENT_PAGES).step_by(61) {
@@ -278,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_delta_packs_its_pages() {
+    fn delta_map_packs_pages() {
         let (mut data, mut zero) = (Bitmap::default(), Bitmap::default());
         let pages: Vec<usize> = (0..SEGMENT_PAGES).filter(|page| page % 100 == 7).collect();
         for page in &pages {
@@ -297,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_map_is_none() {
+    fn invalid_map_is_refused() {
         let full = Map::full(&[Some(chunk(1)), None, Some(chunk(2))]).bytes();
         let mut data = Bitmap::default();
         data.set(9, true);
@@ -307,11 +306,11 @@ mod tests {
             for cut in (0..bytes.len()).step_by(11) {
                 assert!(Map::parse(&bytes[..cut]).is_none());
             }
-            // A bit for a page more than there are chunks for, another kind, another count.
+            // Another kind, other chunk counts, and bits of pages without a chunk.
             for (at, value) in [(0, 3), (4, 200), (4, 0), (7, 0xff), (8 + 200, 0xff)] {
                 let mut wrong = bytes.clone();
                 wrong[at] = value;
-                // Of a delta one chunk holds up to 128 pages.
+                // One chunk of a delta has room for up to 128 pages.
                 let is_fine = at == 208 && bytes == &delta;
                 assert_eq!(Map::parse(&wrong).is_some(), is_fine, "{at}");
             }
@@ -326,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_zeroes_have_no_hash() {
+    fn zero_page_has_zero_hash() {
         let naming = super::super::domain::Domain::new(None, false, super::super::domain::GRACE).0.naming;
         let mut page = [0; PAGE];
         assert!(are_zeroes(&page) && page_hash(&naming, &page) == PageHash::default());

@@ -1,13 +1,13 @@
-//! What describes images: maps, hashes, manifests, traces. One object each, compressed, and encrypted
-//! where the domain is.
+//! Storage of descriptions of images: maps, page hashes, manifests, traces. Each is one object, compressed,
+//! and encrypted if the domain is.
 //!
 //! ```text
 //!  0  8  "FSTMETA1"
 //!  8  4  bytes of the content, little endian
-//! 12  4  1 where it is encrypted, else 0
+//! 12  4  1 if encrypted, else 0
 //! 16 12  nonce, or zeroes
 //! 28  4  zeroes
-//! 32     the content: a zstd frame, or as it is where that is not longer
+//! 32     the content: a zstd frame, or raw if a frame is not shorter
 //! ```
 
 use zerocopy::IntoBytes as _;
@@ -18,12 +18,12 @@ use super::part::{Damaged, HEADER_BYTES, Header, Packing};
 use super::seal::TAG_BYTES;
 
 const MAGIC: [u8; 8] = *b"FSTMETA1";
-/// Most bytes of a content.
+/// Maximum size of the content in bytes.
 pub const BYTES_MAX: usize = 32 << 20;
-/// Most bytes of an object.
+/// Maximum size of an object in bytes.
 pub const STORED_BYTES_MAX: u64 = (HEADER_BYTES + BYTES_MAX + TAG_BYTES) as u64;
 
-/// The name of a content, and its object; `None` where it is too large, or there is no random number.
+/// Returns the name and the object of a content, or `None` if the content is too large or encryption fails.
 pub fn stored(domain: &Domain, kind: Kind, content: &[u8]) -> Option<(Name, Vec<u8>)> {
     if content.len() > BYTES_MAX {
         return None;
@@ -34,7 +34,7 @@ pub fn stored(domain: &Domain, kind: Kind, content: &[u8]) -> Option<(Name, Vec<
     Some((name, [packing.header(MAGIC, content.len()).as_bytes(), &body].concat()))
 }
 
-/// The content of an object, verified. `most` bounds the memory that it may take.
+/// Unpacks and verifies the content of an object. `most` limits the memory for the content, in bytes.
 pub fn content(
     domain: &Domain,
     kind: Kind,
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_content_comes_back_and_nothing_is_believed() {
+    fn meta_round_trip_detects_changes() {
         let secret = Secret::parse(&"5".repeat(64));
         for domain in [Domain::new(None, false, GRACE).0, Domain::new(secret.as_ref(), true, GRACE).0] {
             for content in [vec![], b"x".to_vec(), vec![7; 100_000]] {

@@ -1,12 +1,12 @@
-//! What lies in a store, byte by byte. docs/object-storage.md has the map of it.
+//! On-disk format of a store. docs/object-storage.md has an overview.
 //!
 //! ```text
 //! tags/NAME -> manifests/HASH -> for each GiB of the image, its maps/HASH from the oldest to the youngest
 //!                                 -> chunks/HH/HASH: 128 pages, in compressed units of 16
 //! ```
 //!
-//! All but tags and `freestone.json` is named by a keyed hash of its content, so it never changes, and
-//! what was read is what was written if its hash fits its name.
+//! The names of manifests, maps, page hashes and chunks are keyed hashes of their content. So these objects
+//! never change, and readers verify them by their names.
 
 pub mod bitmap;
 pub mod chunk;
@@ -24,30 +24,30 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-/// Bytes of a page.
+/// Size of a page in bytes.
 pub const PAGE: usize = 4096;
-/// Pages that are compressed together, and can be read without the others.
+/// Pages of a unit, which is compressed by itself and can be read by itself.
 pub const UNIT_PAGES: usize = 16;
-/// Pages of an object.
+/// Maximum number of pages of a chunk.
 pub const CHUNK_PAGES: usize = 128;
-/// Bytes of those.
+/// Size of the pages of a chunk in bytes.
 pub const CHUNK_BYTES: usize = CHUNK_PAGES * PAGE;
-/// Pages of an image that have a map together: 1 GiB.
+/// Pages of a segment (1 GiB), the part of an image with its own maps.
 pub const SEGMENT_PAGES: usize = 1 << 18;
-/// Bytes of those.
+/// Size of a segment in bytes.
 pub const SEGMENT_BYTES: u64 = (SEGMENT_PAGES * PAGE) as u64;
-/// Chunks of a segment that is stored whole.
+/// Maximum number of chunks of a segment.
 pub const SEGMENT_CHUNKS: usize = SEGMENT_PAGES / CHUNK_PAGES;
-/// Largest image in bytes, as that of a fork.
+/// Largest image in bytes, the same as for a fork.
 pub const IMAGE_BYTES_MAX: u64 = 256 << 40;
-/// The version of the format that is written and read.
+/// Version of the format that this program writes and reads.
 pub const VERSION: u32 = 2;
 
-/// Why JSON is not read.
+/// Reason why JSON cannot be read.
 enum Unread {
-    /// Of that version.
+    /// The JSON has this other version.
     Other(u32),
-    /// What is wrong with it.
+    /// The JSON is invalid; the text says why.
     Wrong(String),
 }
 
@@ -62,7 +62,7 @@ impl fmt::Display for Unread {
     }
 }
 
-/// Reads JSON that has `format`, which is looked at before all else.
+/// Parses JSON after a check of its `format` field.
 fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Unread> {
     #[derive(Deserialize)]
     struct Version {

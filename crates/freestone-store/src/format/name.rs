@@ -1,48 +1,50 @@
-//! Names that follow from content.
+//! Names of objects, derived from their content.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// The keyed hash of some content: BLAKE3 with the key of the domain.
+/// Keyed BLAKE3 hash of a content.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Name(pub [u8; 32]);
 
-/// What a content is. The same bytes have another name as something else.
+/// Kind of content. The same bytes have different names for different kinds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// Pages.
+    /// Pages of a chunk.
     Chunk = 1,
-    /// Part of a chunk.
+    /// Unit of a chunk.
     Unit = 2,
     /// One page.
     Page = 3,
-    /// Where the pages of a segment lie.
+    /// Map of a segment.
     Map = 4,
-    /// The hashes of those pages.
+    /// Page hashes of a map.
     Hashes = 5,
-    /// An image.
+    /// Manifest of an image.
     Manifest = 6,
-    /// What was read first.
+    /// Trace of an image.
     Trace = 7,
-    /// What a tag says.
+    /// Seal of a tag.
     Tag = 8,
-    /// Whether a key is the right one.
+    /// Check of a key.
     Check = 9,
 }
 
-/// As many as there are, and 0.
+/// Number of kinds, counting the unused value 0.
 const KINDS: usize = Kind::Check as usize + 1;
 
-/// The keys of a domain's names, one for each kind. With a byte for the kind before the content, that would lie
-/// across the pieces of 1 KiB that BLAKE3 hashes side by side: a page takes three times as long.
+/// Keys for the names of a domain, one for each kind.
+///
+/// A prefix byte for the kind would be slower: it would shift the content against the 1 KiB blocks that
+/// BLAKE3 hashes in parallel, and the hash of a page would take three times as long.
 #[derive(Clone)]
 pub struct Naming([[u8; 32]; KINDS]);
 
 impl Naming {
-    /// From the key of the names.
+    /// Derives the keys from the naming key of a domain.
     pub fn new(key: &[u8; 32]) -> Self {
         let mut kind = 0;
         Self([(); KINDS].map(|()| {
@@ -52,7 +54,7 @@ impl Naming {
         }))
     }
 
-    /// The name of what consists of these parts.
+    /// Returns the name of the concatenated parts.
     pub fn name(&self, kind: Kind, parts: &[&[u8]]) -> Name {
         let mut hasher = blake3::Hasher::new_keyed(&self.0[kind as usize]);
         for part in parts {
@@ -80,7 +82,7 @@ impl fmt::Debug for Name {
     }
 }
 
-/// Not a name.
+/// Error for text that is not a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NoName;
 
@@ -98,7 +100,7 @@ impl FromStr for Name {
     }
 }
 
-/// Bytes that are written as hexadecimal digits, two for each.
+/// Parses hexadecimal digits, two for each byte.
 pub fn hex<const N: usize>(text: &str) -> Option<[u8; N]> {
     if text.len() != 2 * N || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
@@ -127,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_depends_on_key_kind_and_content() {
+    fn name_depends_on_key_kind_and_content() {
         let (a, b) = (Naming::new(&[1; 32]), Naming::new(&[2; 32]));
         let name = a.name(Kind::Page, &[b"ab", b"c"]);
         assert_eq!(name, a.name(Kind::Page, &[b"abc"]));

@@ -1,5 +1,5 @@
-//! What chunks and what describes images have in common: the 32 bytes at the beginning of an object, and
-//! parts that are compressed each for itself, and encrypted where the domain is.
+//! Common format of chunks and of descriptions of images: the 32-byte header of an object, and parts that are
+//! compressed separately, and encrypted if the domain is.
 
 use std::cell::RefCell;
 
@@ -11,10 +11,10 @@ use super::domain::Domain;
 use super::name::Name;
 use super::seal::{self, NONCE_BYTES, ObjectKey, TAG_BYTES};
 
-/// A usual level: what compresses better is slower than a fast link.
+/// Compression level. Higher levels are slower than a fast network link.
 const LEVEL: i32 = 3;
 
-/// The beginning of an object.
+/// Header of an object.
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy)]
 #[repr(C)]
 pub struct Header {
@@ -25,46 +25,46 @@ pub struct Header {
     zero: [u8; 4],
 }
 
-/// Bytes of that.
+/// Size of the header in bytes.
 pub const HEADER_BYTES: usize = size_of::<Header>();
 const _: () = assert!(HEADER_BYTES == 32);
 
-/// Why bytes are not the object that was meant.
+/// Reason why bytes are not the expected object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Damaged {
-    /// Shorter or longer than it says, or no such object at all.
-    #[error("it is no chunk")]
+    /// The size, the header or the kind of the object is wrong.
+    #[error("wrong size or header")]
     Shape,
-    /// It is not what its name says.
-    #[error("its content is not what its name says")]
+    /// The content does not match the name.
+    #[error("the content does not match the name")]
     Content,
-    /// Encrypted, and the domain is not, or the other way round.
-    #[error("it is encrypted otherwise than its domain")]
+    /// The object is encrypted but the domain is not, or the reverse.
+    #[error("only one of the object and its store is encrypted")]
     Sealing,
 }
 
 impl Header {
-    /// From the beginning of an object, and what follows it.
+    /// Splits an object into its header and the rest.
     pub fn read(object: &[u8], magic: [u8; 8]) -> Result<(Self, &[u8]), Damaged> {
         let (header, rest) = Self::read_from_prefix(object).map_err(|_| Damaged::Shape)?;
         let is_sound = header.magic == magic && header.zero == [0; 4] && header.sealed.get() <= 1;
         if is_sound { Ok((header, rest)) } else { Err(Damaged::Shape) }
     }
 
-    /// Bytes of the content, as the object says.
+    /// Returns the size of the content in bytes, as the header states it.
     pub fn bytes(&self) -> usize {
         self.bytes.get() as usize
     }
 }
 
-/// How the parts of one object are packed.
+/// Key and nonce of the parts of one object.
 pub struct Packing {
     key: Option<ObjectKey>,
     nonce: [u8; NONCE_BYTES],
 }
 
 impl Packing {
-    /// For an object that is written; `None` where there is no random number.
+    /// Prepares a new object. Returns `None` if no key or random nonce is available.
     pub fn new(domain: &Domain, name: &Name) -> Option<Self> {
         Some(match &domain.sealing {
             Some(sealing) => Self { key: Some(sealing.key(name).ok()?), nonce: seal::nonce().ok()? },
@@ -72,7 +72,7 @@ impl Packing {
         })
     }
 
-    /// As an object says.
+    /// Prepares an existing object according to its header.
     pub fn of(domain: &Domain, name: &Name, header: &Header) -> Result<Self, Damaged> {
         let key = match (&domain.sealing, header.sealed.get()) {
             (None, 0) => None,
@@ -82,27 +82,27 @@ impl Packing {
         Ok(Self { key, nonce: header.nonce })
     }
 
-    /// The beginning of the object.
+    /// Returns the header of the object.
     pub fn header(&self, magic: [u8; 8], bytes: usize) -> Header {
         let (bytes, sealed) = (U32::new(bytes as u32), U32::new(u32::from(self.key.is_some())));
         Header { magic, bytes, sealed, nonce: self.nonce, zero: [0; 4] }
     }
 
-    /// What it adds to a part that does not compress.
+    /// Returns the number of bytes that encryption adds to a part.
     pub fn tag_bytes(&self) -> usize {
         if self.key.is_some() { TAG_BYTES } else { 0 }
     }
 
-    /// A part as it is stored; `None` where it cannot be encrypted.
+    /// Returns the stored form of a part, or `None` if encryption fails.
     pub fn pack(&self, part: u32, content: &[u8]) -> Option<Vec<u8>> {
-        let mut stored = compressed(content).unwrap_or_else(|| content.to_vec());
+        let mut stored = compress(content).unwrap_or_else(|| content.to_vec());
         if let Some(key) = &self.key {
             key.seal(self.nonce, part, &mut stored).ok()?;
         }
         Some(stored)
     }
 
-    /// The reverse: as many bytes as `content` has.
+    /// Unpacks a part into `content`, whose size must be the size of the part.
     pub fn unpack(&self, part: u32, stored: &[u8], content: &mut [u8]) -> Result<(), Damaged> {
         let mut opened = Vec::new();
         let body = match &self.key {
@@ -116,7 +116,7 @@ impl Packing {
             content.copy_from_slice(body);
             return Ok(());
         }
-        if decompressed(body, content) { Ok(()) } else { Err(Damaged::Content) }
+        if decompress(body, content) { Ok(()) } else { Err(Damaged::Content) }
     }
 }
 
@@ -125,22 +125,22 @@ thread_local! {
     static DECOMPRESS: RefCell<Option<DCtx<'static>>> = const { RefCell::new(None) };
 }
 
-/// A zstd frame; `None` where that is not shorter.
-fn compressed(bytes: &[u8]) -> Option<Vec<u8>> {
+/// Returns a zstd frame, or `None` if it is not shorter.
+fn compress(bytes: &[u8]) -> Option<Vec<u8>> {
     COMPRESS.with_borrow_mut(|context| {
         let context = match context {
             Some(context) => context,
             None => context.insert(CCtx::try_create()?),
         };
         let mut out = Vec::with_capacity(bytes.len());
-        // Fails where it would not fit.
+        // Compression fails if the frame does not fit the capacity.
         context.compress(&mut out, bytes, LEVEL).ok()?;
         (out.len() < bytes.len()).then_some(out)
     })
 }
 
-/// The reverse: exactly as many bytes as `out` has, or false.
-fn decompressed(bytes: &[u8], out: &mut [u8]) -> bool {
+/// Decompresses a frame into `out`. Returns false unless the frame has exactly the size of `out`.
+fn decompress(bytes: &[u8], out: &mut [u8]) -> bool {
     DECOMPRESS.with_borrow_mut(|context| {
         let context = match context {
             Some(context) => context,

@@ -1,30 +1,29 @@
-//! Encryption of what is stored, where a domain has it: AES-256-GCM, with a key for each object that
-//! follows from its name, and a random nonce: two writers of the same content may have compressed it
-//! differently.
+//! Encryption of objects with AES-256-GCM. Each object has a key derived from its name. The nonce is random,
+//! because two writers may compress the same content differently.
 
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::rand::{SecureRandom as _, SystemRandom};
 
 use super::name::Name;
 
-/// What sealing adds to the bytes.
+/// Bytes that sealing adds: the authentication tag.
 pub const TAG_BYTES: usize = 16;
-/// Bytes of a nonce.
+/// Size of a nonce in bytes.
 pub const NONCE_BYTES: usize = NONCE_LEN;
 
-/// The key from which those of the objects follow.
+/// Key from which the keys of the objects derive.
 #[derive(Clone)]
 pub struct Sealing(pub(super) [u8; 32]);
 
 /// The key of one object.
 pub struct ObjectKey(LessSafeKey);
 
-/// Why something was not sealed or opened.
+/// Error of encryption or decryption.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Broken;
 
 impl Sealing {
-    /// The key of an object.
+    /// Returns the key of an object.
     pub fn key(&self, name: &Name) -> Result<ObjectKey, Broken> {
         let key = blake3::keyed_hash(&self.0, &name.0);
         let key = UnboundKey::new(&AES_256_GCM, key.as_bytes()).map_err(|_| Broken)?;
@@ -32,15 +31,15 @@ impl Sealing {
     }
 }
 
-/// Another nonce.
+/// Returns a random nonce.
 pub fn nonce() -> Result<[u8; NONCE_BYTES], Broken> {
     let mut nonce = [0; NONCE_BYTES];
     SystemRandom::new().fill(&mut nonce).map_err(|_| Broken)?;
     Ok(nonce)
 }
 
-/// That of a part of an object.
-fn of_part(mut nonce: [u8; NONCE_BYTES], part: u32) -> Nonce {
+/// Returns the nonce of a part of an object.
+fn part_nonce(mut nonce: [u8; NONCE_BYTES], part: u32) -> Nonce {
     for (byte, part) in nonce.iter_mut().zip(part.to_le_bytes()) {
         *byte ^= part;
     }
@@ -48,19 +47,19 @@ fn of_part(mut nonce: [u8; NONCE_BYTES], part: u32) -> Nonce {
 }
 
 impl ObjectKey {
-    /// Encrypts a part of an object in place; it is [`TAG_BYTES`] longer then.
+    /// Encrypts a part of an object in place, which makes it [`TAG_BYTES`] longer.
     pub fn seal(&self, nonce: [u8; NONCE_BYTES], part: u32, bytes: &mut Vec<u8>) -> Result<(), Broken> {
-        self.0.seal_in_place_append_tag(of_part(nonce, part), Aad::empty(), bytes).map_err(|_| Broken)
+        self.0.seal_in_place_append_tag(part_nonce(nonce, part), Aad::empty(), bytes).map_err(|_| Broken)
     }
 
-    /// Decrypts it in place.
+    /// Decrypts a part of an object in place.
     pub fn open<'a>(
         &self,
         nonce: [u8; NONCE_BYTES],
         part: u32,
         bytes: &'a mut [u8],
     ) -> Result<&'a [u8], Broken> {
-        let opened = self.0.open_in_place(of_part(nonce, part), Aad::empty(), bytes);
+        let opened = self.0.open_in_place(part_nonce(nonce, part), Aad::empty(), bytes);
         opened.map(|bytes| &*bytes).map_err(|_| Broken)
     }
 }
@@ -70,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_sealed_is_opened_with_the_same_key_nonce_and_part_only() {
+    fn sealed_part_opens_only_with_same_key_nonce_part() {
         let sealing = Sealing([7; 32]);
         let key = sealing.key(&Name([1; 32])).unwrap();
         let nonce = nonce().unwrap();

@@ -1,5 +1,4 @@
-//! A tag: one object that says which image has that name now. It is the only thing in a store that is
-//! changed, and only where it still is what was read.
+//! Tags: objects that name the current image. A tag is updated only if it is unchanged since it was read.
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -8,39 +7,40 @@ use super::domain::Domain;
 use super::name::{Kind, Name};
 use super::{VERSION, read};
 
-/// Longest tag in bytes.
+/// Maximum length of the name of a tag in bytes.
 pub const TAG_BYTES_MAX: usize = 128;
-/// Most bytes of the object.
+/// Maximum size of the object of a tag in bytes.
 pub const BYTES_MAX: u64 = 4096;
-/// The tag that is meant where none is said.
+/// Default tag.
 pub const LATEST: &str = "latest";
 
-/// What a tag says.
+/// Content of a tag.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tag {
     format: u32,
-    /// The image.
+    /// Name of the image.
     pub manifest: Name,
-    /// How often the tag was set.
+    /// Number of times that the tag was set.
     pub generation: u64,
-    /// When, in seconds since 1970, by the clock of who did.
+    /// Time of the last push in seconds since 1970, by the clock of the pushing host.
     pub pushed: u64,
-    /// No other push has this one, so who does not get an answer can tell whether it was written.
+    /// Random ID of the push. A writer whose response was lost can tell whether its tag was written.
     push: Uuid,
-    /// Of all that: in a domain with a key file nobody else can have made it.
+    /// Keyed hash of the other fields and of the name of the tag. In a domain with a key file it detects
+    /// forgeries.
     seal: Name,
 }
 
 impl Tag {
-    /// What a tag of that name is to say next.
+    /// Creates the next content of the tag `name`.
     pub fn new(domain: &Domain, name: &str, manifest: Name, generation: u64, pushed: u64) -> Self {
         let push = crate::rt::unique_id();
         let mut tag = Self { format: VERSION, manifest, generation, pushed, push, seal: manifest };
-        tag.seal = tag.sealed(domain, name);
+        tag.seal = tag.compute_seal(domain, name);
         tag
     }
 
-    fn sealed(&self, domain: &Domain, name: &str) -> Name {
+    fn compute_seal(&self, domain: &Domain, name: &str) -> Name {
         let Self { format, manifest, generation, pushed, push, seal: _ } = self;
         let numbers = [u64::from(*format), *generation, *pushed].map(u64::to_le_bytes);
         domain
@@ -48,24 +48,25 @@ impl Tag {
             .name(Kind::Tag, &[numbers.as_flattened(), &manifest.0, push.as_bytes(), name.as_bytes()])
     }
 
-    /// From the bytes of the object; the error is half a sentence.
+    /// Parses and verifies a tag. The error is a sentence fragment about the tag.
     pub fn parse(domain: &Domain, name: &str, bytes: &[u8]) -> Result<Self, String> {
         let tag: Self = read(bytes).map_err(|why| why.to_string())?;
-        if tag.seal == tag.sealed(domain, name) {
+        if tag.seal == tag.compute_seal(domain, name) {
             Ok(tag)
         } else {
             Err("it was not made with the key of the store, or for another tag".into())
         }
     }
 
-    /// As it is written.
+    /// Encodes the tag.
     pub fn bytes(&self) -> Vec<u8> {
-        // Its values are numbers and text.
+        // Serialization cannot fail, as all values are numbers and strings.
         serde_json::to_vec(self).unwrap_or_default()
     }
 }
 
-/// Whether a tag may be called so: letters, digits, `.`, `_` and `-`, the first one no sign.
+/// Returns true for a valid name of a tag: letters, digits, `.`, `_` and `-`, starting with a letter or
+/// digit.
 pub fn is_name(text: &str) -> bool {
     let is_in = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     (1..=TAG_BYTES_MAX).contains(&text.len())
@@ -79,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_holder_of_the_key_makes_one() {
+    fn tag_with_wrong_seal_is_refused() {
         let (domain, _) = Domain::new(None, false, GRACE);
         let tag = Tag::new(&domain, "v1", Name([3; 32]), 4, 5);
         let bytes = tag.bytes();
@@ -95,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_plain() {
+    fn tag_names_are_restricted() {
         assert!(is_name("latest") && is_name("1.2_x-y") && is_name(&"a".repeat(TAG_BYTES_MAX)));
         for bad in ["", ".", "..", "-a", "a/b", "a b", "ä", "a:b", &"a".repeat(TAG_BYTES_MAX + 1)] {
             assert!(!is_name(bad), "{bad}");

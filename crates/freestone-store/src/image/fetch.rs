@@ -1,37 +1,42 @@
-//! What of an image comes from the store.
+//! Objects of an image that the fetch threads read from the store.
 
-use super::fetches::{AHEAD_MAX, Failed, Source};
-use super::find::{Content, Got};
+use super::content::{Content, FetchedPages};
+use super::fetches::{AHEAD_MAX, FetchError, Source};
 use super::stat::Stats;
 use crate::format::name::Name;
 use crate::objects::Until;
 use crate::rt::time::Duration;
 use crate::store;
 
-/// What is fetched.
+/// Object to fetch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Key {
-    /// What was read first at another time.
+    /// Trace of the image.
     Trace,
-    /// The maps of a segment.
+    /// Maps of a segment.
     Segment(u32),
     /// All pages of a chunk.
     Chunk(Name),
-    /// The pages of one unit of it.
+    /// Pages of one unit of a chunk.
     Unit(Name, usize),
 }
 
 impl Source for Content {
     type Key = Key;
-    /// Pages, of a chunk or a unit.
-    type Got = Option<Got>;
+    /// Fetched pages; `None` for a trace, a segment, or a chunk that is already cached.
+    type Value = Option<FetchedPages>;
 
-    fn fetch(&self, key: Key, is_wanted: bool, ahead: &mut Vec<Key>) -> Result<Option<Got>, Failed> {
+    fn fetch(
+        &self,
+        key: Key,
+        is_wanted: bool,
+        ahead: &mut Vec<Key>,
+    ) -> Result<Option<FetchedPages>, FetchError> {
         let is_over = || self.is_closed();
         let until = Until { is_over: &is_over, ..Until::within(self.config.timeout) };
         let outcome = match key {
             Key::Trace => {
-                // Only a hint: without it what is read is fetched when it is read.
+                // Without a trace, chunks are fetched when they are first read.
                 let names = self.store.trace(&self.name, until).unwrap_or_else(|error| {
                     tracing::info!("{}: {error}", self.store.url());
                     Vec::new()
@@ -49,7 +54,7 @@ impl Source for Content {
         }
         outcome.map_err(|error| {
             let is_hanging = matches!(&error, store::Error::Object { fault, .. } if fault.may_pass());
-            Failed { error: self.failed(&error), is_hanging }
+            FetchError { error: self.record_failure(&error), is_hanging }
         })
     }
 

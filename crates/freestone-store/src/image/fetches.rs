@@ -1,9 +1,9 @@
-//! What comes from elsewhere: each thing once for all who wait for it, what is waited for before what may
-//! be wanted soon.
+//! Fetch threads. Each object is fetched once for all its waiters. Demand fetches have priority over
+//! prefetches.
 //!
-//! Threads are made while there is something to fetch that no idle one takes, up to a bound, and end when
-//! there was nothing for a while, or when it is closed. The one lock is held for a few instructions: nothing is
-//! fetched and nobody is answered under it.
+//! A thread is spawned if there is work that no idle thread takes, up to a limit. Threads exit after a while
+//! without work, and when the queue is closed. There is one lock, held only for a few instructions: never
+//! during a fetch or while a waiter runs.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,51 +14,55 @@ use crate::rt::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use crate::rt::thread;
 use crate::rt::time::{Duration, Instant};
 
-/// Fetches at once.
+/// Maximum number of concurrent fetches.
 const THREADS: usize = if cfg!(loom) { 2 } else { 32 };
-/// Of these, of what nobody waits for.
+/// Maximum number of concurrent prefetches.
 const AHEAD_AT_ONCE: usize = if cfg!(loom) { 1 } else { 16 };
-/// Things that may be wanted soon and are not fetched yet.
+/// Maximum number of queued prefetches.
 pub const AHEAD_MAX: usize = 1 << 16;
-/// How long a thread waits for more to do.
+/// Time after which an idle thread exits.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// Where things come from.
+/// Source of the fetched objects.
 pub trait Source: Send + Sync + 'static {
-    /// What is fetched.
+    /// Object to fetch.
     type Key: Copy + Ord + Send;
-    /// What comes.
-    type Got: Clone;
+    /// Result of a fetch.
+    type Value: Clone;
 
-    /// Fetches one thing, for somebody who waits where it `is_wanted`. `ahead` gets what may be wanted soon.
+    /// Fetches one object. `is_wanted` is true for a demand fetch. Adds objects to prefetch to `ahead`.
     ///
     /// # Errors
-    /// What those who wait are told.
-    fn fetch(&self, key: Self::Key, is_wanted: bool, ahead: &mut Vec<Self::Key>)
-    -> Result<Self::Got, Failed>;
+    /// The error for the waiters.
+    fn fetch(
+        &self,
+        key: Self::Key,
+        is_wanted: bool,
+        ahead: &mut Vec<Self::Key>,
+    ) -> Result<Self::Value, FetchError>;
 
-    /// How long a fetch may take.
+    /// Returns the timeout of a fetch.
     fn timeout(&self) -> Duration;
 }
 
-/// Why something did not come.
-pub struct Failed {
-    /// What those who wait are told.
+/// Failure of a fetch.
+pub struct FetchError {
+    /// Error for the waiters.
     pub error: device::Error,
-    /// It was asked too late or too often, rather than said no: who has waited as long as a fetch may take
-    /// would only wait longer.
+    /// The store timed out or was busy, so it may hang. Waiters of queued fetches that have already waited
+    /// for a timeout then fail too, rather than wait for another timeout.
     pub is_hanging: bool,
 }
 
-/// Who waits for something.
+/// Waiter for a fetch.
 pub trait Waiter<G>: Send + 'static {
-    /// It came.
-    fn came(self, got: G);
-    /// It did not, and will not.
-    fn failed(self, error: device::Error);
+    /// Receives the result.
+    fn deliver(self, got: G);
+    /// Receives an error. The fetch is not retried.
+    fn deliver_error(self, error: device::Error);
 }
 
-/// What comes, and who waits for it.
+/// Queue of fetches and their waiters.
 pub struct Fetches<S: Source, W>(Arc<Inner<S, W>>);
 
 struct Inner<S: Source, W> {
@@ -68,29 +72,29 @@ struct Inner<S: Source, W> {
 }
 
 struct State<K, W> {
-    wanted: BTreeMap<K, Wanted<W>>,
+    wanted: BTreeMap<K, PendingFetch<W>>,
     demand: VecDeque<K>,
     ahead: VecDeque<K>,
     threads: usize,
     idle: usize,
-    /// Threads that fetch what nobody waits for.
+    /// Threads that run prefetches.
     ahead_running: usize,
     is_closed: bool,
 }
 
-struct Wanted<W> {
+struct PendingFetch<W> {
     since: Instant,
-    begun: bool,
+    is_started: bool,
     waiters: Vec<W>,
 }
 
-impl<W> Wanted<W> {
+impl<W> PendingFetch<W> {
     fn new() -> Self {
-        Self { since: Instant::now(), begun: false, waiters: Vec::new() }
+        Self { since: Instant::now(), is_started: false, waiters: Vec::new() }
     }
 }
 
-impl<S: Source, W: Waiter<S::Got>> Fetches<S, W> {
+impl<S: Source, W: Waiter<S::Value>> Fetches<S, W> {
     pub fn new(source: Arc<S>) -> Self {
         let state = State {
             wanted: BTreeMap::new(),
@@ -104,7 +108,7 @@ impl<S: Source, W: Waiter<S::Got>> Fetches<S, W> {
         Self(Arc::new(Inner { source, state: Mutex::new(state), more: Condvar::new() }))
     }
 
-    /// Whoever waits is answered; nothing more is fetched.
+    /// Fails all waiters. No further fetch starts.
     pub fn close(&self) {
         let mut state = self.0.lock();
         state.is_closed = true;
@@ -113,128 +117,131 @@ impl<S: Source, W: Waiter<S::Got>> Fetches<S, W> {
         drop(state);
         self.0.more.notify_all();
         for waiter in wanted.into_values().flat_map(|wanted| wanted.waiters) {
-            waiter.failed(device::Error::Gone);
+            waiter.deliver_error(device::Error::Gone);
         }
     }
 
-    /// Goes on with the waiter when it came.
-    pub fn want(&self, key: S::Key, waiter: W) {
+    /// Queues a demand fetch. The waiter runs when it ends.
+    pub fn demand(&self, key: S::Key, waiter: W) {
         let mut state = self.0.lock();
         if state.is_closed {
             drop(state);
-            return waiter.failed(device::Error::Gone);
+            return waiter.deliver_error(device::Error::Gone);
         }
-        let wanted = state.wanted.entry(key).or_insert_with(Wanted::new);
-        let is_first = wanted.waiters.is_empty() && !wanted.begun;
+        let wanted = state.wanted.entry(key).or_insert_with(PendingFetch::new);
+        let is_first = wanted.waiters.is_empty() && !wanted.is_started;
         wanted.waiters.push(waiter);
         if is_first {
-            // It may be among what is fetched ahead as well: the second look finds it begun.
+            // The key may also be in the prefetch queue. The second entry is skipped, as its fetch has
+            // started.
             state.demand.push_back(key);
-            self.wake(&mut state);
+            self.wake_or_spawn_thread(&mut state);
         }
-        let stranded = state.threads == 0;
+        let has_no_thread = state.threads == 0;
         drop(state);
-        if stranded {
-            self.0.fail_all(&|_| true, device::Error::NoMemory);
+        if has_no_thread {
+            self.0.fail_queued(&|_| true, device::Error::NoMemory);
         }
     }
 
-    /// Fetches these, if there is time.
-    pub fn ahead(&self, keys: impl IntoIterator<Item = S::Key>) {
+    /// Queues prefetches. Keys that are already queued or exceed [`AHEAD_MAX`] are dropped.
+    pub fn prefetch(&self, keys: impl IntoIterator<Item = S::Key>) {
         let mut state = self.0.lock();
         for key in keys {
             if state.is_closed || state.ahead.len() >= AHEAD_MAX || state.wanted.contains_key(&key) {
                 continue;
             }
-            state.wanted.insert(key, Wanted::new());
+            state.wanted.insert(key, PendingFetch::new());
             state.ahead.push_back(key);
-            self.wake(&mut state);
+            self.wake_or_spawn_thread(&mut state);
         }
     }
 
-    fn wake(&self, state: &mut State<S::Key, W>) {
-        // Each idle thread takes one. What may be wanted soon and has to wait counts for nothing: who
-        // came later and waits would find as many threads as there may be, and none that is woken.
+    fn wake_or_spawn_thread(&self, state: &mut State<S::Key, W>) {
+        // Each idle thread takes one key. Prefetches above AHEAD_AT_ONCE are not counted: otherwise the idle
+        // threads would seem too few, all threads would be spawned for them, and none would be woken for a
+        // later demand.
         let may_begin = state.ahead.len().min(AHEAD_AT_ONCE - state.ahead_running);
         if state.idle >= state.demand.len() + may_begin {
             self.0.more.notify_one();
         } else if state.threads < THREADS {
             let of_thread = Self(Arc::clone(&self.0));
-            let made = thread::Builder::new().name("image-fetch".into()).spawn(move || of_thread.work());
+            let made =
+                thread::Builder::new().name("image-fetch".into()).spawn(move || of_thread.run_thread());
             state.threads += usize::from(made.is_ok());
         }
     }
 
-    /// A thread: fetches until there was nothing to do for a while.
-    fn work(&self) {
-        while let Some((key, is_demand)) = self.0.wait() {
+    /// Body of a fetch thread.
+    fn run_thread(&self) {
+        while let Some((key, is_demand)) = self.0.wait_for_key() {
             let mut ahead = Vec::new();
-            // A fault of ours in what a hostile store may send: who waits is told, and the thread is counted.
+            // A panic in code that parses data of the store must not lose waiters or the thread.
             let fetch = AssertUnwindSafe(|| self.0.source.fetch(key, is_demand, &mut ahead));
-            let outcome =
-                catch_unwind(fetch).unwrap_or(Err(Failed { error: device::Error::Media, is_hanging: false }));
-            self.ahead(ahead);
+            let outcome = catch_unwind(fetch)
+                .unwrap_or(Err(FetchError { error: device::Error::Media, is_hanging: false }));
+            self.prefetch(ahead);
             let mut state = self.0.lock();
             state.ahead_running -= usize::from(!is_demand);
             let waiters = state.wanted.remove(&key).map_or(Vec::new(), |wanted| wanted.waiters);
             drop(state);
             match outcome {
-                Ok(got) => waiters.into_iter().for_each(|waiter| waiter.came(got.clone())),
-                Err(Failed { error, is_hanging }) => {
+                Ok(got) => waiters.into_iter().for_each(|waiter| waiter.deliver(got.clone())),
+                Err(FetchError { error, is_hanging }) => {
                     for waiter in waiters {
-                        waiter.failed(error);
+                        waiter.deliver_error(error);
                     }
                     if is_hanging {
                         let timeout = self.0.source.timeout();
-                        self.0.fail_all(&|wanted| wanted.since.elapsed() >= timeout, error);
+                        self.0.fail_queued(&|wanted| wanted.since.elapsed() >= timeout, error);
                     }
                 }
             }
         }
     }
 
-    /// Threads that have nothing to do have waited for as long as they do.
+    /// Lets the waits of idle threads time out.
     #[cfg(all(loom, test))]
     pub fn time_passes(&self) {
         self.0.more.time_passes();
     }
 }
 
-impl<S: Source, W: Waiter<S::Got>> Inner<S, W> {
+impl<S: Source, W: Waiter<S::Value>> Inner<S, W> {
     fn lock(&self) -> MutexGuard<'_, State<S::Key, W>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn fail_all(&self, which: &dyn Fn(&Wanted<W>) -> bool, error: device::Error) {
+    fn fail_queued(&self, which: &dyn Fn(&PendingFetch<W>) -> bool, error: device::Error) {
         let mut state = self.lock();
         let keys: Vec<S::Key> = state
             .wanted
             .iter()
-            .filter(|(_, wanted)| !wanted.begun && which(wanted))
+            .filter(|(_, wanted)| !wanted.is_started && which(wanted))
             .map(|(key, _)| *key)
             .collect();
-        let failed: Vec<Wanted<W>> = keys.iter().filter_map(|key| state.wanted.remove(key)).collect();
+        let failed: Vec<PendingFetch<W>> = keys.iter().filter_map(|key| state.wanted.remove(key)).collect();
         drop(state);
         for waiter in failed.into_iter().flat_map(|wanted| wanted.waiters) {
-            waiter.failed(error);
+            waiter.deliver_error(error);
         }
     }
 }
 
 impl<K: Copy + Ord, W> State<K, W> {
-    /// The next thing to fetch, and whether somebody waits for it.
+    /// Returns the next key to fetch, and true if it is a demand fetch.
     fn next(&mut self) -> Option<(K, bool)> {
         while let Some(key) = self.demand.pop_front() {
-            if let Some(wanted) = self.wanted.get_mut(&key).filter(|wanted| !wanted.begun) {
-                wanted.begun = true;
+            if let Some(wanted) = self.wanted.get_mut(&key).filter(|wanted| !wanted.is_started) {
+                wanted.is_started = true;
                 return Some((key, true));
             }
         }
         while self.ahead_running < AHEAD_AT_ONCE
             && let Some(key) = self.ahead.pop_front()
         {
-            if let Some(wanted) = self.wanted.get_mut(&key).filter(|wanted| !wanted.begun) {
-                wanted.begun = true;
+            if let Some(wanted) = self.wanted.get_mut(&key).filter(|wanted| !wanted.is_started) {
+                wanted.is_started = true;
                 self.ahead_running += 1;
                 return Some((key, false));
             }
@@ -243,9 +250,9 @@ impl<K: Copy + Ord, W> State<K, W> {
     }
 }
 
-impl<S: Source, W: Waiter<S::Got>> Inner<S, W> {
-    /// The next thing to fetch; `None` where the thread is not needed any more.
-    fn wait(&self) -> Option<(S::Key, bool)> {
+impl<S: Source, W: Waiter<S::Value>> Inner<S, W> {
+    /// Waits for the next key to fetch. Returns `None` if the thread must exit.
+    fn wait_for_key(&self) -> Option<(S::Key, bool)> {
         let mut state = self.lock();
         loop {
             if let Some(next) = state.next() {
@@ -275,13 +282,13 @@ mod tests {
 
     use super::*;
 
-    struct Broken;
+    struct PanickingSource;
 
-    impl Source for Broken {
+    impl Source for PanickingSource {
         type Key = u8;
-        type Got = u8;
+        type Value = u8;
 
-        fn fetch(&self, key: u8, _: bool, _: &mut Vec<u8>) -> Result<u8, Failed> {
+        fn fetch(&self, key: u8, _: bool, _: &mut Vec<u8>) -> Result<u8, FetchError> {
             assert_ne!(key, 0, "on purpose");
             Ok(key)
         }
@@ -292,27 +299,27 @@ mod tests {
     }
 
     impl Waiter<u8> for mpsc::Sender<Result<u8, device::Error>> {
-        fn came(self, got: u8) {
+        fn deliver(self, got: u8) {
             self.send(Ok(got)).unwrap();
         }
 
-        fn failed(self, error: device::Error) {
+        fn deliver_error(self, error: device::Error) {
             self.send(Err(error)).unwrap();
         }
     }
 
     #[test]
-    fn a_fetch_that_panics_is_an_error_and_the_next_ones_go_on() {
-        let fetches = Fetches::new(Arc::new(Broken));
+    fn fetch_panic_is_error_and_later_fetches_run() {
+        let fetches = Fetches::new(Arc::new(PanickingSource));
         let (tx, rx) = mpsc::channel();
-        let answer = || rx.recv_timeout(Duration::from_secs(30)).unwrap();
-        // More often than there may be threads.
+        let receive = || rx.recv_timeout(Duration::from_secs(30)).unwrap();
+        // More often than there can be threads.
         for _ in 0..2 * THREADS {
-            fetches.want(0, tx.clone());
-            assert_eq!(answer(), Err(device::Error::Media));
+            fetches.demand(0, tx.clone());
+            assert_eq!(receive(), Err(device::Error::Media));
         }
-        fetches.want(7, tx.clone());
-        assert_eq!(answer(), Ok(7));
+        fetches.demand(7, tx.clone());
+        assert_eq!(receive(), Ok(7));
         fetches.close();
     }
 }

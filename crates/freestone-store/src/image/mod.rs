@@ -1,26 +1,26 @@
-//! An image in object storage as a read-only device: what is read comes when it is needed, into a cache
-//! on a local disk, and is verified before anybody sees it.
+//! An image in object storage as a read-only device. Data is fetched on first read into a cache on a local
+//! disk, and verified before use.
 //!
-//! What lies in the cache, in the kernel's memory, is read inline. Else the request goes to a reader, a
-//! thread that may wait for the local disk; what is not in the cache is fetched by another thread, and
-//! whoever else wants it meanwhile waits for the same fetch. No thread waits for a thread, and readers
-//! never wait for the network: what is cached is served also while the store hangs.
+//! Cached data that is in the page cache is read inline. Other requests go to a reader thread, which may wait
+//! for the local disk. Fetch threads read missing data from the store, once for all waiting requests. No
+//! thread waits for another thread, and reader threads never wait for the network. So cached data is
+//! available even if the store hangs.
 //!
-//! What cannot be fetched in time, or is not what its name says, answers [`Error::Media`], never zeroes;
-//! the reason is logged and kept ([`Image::stat`]).
+//! If data cannot be fetched in time or does not match its hash, the read fails with [`Error::Media`]. The
+//! reason is logged and kept in [`Image::stat`].
 //!
-//! **Locks**, outer first; none is held while the network is waited for. A segment's slot, then an
-//! entry's, both for reading while pages are copied. The list of open files: those who take slots for
-//! writing under it only try. The fetches, the readers' queue, a job's buffer: leaves, for a few
-//! instructions or one copy.
+//! **Lock order**, outer first; no lock is held while waiting for the network. The slot of a segment, then
+//! the slot of an open file, both read-locked while pages are copied. The list of open files: its holder only
+//! try-locks slots for writing. The fetch queue, the queue of the readers and the buffer of a request are
+//! innermost, held for a few instructions or one copy.
 
-mod described;
+mod content;
+mod description;
 mod fetch;
 mod fetches;
-mod find;
-mod job;
 mod open_files;
 mod queue;
+mod reader;
 mod segment;
 mod stat;
 mod streams;
@@ -40,40 +40,40 @@ use crate::format::{CHUNK_BYTES, PAGE, SEGMENT_BYTES, SEGMENT_PAGES};
 use crate::objects::Until;
 use crate::parallel;
 use crate::store::{self, Store};
-use described::Described;
-use find::{Content, Found};
-use job::Reader;
+use content::{Content, Lookup};
+use description::Description;
+use reader::Reader;
 pub use stat::Stat;
 
-/// Most bytes that one try reads.
+/// Maximum number of bytes of an inline read.
 const INLINE_MAX_BYTES: u64 = 256 << 10;
 /// Smallest request in bytes.
 const SECTOR_BYTES: u32 = 512;
-/// How long a request waits for the store, where nothing else was said.
+/// Default timeout of a fetch.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
-/// Chunks that a pull fetches at once.
+/// Maximum number of concurrent fetches of a pull.
 const PULLED_AT_ONCE: usize = 32;
 
-/// An image.
+/// Read-only device with the content of an image.
 pub struct Image {
     reader: Arc<Reader>,
 }
 
-/// How it is read.
+/// Settings for reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// How long a fetch may take. A request waits about twice that at most, where many wait.
+    /// Timeout of a fetch. If many requests wait, a request takes at most about twice as long.
     pub timeout: Duration,
-    /// Fetch what the trace of the image says, if it has one, before anybody asks for it.
+    /// Prefetch the chunks in the trace of the image, if it has one.
     pub prefetch: bool,
 }
 
 impl Image {
-    /// Opens an image by its name, which may lie in the cache. Without a cache only what is asked for is
-    /// fetched, each time.
+    /// Opens an image by its name. The manifest may come from the cache. Without a cache, each read fetches
+    /// the data that it needs.
     ///
     /// # Errors
-    /// What the store answers; the image is damaged.
+    /// Errors of the store; the image is damaged.
     pub fn open(
         store: Arc<Store>,
         cache: Option<Arc<Cache>>,
@@ -81,14 +81,14 @@ impl Image {
         config: Config,
         until: Until<'_>,
     ) -> store::Result<Self> {
-        let described =
-            Described { store: &store, cache: cache.as_deref(), kind: Kind::Manifest, name: &name, until };
+        let description =
+            Description { store: &store, cache: cache.as_deref(), kind: Kind::Manifest, name: &name, until };
         let parse = |bytes: &[u8]| Manifest::parse(bytes).ok();
-        let manifest = described.read(
+        let manifest = description.read(
             parse,
             || store.manifest(&name, until),
             |cache, manifest| {
-                // Without that it is read again.
+                // The manifest is then fetched again at the next open.
                 let _ = cache.keep_meta(&name, &manifest.bytes(), until);
             },
         )?;
@@ -99,36 +99,36 @@ impl Image {
         Ok(Self { reader })
     }
 
-    /// Its name.
+    /// Returns the name of the image.
     pub fn name(&self) -> Name {
         self.reader.content.name
     }
 
-    /// What it consists of.
+    /// Returns the manifest of the image.
     pub fn manifest(&self) -> &Manifest {
         &self.reader.content.manifest
     }
 
-    /// Where it is read from.
+    /// Returns the store of the image.
     pub fn store(&self) -> &Arc<Store> {
         &self.reader.content.store
     }
 
-    /// Where it is kept.
+    /// Returns the cache, if there is one.
     pub fn cache(&self) -> Option<&Arc<Cache>> {
         self.reader.content.cache.as_ref()
     }
 
-    /// What was read and fetched.
+    /// Returns the counters of reads and fetches.
     pub fn stat(&self) -> Stat {
         self.reader.content.stats.stat()
     }
 
-    /// Notes in the store which chunks were needed since this was opened, in their order: who opens the
-    /// image from now on has them fetched. How many.
+    /// Writes a trace: the chunks used since this image was opened, in their order. Later opens of the image
+    /// can prefetch them. Returns the number of chunks.
     ///
     /// # Errors
-    /// Nothing was read yet; what the store answers.
+    /// [`store::Error::Unread`] if nothing was read yet; errors of the store.
     pub fn push_trace(&self, until: Until<'_>) -> store::Result<usize> {
         let touched = self.reader.content.touched();
         if touched.is_empty() {
@@ -138,10 +138,10 @@ impl Image {
         Ok(touched.len())
     }
 
-    /// Fetches all of it into the cache. `note` is told how many chunks are done, and of how many.
+    /// Fetches the whole image into the cache. `note` receives the number of chunks done, and the total.
     ///
     /// # Errors
-    /// There is no cache, or no room in it; what the store answers.
+    /// There is no cache, or it is too small; errors of the store.
     pub fn pull(&self, note: &(dyn Fn(u64, u64) + Sync), until: Until<'_>) -> store::Result<()> {
         let content = &self.reader.content;
         let Some(cache) = &content.cache else {
@@ -205,8 +205,8 @@ impl Device for Image {
         let mut done = 0;
         while done < most {
             match self.reader.content.find(request.offset + done as u64, &mut out[done..most], &[], false) {
-                Found::Read(more) => done += more,
-                Found::Later | Found::Segment(_) | Found::Chunk { .. } => break,
+                Lookup::Read(more) => done += more,
+                Lookup::Retry | Lookup::Segment(_) | Lookup::Chunk { .. } => break,
             }
         }
         let done = done as u64 / u64::from(SECTOR_BYTES) * u64::from(SECTOR_BYTES);
@@ -239,8 +239,11 @@ impl Device for Image {
         let start = u64::from(number) * SEGMENT_BYTES;
         let end = (offset + len).min(start + SEGMENT_BYTES);
         let until = Until::within(self.reader.content.config.timeout);
-        let segment =
-            self.reader.content.load(number, until).map_err(|error| self.reader.content.failed(&error))?;
+        let segment = self
+            .reader
+            .content
+            .load(number, until)
+            .map_err(|error| self.reader.content.record_failure(&error))?;
         let kind = |page: usize| match segment.place(page) {
             (_, Place::In { .. }) => ExtentKind::Data,
             _ => ExtentKind::Hole,
@@ -260,7 +263,7 @@ impl Device for Image {
     }
 
     fn prefetch(&self, offset: u64, len: u64) {
-        self.reader.ahead(offset, len);
+        self.reader.prefetch(offset, len);
     }
 }
 

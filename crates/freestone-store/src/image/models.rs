@@ -1,17 +1,17 @@
-//! loom models: each thing is fetched once for all who wait, each waiter is answered once, and no thread sleeps
-//! while there is something to do.
+//! loom models of the fetch queue and the queue of the readers. Each object is fetched once for all its
+//! waiters, each waiter runs once, and no thread sleeps while there is work.
 
 use freestone_core::device;
 
-use super::fetches::{Failed, Fetches, Source, Waiter};
+use super::fetches::{FetchError, Fetches, Source, Waiter};
 use super::queue::Queue;
 use crate::rt::sync::{Arc, Mutex};
 use crate::rt::thread;
 use crate::rt::time::Duration;
 
-type Answer = Result<u8, device::Error>;
+type Outcome = Result<u8, device::Error>;
 
-/// Counts, and who waits until they are so high.
+/// State with a condition variable for changes.
 struct Counts<T> {
     state: Mutex<T>,
     changed: loom::sync::Condvar,
@@ -36,206 +36,206 @@ impl<T> Counts<T> {
     }
 }
 
-/// What the source has seen.
+/// Events so far.
 #[derive(Default)]
-struct Seen {
-    /// Who has asked, as far as the source has to know.
-    asked: usize,
-    /// Answers by waiter.
-    answers: [Vec<Answer>; 3],
-    /// How often each key was fetched, and how often at one time.
+struct History {
+    /// Number of demand fetches that were queued.
+    demanded: usize,
+    /// Results by waiter.
+    results: [Vec<Outcome>; 3],
+    /// Number of fetches of each key, and whether one is running.
     fetched: [usize; 3],
     running: [bool; 3],
 }
 
-impl Seen {
-    fn answered(&self) -> usize {
-        self.answers.iter().map(Vec::len).sum()
+impl History {
+    fn result_count(&self) -> usize {
+        self.results.iter().map(Vec::len).sum()
     }
 }
 
-/// A store that answers as a model has it.
+/// Store whose response depends on the model.
 struct Store {
-    seen: Arc<Counts<Seen>>,
-    answer: fn(&Counts<Seen>, u8) -> Result<u8, Failed>,
+    history: Arc<Counts<History>>,
+    respond: fn(&Counts<History>, u8) -> Result<u8, FetchError>,
 }
 
 impl Source for Store {
     type Key = u8;
-    type Got = u8;
+    type Value = u8;
 
-    fn fetch(&self, key: u8, _: bool, _: &mut Vec<u8>) -> Result<u8, Failed> {
+    fn fetch(&self, key: u8, _: bool, _: &mut Vec<u8>) -> Result<u8, FetchError> {
         let at = usize::from(key);
-        self.seen.change(|seen| {
-            seen.fetched[at] += 1;
-            assert!(!std::mem::replace(&mut seen.running[at], true), "it is fetched already");
+        self.history.change(|history| {
+            history.fetched[at] += 1;
+            assert!(!std::mem::replace(&mut history.running[at], true), "the key is already being fetched");
         });
-        let answer = (self.answer)(&self.seen, key);
-        self.seen.change(|seen| seen.running[at] = false);
-        answer
+        let response = (self.respond)(&self.history, key);
+        self.history.change(|history| history.running[at] = false);
+        response
     }
 
     fn timeout(&self) -> Duration {
-        // Who waits has waited for as long.
+        // Every waiter has waited longer than the timeout.
         Duration::ZERO
     }
 }
 
-/// A waiter with its number.
-struct Told(Arc<Counts<Seen>>, usize);
+/// Waiter with a number.
+struct NumberedWaiter(Arc<Counts<History>>, usize);
 
-impl Waiter<u8> for Told {
-    fn came(self, got: u8) {
-        self.0.change(|seen| seen.answers[self.1].push(Ok(got)));
+impl Waiter<u8> for NumberedWaiter {
+    fn deliver(self, got: u8) {
+        self.0.change(|history| history.results[self.1].push(Ok(got)));
     }
 
-    fn failed(self, error: device::Error) {
-        self.0.change(|seen| seen.answers[self.1].push(Err(error)));
+    fn deliver_error(self, error: device::Error) {
+        self.0.change(|history| history.results[self.1].push(Err(error)));
     }
 }
 
 struct Model {
-    fetches: Arc<Fetches<Store, Told>>,
-    seen: Arc<Counts<Seen>>,
+    fetches: Arc<Fetches<Store, NumberedWaiter>>,
+    history: Arc<Counts<History>>,
 }
 
 impl Model {
-    fn new(answer: fn(&Counts<Seen>, u8) -> Result<u8, Failed>) -> Self {
-        let seen = Counts::new(Seen::default());
-        let source = Arc::new(Store { seen: Arc::clone(&seen), answer });
-        Self { fetches: Arc::new(Fetches::new(source)), seen }
+    fn new(respond: fn(&Counts<History>, u8) -> Result<u8, FetchError>) -> Self {
+        let history = Counts::new(History::default());
+        let source = Arc::new(Store { history: Arc::clone(&history), respond });
+        Self { fetches: Arc::new(Fetches::new(source)), history }
     }
 
-    fn want(&self, key: u8, waiter: usize) {
-        self.fetches.want(key, Told(Arc::clone(&self.seen), waiter));
-        self.seen.change(|seen| seen.asked += 1);
+    fn demand(&self, key: u8, waiter: usize) {
+        self.fetches.demand(key, NumberedWaiter(Arc::clone(&self.history), waiter));
+        self.history.change(|history| history.demanded += 1);
     }
 
-    /// Somebody else does something.
-    fn beside(&self, act: impl FnOnce(&Self) + 'static) -> thread::JoinHandle<()> {
-        let other = Self { fetches: Arc::clone(&self.fetches), seen: Arc::clone(&self.seen) };
+    /// Runs `act` on another thread.
+    fn spawn_thread(&self, act: impl FnOnce(&Self) + 'static) -> thread::JoinHandle<()> {
+        let other = Self { fetches: Arc::clone(&self.fetches), history: Arc::clone(&self.history) };
         thread::spawn(move || act(&other))
     }
 
-    /// Until so many answers came, which are all.
-    fn answers(&self, count: usize) -> [Vec<Answer>; 3] {
-        self.seen.wait(|seen| seen.answered() >= count);
+    /// Waits for `count` results, and checks that there are no more.
+    fn results(&self, count: usize) -> [Vec<Outcome>; 3] {
+        self.history.wait(|history| history.result_count() >= count);
         self.fetches.close();
-        self.seen.change(|seen| {
-            assert_eq!(seen.answered(), count, "each is answered once");
-            seen.answers.clone()
+        self.history.change(|history| {
+            assert_eq!(history.result_count(), count, "a waiter ran more than once");
+            history.results.clone()
         })
     }
 }
 
-/// Every interleaving with at most so many preemptions; with more it takes minutes.
+/// Checks all interleavings with a limited number of preemptions. More preemptions would take minutes.
 fn bounded(preemptions: usize, body: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(preemptions);
     model.check(body);
 }
 
-fn comes(_: &Counts<Seen>, key: u8) -> Result<u8, Failed> {
+fn respond(_: &Counts<History>, key: u8) -> Result<u8, FetchError> {
     Ok(key + 10)
 }
 
 #[test]
-fn what_two_wait_for_is_fetched_once() {
+fn fetch_runs_once_for_two_waiters() {
     bounded(2, || {
-        // It comes when both have asked.
-        let model = Model::new(|seen, key| {
-            seen.wait(|seen| seen.asked == 2);
-            comes(seen, key)
+        // The fetch ends when both waiters are queued.
+        let model = Model::new(|history, key| {
+            history.wait(|history| history.demanded == 2);
+            respond(history, key)
         });
-        let other = model.beside(|model| model.want(1, 1));
-        model.want(1, 0);
-        let answers = model.answers(2);
-        assert_eq!(answers, [vec![Ok(11)], vec![Ok(11)], Vec::new()]);
-        model.seen.wait(|seen| seen.fetched == [0, 1, 0]);
+        let other = model.spawn_thread(|model| model.demand(1, 1));
+        model.demand(1, 0);
+        let results = model.results(2);
+        assert_eq!(results, [vec![Ok(11)], vec![Ok(11)], Vec::new()]);
+        model.history.wait(|history| history.fetched == [0, 1, 0]);
         other.join().unwrap();
     });
 }
 
 #[test]
-fn who_wants_while_it_comes_is_answered() {
+fn demand_during_fetch_gets_result() {
     bounded(2, || {
-        let model = Model::new(comes);
-        let other = model.beside(|model| model.want(1, 1));
-        model.want(1, 0);
-        assert_eq!(model.answers(2), [vec![Ok(11)], vec![Ok(11)], Vec::new()]);
+        let model = Model::new(respond);
+        let other = model.spawn_thread(|model| model.demand(1, 1));
+        model.demand(1, 0);
+        assert_eq!(model.results(2), [vec![Ok(11)], vec![Ok(11)], Vec::new()]);
         other.join().unwrap();
     });
 }
 
 #[test]
-fn who_wants_while_it_is_closed_is_answered_once() {
+fn demand_during_close_gets_one_result() {
     bounded(2, || {
-        let model = Model::new(comes);
-        let closes = model.beside(|model| model.fetches.close());
-        model.want(1, 0);
-        model.want(2, 1);
+        let model = Model::new(respond);
+        let closes = model.spawn_thread(|model| model.fetches.close());
+        model.demand(1, 0);
+        model.demand(2, 1);
         closes.join().unwrap();
-        for (answers, got) in model.answers(2).iter().zip([11, 12]) {
+        for (results, value) in model.results(2).iter().zip([11, 12]) {
             assert!(
-                matches!(answers[..], [answer] if answer == Ok(got) || answer == Err(device::Error::Gone))
+                matches!(results[..], [result] if result == Ok(value) || result == Err(device::Error::Gone))
             );
         }
     });
 }
 
 #[test]
-fn what_is_waited_for_does_not_wait_for_what_may_be_wanted() {
+fn demand_does_not_wait_for_prefetches() {
     bounded(2, || {
-        // What may be wanted comes when what is wanted has come.
-        let model = Model::new(|seen, key| {
+        // Prefetches end only after the demand fetch.
+        let model = Model::new(|history, key| {
             if key != 0 {
-                seen.wait(|seen| seen.answered() > 0);
+                history.wait(|history| history.result_count() > 0);
             }
-            comes(seen, key)
+            respond(history, key)
         });
-        model.fetches.ahead([1, 2]);
-        model.want(0, 0);
-        assert_eq!(model.answers(1)[0], [Ok(10)]);
+        model.fetches.prefetch([1, 2]);
+        model.demand(0, 0);
+        assert_eq!(model.results(1)[0], [Ok(10)]);
     });
 }
 
 #[test]
-fn what_is_fetched_ahead_and_then_wanted_is_fetched_once() {
+fn demand_of_queued_prefetch_fetches_once() {
     bounded(2, || {
-        let model = Model::new(|seen, key| {
-            seen.wait(|seen| seen.asked == 1);
-            comes(seen, key)
+        let model = Model::new(|history, key| {
+            history.wait(|history| history.demanded == 1);
+            respond(history, key)
         });
-        model.fetches.ahead([1]);
-        model.want(1, 0);
-        assert_eq!(model.answers(1)[0], [Ok(11)]);
-        model.seen.wait(|seen| seen.fetched == [0, 1, 0]);
+        model.fetches.prefetch([1]);
+        model.demand(1, 0);
+        assert_eq!(model.results(1)[0], [Ok(11)]);
+        model.history.wait(|history| history.fetched == [0, 1, 0]);
     });
 }
 
 #[test]
 #[ignore = "slow lane"]
-fn who_wants_while_threads_end_is_answered() {
+fn demand_during_thread_exit_gets_result() {
     bounded(2, || {
-        let model = Model::new(comes);
-        model.want(1, 0);
-        let time = model.beside(|model| model.fetches.time_passes());
-        model.want(2, 1);
-        assert_eq!(model.answers(2), [vec![Ok(11)], vec![Ok(12)], Vec::new()]);
+        let model = Model::new(respond);
+        model.demand(1, 0);
+        let time = model.spawn_thread(|model| model.fetches.time_passes());
+        model.demand(2, 1);
+        assert_eq!(model.results(2), [vec![Ok(11)], vec![Ok(12)], Vec::new()]);
         time.join().unwrap();
     });
 }
 
 #[test]
 #[ignore = "slow lane"]
-fn who_waits_for_a_store_that_hangs_is_answered_once() {
+fn hanging_store_fails_each_waiter_once() {
     bounded(2, || {
-        let model = Model::new(|_, _| Err(Failed { error: device::Error::Media, is_hanging: true }));
-        let other = model.beside(|model| model.want(2, 2));
-        model.want(1, 0);
-        model.want(2, 1);
+        let model = Model::new(|_, _| Err(FetchError { error: device::Error::Media, is_hanging: true }));
+        let other = model.spawn_thread(|model| model.demand(2, 2));
+        model.demand(1, 0);
+        model.demand(2, 1);
         let failed = || vec![Err(device::Error::Media)];
-        assert_eq!(model.answers(3), [failed(), failed(), failed()]);
+        assert_eq!(model.results(3), [failed(), failed(), failed()]);
         other.join().unwrap();
     });
 }
@@ -249,7 +249,7 @@ fn queue() -> Queue<Done> {
 }
 
 #[test]
-fn what_two_push_is_done_once() {
+fn queue_runs_concurrent_pushes_once() {
     bounded(2, || {
         let (queue, done) = (Arc::new(queue()), Counts::new(0));
         let (of_other, count) = (Arc::clone(&queue), Arc::clone(&done));
@@ -261,7 +261,7 @@ fn what_two_push_is_done_once() {
 }
 
 #[test]
-fn what_is_pushed_while_threads_end_is_done() {
+fn queue_runs_push_during_thread_exit() {
     bounded(2, || {
         let (queue, done) = (Arc::new(queue()), Counts::new(0));
         assert!(queue.push(Arc::clone(&done)).is_ok());
@@ -274,7 +274,7 @@ fn what_is_pushed_while_threads_end_is_done() {
 }
 
 #[test]
-fn what_was_pushed_is_done_although_the_queue_goes() {
+fn dropped_queue_finishes_its_work() {
     bounded(2, || {
         let (queue, done) = (queue(), Counts::new(0));
         assert!(queue.push(Arc::clone(&done)).is_ok());

@@ -1,5 +1,5 @@
-//! The files of the cache that are open, of all images: not more than a part of what the process may
-//! open.
+//! Open files of the cache, for all images of the process. Their number is limited to a part of
+//! `RLIMIT_NOFILE`.
 
 use crate::rt::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 use std::collections::VecDeque;
@@ -9,11 +9,11 @@ use rustix::process::{Resource, getrlimit};
 use super::segment::Segment;
 use crate::cache::Entry;
 
-/// The part of the process's files, and the most.
+/// Limit of open cache files: `1/PART` of `RLIMIT_NOFILE`, and at most `FILES_MAX`.
 const PART: u64 = 4;
 const FILES_MAX: u64 = 16 << 10;
 
-/// A chunk's place among the open ones.
+/// Position of an open file.
 struct Open {
     segment: Weak<Segment>,
     map: usize,
@@ -26,13 +26,13 @@ static MOST: LazyLock<usize> = LazyLock::new(|| {
     (limit / PART).clamp(16, FILES_MAX) as usize
 });
 
-/// Keeps the file of a chunk open until there are too many, and it is not used.
+/// Keeps the file of a chunk open. Closes files that were not used lately if there are too many.
 pub fn keep(segment: &Arc<Segment>, map: usize, chunk: usize, entry: Entry) {
     let slot = &segment.maps[map].entries[chunk];
     {
         let mut slot = slot.write().unwrap_or_else(PoisonError::into_inner);
         if slot.replace(entry).is_some() {
-            // It is in the list.
+            // The file is already in the list.
             return;
         }
     }
@@ -45,7 +45,7 @@ pub fn keep(segment: &Arc<Segment>, map: usize, chunk: usize, entry: Entry) {
         looks = looks.saturating_sub(1);
         let Some(segment) = oldest.segment.upgrade() else { continue };
         let slot = &segment.maps[oldest.map].entries[oldest.chunk];
-        // One that is being read is used.
+        // A file whose slot is locked is in use.
         let closed = slot.try_write().is_ok_and(|mut slot| {
             let is_idle = looks == 0 || slot.as_ref().is_none_or(|entry| !entry.was_used());
             if is_idle {

@@ -1,14 +1,14 @@
-//! Work for a few threads, which are there while there is work.
+//! Work queue with a few threads that exist only while there is work.
 
 use crate::rt::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use crate::rt::thread;
 use crate::rt::time::Duration;
 use std::collections::VecDeque;
 
-/// How long a thread waits for more work.
+/// Time after which an idle thread exits.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// Work in the order in which it came. Its threads end with it, when all was done.
+/// FIFO queue of work. After the queue is dropped, its threads finish the queued work and exit.
 pub struct Queue<T>(Arc<Inner<T>>);
 
 struct Inner<T> {
@@ -32,18 +32,18 @@ impl<T: Send + 'static> Queue<T> {
         Self(Arc::new(Inner { name, threads_max, run, state, more: Condvar::new() }))
     }
 
-    /// Has it done soon. Given back where there is no thread, and none can be made.
+    /// Queues work. Returns the work as an error if the queue has no thread and cannot spawn one.
     pub fn push(&self, work: T) -> Result<(), T> {
         let inner = &self.0;
         let mut state = inner.lock();
         state.work.push_back(work);
-        // Each idle thread takes one.
+        // Each idle thread takes one item.
         if state.idle >= state.work.len() {
             inner.more.notify_one();
         } else if state.threads < inner.threads_max {
             state.threads += 1;
             let of_thread = Arc::clone(inner);
-            let made = thread::Builder::new().name(inner.name.into()).spawn(move || of_thread.work());
+            let made = thread::Builder::new().name(inner.name.into()).spawn(move || of_thread.run_thread());
             if made.is_err() {
                 state.threads -= 1;
                 if state.threads == 0
@@ -59,7 +59,7 @@ impl<T: Send + 'static> Queue<T> {
 
 #[cfg(all(loom, test))]
 impl<T> Queue<T> {
-    /// Threads that have nothing to do have waited for as long as they do.
+    /// Lets the waits of idle threads time out.
     pub fn time_passes(&self) {
         self.0.more.time_passes();
     }
@@ -77,7 +77,7 @@ impl<T> Inner<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn work(&self) {
+    fn run_thread(&self) {
         let mut state = self.lock();
         loop {
             if let Some(work) = state.work.pop_front() {

@@ -1,4 +1,4 @@
-//! A segment whose maps are in memory.
+//! Maps of a segment in memory.
 
 use crate::rt::sync::RwLock;
 use crate::rt::sync::atomic::{AtomicBool, Ordering};
@@ -7,22 +7,22 @@ use crate::cache::Entry;
 use crate::format::CHUNK_PAGES;
 use crate::format::map::{Map, Place};
 
-/// A map, and which of its chunks are open in the cache.
+/// A map, with the open cache files of its chunks.
 pub struct Loaded {
     pub map: Map,
-    /// By the number of the chunk.
+    /// Open file of each chunk, by the index of the chunk in the map.
     pub entries: Box<[RwLock<Option<Entry>>]>,
 }
 
-/// The maps of a GiB of an image.
+/// Maps of a segment (1 GiB) of an image.
 pub struct Segment {
-    /// The youngest first.
+    /// Maps from the youngest to the oldest.
     pub maps: Vec<Loaded>,
     is_used: AtomicBool,
 }
 
 impl Segment {
-    /// From its maps, the oldest first.
+    /// Creates a segment from its maps, from the oldest to the youngest.
     pub fn new(maps: Vec<Map>) -> Self {
         let load = |map: Map| {
             let entries = map.chunks().iter().map(|_| RwLock::new(None)).collect();
@@ -31,7 +31,7 @@ impl Segment {
         Self { maps: maps.into_iter().rev().map(load).collect(), is_used: AtomicBool::new(true) }
     }
 
-    /// Where a page lies, and by which map.
+    /// Returns the location of a page, and the index of its map.
     pub fn place(&self, page: usize) -> (usize, Place) {
         for (number, loaded) in self.maps.iter().enumerate() {
             match loaded.map.place(page) {
@@ -42,8 +42,8 @@ impl Segment {
         (0, Place::Zero)
     }
 
-    /// Where a page lies, and how many from it on, `most` at most, lie together: in a chunk one behind the
-    /// other, or zeroes.
+    /// Returns the location of a page, and the number of consecutive pages, at most `most`, that follow each
+    /// other in the same chunk or are zeroes.
     pub fn run(&self, page: usize, most: usize) -> (usize, Place, usize) {
         let (map, place) = self.place(page);
         let youngest = self.maps.first().map(|loaded| &loaded.map);
@@ -54,21 +54,21 @@ impl Segment {
         (map, place, 1 + more)
     }
 
-    pub fn used(&self) {
-        // Relaxed: a hint for what to forget. Looked at first, as the line is shared by all who read.
+    pub fn mark_used(&self) {
+        // Relaxed: a hint which maps to free. The load avoids writes to a cache line that all readers share.
         if !self.is_used.load(Ordering::Relaxed) {
             self.is_used.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Whether it was used since this was asked last.
+    /// Returns true if the segment was used since the previous call.
     pub fn was_used(&self) -> bool {
-        // Relaxed: as above.
+        // Relaxed: a hint which maps to free.
         self.is_used.swap(false, Ordering::Relaxed)
     }
 }
 
-/// Whether a page lies so many behind another.
+/// Returns true if a page lies `more` pages after `first` in the same chunk, or if both are zeroes.
 fn follows((map, place): (usize, Place), first_map: usize, first: Place, more: usize) -> bool {
     match (first, place) {
         (Place::In { chunk, page }, Place::In { chunk: of, page: at }) => {

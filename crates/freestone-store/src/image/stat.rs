@@ -1,9 +1,9 @@
-//! What an image was asked, and what it cost.
+//! Counters of an image.
 
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
 use crate::rt::sync::{Mutex, PoisonError};
 
-/// Counters of an image.
+/// Atomic counters of an image.
 #[derive(Default)]
 pub struct Stats {
     pub fetched: AtomicU64,
@@ -14,26 +14,26 @@ pub struct Stats {
     last_error: Mutex<Option<String>>,
 }
 
-/// What they say.
+/// Snapshot of the counters of an image.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Stat {
-    /// Chunks, or units of chunks, that came from the store.
+    /// Chunks and units fetched from the store.
     pub fetched: u64,
-    /// Bytes of their pages.
+    /// Size of the fetched pages in bytes, uncompressed.
     pub fetched_bytes: u64,
-    /// Chunks that were found in the cache when they were first needed.
+    /// Chunks that were already cached when they were first needed.
     pub found: u64,
-    /// Chunks that were fetched before anybody asked for them; they are among `fetched`.
+    /// Chunks that were prefetched. Also counted in `fetched`.
     pub ahead: u64,
-    /// Fetches that failed.
+    /// Failed requests and fetches.
     pub failed: u64,
-    /// Why, at last.
+    /// Text of the last failure.
     pub last_error: Option<String>,
 }
 
 impl Stats {
     pub fn add(counter: &AtomicU64, count: u64) {
-        // Relaxed: numbers for people, which order nothing.
+        // Relaxed: statistics, which order no other memory access.
         counter.fetch_add(count, Ordering::Relaxed);
     }
 
@@ -43,7 +43,7 @@ impl Stats {
     }
 
     pub fn stat(&self) -> Stat {
-        // Relaxed: as above.
+        // Relaxed: statistics, which order no other memory access.
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Stat {
             fetched: of(&self.fetched),

@@ -1,27 +1,27 @@
-//! Reads one behind the other, and how much is fetched before them.
+//! Detection of sequential reads, and the size of their prefetch window.
 
 use std::collections::VecDeque;
 
 use crate::format::CHUNK_BYTES;
 use crate::rt::sync::{Mutex, PoisonError};
 
-/// Streams of reads that are told apart, and the most that is fetched before one.
+/// Maximum number of streams tracked, and the largest prefetch window in chunks.
 const STREAMS: usize = 8;
 const STREAM_CHUNKS_MAX: u64 = 32;
 
-/// Chunks of a stream that are waited for before more is fetched: of two that lie side by side the next is
-/// seldom wanted (of a guest's boot every other one was not).
+/// Number of cache misses of a stream before prefetching starts. After one chunk the next one is often not
+/// needed: in half of the cases during the boot of a guest.
 const STREAM_WAITS: u32 = 2;
 
-/// Reads one behind the other, by blocks of a chunk's length.
+/// Sequential reads, in blocks of the length of a chunk.
 struct Stream {
     next: u64,
-    /// How often somebody waited.
+    /// Number of cache misses.
     waits: u32,
 }
 
 impl Stream {
-    /// Somebody is about to wait for a block of it: how many behind are fetched as well.
+    /// Records a cache miss for a block. Returns the number of following blocks to prefetch.
     fn waited(&mut self, block: u64) -> u64 {
         let doubled = self.waits.checked_sub(STREAM_WAITS).map(|more| 1_u64.checked_shl(more));
         let ahead = doubled.map_or(0, |ahead| ahead.unwrap_or(STREAM_CHUNKS_MAX).min(STREAM_CHUNKS_MAX));
@@ -31,13 +31,13 @@ impl Stream {
     }
 }
 
-/// The streams of an image, those that went on last first.
+/// Streams of an image, most recently used first.
 #[derive(Default)]
 pub struct Streams(Mutex<VecDeque<Stream>>);
 
 impl Streams {
-    /// Somebody is about to wait for what lies there. Where two before it were waited for, what comes behind
-    /// is to be fetched as well, twice as much each time: the end of that.
+    /// Records a cache miss at `offset`, and returns the end of the range to prefetch. The window is empty
+    /// for the first two misses of a stream, and then doubles from one chunk.
     pub fn missed(&self, offset: u64) -> u64 {
         let block = CHUNK_BYTES as u64;
         let number = offset / block;
@@ -57,14 +57,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn those_who_go_on_get_more_and_others_none() {
+    fn prefetch_window_grows_only_for_streams() {
         let (streams, block) = (Streams::default(), CHUNK_BYTES as u64);
-        // The end of what is fetched, in blocks: two alone, then 1, 2, 4 ... 32 behind one.
+        // End of the range in blocks: empty windows for the first two misses, then 1, 2, 4, up to 32.
         let mut at = 100;
         for window in [0, 0, 1, 2, 4, 8, 16, 32, 32] {
             assert_eq!(streams.missed(at * block + 5), (at + 1 + window) * block);
             at += 1 + window;
-            // Somebody else.
+            // An unrelated read.
             assert_eq!(streams.missed((at + 1_000) * block), (at + 1_001) * block);
         }
     }

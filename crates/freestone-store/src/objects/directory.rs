@@ -1,12 +1,14 @@
-//! A directory as a store: each object is a file.
+//! Object storage in a local directory: each object is a file.
 //!
-//! What is written is durable when it is answered. A file gets its name when it is complete, so nobody
-//! sees a part of one. A write or deletion that depends on what is there holds an exclusive lock on a file of
-//! the directory, all others a shared one: of two such writes one comes first. A listing holds the exclusive
-//! lock, too: `readdir` may omit a name that `rename` replaces meanwhile.
+//! Writes are durable when they return. A file gets its final name only when it is complete, so readers never
+//! see a partial object.
 //!
-//! Lock order: [`TURN`], [`LOCK`]. Whoever waits for the second one holds the first, so shared locks that
-//! follow each other do not keep out an exclusive one.
+//! Conditional writes and deletions hold an exclusive lock on a file of the directory; other writes and
+//! deletions hold a shared lock. Listings hold the exclusive lock, because `readdir` may omit a name that
+//! `rename` replaces meanwhile.
+//!
+//! Lock order: [`TURN`], [`LOCK`]. A thread that waits for [`LOCK`] holds [`TURN`], so a sequence of shared
+//! locks cannot starve an exclusive one.
 
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
 use crate::rt::thread;
@@ -25,46 +27,46 @@ use rustix::io::Errno;
 
 use super::{Fault, Head, KEY_BYTES_MAX, Listed, Objects, Read, Result, Until, Version, When};
 
-/// Names that begin so are no objects.
+/// First character of file names that are not objects.
 const HIDDEN: char = '.';
-/// Locked by who writes, deletes and lists.
+/// File locked for writes, deletions and listings.
 const LOCK: &str = ".lock";
-/// Locked by who waits for [`LOCK`].
+/// File locked while waiting for [`LOCK`].
 const TURN: &str = ".turn";
-/// Files that are not complete.
+/// Directory of incomplete files.
 const UNFINISHED: &str = ".unfinished";
-/// What is not complete after this time nobody completes any more.
+/// Age after which an incomplete file is treated as abandoned.
 const LEFT_AFTER: Duration = Duration::from_secs(24 * 3600);
-/// Pauses between tries of a lock that another has: the first, which doubles, and the longest.
+/// Pauses between attempts to lock a file: the first pause, which doubles, and the longest one.
 const LOCK_PAUSE_MIN: Duration = Duration::from_micros(50);
 const LOCK_PAUSE_MAX: Duration = Duration::from_millis(5);
 
-/// A directory with objects.
+/// Directory that stores objects.
 #[derive(Debug)]
 pub struct Directory {
     root: PathBuf,
     url: String,
     next: AtomicU64,
-    tidied: Once,
+    cleanup: Once,
 }
 
 impl Directory {
-    /// The directory need not be there: the first write makes it.
+    /// Uses the directory `root`, which the first write creates if necessary.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         let root = root.into();
         let url = format!("file://{}", root.display());
-        Self { root, url, next: AtomicU64::new(0), tidied: Once::new() }
+        Self { root, url, next: AtomicU64::new(0), cleanup: Once::new() }
     }
 
     fn path(&self, key: &str) -> Result<PathBuf> {
         let is_part = |part: &str| !part.is_empty() && !part.starts_with(HIDDEN) && !part.contains('\0');
         if key.len() > KEY_BYTES_MAX || !key.split('/').all(is_part) {
-            return Err(Fault::Other(format!("{key}: no object of a directory is called so")));
+            return Err(Fault::Other(format!("{key}: invalid object key for a directory")));
         }
         Ok(self.root.join(key))
     }
 
-    /// Held as long as the file is open.
+    /// Locks the directory until the returned file is dropped.
     fn lock(&self, exclusive: bool, until: Until<'_>) -> Result<File> {
         make_dir(&self.root.join(UNFINISHED))?;
         let _turn = self.lock_file(TURN, exclusive, until)?;
@@ -74,7 +76,7 @@ impl Directory {
     fn lock_file(&self, name: &str, exclusive: bool, until: Until<'_>) -> Result<File> {
         let path = self.root.join(name);
         let file = File::options().create(true).truncate(false).write(true).open(&path);
-        let file = file.map_err(|e| of_io(&path, &e))?;
+        let file = file.map_err(|e| io_fault(&path, &e))?;
         let operation = if exclusive {
             FlockOperation::NonBlockingLockExclusive
         } else {
@@ -85,7 +87,7 @@ impl Directory {
             match flock(&file, operation) {
                 Ok(()) => return Ok(file),
                 Err(Errno::WOULDBLOCK | Errno::INTR) => {}
-                Err(errno) => return Err(of_io(&path, &errno.into())),
+                Err(errno) => return Err(io_fault(&path, &errno.into())),
             }
             until.check()?;
             thread::sleep(pause);
@@ -93,8 +95,8 @@ impl Directory {
         }
     }
 
-    /// Removes what writers that were killed long ago did not complete.
-    fn tidy(&self) {
+    /// Removes incomplete files of writers that were killed long ago.
+    fn remove_abandoned_files(&self) {
         let is_old =
             |meta: &Metadata| meta.modified().is_ok_and(|at| at.elapsed().is_ok_and(|age| age > LEFT_AFTER));
         for entry in fs::read_dir(self.root.join(UNFINISHED)).into_iter().flatten().flatten() {
@@ -104,28 +106,28 @@ impl Directory {
         }
     }
 
-    /// Returns false if nothing was written yet.
-    fn is_made(&self) -> Result<bool> {
-        self.root.try_exists().map_err(|e| of_io(&self.root, &e))
+    /// Returns false if the directory does not exist, so nothing was written yet.
+    fn exists(&self) -> Result<bool> {
+        self.root.try_exists().map_err(|e| io_fault(&self.root, &e))
     }
 
-    /// A complete file without its name, and its version.
-    fn unfinished(&self, bytes: &[u8]) -> Result<(Unfinished, Version)> {
-        self.tidied.call_once(|| self.tidy());
-        // Relaxed: only the numbers have to differ.
+    /// Writes a complete file in the directory of incomplete files. Returns the file and its version.
+    fn write_unfinished(&self, bytes: &[u8]) -> Result<(Unfinished, Version)> {
+        self.cleanup.call_once(|| self.remove_abandoned_files());
+        // Relaxed: the numbers only have to differ.
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let id = crate::rt::unique_id().simple();
         let path = self.root.join(UNFINISHED).join(format!("{}-{number}-{id}", process::id()));
         let made = File::options().create_new(true).write(true).open(&path);
-        let mut file = made.map_err(|e| of_io(&path, &e))?;
+        let mut file = made.map_err(|e| io_fault(&path, &e))?;
         let path = Unfinished(path);
         let written = file.write_all(bytes).and_then(|()| file.sync_all()).and_then(|()| file.metadata());
-        let meta = written.map_err(|e| of_io(&path.0, &e))?;
+        let meta = written.map_err(|e| io_fault(&path.0, &e))?;
         Ok((path, version(&meta)))
     }
 }
 
-/// Removed when it goes, where it has not got its name.
+/// Path of an incomplete file, which is removed on drop unless it was renamed.
 struct Unfinished(PathBuf);
 
 impl Drop for Unfinished {
@@ -142,7 +144,7 @@ impl Objects for Directory {
     fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read> {
         until.check()?;
         let path = self.path(key)?;
-        let failed = |e: io::Error| of_io(&path, &e);
+        let failed = |e: io::Error| io_fault(&path, &e);
         let mut file = File::open(&path).map_err(failed)?;
         let meta = file.metadata().map_err(failed)?;
         if !meta.is_file() {
@@ -161,12 +163,12 @@ impl Objects for Directory {
 
     fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>> {
         let path = self.path(key)?;
-        let failed = |e: io::Error| of_io(&path, &e);
+        let failed = |e: io::Error| io_fault(&path, &e);
         let dir = path.parent().unwrap_or(&self.root);
         let _lock = self.lock(matches!(when, When::Unchanged(_)), until)?;
         make_dir(dir)?;
-        let (unfinished, written) = self.unfinished(bytes)?;
-        // Opened before the file gets its name: afterwards only the flush can fail.
+        let (unfinished, written) = self.write_unfinished(bytes)?;
+        // Opened before the rename, so that after the rename only the flush can fail.
         let opened = open_dir(dir)?;
         match when {
             When::Always => fs::rename(&unfinished.0, &path).map_err(failed)?,
@@ -186,11 +188,11 @@ impl Objects for Directory {
     fn head(&self, key: &str, until: Until<'_>) -> Result<Head> {
         until.check()?;
         let path = self.path(key)?;
-        let meta = fs::metadata(&path).map_err(|e| of_io(&path, &e))?;
+        let meta = fs::metadata(&path).map_err(|e| io_fault(&path, &e))?;
         if !meta.is_file() {
             return Err(Fault::NotFound);
         }
-        let modified = meta.modified().map_err(|e| of_io(&path, &e))?;
+        let modified = meta.modified().map_err(|e| io_fault(&path, &e))?;
         Ok(Head { bytes: meta.len(), modified, version: Some(version(&meta)) })
     }
 
@@ -199,11 +201,11 @@ impl Objects for Directory {
             None => self.root.clone(),
             Some(prefix) => self.path(prefix)?,
         };
-        if !self.is_made()? {
+        if !self.exists()? {
             return Ok(());
         }
         let _lock = match self.lock(true, until) {
-            // Whoever may not write the store deletes nothing because of a listing.
+            // A user without write permission cannot delete objects because of an incomplete listing.
             Err(Fault::Denied(_)) => None,
             lock => Some(lock?),
         };
@@ -214,25 +216,25 @@ impl Objects for Directory {
                 Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                     continue;
                 }
-                entries => entries.map_err(|e| of_io(&dir, &e))?,
+                entries => entries.map_err(|e| io_fault(&dir, &e))?,
             };
             for entry in entries {
-                let entry = entry.map_err(|e| of_io(&dir, &e))?;
+                let entry = entry.map_err(|e| io_fault(&dir, &e))?;
                 let Ok(name) = entry.file_name().into_string() else { continue };
                 if name.starts_with(HIDDEN) {
                     continue;
                 }
                 let meta = match entry.metadata() {
-                    // Deleted meanwhile.
+                    // Another process deleted the file meanwhile.
                     Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-                    meta => meta.map_err(|e| of_io(&entry.path(), &e))?,
+                    meta => meta.map_err(|e| io_fault(&entry.path(), &e))?,
                 };
                 let key = format!("{prefix}{name}");
                 if meta.is_dir() {
                     dirs.push((entry.path(), format!("{key}/")));
                     continue;
                 }
-                let modified = meta.modified().map_err(|e| of_io(&entry.path(), &e))?;
+                let modified = meta.modified().map_err(|e| io_fault(&entry.path(), &e))?;
                 if meta.is_file() && !each(Listed { key, bytes: meta.len(), modified }) {
                     return Ok(());
                 }
@@ -243,77 +245,82 @@ impl Objects for Directory {
 
     fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
         let path = self.path(key)?;
-        if !self.is_made()? {
+        if !self.exists()? {
             return Ok(());
         }
         let _lock = self.lock(false, until)?;
         match fs::remove_file(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-            removed => removed.map_err(|e| of_io(&path, &e)),
+            removed => removed.map_err(|e| io_fault(&path, &e)),
         }
     }
 
     fn delete_unchanged(&self, key: &str, read: &Version, until: Until<'_>) -> Result<()> {
         let path = self.path(key)?;
-        if !self.is_made()? {
+        if !self.exists()? {
             return Err(Fault::Condition);
         }
         let _lock = self.lock(true, until)?;
         check_version(&path, read)?;
         match fs::remove_file(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Err(Fault::Condition),
-            removed => removed.map_err(|e| of_io(&path, &e)),
+            removed => removed.map_err(|e| io_fault(&path, &e)),
         }
     }
 }
 
-/// Fails with [`Fault::Condition`] if a file is not the one that was read.
+/// Fails with [`Fault::Condition`] if a file is not the version `read`.
 fn check_version(path: &Path, read: &Version) -> Result<()> {
     match fs::metadata(path) {
         Ok(meta) if version(&meta) == *read => Ok(()),
         Ok(_) => Err(Fault::Condition),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Err(Fault::Condition),
-        Err(e) => Err(of_io(path, &e)),
+        Err(e) => Err(io_fault(path, &e)),
     }
 }
 
-/// Each write makes another file.
+/// Returns the version of a file. Each write creates a new file.
 fn version(meta: &Metadata) -> Version {
     Version(format!("{:x}-{:x}-{:x}-{:x}", meta.ino(), meta.mtime(), meta.mtime_nsec(), meta.len()))
 }
 
-/// Makes a directory, and what it lies in.
+/// Number of parents flushed at least: an earlier call may have created them and failed before it flushed them.
+const FLUSHED_PARENTS_MIN: usize = 3;
+
+/// Creates a directory and its parents, and flushes the parent of each directory created.
 fn make_dir(dir: &Path) -> Result<()> {
-    if dir.is_dir() {
+    let created = dir.ancestors().take_while(|dir| !dir.is_dir()).count();
+    if created == 0 {
         return Ok(());
     }
     let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
-    made.map_err(|e| of_io(dir, &e))?;
-    let parents = dir.ancestors().skip(1).take(3).filter(|dir| !dir.as_os_str().is_empty());
+    made.map_err(|e| io_fault(dir, &e))?;
+    let parents = dir.ancestors().skip(1).take(created.max(FLUSHED_PARENTS_MIN));
+    let parents = parents.filter(|dir| !dir.as_os_str().is_empty());
     parents.into_iter().try_for_each(|dir| sync_dir(dir, open_dir(dir)?))
 }
 
-/// Opens a directory to flush it. None if it cannot be read: such a one was not made by us.
+/// Opens a directory to flush it. Returns `None` if this user cannot read it: such a directory is not ours.
 fn open_dir(dir: &Path) -> Result<Option<File>> {
     match File::open(dir) {
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied => Ok(None),
-        opened => opened.map(Some).map_err(|e| of_io(dir, &e)),
+        opened => opened.map(Some).map_err(|e| io_fault(dir, &e)),
     }
 }
 
 fn sync_dir(dir: &Path, opened: Option<File>) -> Result<()> {
-    opened.map_or(Ok(()), |file| file.sync_all()).map_err(|e| of_io(dir, &e))
+    opened.map_or(Ok(()), |file| file.sync_all()).map_err(|e| io_fault(dir, &e))
 }
 
-fn of_io(path: &Path, error: &io::Error) -> Fault {
-    let said = format!("{}: {}", path.display(), Explained(error));
+fn io_fault(path: &Path, error: &io::Error) -> Fault {
+    let text = format!("{}: {}", path.display(), Explained(error));
     match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::IsADirectory => {
             Fault::NotFound
         }
-        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => Fault::Denied(said),
-        io::ErrorKind::Interrupted | io::ErrorKind::ResourceBusy => Fault::Transient(said),
-        _ => Fault::Other(said),
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => Fault::Denied(text),
+        io::ErrorKind::Interrupted | io::ErrorKind::ResourceBusy => Fault::Transient(text),
+        _ => Fault::Other(text),
     }
 }
 
@@ -335,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_read_listed_and_deleted() {
+    fn objects_are_written_read_listed_and_deleted() {
         let (_dir, store) = store();
         assert_eq!(store.get("a", None, 10, soon()), Err(Fault::NotFound));
         store.list("", &mut |_| panic!("there is nothing"), soon()).unwrap();
@@ -376,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn conditions_are_kept() {
+    fn conditional_write_fails_if_object_changed() {
         let (_dir, store) = store();
         let first = store.put("t", b"1", When::Absent, soon()).unwrap().unwrap();
         assert_eq!(store.put("t", b"2", When::Absent, soon()), Err(Fault::Condition));
@@ -389,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_writers_with_a_condition_one_wins() {
+    fn one_of_concurrent_conditional_writes_wins() {
         let (_dir, store) = store();
         let mut before = store.put("t", b"", When::Absent, soon()).unwrap().unwrap();
         for round in 0..20_u8 {
@@ -414,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_left_behind_is_removed_when_it_is_old() {
+    fn old_unfinished_files_are_removed() {
         let (_dir, store) = store();
         store.put("a", b"1", When::Always, soon()).unwrap();
         let left = |name: &str, age| {
@@ -423,7 +430,7 @@ mod tests {
         };
         left("old", LEFT_AFTER * 2);
         left("young", LEFT_AFTER / 2);
-        // Another process begins to write.
+        // Another process starts to write.
         Directory::new(&store.root).put("b", b"2", When::Always, soon()).unwrap();
         let names =
             fs::read_dir(store.root.join(UNFINISHED)).unwrap().map(|entry| entry.unwrap().file_name());
@@ -463,7 +470,7 @@ mod tests {
         let shared = store.lock(false, soon()).unwrap();
         thread::scope(|scope| {
             let exclusive = scope.spawn(|| store.lock(true, soon()).map(drop));
-            // No other shared lock is given once somebody waits for an exclusive one.
+            // No other shared lock is granted once a thread waits for an exclusive one.
             let since = Instant::now();
             while store.lock(false, Until::within(Duration::from_millis(30))).is_ok() {
                 assert!(since.elapsed() < Duration::from_secs(5));
@@ -475,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_lead_elsewhere_are_refused() {
+    fn keys_outside_directory_are_refused() {
         let (_dir, store) = store();
         for key in ["", "/a", "a//b", "../a", "a/../b", "a/", ".lock", &"a".repeat(KEY_BYTES_MAX + 1)] {
             let refused = store.put(key, b"", When::Always, soon());
@@ -484,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_that_is_held_is_waited_for_until_it_is_too_late() {
+    fn write_waits_for_lock_until_deadline() {
         let (_dir, store) = store();
         let held = store.lock(true, soon()).unwrap();
         let since = Instant::now();

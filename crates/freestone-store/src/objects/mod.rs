@@ -1,8 +1,7 @@
-//! Where objects lie: what is asked of a store, whichever it is.
+//! Interface to object storage.
 //!
-//! An object is written whole and never in parts. A store may answer late, wrong or not at all, and
-//! others may write and delete in it at any time; nothing that comes from it is believed before it was
-//! verified.
+//! An object is written as a whole. The storage may respond late, with wrong data or not at all, and other
+//! clients may write and delete objects at any time. Callers verify all data that they read.
 
 mod directory;
 
@@ -13,32 +12,32 @@ use thiserror::Error;
 
 pub use directory::Directory;
 
-/// Longest key of an object in bytes; that of S3.
+/// Longest key of an object in bytes, as in S3.
 pub const KEY_BYTES_MAX: usize = 1024;
 
-/// How long a call may take, and who ends it earlier.
+/// Deadline and cancellation of a call.
 #[derive(Clone, Copy)]
 pub struct Until<'a> {
-    /// The call has failed with [`Fault::Late`] by then.
+    /// Time at which the call fails with [`Fault::Late`].
     pub deadline: Instant,
-    /// Asked at least ten times a second while the call waits: when it answers true the call fails with
-    /// [`Fault::Cancelled`].
+    /// Cancellation check, called at least ten times per second while the call waits. If the check returns
+    /// true, the call fails with [`Fault::Cancelled`].
     pub is_over: &'a (dyn Fn() -> bool + Sync),
 }
 
 impl<'a> Until<'a> {
-    /// From now on, with nobody who ends it.
+    /// Returns a deadline after `time`, without cancellation.
     pub fn within(time: Duration) -> Until<'static> {
         Until { deadline: Instant::now() + time, is_over: &|| false }
     }
 
-    /// The same, but so long at most.
+    /// Returns the same limits with a deadline after at most `time`.
     #[must_use]
     pub fn at_most(&self, time: Duration) -> Until<'a> {
         Until { deadline: self.deadline.min(Instant::now() + time), ..*self }
     }
 
-    /// Whether a call has to end.
+    /// Checks whether the call must end.
     ///
     /// # Errors
     /// [`Fault::Cancelled`], [`Fault::Late`].
@@ -50,146 +49,146 @@ impl<'a> Until<'a> {
     }
 }
 
-/// What tells one content of an object from another that had its key: the store's entity tag, without
-/// quotes. Some stores give equal contents the same tag.
+/// Version of an object: the entity tag of the store, without quotes. Some stores give equal contents the
+/// same tag.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Version(pub String);
 
-/// An object, as the store lists it.
+/// An object in a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listed {
-    /// Its key.
+    /// Key of the object.
     pub key: String,
-    /// Bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// When it was written, by the store's clock; whole seconds in some stores.
+    /// Modification time by the clock of the store. Some stores count whole seconds.
     pub modified: SystemTime,
 }
 
-/// What the store says of one object.
+/// Metadata of an object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Head {
-    /// Bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// When it was written, by the store's clock; whole seconds in some stores.
+    /// Modification time by the clock of the store. Some stores count whole seconds.
     pub modified: SystemTime,
-    /// Where the store tells.
+    /// Version, if the store has versions.
     pub version: Option<Version>,
 }
 
-/// An object, or a part of one, as it was read.
+/// Content of an object or of a range of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Read {
-    /// What was asked for, or less where the object ends within it.
+    /// Requested bytes; fewer if the object ends within the requested range.
     pub bytes: Vec<u8>,
-    /// Of the whole object, where the store tells.
+    /// Version of the whole object, if the store has versions.
     pub version: Option<Version>,
 }
 
-/// When an object is written.
+/// Condition of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum When<'a> {
-    /// Whether there is one or not.
+    /// Write in any case.
     Always,
-    /// Only where there is none.
+    /// Write only if the object does not exist.
     Absent,
-    /// Only where it is the one that was read.
+    /// Write only if the object still has this version.
     Unchanged(&'a Version),
 }
 
-/// Why a call failed.
+/// Reason for the failure of a call.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Fault {
-    /// There is no such object.
+    /// The object does not exist.
     #[error("there is no such object")]
     NotFound,
-    /// Of a conditional write: the condition does not hold. Nothing was written.
-    #[error("the object is there, or was changed")]
+    /// The condition does not hold. Nothing was changed.
+    #[error("the object exists, or was changed")]
     Condition,
-    /// The store does not let us.
+    /// The store denies access.
     #[error("the store refuses: {0}")]
     Denied(String),
-    /// It may work later: the store is busy, a connection failed, an answer was cut off. A write may have
-    /// happened.
+    /// A retry may succeed: the store is busy, a connection failed, or a response was cut off. A write may
+    /// have been done.
     #[error("{0}")]
     Transient(String),
-    /// The object is longer than was allowed for.
+    /// The object is longer than the limit of the call, in bytes.
     #[error("the object has more than {0} bytes")]
     TooLong(u64),
-    /// No answer in time. A write may have happened, or still happen.
+    /// The deadline passed. A write may have been done, or may still be done.
     #[error("no answer in time")]
     Late,
-    /// Whoever asked does not want it any more. A write may have happened.
+    /// The caller cancelled the call. A write may have been done.
     #[error("cancelled")]
     Cancelled,
-    /// The store cannot do that: it is read-only, or knows no conditions.
+    /// The store does not support the operation: it is read-only, or has no conditions.
     #[error("{0}")]
     Unsupported(String),
-    /// It will not work later either.
+    /// Another failure. A retry would fail too.
     #[error("{0}")]
     Other(String),
 }
 
 impl Fault {
-    /// Whether the same may work later.
+    /// Returns true if a retry may succeed.
     pub fn may_pass(&self) -> bool {
         matches!(self, Self::Transient(_) | Self::Late)
     }
 }
 
-/// What a store answers.
+/// Result of a call to object storage.
 pub type Result<T> = std::result::Result<T, Fault>;
 
-/// A store. Calls wait for the answer; any number of threads may call at once. A call is tried once:
-/// who wants to try again does.
+/// Object storage. Calls block until the response arrives, and any number of threads may call at once. A call
+/// makes one attempt; callers retry.
 pub trait Objects: Send + Sync {
-    /// What people know it by: its URL, without credentials.
+    /// Returns the URL without credentials.
     fn url(&self) -> &str;
 
-    /// Reads an object, or the part of it that is asked for (`part` is not empty), at most `most` bytes.
+    /// Reads an object, or the non-empty range `part` of it, at most `most` bytes.
     ///
     /// # Errors
-    /// [`Fault::TooLong`] where it, or the part, is longer.
+    /// [`Fault::TooLong`] if the object, or the range, is longer than `most`.
     fn get(&self, key: &str, part: Option<Range<u64>>, most: u64, until: Until<'_>) -> Result<Read>;
 
-    /// Writes an object, whole or not at all.
+    /// Writes an object atomically, and returns its version if the store has versions.
     ///
     /// # Errors
-    /// [`Fault::Condition`]; [`Fault::Unsupported`] where the store is read-only or cannot keep to `when`.
+    /// [`Fault::Condition`]; [`Fault::Unsupported`] if the store is read-only or does not support `when`.
     fn put(&self, key: &str, bytes: &[u8], when: When<'_>, until: Until<'_>) -> Result<Option<Version>>;
 
-    /// Asks for an object without its content.
+    /// Returns the metadata of an object.
     ///
     /// # Errors
     /// [`Fault::NotFound`] and others.
     fn head(&self, key: &str, until: Until<'_>) -> Result<Head>;
 
-    /// Names objects whose keys begin with `prefix` (whole parts of a path: it is empty or ends with `/`),
-    /// in any order, until `each` answers false. What is written, replaced or deleted meanwhile may be named
-    /// or not. `each` must not call the store.
+    /// Lists the objects whose keys begin with `prefix`, which is empty or ends with `/`. The order is
+    /// unspecified. The listing ends if `each` returns false. Objects written, replaced or deleted meanwhile
+    /// may be listed or omitted. `each` must not call the store.
     ///
     /// # Errors
-    /// [`Fault::Unsupported`] where the store cannot list.
+    /// [`Fault::Unsupported`] if the store cannot list objects.
     fn list(&self, prefix: &str, each: &mut dyn FnMut(Listed) -> bool, until: Until<'_>) -> Result<()>;
 
-    /// Deletes an object. One that is not there is deleted already.
+    /// Deletes an object. Succeeds if the object does not exist.
     ///
     /// # Errors
-    /// [`Fault::Unsupported`] where the store is read-only.
+    /// [`Fault::Unsupported`] if the store is read-only.
     fn delete(&self, key: &str, until: Until<'_>) -> Result<()>;
 
-    /// Deletes an object unless it was written again since `version` was read, with the same content or
-    /// another.
+    /// Deletes an object unless it was written again since `version` was read, even with the same content.
     ///
     /// # Errors
-    /// [`Fault::Condition`]; [`Fault::Unsupported`] without a request if the store has no such deletion.
+    /// [`Fault::Condition`]; [`Fault::Unsupported`], without a request, if the store has no conditional
+    /// deletion.
     fn delete_unchanged(&self, key: &str, version: &Version, until: Until<'_>) -> Result<()> {
         let _ = (key, version, until);
         Err(Fault::Unsupported("the store has no deletion with a condition".to_owned()))
     }
 
-    /// Reads the clock that measures times between requests. It also counts while this host sleeps. A store
-    /// with a simulated clock has its own.
+    /// Reads the clock that measures times between requests. The clock also counts while this host is
+    /// suspended. A store with a simulated clock overrides this method.
     fn uptime(&self) -> Duration {
         crate::rt::uptime()
     }

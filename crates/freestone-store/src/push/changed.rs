@@ -1,4 +1,5 @@
-//! Which pages of a device have data, which are its own, and what the pages of an image were.
+//! Pages of a device that have data, pages that its layers hold themselves, and page hashes of the parent
+//! image.
 
 use freestone_core::device::{self, Device, ExtentKind};
 
@@ -10,13 +11,13 @@ use crate::format::{PAGE, SEGMENT_PAGES};
 use crate::objects::Until;
 use crate::store::{Result, Store};
 
-/// The pages of `[start, start + len)`, of which a part at least may be no zeroes.
-pub fn with_data(device: &dyn Device, start: u64, len: u64) -> device::Result<Bitmap> {
+/// Returns the pages of `[start, start + len)` that may contain data.
+pub fn pages_with_data(device: &dyn Device, start: u64, len: u64) -> device::Result<Bitmap> {
     let mut pages = Bitmap::default();
-    each(start, len, |offset, len| {
+    describe_range(start, len, |offset, len| {
         device.extents(offset, len, &mut |extent| {
             if extent.kind == ExtentKind::Data {
-                add(&mut pages, start, extent.offset, extent.len);
+                add_range(&mut pages, start, extent.offset, extent.len);
             }
             true
         })
@@ -24,16 +25,16 @@ pub fn with_data(device: &dyn Device, start: u64, len: u64) -> device::Result<Bi
     Ok(pages)
 }
 
-/// The pages of it that devices over one another hold themselves, in part at least.
-pub fn own(layers: &[Layer<'_>], start: u64, len: u64) -> device::Result<Bitmap> {
+/// Returns the pages of `[start, start + len)` that the layers hold themselves, at least in part.
+pub fn own_pages(layers: &[Layer<'_>], start: u64, len: u64) -> device::Result<Bitmap> {
     let mut pages = Bitmap::default();
     for layer in layers {
-        // Behind its end there is nothing of it; what it was made from ends there as well.
+        // A layer may be smaller than the device. Beyond its end neither it nor its base has content.
         let len = len.min(layer.size.saturating_sub(start));
-        each(start, len, |offset, len| {
+        describe_range(start, len, |offset, len| {
             layer.changes.changes(offset, len, &mut |change| {
                 if change.own {
-                    add(&mut pages, start, change.offset, change.len);
+                    add_range(&mut pages, start, change.offset, change.len);
                 }
                 true
             })
@@ -42,8 +43,12 @@ pub fn own(layers: &[Layer<'_>], start: u64, len: u64) -> device::Result<Bitmap>
     Ok(pages)
 }
 
-/// Asks for the rest until all was described.
-fn each(start: u64, len: u64, mut ask: impl FnMut(u64, u64) -> device::Result<u64>) -> device::Result<()> {
+/// Calls `ask` for the remaining range until the whole range is described.
+fn describe_range(
+    start: u64,
+    len: u64,
+    mut ask: impl FnMut(u64, u64) -> device::Result<u64>,
+) -> device::Result<()> {
     let mut done = 0;
     while done < len {
         let more = ask(start + done, len - done)?;
@@ -55,7 +60,7 @@ fn each(start: u64, len: u64, mut ask: impl FnMut(u64, u64) -> device::Result<u6
     Ok(())
 }
 
-fn add(pages: &mut Bitmap, start: u64, offset: u64, len: u64) {
+fn add_range(pages: &mut Bitmap, start: u64, offset: u64, len: u64) {
     let (first, end) = (offset.saturating_sub(start), (offset + len).saturating_sub(start));
     let page = PAGE as u64;
     for number in first / page..end.div_ceil(page).min(SEGMENT_PAGES as u64) {
@@ -63,14 +68,14 @@ fn add(pages: &mut Bitmap, start: u64, offset: u64, len: u64) {
     }
 }
 
-/// A segment of an image: its maps from the oldest, and the hash of each page.
-pub struct Old {
+/// A segment of an earlier image: its maps from the oldest to the youngest, and the hash of each page.
+pub struct OldSegment {
     pub maps: Vec<Map>,
     pub hashes: Vec<PageHash>,
 }
 
-impl Old {
-    /// Reads what describes it; none of its pages.
+impl OldSegment {
+    /// Reads the maps and page hashes of a segment, but no pages.
     pub fn read(store: &Store, maps: &[MapRef], until: Until<'_>) -> Result<Self> {
         let mut old = Self { maps: Vec::new(), hashes: vec![PageHash::default(); SEGMENT_PAGES] };
         for reference in maps {
@@ -88,7 +93,7 @@ impl Old {
         Ok(old)
     }
 
-    /// The pages that its deltas hold, if the oldest map is a full one.
+    /// Returns the pages in the deltas, or `None` if the oldest map is not a full map.
     pub fn held_by_deltas(&self) -> Option<Bitmap> {
         let (first, deltas) = self.maps.split_first()?;
         if first.held().is_some() {

@@ -1,22 +1,26 @@
-//! That what a push stands on is not deleted meanwhile.
+//! Protects the parent image of a push from prunes.
 
+use crate::clock::Clock;
 use crate::format::name::Name;
-use crate::objects::{Fault, Until};
+use crate::objects::Until;
 use crate::store::{Error, MANIFESTS, Result, Store, TagRead};
-use crate::timing::{self, Clock};
+use crate::timing;
 
-/// What keeps it.
+/// Reason why no prune deletes the parent image during the push.
 pub enum Guard<'a> {
-    /// The tag that is set, or nothing is stood on.
+    /// The tag that the push sets refers to it, or there is no parent image.
     Tag,
-    /// Another tag, which has to be what it was at the end.
+    /// The manifest is old, but another tag refers to it, and must be unchanged at the end of the push.
     OtherTag(&'a str, TagRead),
-    /// Its manifest is young.
+    /// The manifest is young enough to be kept without a tag.
     Young,
 }
 
 impl<'a> Guard<'a> {
-    /// Keeps an image until the push is done.
+    /// Protects an image until the push is done.
+    ///
+    /// # Errors
+    /// [`Error::ParentGoes`] if a prune may be deleting the image already.
     pub fn keep(
         store: &Store,
         image: Name,
@@ -24,12 +28,6 @@ impl<'a> Guard<'a> {
         clock: &Clock<'_>,
         until: Until<'_>,
     ) -> Result<Self> {
-        if let Some(tag) = tag
-            && let Some(read) = store.tag(tag, until)?
-            && read.tag.manifest == image
-        {
-            return Ok(Self::OtherTag(tag, read));
-        }
         let key = format!("{MANIFESTS}{image}");
         let grace = store.domain().grace;
         let head = store.head(&key, until)?.ok_or_else(|| Error::ParentGoes(key.clone()))?;
@@ -37,8 +35,15 @@ impl<'a> Guard<'a> {
         if timing::is_reusable(age(), grace) {
             return Ok(Self::Young);
         }
-        // A prune that began while the manifest was too old does not know what it refers to. Such a manifest is
-        // not written again: the next push would take it for young, although parts of the image are deleted.
+        if let Some(tag) = tag
+            && let Some(read) = store.tag(tag, until)?
+            && read.tag.manifest == image
+        {
+            return Ok(Self::OtherTag(tag, read));
+        }
+        // A prune that started while the manifest was too old does not know the objects of the image. Do not
+        // rewrite such a manifest: the next push would treat it as young although parts of the image may be
+        // deleted.
         if timing::may_be_in_deletion(age() + timing::ROOTS_AGE_MAX, grace) {
             return Err(Error::ParentGoes(key));
         }
@@ -46,22 +51,19 @@ impl<'a> Guard<'a> {
         let soon = until.at_most(timing::ROOTS_AGE_MAX / 2);
         let object = store.read(&key, most, soon)?.bytes;
         store.write(&key, &object, soon)?;
-        // This host may have slept.
+        // The host may have been suspended.
         if timing::may_be_in_deletion(age(), grace) {
             return Err(Error::ParentGoes(key));
         }
         Ok(Self::Young)
     }
 
-    /// Whether it was kept.
+    /// Fails if the image may have been unprotected at some time since [`Guard::keep`].
     pub fn check(&self, store: &Store, until: Until<'_>) -> Result<()> {
         let Self::OtherTag(tag, read) = self else { return Ok(()) };
         match store.tag(tag, until)? {
             Some(now) if now == *read => Ok(()),
-            _ => Err(Error::of(
-                tag,
-                Fault::Other("was changed while what it referred to was used; push again".into()),
-            )),
+            _ => Err(Error::ParentGoes(format!("{MANIFESTS}{}", read.tag.manifest))),
         }
     }
 }

@@ -1,14 +1,18 @@
-//! A push: an image goes to a store, and a tag then says that it is there.
+//! Push: uploads the content of a device as an image, and sets a tag to the image.
 //!
-//! Only what is not there yet is sent. Of an image that the tag had before, or that the device is a fork
-//! of, the hashes of all pages are known; pages that differ are packed into chunks of their own, and the
-//! rest is referred to. The tag is set last, with the condition that it is what it was: until then nobody
-//! sees anything, and a push that ends early leaves only objects that a prune deletes.
+//! A push sends only new content. The page hashes of the parent image are known: the previous image of the
+//! tag, or the image that the device is a fork of. Pages that differ are packed into new chunks, and the new
+//! image refers to existing chunks for the rest. The tag is set last, on condition that it is unchanged.
+//! Until then the push is invisible, and an interrupted push leaves only objects that a prune deletes.
 //!
-//! **Beside a prune.** A prune deletes objects that are older than the grace of the store and that no tag and
-//! no young manifest refers to. So a push publishes its manifest within half of the grace, writes objects
-//! again that are too old to be reused (`timing`), and stands only on an image that a tag refers to all the
-//! time, or a manifest that the push has made young again.
+//! A delta consists of packed pages and one map for each segment, so scattered writes do not send a chunk
+//! each. A segment has at most eight maps. The page hashes (16 bytes a page) are stored beside the maps, and
+//! only pushes read them. So a push of a fork need not read the image.
+//!
+//! **Concurrent prunes.** A prune deletes objects older than the grace period of the store that no tag and no
+//! young manifest refers to. So a push publishes its manifest within half of the grace period, and rewrites
+//! objects that are too old to be reused (`timing`). Its parent image must have a tag for the whole push, or
+//! a young manifest, which the push rewrites if necessary.
 
 mod changed;
 mod guard;
@@ -20,6 +24,7 @@ use crate::rt::time::{Instant, UNIX_EPOCH};
 
 use freestone_core::device::{Changes, Device};
 
+use crate::clock::Clock;
 use crate::format::manifest::{Manifest, Segment};
 use crate::format::name::{Kind, Name};
 use crate::format::tag::Tag;
@@ -27,38 +32,38 @@ use crate::format::{IMAGE_BYTES_MAX, SEGMENT_BYTES, VERSION};
 use crate::objects::Until;
 use crate::parallel;
 use crate::store::{Error, MANIFESTS, Result, Store, TAGS};
-use crate::timing::{self, Clock};
+use crate::timing;
 use guard::Guard;
-use sent::Sent;
+use sent::Uploads;
 
-/// Segments that are worked on at once.
+/// Maximum number of segments processed at the same time.
 const SEGMENTS_AT_ONCE: usize = 4;
-/// Requests under way at once, where nothing else was said.
+/// Default number of requests in flight.
 pub const THREADS: usize = 32;
 
-/// What is pushed. It must not change meanwhile.
+/// Device to push. The content must not change during the push.
 #[derive(Clone, Copy)]
 pub struct Source<'a> {
     /// The device.
     pub device: &'a dyn Device,
-    /// What people know it by.
+    /// Label of the device in the manifest.
     pub label: &'a str,
-    /// What it changes, where it is over an image of the same store.
+    /// Base image, if the device is a fork of an image in the same store.
     pub over: Option<Over<'a>>,
 }
 
-/// A device over an image.
+/// Relation of a device to its base image.
 #[derive(Clone, Copy)]
 pub struct Over<'a> {
-    /// What it holds itself, and what that which lies between it and the image does.
+    /// The device, and the forks and snapshots between it and the image.
     pub layers: &'a [Layer<'a>],
-    /// The image.
+    /// Name of the base image.
     pub base: Name,
-    /// The tag that said so.
+    /// Tag from which the base image was opened.
     pub tag: Option<&'a str>,
 }
 
-/// A device that was made from another, which is not larger.
+/// A device between the pushed device and the base image, with its own changes.
 #[derive(Clone, Copy)]
 pub struct Layer<'a> {
     pub(crate) changes: &'a dyn Changes,
@@ -66,60 +71,59 @@ pub struct Layer<'a> {
 }
 
 impl<'a> Layer<'a> {
-    /// `None` where it does not know what it holds itself.
+    /// Returns the layer of a device, or `None` if the device does not track its own changes.
     pub fn of(device: &'a dyn Device) -> Option<Self> {
         Some(Self { changes: device.changes()?, size: device.geometry().size })
     }
 }
 
-/// How it is pushed.
+/// Settings of a push.
 #[derive(Debug, Clone, Copy)]
 pub struct Options<'a> {
-    /// The tag that is to say where it is.
+    /// Tag to set.
     pub tag: &'a str,
-    /// Refer to nothing that was there before, but for chunks with the same content.
+    /// Ignore earlier images, except for chunks with equal content.
     pub full: bool,
-    /// Requests under way at once.
+    /// Maximum number of requests in flight.
     pub threads: usize,
-    /// The store was begun for this push, so nothing is in it.
+    /// The store was created for this push, so it is empty.
     pub is_new: bool,
 }
 
-/// What was pushed.
+/// Result of a push.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pushed {
-    /// The image.
+    /// Name of the image.
     pub manifest: Name,
-    /// How often the tag was set.
+    /// Number of times that the tag was set.
     pub generation: u64,
-    /// Whether the tag says it anew: not, where the same image was there.
+    /// True if the tag was set; false if it already had this image.
     pub is_new: bool,
-    /// Pages that differ from what was there before; all that are no zeroes, where nothing was.
+    /// Pages that differ from the parent image, or nonzero pages without a parent.
     pub changed_pages: u64,
-    /// Chunks that were sent, and their bytes.
+    /// Number of chunks sent, and their size in bytes.
     pub sent: (u64, u64),
-    /// Chunks that were there already.
+    /// Number of chunks that already existed.
     pub reused: u64,
 }
 
-/// One push.
+/// State of one push.
 struct Work<'a> {
     store: &'a Store,
     source: Source<'a>,
     options: Options<'a>,
     until: Until<'a>,
-    sent: Sent<'a>,
+    sent: Uploads<'a>,
     changed_pages: AtomicU64,
     done: AtomicU64,
     note: &'a (dyn Fn(u64, u64) + Sync),
 }
 
-/// Pushes. `note` is told how many bytes of the device are done, and of how many; never the same twice
-/// at one time.
+/// Pushes a device. `note` receives the number of bytes done, and the total.
 ///
 /// # Errors
-/// What the store or the device answers; [`Error::TagMoved`], [`Error::TooSlow`] and others that say
-/// what to do. The tag is what it was then, but for an answer that never came.
+/// Errors of the store and of the device; [`Error::TagMoved`], [`Error::TooSlow`] and others. The tag is then
+/// unchanged, unless the response to setting it was lost or came too late ([`Error::SetLate`]).
 pub fn push(
     store: &Store,
     source: Source<'_>,
@@ -148,14 +152,14 @@ pub fn push(
     };
     let guard = match (&before, parent, source.over) {
         (None, Some(_), Some(over)) => Guard::keep(store, over.base, over.tag, &clock, until)?,
-        // That the tag still is what it was shows that what it refers to was never without one.
+        // The conditional write of the tag shows that the parent image had this tag during the whole push.
         _ => Guard::Tag,
     };
     let load = |name: &Name| store.manifest(name, until);
     let parent_image = parent.as_ref().map(load).transpose()?;
     let base_image = match source.over {
         Some(over) if parent == Some(over.base) => parent_image.clone(),
-        // Without it all of the device is read.
+        // Without the base image, the whole device is read.
         Some(over) if parent.is_some() => load(&over.base).ok(),
         _ => None,
     };
@@ -169,12 +173,12 @@ pub fn push(
         source,
         options,
         until,
-        sent: Sent::new(options.is_new, &clock),
+        sent: Uploads::new(options.is_new, &clock),
         changed_pages: AtomicU64::new(0),
         done: AtomicU64::new(0),
         note,
     };
-    let segments = work.segments(size, parent_image.as_ref(), base_image.as_ref());
+    let segments = work.push_segments(size, parent_image.as_ref(), base_image.as_ref());
     let segments = segments.map_err(|error| match (&guard, &parent) {
         (Guard::Young | Guard::OtherTag(..), Some(parent)) if error.is_missing() => {
             Error::ParentGoes(format!("{MANIFESTS}{parent}"))
@@ -194,7 +198,7 @@ pub fn push(
     {
         return Ok(pushed(before.tag.manifest, before.tag.generation, false));
     }
-    // A manifest that comes too late may refer to what was deleted.
+    // A prune may have deleted objects that a late manifest refers to.
     if clock.elapsed() >= time_max {
         return Err(Error::TooSlow(grace));
     }
@@ -209,7 +213,7 @@ pub fn push(
     }
     let tag = Tag::new(store.domain(), options.tag, manifest, generation, now);
     store.set_tag(options.tag, before.as_ref(), &tag, until)?;
-    // The tag has to be there before the manifest is too old to be a root.
+    // The tag must be set before the manifest is older than the grace period.
     if clock.elapsed() >= grace {
         return Err(Error::SetLate(options.tag.to_owned()));
     }
@@ -217,7 +221,7 @@ pub fn push(
 }
 
 impl Work<'_> {
-    fn segments(
+    fn push_segments(
         &self,
         size: u64,
         parent: Option<&Manifest>,

@@ -1,4 +1,4 @@
-//! One segment of a push: nothing, its changed pages, or all of it.
+//! Push of one segment: reuses its maps, adds a delta, or stores the whole segment.
 
 use crate::rt::sync::OnceLock;
 use crate::rt::sync::atomic::Ordering;
@@ -9,7 +9,7 @@ use freestone_core::mutants::{self, Mutant};
 use freestone_core::zeroes::are_zeroes;
 
 use super::Work;
-use super::changed::{Old, own, with_data};
+use super::changed::{OldSegment, own_pages, pages_with_data};
 use crate::format::bitmap::Bitmap;
 use crate::format::manifest::{DEPTH_MAX, MapRef};
 use crate::format::map::{ChunkRef, Hashes, Map, PageHash, page_hash};
@@ -18,38 +18,38 @@ use crate::format::{CHUNK_BYTES, CHUNK_PAGES, PAGE, SEGMENT_CHUNKS, SEGMENT_PAGE
 use crate::parallel;
 use crate::store::{Error, MAPS, Result};
 
-/// Where one page of so many changed, all are stored anew: a reader has one map to look at, and a chunk
-/// of neighbours to read.
-const ALL_ANEW: usize = 3;
+/// A segment is stored again as a whole if more than `1/REWRITE_PART` of its pages changed. Readers then need
+/// one map, and neighbouring pages are in the same chunk.
+const REWRITE_PART: usize = 3;
 
-/// The segment that is worked on.
+/// Push of one segment.
 pub struct Task<'a> {
     pub work: &'a Work<'a>,
-    /// Its first byte.
+    /// Offset of the segment in the device, in bytes.
     pub start: u64,
     pub len: u64,
     pub threads: usize,
-    /// Its maps before, from the oldest.
+    /// Maps of the segment in the parent image, from the oldest to the youngest.
     pub parent: &'a [MapRef],
-    /// Those of what the device is over, where that is known.
+    /// Maps of the segment in the base image, if known.
     pub base: Option<&'a [MapRef]>,
 }
 
 impl Task<'_> {
-    /// Its maps now.
+    /// Pushes the segment, and returns its new maps.
     pub fn push(&self) -> Result<Vec<MapRef>> {
         self.check()?;
         if let (Some(over), true) = (self.work.source.over, self.base == Some(self.parent))
-            && own(over.layers, self.start, self.len)?.count() == 0
+            && own_pages(over.layers, self.start, self.len)?.count() == 0
         {
             return Ok(self.parent.to_vec());
         }
-        let data = with_data(self.work.source.device, self.start, self.len)?;
+        let data = pages_with_data(self.work.source.device, self.start, self.len)?;
         if self.parent.is_empty() && (self.base.is_none_or(<[_]>::is_empty) || data.count() == 0) {
-            return self.all(&data, &HashMap::new());
+            return self.push_full(&data, &HashMap::new());
         }
         let store = self.work.store;
-        let old = Old::read(store, self.parent, self.work.until)?;
+        let old = OldSegment::read(store, self.parent, self.work.until)?;
         let now = self.hashes(&data, &old)?;
         let mut changed = Bitmap::default();
         let mut pages = 0;
@@ -61,41 +61,41 @@ impl Task<'_> {
         if count == 0 {
             return Ok(self.parent.to_vec());
         }
-        let is_most = |count: usize| count.saturating_mul(ALL_ANEW) > pages.max(1);
+        let is_most = |count: usize| count.saturating_mul(REWRITE_PART) > pages.max(1);
         if self.parent.len() < DEPTH_MAX && !is_most(count) && !self.parent.is_empty() {
             self.work.changed_pages.fetch_add(count as u64, Ordering::SeqCst);
-            let delta = self.delta(&changed, &now)?;
+            let delta = self.push_delta(&changed, &now)?;
             return Ok([self.parent, &[delta]].concat());
         }
         if let Some(mut all_deltas) = old.held_by_deltas() {
             all_deltas.add(&changed);
             if !is_most(all_deltas.count()) {
                 self.work.changed_pages.fetch_add(count as u64, Ordering::SeqCst);
-                let delta = self.delta(&all_deltas, &now)?;
+                let delta = self.push_delta(&all_deltas, &now)?;
                 return Ok(vec![self.parent[0].clone(), delta]);
             }
         }
-        // Those that did not change are not sent again.
+        // Unchanged chunks are not sent again.
         let known =
             old.maps.iter().flat_map(|map| map.chunks().iter().map(|chunk| (chunk.name, chunk.stored)));
-        self.all(&data, &known.collect())
+        self.push_full(&data, &known.collect())
     }
 
     fn check(&self) -> Result<()> {
         self.work.until.check().map_err(|fault| Error::of(MAPS, fault))
     }
 
-    /// Pages of the segment; the last one may be in part behind the end of the device.
+    /// Returns the number of pages. The last one may be only partly inside the device.
     fn pages(&self) -> usize {
         self.len.div_ceil(PAGE as u64) as usize
     }
 
-    /// Reads pages that follow each other. What is behind the end of the device is zeroes.
+    /// Reads consecutive pages. Bytes after the end of the device are zeroes.
     fn read(&self, page: usize, out: &mut [u8]) -> Result<()> {
         let offset = (page * PAGE) as u64;
         let len = (out.len() as u64).min(self.len.saturating_sub(offset)) as usize;
         let device = self.work.source.device;
-        // With its padding a device is whole blocks.
+        // The padding makes the size of the device a multiple of its block size.
         let block = device.geometry().logical_block as usize;
         let len = len.next_multiple_of(block).min(out.len());
         out[len..].fill(0);
@@ -103,15 +103,15 @@ impl Task<'_> {
         Ok(())
     }
 
-    /// What the pages are now. Those that are not its own are what the base has.
-    fn hashes(&self, data: &Bitmap, old: &Old) -> Result<Vec<PageHash>> {
+    /// Hashes the current pages. For pages that the layers do not hold, uses the hashes of the base image.
+    fn hashes(&self, data: &Bitmap, old: &OldSegment) -> Result<Vec<PageHash>> {
         let naming = &self.work.store.domain().naming;
         let (own, base) = match (self.work.source.over, self.base) {
             (Some(over), Some(maps)) => {
                 let base = if maps == self.parent {
                     Some(old.hashes.clone())
                 } else {
-                    match Old::read(self.work.store, maps, self.work.until) {
+                    match OldSegment::read(self.work.store, maps, self.work.until) {
                         Ok(base) => Some(base.hashes),
                         // No tag refers to the base, and a prune deleted parts of it.
                         Err(error) if error.is_missing() => None,
@@ -119,8 +119,8 @@ impl Task<'_> {
                     }
                 };
                 match base {
-                    Some(base) => (Some(own(over.layers, self.start, self.len)?), base),
-                    // All of the device is read.
+                    Some(base) => (Some(own_pages(over.layers, self.start, self.len)?), base),
+                    // The whole device is read.
                     None => (None, Vec::new()),
                 }
             }
@@ -158,8 +158,8 @@ impl Task<'_> {
         Ok(all)
     }
 
-    /// Stores some pages, packed.
-    fn delta(&self, held: &Bitmap, hashes: &[PageHash]) -> Result<MapRef> {
+    /// Stores the pages `held` as a delta.
+    fn push_delta(&self, held: &Bitmap, hashes: &[PageHash]) -> Result<MapRef> {
         let (mut data, mut zero) = (held.clone(), Bitmap::default());
         for page in held.pages().filter(|page| hashes[*page] == PageHash::default()) {
             data.set(page, false);
@@ -188,13 +188,13 @@ impl Task<'_> {
         })?;
         let chunks: Vec<ChunkRef> = chunks.into_iter().filter_map(OnceLock::into_inner).collect();
         let hashes = pages.iter().map(|page| hashes[*page]).collect();
-        self.finish(&Map::delta(data, zero, chunks), hashes, held.count())
+        self.push_map(&Map::delta(data, zero, chunks), hashes, held.count())
     }
 
-    /// Stores all pages, but for chunks of zeroes.
-    fn all(&self, data: &Bitmap, known: &HashMap<Name, u32>) -> Result<Vec<MapRef>> {
+    /// Stores all pages as a full map, without chunks of zeroes. Returns no map if all pages are zeroes.
+    fn push_full(&self, data: &Bitmap, known: &HashMap<Name, u32>) -> Result<Vec<MapRef>> {
         let naming = &self.work.store.domain().naming;
-        let made: Vec<OnceLock<(ChunkRef, Vec<PageHash>)>> =
+        let stored_chunks: Vec<OnceLock<(ChunkRef, Vec<PageHash>)>> =
             (0..SEGMENT_CHUNKS).map(|_| OnceLock::new()).collect();
         parallel::for_each(self.threads, self.pages().div_ceil(CHUNK_PAGES), |number| {
             self.check()?;
@@ -211,23 +211,24 @@ impl Task<'_> {
             let mut hashes: Vec<_> = pages.chunks(PAGE).map(|page| page_hash(naming, page)).collect();
             hashes.resize(CHUNK_PAGES, PageHash::default());
             let sent = self.work.sent.send(self.work.store, &pages, known, self.work.until)?;
-            let _ = made[number].set((sent, hashes));
+            let _ = stored_chunks[number].set((sent, hashes));
             Ok::<(), Error>(())
         })?;
-        let made: Vec<Option<(ChunkRef, Vec<PageHash>)>> =
-            made.into_iter().map(OnceLock::into_inner).collect();
+        let stored_chunks: Vec<Option<(ChunkRef, Vec<PageHash>)>> =
+            stored_chunks.into_iter().map(OnceLock::into_inner).collect();
         let chunks: Vec<Option<ChunkRef>> =
-            made.iter().map(|made| made.as_ref().map(|(chunk, _)| *chunk)).collect();
-        let hashes: Vec<PageHash> = made.into_iter().flatten().flat_map(|(_, hashes)| hashes).collect();
+            stored_chunks.iter().map(|stored| stored.as_ref().map(|(chunk, _)| *chunk)).collect();
+        let hashes: Vec<PageHash> =
+            stored_chunks.into_iter().flatten().flat_map(|(_, hashes)| hashes).collect();
         if hashes.is_empty() {
             return Ok(Vec::new());
         }
         let pages = hashes.iter().filter(|hash| **hash != PageHash::default()).count();
         self.work.changed_pages.fetch_add(pages as u64, Ordering::SeqCst);
-        Ok(vec![self.finish(&Map::full(&chunks), hashes, pages)?])
+        Ok(vec![self.push_map(&Map::full(&chunks), hashes, pages)?])
     }
 
-    fn finish(&self, map: &Map, hashes: Vec<PageHash>, pages: usize) -> Result<MapRef> {
+    fn push_map(&self, map: &Map, hashes: Vec<PageHash>, pages: usize) -> Result<MapRef> {
         let (store, until) = (self.work.store, self.work.until);
         let stored = map.chunks().iter().map(|chunk| u64::from(chunk.stored)).sum();
         let hashes = Hashes::new(hashes);

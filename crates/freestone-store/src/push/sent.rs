@@ -1,4 +1,4 @@
-//! The chunks of a push: each is sent once, or found.
+//! Uploads of a push: each object is sent once, or an existing object is reused.
 
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
 use crate::rt::sync::{Mutex, PoisonError};
@@ -6,38 +6,39 @@ use crate::rt::thread;
 use crate::rt::time::{Duration, SystemTime};
 use std::collections::HashMap;
 
+use crate::clock::Clock;
 use crate::format::chunk::{Plain, STORED_BYTES_MAX};
 use crate::format::map::ChunkRef;
 use crate::format::name::{Kind, Name};
 use crate::objects::Until;
 use crate::parallel;
 use crate::store::{Error, MAPS, Result, Store, chunk_key};
-use crate::timing::{Clock, DELETE_SETTLES, LOOK_TO_DELETE, is_reusable, may_be_in_deletion};
+use crate::timing::{DELETE_SETTLES, LOOK_TO_DELETE, is_reusable, may_be_in_deletion};
 
-/// How often it is asked meanwhile whether anybody still wants it.
+/// Interval between checks for cancellation.
 const STEP: Duration = Duration::from_millis(50);
 
-/// What was sent, and what was found.
-pub struct Sent<'a> {
-    /// Nothing was there before.
+/// Objects that a push sent or reused.
+pub struct Uploads<'a> {
+    /// The store was empty before this push.
     is_new: bool,
     clock: &'a Clock<'a>,
     stored: Mutex<HashMap<Name, u32>>,
-    /// Objects written again that a prune may have been about to delete, and when (by the clock of this host).
+    /// Rewritten objects that a prune may have been about to delete, with the time of the write (host clock).
     renewed: Mutex<Vec<(String, Duration)>>,
     chunks: AtomicU64,
     bytes: AtomicU64,
     reused: AtomicU64,
 }
 
-/// An object that was found in the store.
+/// Existing object in the store.
 #[derive(Clone, Copy)]
-struct Found {
+struct ExistingObject {
     bytes: u64,
     modified: SystemTime,
 }
 
-impl<'a> Sent<'a> {
+impl<'a> Uploads<'a> {
     pub fn new(is_new: bool, clock: &'a Clock<'a>) -> Self {
         Self {
             is_new,
@@ -50,7 +51,7 @@ impl<'a> Sent<'a> {
         }
     }
 
-    /// Chunks, and their bytes.
+    /// Returns the number of chunks sent, and their size in bytes.
     pub fn sent(&self) -> (u64, u64) {
         (self.chunks.load(Ordering::SeqCst), self.bytes.load(Ordering::SeqCst))
     }
@@ -59,7 +60,7 @@ impl<'a> Sent<'a> {
         self.reused.load(Ordering::SeqCst)
     }
 
-    /// Sees to it that pages are in the store as a chunk. `known` are chunks that are there for sure.
+    /// Stores pages as a chunk unless the store has it. `known` are chunks of the parent image.
     pub fn send(
         &self,
         store: &Store,
@@ -93,30 +94,30 @@ impl<'a> Sent<'a> {
         Ok(ChunkRef { name, stored })
     }
 
-    fn find(&self, store: &Store, key: &str, until: Until<'_>) -> Result<Option<Found>> {
+    fn find(&self, store: &Store, key: &str, until: Until<'_>) -> Result<Option<ExistingObject>> {
         if self.is_new {
             return Ok(None);
         }
         let head = store.head(key, until)?;
-        Ok(head.map(|head| Found { bytes: head.bytes, modified: head.modified }))
+        Ok(head.map(|head| ExistingObject { bytes: head.bytes, modified: head.modified }))
     }
 
-    /// Returns true if an object is young enough to stay as long as this push needs it.
-    fn is_reusable(&self, store: &Store, found: Found) -> bool {
+    /// Returns true if an object is young enough not to be deleted during this push.
+    fn is_reusable(&self, store: &Store, found: ExistingObject) -> bool {
         is_reusable(self.clock.age_at_most(found.modified), store.domain().grace)
     }
 
-    /// Writes an object, in the place of what was found.
+    /// Writes an object that is missing, or too old to be reused.
     fn write(
         &self,
         store: &Store,
         key: String,
         object: &[u8],
-        found: Option<Found>,
+        found: Option<ExistingObject>,
         until: Until<'_>,
     ) -> Result<()> {
         store.write(&key, object, until)?;
-        // Asked after the write: until then the old object was there, and it became older.
+        // The age is taken after the write, as the old object existed until then.
         let age = found.map(|found| self.clock.age_at_most(found.modified));
         if age.is_some_and(|age| may_be_in_deletion(age, store.domain().grace)) {
             let mut renewed = self.renewed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -125,7 +126,7 @@ impl<'a> Sent<'a> {
         Ok(())
     }
 
-    /// Sees to it that what describes a part of the image is in the store.
+    /// Stores a map or page hashes unless the store has them.
     pub fn send_meta(&self, store: &Store, kind: Kind, content: &[u8], until: Until<'_>) -> Result<Name> {
         let (name, object) = store.meta(kind, content)?;
         let key = format!("{MAPS}{name}");
@@ -136,7 +137,7 @@ impl<'a> Sent<'a> {
         Ok(name)
     }
 
-    /// Looks whether what was written again is there when nobody can be about to delete it any more.
+    /// Waits until no prune can still delete the rewritten objects, and checks that they exist.
     pub fn check_renewed(&self, store: &Store, threads: usize, until: Until<'_>) -> Result<()> {
         let renewed = std::mem::take(&mut *self.renewed.lock().unwrap_or_else(PoisonError::into_inner));
         let Some((_, youngest)) = renewed.iter().max_by_key(|(_, at)| *at) else { return Ok(()) };

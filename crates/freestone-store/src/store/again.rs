@@ -1,21 +1,20 @@
-//! Another try.
+//! Retries of requests to a store.
 
 use crate::rt::thread;
 use crate::rt::time::{Duration, Instant};
 
 use crate::objects::{Fault, Until};
 
-/// How long one try may take.
+/// Timeout of one attempt.
 pub const TRY_MAX: Duration = Duration::from_secs(15);
-/// The longest pause after the first try, and the longest of all.
+/// Maximum pause after the first attempt, and after later ones.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// How often it is asked meanwhile whether anybody still waits.
+/// Interval between checks for cancellation during a pause.
 const STEP: Duration = Duration::from_millis(50);
 
-/// Tries until it works, fails for good, or `until` is over. Between two tries there is a pause of
-/// random length, twice as long at most as the one before: so many that failed together do not come
-/// back together.
+/// Repeats `call` until it succeeds, fails permanently, or `until` ends. Between attempts there is a random
+/// pause whose maximum doubles each time, so clients that failed together do not retry together.
 pub(super) fn again<T>(
     until: Until<'_>,
     mut call: impl FnMut() -> crate::objects::Result<T>,
@@ -32,7 +31,7 @@ pub(super) fn again<T>(
         loop {
             match until.check() {
                 Ok(()) => {}
-                // What the store said tells more than that the time is up.
+                // The last fault of the store is more useful than a timeout.
                 Err(Fault::Late) => return Err(fault),
                 Err(over) => return Err(over),
             }
@@ -40,13 +39,13 @@ pub(super) fn again<T>(
             if now >= resume {
                 break;
             }
-            // Not longer than there is time: then it is known that there is none.
+            // Sleeps until the deadline at most, to report the timeout promptly.
             thread::sleep(STEP.min(resume - now).min(until.deadline.saturating_duration_since(now)));
         }
     }
 }
 
-/// From a half to one.
+/// Returns a random number from 0.5 to 1.
 fn random() -> f64 {
     let bits = crate::rt::unique_id().as_u128() as u32;
     0.5 + f64::from(bits) / f64::from(u32::MAX) / 2.0
@@ -57,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_may_work_later_is_tried_again() {
+    fn transient_fault_is_retried() {
         let mut left = 3;
         let answer = again(Until::within(Duration::from_secs(10)), || {
             left -= 1;
@@ -73,13 +72,13 @@ mod tests {
     }
 
     #[test]
-    fn it_ends_with_what_the_store_said() {
+    fn deadline_reports_last_fault_of_store() {
         let busy = || Err::<(), _>(Fault::Transient("busy".into()));
         let since = Instant::now();
         let answer = again(Until::within(Duration::from_millis(300)), busy);
         assert_eq!(answer, Err(Fault::Transient("busy".into())));
         assert!(since.elapsed() < Duration::from_secs(5));
-        // Where there is little time the pause is no longer than that.
+        // Pauses are shorter if little time is left.
         let fastest = (0..20).map(|_| {
             let since = Instant::now();
             assert_eq!(

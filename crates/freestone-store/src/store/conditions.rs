@@ -1,12 +1,12 @@
-//! Whether a store keeps to the conditions of writes, found out before images are put into it.
+//! Test of conditional writes before a store is created.
 
 use super::{CLOCKS, Error, Result, TRY_MAX, again};
 use crate::objects::{Fault, Objects, Until, Version, When};
 
-/// Writes an object with conditions that hold and some that do not, and deletes it.
+/// Writes a test object with conditions that hold and conditions that do not, then deletes the object.
 ///
 /// # Errors
-/// [`Fault::Unsupported`] if the store ignores or refuses conditions, and what the store answers.
+/// [`Fault::Unsupported`] if the store ignores or refuses conditions, and errors of the store.
 pub fn check(objects: &dyn Objects, until: Until<'_>) -> Result<()> {
     let unsupported = |why: &str| {
         let why = format!(
@@ -30,7 +30,7 @@ pub fn check(objects: &dyn Objects, until: Until<'_>) -> Result<()> {
         let head = again(until, || objects.head(&key, until.at_most(TRY_MAX))).map_err(failed)?;
         head.version.ok_or_else(|| unsupported("the store gives objects no ETag"))
     };
-    // These hold. One that is refused was met by an earlier try, whose answer was lost.
+    // These conditions hold. If one fails, an earlier attempt succeeded and its response was lost.
     is_accepted(b"1", When::Absent)?;
     let first = version()?;
     is_accepted(b"2", When::Unchanged(&first))?;

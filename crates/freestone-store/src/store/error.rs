@@ -1,4 +1,4 @@
-//! Why something was not done with a store.
+//! Errors of operations on a store.
 
 use thiserror::Error as ThisError;
 
@@ -7,88 +7,100 @@ use crate::format::domain::Refused;
 use crate::objects::Fault;
 use freestone_core::device;
 
-/// What is done with a store answers.
+/// Result of operations on a store.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Each is half a sentence or a whole one, for people.
+/// Errors of operations on a store. Some texts are complete, others need the name of the store before them.
 #[derive(Debug, Clone, PartialEq, Eq, ThisError)]
 pub enum Error {
-    /// What the store answered for an object.
+    /// The store failed a request for an object.
     #[error("{key}: {fault}")]
     Object {
         /// The key of the object.
         key: String,
-        /// What it answered.
+        /// Fault that the store reported.
         fault: Fault,
     },
-    /// Nothing was pushed there yet.
+    /// The URL has no store yet.
     #[error("{0}: there is no store of images; freestone push begins one")]
     NoStore(String),
-    /// It cannot be opened so.
+    /// The store cannot be opened with this key or this version.
     #[error("{0}: {1}")]
     Refused(String, Refused),
-    /// An object is not what its name says, also after other tries.
+    /// An object does not match its name, even after retries.
     #[error("{0}: is damaged: {1}")]
     Damaged(String, String),
-    /// There is no such tag.
+    /// The tag does not exist.
     #[error("there is no tag {0} in it")]
     NoTag(String),
-    /// A prune found no tag, so it cannot know what is in use.
+    /// A prune found no tag, so the objects in use are unknown.
     #[error(
         "{0}: there is no tag, so nothing was deleted. If tags/ is missing, restore it. If all tags were \
          removed on purpose, push an image and prune again, or delete the whole store"
     )]
     NoTags(String),
-    /// Objects were deleted later than a push waits for.
+    /// Retention rules would remove all tags: the store, and the number of tags.
+    #[error(
+        "{0}: the rules keep none of the {1} tags that they apply to, so none was removed; add --keep-last 1, \
+         or remove tags with freestone images --untag"
+    )]
+    KeepsNone(String, usize),
+    /// Objects may have been deleted after a push checked for them.
     #[error(
         "{0}: this host slept, or the store hung, while this was deleted; if a push has written it again \
          meanwhile, repeat that push with --full"
     )]
     DeletedLate(String),
-    /// A tag was set later than a prune waits for.
+    /// A tag was set after the grace period of its manifest.
     #[error(
         "tag {0} was set, but too late, as this host slept or the store hung: a prune may have deleted parts \
          of the image; repeat the push with --full"
     )]
     SetLate(String),
-    /// Of two pushes at one time the other came first.
+    /// Another push set the tag first.
     #[error("tag {0} was changed by another push meanwhile; nothing of this one is visible")]
     TagMoved(String),
-    /// What describes the image is larger than is allowed.
-    #[error("the image is too large or too scattered: what describes it would not be read again")]
-    TooLarge,
-    /// A push that takes so long that what it wrote first may be deleted.
+    /// A push set a tag during its removal.
     #[error(
-        "took longer than half of the grace of the store ({0:?}); push again: what is there is not sent twice"
+        "tag {0} was set by a push meanwhile, and is kept; remove it again if that image is meant as well"
+    )]
+    TagSet(String),
+    /// A manifest or another description exceeds the size limit, or encryption failed.
+    #[error("the image is too large or too fragmented: its maps or manifest exceed the size limit")]
+    TooLarge,
+    /// A push took so long that a prune may delete its first objects.
+    #[error(
+        "took longer than half of the grace of the store ({0:?}); push again: chunks in the store \
+         are not sent again"
     )]
     TooSlow(std::time::Duration),
-    /// What it stands on may be deleted at any time.
-    #[error("{0} is referred to by no tag any more, and may be deleted; push all of it, with --full")]
+    /// A prune may delete the parent image at any time.
+    #[error("no tag refers to {0} any more, so a prune may delete it; push the whole device with --full")]
     ParentGoes(String),
-    /// What it reuses was deleted meanwhile.
+    /// A prune deleted an object that the push reuses.
     #[error("{0} was deleted from the store meanwhile; push again")]
     Pruned(String),
-    /// A trace of an image that nobody read.
+    /// A trace cannot be saved because the image was not read yet.
     #[error("nothing was read of it yet")]
     Unread,
-    /// The device that is pushed failed.
+    /// Reading the pushed device failed.
     #[error("reading the device: {0}")]
     Device(#[from] device::Error),
-    /// What was written to locally failed.
+    /// A local operation failed or was refused.
     #[error("{0}")]
     Local(String),
-    /// It was ended.
+    /// The operation was cancelled.
     #[error("cancelled")]
     Cancelled,
 }
 
 impl Error {
-    /// Returns true if there is no such object.
+    /// Returns true if the object does not exist.
     pub fn is_missing(&self) -> bool {
         matches!(self, Self::Object { fault: Fault::NotFound, .. })
     }
 
-    /// What a store answered for an object.
+    /// Converts a fault of the store for the object `key`.
     pub fn of(key: &str, fault: Fault) -> Self {
         match fault {
             Fault::Cancelled => Self::Cancelled,

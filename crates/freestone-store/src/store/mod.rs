@@ -1,5 +1,5 @@
-//! A store with a domain in it: what lies there is read and verified, or written, with another try where
-//! that can help.
+//! A store and its domain: reads and verifies objects, and writes them. Requests are retried if that can
+//! help.
 
 mod again;
 mod conditions;
@@ -29,50 +29,51 @@ pub use traces::CHUNKS_MAX;
 use traffic::Counted;
 pub use traffic::{Requests, Traffic};
 
-/// How long one try of a list may take: there may be many pages of it.
+/// Timeout of one attempt to list objects. A listing may consist of many pages.
 const LIST_MAX: Duration = Duration::from_secs(300);
-/// Most listings that are joined. A prefix that changes all the time adds keys to each.
+/// Maximum number of listings that [`Store::list_all`] merges. A prefix under constant change adds keys to
+/// each.
 const LISTINGS_MAX: usize = 10;
-/// Where manifests lie.
+/// Key prefix of manifests.
 pub const MANIFESTS: &str = "manifests/";
-/// Where maps and hashes lie.
+/// Key prefix of maps and page hashes.
 pub const MAPS: &str = "maps/";
-/// Where chunks lie, in 256 parts.
+/// Key prefix of chunks, which are spread over 256 subdirectories.
 pub const CHUNKS: &str = "chunks/";
-/// Where tags lie.
+/// Key prefix of tags.
 pub const TAGS: &str = "tags/";
-/// Where what was read first lies.
+/// Key prefix of traces.
 pub const TRACES: &str = "traces/";
-/// What is written to learn the time.
+/// Key prefix of the temporary objects that read the clock of the store.
 pub const CLOCKS: &str = "clocks/";
 
-/// A store, and the keys of what lies in it.
+/// An open store with the keys of its domain.
 pub struct Store {
     objects: Counted,
     domain: Domain,
     written: Written,
 }
 
-/// The key of a chunk.
+/// Returns the key of the object that holds a chunk.
 pub fn chunk_key(name: &Name) -> String {
     let name = name.to_string();
     format!("{CHUNKS}{}/{name}", &name[..2])
 }
 
-/// How a store is begun where there is none.
+/// Settings of a new store.
 #[derive(Debug, Clone, Copy)]
 pub struct Begin {
-    /// Encrypt what is in it; only with a key.
+    /// Encrypt the objects. Requires a key file.
     pub encrypted: bool,
-    /// How long what nobody refers to is kept.
+    /// Grace period: minimum age at which a prune deletes an unused object.
     pub grace: Duration,
 }
 
 impl Store {
-    /// Opens one that is there.
+    /// Opens an existing store.
     ///
     /// # Errors
-    /// [`Error::NoStore`], [`Error::Refused`], and what the store answers.
+    /// [`Error::NoStore`], [`Error::Refused`], and errors of the store.
     pub fn open(objects: Arc<dyn Objects>, secret: Option<&Secret>, until: Until<'_>) -> Result<Self> {
         match Self::described(&*objects, until)? {
             Some(written) => Self::of(objects, written, secret),
@@ -80,7 +81,7 @@ impl Store {
         }
     }
 
-    /// Opens one whose [description](Self::description) is known, without asking it for anything.
+    /// Opens a store whose [description](Self::description) is known, without a request.
     ///
     /// # Errors
     /// [`Error::Refused`].
@@ -95,21 +96,21 @@ impl Store {
         }
     }
 
-    /// What `freestone.json` says.
+    /// Returns the content of `freestone.json`.
     pub fn description(&self) -> Vec<u8> {
         self.written.bytes()
     }
 
-    /// Under what name the description of a store can be kept elsewhere.
+    /// Returns the name under which a cache stores the description of the store at `url`.
     pub fn place(url: &str) -> Name {
         Name(*blake3::hash(&[b"freestone.json of ", url.as_bytes()].concat()).as_bytes())
     }
 
-    /// Opens one, or begins it; and whether it was begun. A store that does not keep to conditions of writes
-    /// is not begun.
+    /// Opens a store, or creates it. Returns true with the store if this call created it. A store that does
+    /// not support conditional writes is not created.
     ///
     /// # Errors
-    /// [`Error::Refused`], and what the store answers.
+    /// [`Error::Refused`], and errors of the store.
     pub fn open_or_begin(
         objects: Arc<dyn Objects>,
         secret: Option<&Secret>,
@@ -126,14 +127,15 @@ impl Store {
                 return Ok((store, is_new));
             }
             let (_, written) = Domain::new(secret, begin.encrypted, begin.grace);
-            // A description that could not be opened is not written.
+            // A description that this program could not open must not be written.
             let opened = written.open(secret);
             opened.map_err(|refused| Error::Refused(objects.url().to_owned(), refused))?;
             conditions::check(&*objects, until)?;
             let put = || objects.put(domain::KEY, &written.bytes(), When::Absent, until.at_most(TRY_MAX));
             match again(until, put) {
                 Ok(_) => is_new = true,
-                // Somebody else did, or we did and the answer was lost: then nobody has used it yet.
+                // Another client created the store, or our response was lost. Then the store is treated as
+                // not new.
                 Err(Fault::Condition) => {}
                 Err(fault) => return Err(Error::of(domain::KEY, fault)),
             }
@@ -161,48 +163,48 @@ impl Store {
         }
     }
 
-    /// What people know it by.
+    /// Returns the URL of the store, without credentials.
     pub fn url(&self) -> &str {
         self.objects.url()
     }
 
-    /// Its keys.
+    /// Returns the domain with its keys.
     pub fn domain(&self) -> &Domain {
         &self.domain
     }
 
-    /// Where its objects lie.
+    /// Returns the object storage below this store.
     pub fn objects(&self) -> &dyn Objects {
         &self.objects
     }
 
-    /// What it was asked since it was opened.
+    /// Returns the request counters since the store was opened.
     pub fn requests(&self) -> Requests {
         self.objects.traffic.requests()
     }
 
-    /// An object, with other tries.
+    /// Reads an object of at most `most` bytes, with retries.
     ///
     /// # Errors
-    /// What the store answers.
+    /// Errors of the store.
     pub fn read(&self, key: &str, most: u64, until: Until<'_>) -> Result<Read> {
         let read = again(until, || self.objects.get(key, None, most, until.at_most(TRY_MAX)));
         read.map_err(|fault| Error::of(key, fault))
     }
 
-    /// Writes an object whose content follows from its name: written again it is the same, and younger.
+    /// Writes an object whose key depends on its content. Another write of the object only renews its age.
     ///
     /// # Errors
-    /// What the store answers.
+    /// Errors of the store.
     pub fn write(&self, key: &str, bytes: &[u8], until: Until<'_>) -> Result<()> {
         let put = || self.objects.put(key, bytes, When::Always, until.at_most(TRY_MAX));
         again(until, put).map(drop).map_err(|fault| Error::of(key, fault))
     }
 
-    /// What the store says of an object; `None` where it is not there.
+    /// Returns the metadata of an object, or `None` if the object does not exist.
     ///
     /// # Errors
-    /// What the store answers.
+    /// Errors of the store.
     pub fn head(&self, key: &str, until: Until<'_>) -> Result<Option<Head>> {
         match again(until, || self.objects.head(key, until.at_most(TRY_MAX))) {
             Ok(head) => Ok(Some(head)),
@@ -214,18 +216,17 @@ impl Store {
     /// Deletes an object.
     ///
     /// # Errors
-    /// What the store answers.
+    /// Errors of the store.
     pub fn delete(&self, key: &str, until: Until<'_>) -> Result<()> {
         let delete = || self.objects.delete(key, until.at_most(TRY_MAX));
         again(until, delete).map_err(|fault| Error::of(key, fault))
     }
 
-    /// Deletes an object, with one try: nothing is under way any more when this has returned, as far as
-    /// the store keeps to its time. Returns true if the store has checked that the object still was what
-    /// `version` says, false if it cannot.
+    /// Deletes an object with a single attempt, so no deletion is pending after the return if the store
+    /// responds in time. Returns true if the store checked `version`, false if it cannot.
     ///
     /// # Errors
-    /// What the store answers.
+    /// Errors of the store.
     pub fn delete_once(
         &self,
         key: &str,
@@ -241,11 +242,12 @@ impl Store {
         self.objects.delete(key, until).map(|()| false)
     }
 
-    /// Lists objects. `each` is told each, or with true and none that a try failed and it begins again; it
-    /// answers false where it wants no more.
+    /// Lists objects. `each` receives `(false, Some(object))` for each object, and `(true, None)` at the
+    /// start of every attempt: objects of earlier attempts must then be dropped. `each` returns false to end
+    /// the listing.
     ///
     /// # Errors
-    /// What the store answers.
+    /// Errors of the store.
     pub fn list(
         &self,
         prefix: &str,
@@ -259,12 +261,12 @@ impl Store {
         listed.map_err(|fault| Error::of(prefix, fault))
     }
 
-    /// Lists objects for decisions about deletion: their keys, and when each was written. A listing may omit
-    /// an object that is replaced meanwhile, so listings are joined until one adds no key. Each ends after
-    /// `most` objects.
+    /// Lists objects for decisions about deletion. Returns their keys and modification times. A listing may
+    /// omit an object that is replaced meanwhile, so listings are merged until one adds no key. Each listing
+    /// ends after `most` objects.
     ///
     /// # Errors
-    /// What the store answers.
+    /// Errors of the store.
     pub fn list_all(
         &self,
         prefix: &str,
@@ -295,10 +297,10 @@ impl Store {
         self.objects.uptime()
     }
 
-    /// What time it is by the clock that stamps the objects.
+    /// Reads the clock that stamps objects, by writing a temporary object.
     ///
     /// # Errors
-    /// What the store answers.
+    /// Errors of the store.
     pub fn now(&self, until: Until<'_>) -> Result<SystemTime> {
         let key = format!("{CLOCKS}{}", crate::rt::unique_id());
         self.write(&key, b"", until)?;
@@ -307,7 +309,7 @@ impl Store {
         head.map(|head| head.modified).ok_or_else(|| Error::of(&key, Fault::NotFound))
     }
 
-    // ---- what has a name of its content ---------------------------------------------------------
+    // ---- objects named by their content ---------------------------------------------------------
 
     fn read_meta(
         &self,
@@ -322,8 +324,8 @@ impl Store {
         })
     }
 
-    /// Reads and verifies; what does not fit its name is read again: a proxy or a disk of the store may
-    /// have spoilt it on the way.
+    /// Reads and verifies an object. A mismatch is retried, as a proxy or a disk of the store may have
+    /// corrupted the data.
     fn verified<T>(
         &self,
         key: &str,
@@ -349,17 +351,17 @@ impl Store {
         })
     }
 
-    /// Writes what describes images, and returns its name.
+    /// Writes a description of an image under its hash, and returns the hash.
     ///
     /// # Errors
-    /// What the store answers.
+    /// [`Error::TooLarge`], and errors of the store.
     pub fn write_meta(&self, dir: &str, kind: Kind, content: &[u8], until: Until<'_>) -> Result<Name> {
         let (name, object) = self.meta(kind, content)?;
         self.write(&format!("{dir}{name}"), &object, until)?;
         Ok(name)
     }
 
-    /// The name and the object of what describes images.
+    /// Returns the name and the object of a description of an image.
     ///
     /// # Errors
     /// [`Error::TooLarge`].
@@ -367,47 +369,47 @@ impl Store {
         meta::stored(&self.domain, kind, content).ok_or(Error::TooLarge)
     }
 
-    /// An image.
+    /// Reads the manifest of an image.
     ///
     /// # Errors
-    /// What the store answers; [`Error::Damaged`].
+    /// Errors of the store; [`Error::Damaged`].
     pub fn manifest(&self, name: &Name, until: Until<'_>) -> Result<Manifest> {
         let bytes = self.read_meta(MANIFESTS, Kind::Manifest, name, manifest::BYTES_MAX, until)?;
         Manifest::parse(&bytes).map_err(|why| Error::Damaged(format!("{MANIFESTS}{name}"), why))
     }
 
-    /// A map.
+    /// Reads a map.
     ///
     /// # Errors
-    /// What the store answers; [`Error::Damaged`].
+    /// Errors of the store; [`Error::Damaged`].
     pub fn map(&self, name: &Name, until: Until<'_>) -> Result<Map> {
         let bytes = self.read_meta(MAPS, Kind::Map, name, map::BYTES_MAX, until)?;
-        Map::parse(&bytes).ok_or_else(|| Error::Damaged(format!("{MAPS}{name}"), "it is no map".into()))
+        Map::parse(&bytes).ok_or_else(|| Error::Damaged(format!("{MAPS}{name}"), "not a valid map".into()))
     }
 
-    /// The hashes of the pages of a map.
+    /// Reads the page hashes of a map.
     ///
     /// # Errors
-    /// What the store answers; [`Error::Damaged`].
+    /// Errors of the store; [`Error::Damaged`].
     pub fn hashes(&self, name: &Name, map: &Map, until: Until<'_>) -> Result<Hashes> {
         let bytes = self.read_meta(MAPS, Kind::Hashes, name, map::HASHES_BYTES_MAX, until)?;
-        let damaged = || Error::Damaged(format!("{MAPS}{name}"), "it does not fit its map".into());
+        let damaged = || Error::Damaged(format!("{MAPS}{name}"), "page hashes do not match the map".into());
         Hashes::parse(&bytes, map).ok_or_else(damaged)
     }
 
-    /// The pages of a chunk.
+    /// Reads the pages of a chunk.
     ///
     /// # Errors
-    /// What the store answers; [`Error::Damaged`].
+    /// Errors of the store; [`Error::Damaged`].
     pub fn chunk(&self, name: &Name, until: Until<'_>) -> Result<Vec<u8>> {
         let most = chunk::STORED_BYTES_MAX as u64;
         self.verified(&chunk_key(name), None, most, until, |object| chunk::pages(&self.domain, name, object))
     }
 
-    /// The pages of a unit of a chunk, and of nothing else of it; none behind its end.
+    /// Reads the pages of one unit of a chunk without the other units. Empty after the end of the chunk.
     ///
     /// # Errors
-    /// What the store answers; [`Error::Damaged`].
+    /// Errors of the store; [`Error::Damaged`].
     pub fn unit(&self, name: &Name, unit: usize, until: Until<'_>) -> Result<Vec<u8>> {
         let (key, domain) = (chunk_key(name), &self.domain);
         let first = 0..chunk::HEAD_BYTES_MAX as u64;

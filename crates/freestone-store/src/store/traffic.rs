@@ -1,4 +1,4 @@
-//! What a store was asked, and how much went to and fro.
+//! Counters of requests and bytes to and from a store.
 
 use crate::rt::sync::Arc;
 use crate::rt::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use crate::objects::{Fault, Head, Listed, Objects, Read, Result, Until, Version, When};
 
-/// Counters of the requests to a store, each try counted.
+/// Atomic counters of the requests to a store. Each attempt counts.
 #[derive(Debug, Default)]
 pub struct Traffic {
     gets: AtomicU64,
@@ -20,31 +20,31 @@ pub struct Traffic {
     failed: AtomicU64,
 }
 
-/// What they say at one time.
+/// Snapshot of the counters in [`Traffic`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Requests {
-    /// Objects, or parts of some, that were read.
+    /// Reads of objects or of ranges of objects.
     pub gets: u64,
-    /// Objects that were written.
+    /// Writes of objects.
     pub puts: u64,
-    /// Objects that were asked for.
+    /// Metadata requests.
     pub heads: u64,
-    /// Lists.
+    /// Listings.
     pub lists: u64,
-    /// Objects that were deleted.
+    /// Deletions.
     pub deletes: u64,
-    /// Bytes of objects that came.
+    /// Bytes of objects read.
     pub read_bytes: u64,
-    /// Bytes of objects that were sent.
+    /// Bytes of objects sent, including failed writes.
     pub written_bytes: u64,
-    /// Tries of all these that failed, but for objects that are not there.
+    /// Failed requests of all kinds, except for missing objects.
     pub failed: u64,
 }
 
 impl Traffic {
-    /// What was counted.
+    /// Returns a snapshot of the counters.
     pub fn requests(&self) -> Requests {
-        // Relaxed: numbers for people, which order nothing.
+        // Relaxed: statistics, which order no other memory access.
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Requests {
             gets: of(&self.gets),
@@ -59,7 +59,7 @@ impl Traffic {
     }
 
     fn add(counter: &AtomicU64, count: u64) {
-        // Relaxed: numbers for people, which order nothing.
+        // Relaxed: statistics, which order no other memory access.
         counter.fetch_add(count, Ordering::Relaxed);
     }
 
@@ -71,7 +71,7 @@ impl Traffic {
     }
 }
 
-/// Objects with counters.
+/// Objects with request counters.
 pub(super) struct Counted {
     pub inner: Arc<dyn Objects>,
     pub traffic: Traffic,

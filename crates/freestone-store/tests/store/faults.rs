@@ -1,4 +1,4 @@
-//! Stores that fail, lie and hang.
+//! Stores that fail, return wrong data, or hang.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,7 +19,7 @@ fn busy() -> Fault {
 }
 
 #[test]
-fn what_works_later_is_tried_again() {
+fn transient_faults_are_retried() {
     let (memory, store) = store();
     let device = mixed(400, 1);
     memory.rule(|call| match call.number % 4 {
@@ -31,7 +31,7 @@ fn what_works_later_is_tried_again() {
     change(&device, 20, 2);
     let pushed = push_plain(&store, &device, "v1").unwrap();
     assert_eq!((pushed.generation, pushed.changed_pages), (2, 20));
-    // Also what comes spoilt, once.
+    // Data corrupted once in transit is also read again.
     memory.rule(|call| match call.number % 12 {
         1 => Effect::Flip(call.number as usize * 7919),
         5 => Effect::Cut(call.number as usize * 13 % 3000),
@@ -48,7 +48,7 @@ fn what_works_later_is_tried_again() {
 }
 
 #[test]
-fn what_is_not_what_its_name_says_is_an_error_and_nothing_else() {
+fn damaged_object_is_an_error() {
     let (memory, store) = store();
     let device = mixed(300, 1);
     let name = push_plain(&store, &device, "v1").unwrap().manifest;
@@ -83,7 +83,7 @@ fn what_is_not_what_its_name_says_is_an_error_and_nothing_else() {
                     }
                 }
             }
-            // What a page's hashes are nobody reads here.
+            // Page hashes are not read here.
             if key.starts_with("chunks/") {
                 assert_eq!(failed, 1, "{key}");
                 let why = image.stat().last_error.unwrap();
@@ -95,7 +95,7 @@ fn what_is_not_what_its_name_says_is_an_error_and_nothing_else() {
             });
         }
     }
-    // Nor is anything of what describes it believed.
+    // Damage to the descriptions of an image is detected, too.
     for key in [format!("manifests/{name}"), "tags/v1".into(), "freestone.json".into()] {
         memory.tamper(&key, |bytes| {
             bytes[7] ^= 0x20;
@@ -110,7 +110,7 @@ fn what_is_not_what_its_name_says_is_an_error_and_nothing_else() {
 }
 
 #[test]
-fn a_store_that_hangs_is_an_error_in_time() {
+fn hanging_store_fails_reads_at_timeout() {
     let (memory, store) = store();
     let device = mixed(64 * 128, 1);
     let name = push_plain(&store, &device, "v1").unwrap().manifest;
@@ -132,13 +132,13 @@ fn a_store_that_hangs_is_an_error_in_time() {
     });
     assert!(since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
     assert!(image.stat().last_error.unwrap().contains("no answer in time"));
-    // And then it is there again.
+    // The image recovers with the store.
     memory.heal();
     assert!(content(&*image) == content(&device));
 }
 
 #[test]
-fn a_bucket_emptied_underneath_is_an_error() {
+fn emptied_bucket_fails_reads() {
     let (memory, store) = store();
     let (_dir, cache) = cache();
     let device = mixed(1000, 1);
@@ -151,14 +151,14 @@ fn a_bucket_emptied_underneath_is_an_error() {
     assert_eq!(image.read_at(300 * PAGE as u64, &mut out), Err(DeviceError::Media));
     assert!(image.stat().last_error.unwrap().contains("no such object"));
     assert!(matches!(store.tag("v1", soon()), Ok(None)));
-    // Pushed again it is whole; the description of the store is another's then.
+    // A new push makes it complete again. The store then has a new description.
     let again = open(&memory);
     push_plain(&again, &device, "v1").unwrap();
     assert!(content(&self::image(&again, Some(&cache), "v1")) == content(&device));
 }
 
 #[test]
-fn a_store_that_is_full_or_says_no_leaves_the_tag() {
+fn failed_push_leaves_tag_unchanged() {
     let (memory, store) = store();
     let device = mixed(1000, 1);
     push_plain(&store, &device, "v1").unwrap();
@@ -179,10 +179,10 @@ fn a_store_that_is_full_or_says_no_leaves_the_tag() {
     assert!(content(&image(&store, None, "v1")) == content(&device));
 }
 
-/// A push that is killed at any request leaves the old image, or the new one; the next one is whole, and
-/// sends only what is missing.
+/// A push that is killed at any request leaves the old or the new image. The next push completes it and sends
+/// only missing chunks.
 #[test]
-fn a_push_that_ends_anywhere_shows_no_half() {
+fn interrupted_push_shows_old_or_new_image() {
     let old = mixed(1000, 1);
     let new = mixed(1000, 1);
     change(&new, 300, 2);
@@ -203,7 +203,7 @@ fn a_push_that_ends_anywhere_shows_no_half() {
             if call.number < first + at {
                 return Effect::Pass;
             }
-            // The first such request may have been done when it was cut off.
+            // The first killed request may have been carried out.
             if count.fetch_add(1, Ordering::SeqCst) == 0 && at % 2 == 0 {
                 Effect::FailAfter(Fault::Other("killed".into()))
             } else {
@@ -233,7 +233,7 @@ fn a_push_that_ends_anywhere_shows_no_half() {
 }
 
 #[test]
-fn a_push_is_cancelled_soon() {
+fn cancelled_push_ends_promptly() {
     let (memory, store) = store();
     let device = mixed(3000, 1);
     memory.rule(|call| if call.key.starts_with("chunks/") { Effect::Hang } else { Effect::Pass });
@@ -248,7 +248,7 @@ fn a_push_is_cancelled_soon() {
 }
 
 #[test]
-fn an_answer_to_the_tag_that_is_lost_is_found_out() {
+fn lost_response_to_tag_write_is_resolved() {
     for effect in [Effect::FailAfter(busy()), Effect::Fail(busy()), Effect::FailAfter(Fault::Late)] {
         let (memory, store) = store();
         let tries = Arc::new(AtomicU64::new(0));
@@ -270,7 +270,7 @@ fn an_answer_to_the_tag_that_is_lost_is_found_out() {
 }
 
 #[test]
-fn several_begin_a_store_and_one_does() {
+fn concurrent_creation_makes_one_store() {
     for _ in 0..10 {
         let memory = Arc::new(Memory::default());
         let stores: Vec<Arc<Store>> = std::thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! What the tests have in common.
+//! Helpers of the tests.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub fn soon() -> Until<'static> {
     Until::within(Duration::from_secs(60))
 }
 
-/// A store in memory, and one opened over it.
+/// Returns object storage in memory, and a store in it.
 pub fn store() -> (Arc<Memory>, Arc<Store>) {
     let memory = Arc::new(Memory::default());
     let store = open(&memory);
@@ -57,7 +57,7 @@ pub fn image(store: &Arc<Store>, cache: Option<&Arc<Cache>>, tag: &str) -> Image
     Image::open(Arc::clone(store), cache.cloned(), name, CONFIG, soon()).unwrap()
 }
 
-/// All bytes of a device.
+/// Returns the content of a device.
 pub fn content(device: &dyn Device) -> Vec<u8> {
     let mut all = vec![0xee; device.geometry().size as usize];
     for (number, part) in all.chunks_mut(700 << 10).enumerate() {
@@ -66,7 +66,7 @@ pub fn content(device: &dyn Device) -> Vec<u8> {
     all
 }
 
-/// A device of mixed content: noise, text, pages that are all the same, holes.
+/// Returns a device with noise, text, same-filled pages and holes.
 pub fn mixed(pages: usize, seed: u64) -> Model {
     let mut rng = Rng::new(seed);
     let device = Model::new(pages * PAGE, 512);
@@ -81,7 +81,7 @@ pub fn mixed(pages: usize, seed: u64) -> Model {
     device
 }
 
-/// Writes other content to some pages, and returns how many now differ.
+/// Overwrites random pages with noise, and returns their number.
 pub fn change(device: &dyn Device, count: usize, seed: u64) -> usize {
     let mut rng = Rng::new(seed);
     let pages = device.geometry().size / PAGE as u64;
@@ -97,11 +97,11 @@ pub fn change(device: &dyn Device, count: usize, seed: u64) -> usize {
     count
 }
 
-/// A device over an image, which knows which pages are its own.
+/// Writable device over an image that tracks its own pages.
 pub struct Overlay {
     pub base: Image,
     pub pages: std::sync::Mutex<std::collections::BTreeMap<u64, Vec<u8>>>,
-    /// Pages of the base that were read.
+    /// Number of pages read from the base.
     pub read: std::sync::atomic::AtomicU64,
 }
 

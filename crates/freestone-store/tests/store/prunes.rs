@@ -1,4 +1,4 @@
-//! What a prune deletes, and what it leaves.
+//! Objects that a prune deletes or keeps.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ fn pruned(store: &Store) -> Pruned {
 }
 
 #[test]
-fn what_no_tag_refers_to_goes_when_it_is_old() {
+fn prune_deletes_old_unreferenced_objects() {
     let (memory, store) = store();
     let device = mixed(3000, 1);
     let first = push_plain(&store, &device, "v1").unwrap();
@@ -28,7 +28,7 @@ fn what_no_tag_refers_to_goes_when_it_is_old() {
     let other = mixed(3000, 9);
     push_plain(&store, &other, "v2").unwrap();
     let all = memory.under("");
-    // The first image is still needed by the second, but for its manifest.
+    // The second image still needs the first one, except for its manifest.
     memory.pass(GRACE + Duration::from_secs(2));
     let dry = prune(&store, true, &|_| {}, soon()).unwrap();
     assert_eq!((dry.images, dry.deleted, dry.young), (2, 1, 0));
@@ -58,7 +58,7 @@ fn store_without_tags_stops_prune() {
         assert_eq!(memory.under(""), all);
     }
     assert_eq!(tag.len(), 1);
-    // With a tag again the rest goes.
+    // With a tag again, a prune deletes the objects of the first image.
     push_plain(&store, &mixed(300, 2), "v2").unwrap();
     assert!(pruned(&store).deleted > 3);
 }
@@ -96,8 +96,8 @@ fn prune_after_sleep_looks_again_before_deletion() {
         push_plain(&store, &mixed(300, 2), "v2").unwrap();
         store.remove_tag("v1", soon()).unwrap();
         memory.pass(GRACE * 2);
-        // The host sleeps after the first look at each chunk, long enough for a push to write it again.
-        let (asleep, slept) = (Arc::clone(&memory), std::sync::Mutex::new(BTreeSet::new()));
+        // The host sleeps after the first check of each chunk, long enough for a push to rewrite the chunk.
+        let (asleep, slept) = (memory.beside(), std::sync::Mutex::new(BTreeSet::new()));
         let looks = Arc::new(AtomicU64::new(0));
         let (deleted, looked) = (Arc::new(AtomicU64::new(0)), Arc::clone(&looks));
         let deletions = Arc::clone(&deleted);
@@ -127,7 +127,7 @@ fn sleep_during_deletion_is_reported() {
     store.remove_tag("v1", soon()).unwrap();
     memory.pass(GRACE * 2);
     memory.delete_always();
-    let asleep = Arc::clone(&memory);
+    let asleep = memory.beside();
     memory.rule(move |call| {
         if call.method == Method::Delete && call.key.starts_with("chunks/") {
             asleep.pass(Duration::from_secs(60));
@@ -139,14 +139,14 @@ fn sleep_during_deletion_is_reported() {
 }
 
 #[test]
-fn deletion_leaves_object_written_since_look() {
+fn deletion_keeps_object_rewritten_since_check() {
     let (memory, store) = store();
     push_plain(&store, &mixed(1000, 1), "v1").unwrap();
     push_plain(&store, &mixed(300, 2), "v2").unwrap();
     store.remove_tag("v1", soon()).unwrap();
     memory.pass(GRACE * 2);
     let chunks = memory.under("chunks/");
-    // Each chunk is written again, as it is, between the last look at it and its deletion.
+    // Each chunk is rewritten with the same content between the last check and its deletion.
     let other = memory.beside();
     memory.rule(move |call| {
         if call.method == Method::Delete && call.key.starts_with("chunks/") {
@@ -160,7 +160,7 @@ fn deletion_leaves_object_written_since_look() {
 }
 
 #[test]
-fn what_is_young_stays_and_so_does_what_a_young_image_refers_to() {
+fn prune_keeps_young_images_and_their_objects() {
     let (memory, store) = store();
     let device = mixed(2000, 1);
     push_plain(&store, &device, "v1").unwrap();
@@ -171,19 +171,39 @@ fn what_is_young_stays_and_so_does_what_a_young_image_refers_to() {
     store.remove_tag("v1", soon()).unwrap();
     let all = memory.under("");
     let report = pruned(&store);
-    // The first manifest is old; all it refers to belongs to the second, too.
+    // The first manifest is old. The second image needs all other objects of the first one.
     assert_eq!((report.images, report.deleted), (2, 1));
     assert_eq!(memory.under("").len(), all.len() - 1);
 }
 
 #[test]
-fn a_push_beside_a_prune_loses_nothing() {
+fn untagged_image_is_counted_until_its_grace_ends() {
+    let (memory, store) = store();
+    push_plain(&store, &mixed(1000, 1), "v1").unwrap();
+    push_plain(&store, &mixed(300, 2), "v2").unwrap();
+    assert_eq!((pruned(&store).young, pruned(&store).next_expiry), (0, None));
+    let manifest = store.tag("v1", soon()).unwrap().unwrap().tag.manifest;
+    let pushed = store.head(&format!("manifests/{manifest}"), soon()).unwrap().unwrap().modified;
+    store.remove_tag("v1", soon()).unwrap();
+    let kept = pruned(&store);
+    assert_eq!((kept.images, kept.untagged_images, kept.deleted), (2, 1, 0));
+    assert!(kept.young > 8 && kept.young_bytes > 1 << 20, "{kept:?}");
+    let expiry = pushed.duration_since(std::time::UNIX_EPOCH).unwrap() + GRACE + Duration::from_secs(1);
+    assert_eq!(kept.next_expiry, Some(expiry.as_secs()));
+    memory.pass(GRACE + Duration::from_secs(2));
+    let gone = pruned(&store);
+    assert_eq!((gone.images, gone.untagged_images, gone.young), (1, 0, 0));
+    assert_eq!((gone.deleted, gone.deleted_bytes), (kept.young, kept.young_bytes));
+}
+
+#[test]
+fn push_during_prunes_keeps_its_objects() {
     let (memory, store) = store();
     let device = mixed(3000, 1);
     push_plain(&store, &device, "v1").unwrap();
     push_plain(&store, &mixed(300, 2), "v2").unwrap();
     store.remove_tag("v1", soon()).unwrap();
-    // So old that a push writes again what it finds, and not so old that a prune deletes it.
+    // Old enough for a push to rewrite the chunks, but too young for a prune to delete them.
     memory.pass(GRACE * 2 / 3);
     let stop = AtomicBool::new(false);
     let other = open(&memory);
@@ -195,7 +215,7 @@ fn a_push_beside_a_prune_loses_nothing() {
         });
         let pushed = push_plain(&store, &device, "v1").unwrap();
         assert!(pushed.sent.0 > 15 && pushed.reused == 0, "{pushed:?}");
-        // Half of the grace later all is there still.
+        // After half of the grace period, all objects still exist.
         memory.pass(GRACE / 2);
         std::thread::sleep(Duration::from_millis(200));
         stop.store(true, Ordering::SeqCst);
@@ -205,7 +225,7 @@ fn a_push_beside_a_prune_loses_nothing() {
 }
 
 #[test]
-fn what_is_written_again_while_it_is_to_be_deleted_stays() {
+fn object_rewritten_before_deletion_is_kept() {
     let (memory, store) = store();
     let device = mixed(1000, 1);
     push_plain(&store, &device, "v1").unwrap();
@@ -213,9 +233,9 @@ fn what_is_written_again_while_it_is_to_be_deleted_stays() {
     push_plain(&store, &mixed(300, 2), "v2").unwrap();
     store.remove_tag("v1", soon()).unwrap();
     memory.pass(GRACE * 2);
-    // The prune has listed it, and then a push writes it.
+    // A push rewrites the chunks after the prune has listed them.
     let again = Arc::new(AtomicBool::new(false));
-    let (inner, flag) = (Arc::clone(&memory), Arc::clone(&again));
+    let (other, flag) = (memory.beside(), Arc::clone(&again));
     let keys = kept.clone();
     let bytes: Vec<(String, Vec<u8>)> = keys
         .into_keys()
@@ -234,8 +254,7 @@ fn what_is_written_again_while_it_is_to_be_deleted_stays() {
             && !flag.swap(true, Ordering::SeqCst)
         {
             for (key, bytes) in &bytes {
-                let when = freestone_store::objects::When::Always;
-                freestone_store::objects::Objects::put(&*inner, key, bytes, when, soon()).unwrap();
+                other.put(key, bytes, When::Always, soon()).unwrap();
             }
         }
         Effect::Pass
@@ -248,7 +267,7 @@ fn what_is_written_again_while_it_is_to_be_deleted_stays() {
 }
 
 #[test]
-fn nothing_is_deleted_where_something_cannot_be_read() {
+fn unreadable_root_stops_prune() {
     let (memory, store) = store();
     push_plain(&store, &mixed(1000, 1), "v1").unwrap();
     push_plain(&store, &mixed(1000, 2), "v2").unwrap();
@@ -267,7 +286,7 @@ fn nothing_is_deleted_where_something_cannot_be_read() {
         memory.heal();
         assert_eq!(memory.under(""), all);
     }
-    // A list that is cut off begins again.
+    // A listing that was cut off is retried.
     let cut = AtomicBool::new(false);
     memory.rule(move |call| {
         let is_first =
@@ -278,10 +297,10 @@ fn nothing_is_deleted_where_something_cannot_be_read() {
 }
 
 #[test]
-fn a_push_that_takes_too_long_gives_up() {
+fn push_fails_after_half_of_grace() {
     let memory = Arc::new(freestone_testkit::objects::Memory::default());
     let (store, _) = Store::open_or_begin(Arc::clone(&memory) as _, None, BEGIN, soon()).unwrap();
-    let slow = Arc::clone(&memory);
+    let slow = memory.beside();
     memory.rule(move |call| {
         if call.method == Method::Put && call.key.starts_with("chunks/") {
             slow.pass(GRACE / 16);
@@ -302,13 +321,13 @@ fn chunk_too_old_during_its_write_is_checked() {
     push_plain(&store, &device, "v1").unwrap();
     store.remove_tag("v1", soon()).unwrap();
     memory.pass(GRACE / 288 * 287);
-    // The chunk is not old when the push finds it, but is when it has been written.
-    let slow = Arc::clone(&memory);
+    // The chunk becomes old while the push writes it.
+    let slow = memory.beside();
     memory.rule(move |call| {
         if call.method == Method::Put && call.key.starts_with("chunks/") {
             slow.pass(Duration::from_secs(600));
         }
-        // A deletion that was under way then.
+        // A concurrent deletion removes the chunks.
         if call.method == Method::Put && call.key.starts_with("manifests/") {
             slow.under("chunks/").keys().for_each(|key| slow.tamper(key, |_| false));
         }
@@ -326,7 +345,7 @@ fn chunk_too_old_during_its_write_is_checked() {
 #[test]
 fn tag_set_after_sleep_is_reported() {
     let (memory, store) = store();
-    let asleep = Arc::clone(&memory);
+    let asleep = memory.beside();
     memory.rule(move |call| {
         if call.method == Method::Put && call.key.starts_with("tags/") {
             asleep.pass(GRACE);

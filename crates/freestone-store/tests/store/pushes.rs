@@ -1,6 +1,7 @@
-//! What is sent, and what comes back.
+//! Objects that a push sends, and reads of the image.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use freestone_core::device::{Blocking as _, Flags};
 use freestone_store::format::domain::{GRACE, Refused, Secret};
@@ -15,7 +16,7 @@ use freestone_testkit::objects::{Memory, Method};
 use crate::kit::*;
 
 #[test]
-fn an_image_comes_back() {
+fn pushed_image_reads_back() {
     let (memory, store) = store();
     let device = mixed(1000, 1);
     let pushed = push_plain(&store, &device, "v1").unwrap();
@@ -32,7 +33,7 @@ fn an_image_comes_back() {
 }
 
 #[test]
-fn a_tag_that_cannot_be_counted_further_is_not_set() {
+fn tag_with_largest_generation_is_not_set() {
     let (memory, store) = store();
     let device = mixed(100, 1);
     let manifest = push_plain(&store, &device, "v1").unwrap().manifest;
@@ -42,14 +43,14 @@ fn a_tag_that_cannot_be_counted_further_is_not_set() {
     let before = memory.count(Method::Put);
     let error = push_plain(&store, &device, "v1").unwrap_err();
     assert!(matches!(error, Error::Damaged(..)), "{error}");
-    // The clock alone was asked.
+    // The push only wrote a clock object.
     assert_eq!(memory.count(Method::Put), before + 1);
     store.remove_tag("v1", soon()).unwrap();
     assert_eq!(push_plain(&store, &device, "v1").unwrap().generation, 1);
 }
 
 #[test]
-fn the_same_again_sends_nothing_and_sets_no_tag() {
+fn push_of_same_content_changes_nothing() {
     let (memory, store) = store();
     let device = mixed(1000, 1);
     let first = push_plain(&store, &device, "v1").unwrap();
@@ -58,13 +59,13 @@ fn the_same_again_sends_nothing_and_sets_no_tag() {
     assert_eq!((again.manifest, again.generation, again.is_new), (first.manifest, 1, false));
     assert_eq!((again.sent, again.changed_pages), ((0, 0), 0));
     assert_eq!(memory.under(""), before);
-    // Under another tag all is found.
+    // A push to another tag reuses all chunks.
     let other = push_plain(&store, &device, "v2").unwrap();
     assert_eq!((other.sent.0, other.reused), (0, 8));
 }
 
 #[test]
-fn what_changed_is_packed() {
+fn changed_pages_are_packed() {
     let (memory, store) = store();
     let device = mixed(8000, 1);
     push_plain(&store, &device, "v1").unwrap();
@@ -72,7 +73,7 @@ fn what_changed_is_packed() {
     let changed = change(&device, 80, 2);
     let pushed = push_plain(&store, &device, "v1").unwrap();
     assert_eq!((pushed.generation, pushed.changed_pages), (2, changed as u64));
-    // Noise does not compress: 80 pages in one chunk, and little else.
+    // Noise does not compress: the push sends 80 pages in one chunk, and little else.
     let bytes = (changed * PAGE) as u64;
     assert_eq!(pushed.sent.0, 1);
     assert!(pushed.sent.1 < bytes * 101 / 100, "{:?}", pushed.sent);
@@ -82,7 +83,7 @@ fn what_changed_is_packed() {
 }
 
 #[test]
-fn a_chain_is_made_one_before_it_is_too_long() {
+fn long_map_chain_is_merged() {
     let (_memory, store) = store();
     let (_dir, cache) = cache();
     let device = mixed(4000, 1);
@@ -98,9 +99,9 @@ fn a_chain_is_made_one_before_it_is_too_long() {
         depths.push(image.manifest().depth());
         assert!(content(&image) == content(&device), "{round}");
     }
-    // The first is full; seven deltas; then one delta of all.
+    // A full map, then seven deltas, then one merged delta.
     assert_eq!(depths[..10], [2, 3, 4, 5, 6, 7, 8, 2, 3, 4]);
-    // Where most changed it is stored anew, and what did not is not sent.
+    // If most pages changed, the segment is stored again as a whole, without sending unchanged chunks.
     change(&device, 2500, 7);
     let pushed = push_plain(&store, &device, "v1").unwrap();
     assert_eq!(image(&store, Some(&cache), "v1").manifest().depth(), 1);
@@ -109,7 +110,7 @@ fn a_chain_is_made_one_before_it_is_too_long() {
 }
 
 #[test]
-fn sizes_may_change_and_need_not_be_whole_pages() {
+fn image_size_may_change_to_any_sectors() {
     let (_memory, store) = store();
     let (_dir, cache) = cache();
     for (round, sectors) in [8000, 8007, 1, 4000, 8 * 128, 8 * 128 + 1, 20_000].into_iter().enumerate() {
@@ -128,14 +129,14 @@ fn sizes_may_change_and_need_not_be_whole_pages() {
 }
 
 #[test]
-fn an_image_of_zeroes_has_no_chunk() {
+fn image_of_zeroes_has_no_chunks() {
     let (memory, store) = store();
     let device = Model::new(3 << 20, 4096);
     let pushed = push_plain(&store, &device, "v1").unwrap();
     assert_eq!((pushed.sent, pushed.changed_pages), ((0, 0), 0));
     assert!(memory.under("chunks/").is_empty() && memory.under("maps/").is_empty());
     assert!(content(&image(&store, None, "v1")).iter().all(|byte| *byte == 0));
-    // What becomes zeroes costs nothing but its bit.
+    // Pages that become zeroes need no chunk.
     let device = mixed(2000, 3);
     push_plain(&store, &device, "v2").unwrap();
     let chunks = memory.under("chunks/");
@@ -146,7 +147,7 @@ fn an_image_of_zeroes_has_no_chunk() {
 }
 
 #[test]
-fn of_a_fork_only_its_own_pages_are_read() {
+fn push_of_fork_reads_only_its_own_pages() {
     let (memory, store) = store();
     let (_dir, cache) = cache();
     let golden = mixed(6000, 1);
@@ -166,7 +167,7 @@ fn of_a_fork_only_its_own_pages_are_read() {
     let after: u64 = memory.under("chunks/").values().sum();
     assert!(after - before < 31 * PAGE as u64);
     assert!(content(&image(&store, Some(&cache), "fork")) == content(&golden));
-    // The next push to the tag sends what changed since.
+    // The next push to the tag sends later changes.
     change(&fork, 7, 6);
     change(&golden, 7, 6);
     fork.write_zeroes(0, 4096, Flags::empty()).unwrap();
@@ -175,14 +176,14 @@ fn of_a_fork_only_its_own_pages_are_read() {
     assert!((7..=8).contains(&pushed.changed_pages), "{pushed:?}");
     assert_eq!(fork.read.load(std::sync::atomic::Ordering::SeqCst), 0);
     assert!(content(&image(&store, Some(&cache), "fork")) == content(&golden));
-    // Over what has nothing to do with it, too: 30 + 7 pages differ from the golden image's, or fewer.
+    // The same fork pushed to another tag: at most 30 + 7 pages differ from the golden image.
     let pushed = over(&fork, "golden");
     assert!(pushed.changed_pages <= 38);
     assert!(content(&image(&store, Some(&cache), "golden")) == content(&golden));
 }
 
 #[test]
-fn what_a_fork_stands_on_must_stay() {
+fn push_of_fork_fails_if_base_may_be_deleted() {
     let (memory, store) = store();
     push_plain(&store, &mixed(1000, 1), "golden").unwrap();
     let fork = Overlay::new(image(&store, None, "golden"));
@@ -194,30 +195,59 @@ fn what_a_fork_stands_on_must_stay() {
         let options = freestone_store::push::Options { full, ..options(tag) };
         push(&store, source, options, &|_, _| {}, soon())
     };
-    // Young enough: nobody deletes it.
+    // The manifest of the base is young enough.
     push_fork("a", false).unwrap();
     memory.pass(GRACE * 2 / 3);
-    // Its manifest is written again.
+    // The push rewrites the manifest of the base.
     let manifest = format!("manifests/{}", fork.base.name());
     let age = |key: &str| {
         store.now(soon()).unwrap().duration_since(store.head(key, soon()).unwrap().unwrap().modified)
     };
     assert!(age(&manifest).unwrap() > GRACE / 2);
     push_fork("b", false).unwrap();
-    // All of it stands on nothing. (What is older than half of the grace is sent again.)
+    // A full push has no parent. It sends chunks older than half of the grace period again.
     let full = push_fork("c", true).unwrap();
     assert!(full.sent.0 >= 7 && full.reused <= 1, "{full:?}");
     assert!(content(&image(&store, None, "c")) == content(&fork));
     assert!(age(&manifest).unwrap() < GRACE / 100);
     memory.pass(GRACE);
-    // Also if it is repeated.
+    // A repeated attempt fails, too.
     for _ in 0..2 {
         assert!(matches!(push_fork("d", false), Err(Error::ParentGoes(_))));
     }
 }
 
+/// Another push sets the tag of the parent image while a fork of that image is pushed.
 #[test]
-fn of_two_pushes_to_a_tag_one_wins() {
+fn young_parent_image_needs_no_tag() {
+    let (memory, store) = store();
+    let push_fork = |seed| {
+        push_plain(&store, &mixed(1000, seed), "golden").unwrap();
+        let fork = Overlay::new(image(&store, None, "golden"));
+        change(&fork, 5, 5);
+        memory.pass(if seed == 1 { Duration::ZERO } else { GRACE * 2 / 3 });
+        let layers = [Layer::of(&fork).unwrap()];
+        let source = Source { device: &fork, label: "fork", over: Some(fork.over(&layers, Some("golden"))) };
+        let moved = std::sync::Once::new();
+        let note = |_, _| {
+            moved.call_once(|| {
+                push_plain(&store, &mixed(1000, seed + 10), "golden").unwrap();
+            });
+        };
+        let pushed = push(&store, source, options(&format!("fork-{seed}")), &note, soon());
+        assert!(moved.is_completed());
+        if pushed.is_ok() {
+            assert!(content(&image(&store, None, &format!("fork-{seed}"))) == content(&fork));
+        }
+        pushed
+    };
+    push_fork(1).unwrap();
+    let refused = push_fork(2);
+    assert!(matches!(refused, Err(Error::ParentGoes(_))), "{refused:?}");
+}
+
+#[test]
+fn one_of_concurrent_pushes_to_tag_wins() {
     let (_memory, store) = store();
     let devices: Vec<_> = (0..4).map(|seed| mixed(300, seed)).collect();
     for round in 0..10 {
@@ -251,7 +281,7 @@ fn of_two_pushes_to_a_tag_one_wins() {
 }
 
 #[test]
-fn a_domain_with_a_key_file_keeps_its_secrets() {
+fn keyed_domain_hides_content() {
     let memory = Arc::new(Memory::default());
     let objects = || Arc::clone(&memory) as Arc<dyn Objects>;
     let secret = Secret::parse(&"a7".repeat(32)).unwrap();
@@ -268,7 +298,7 @@ fn a_domain_with_a_key_file_keeps_its_secrets() {
     }
     push_plain(&store, &device, "v1").unwrap();
     assert!(content(&image(&store, None, "v1")) == content(&device));
-    // Nothing of it is to be seen, and another key sees nothing.
+    // The objects show no content, and the store does not open with another key.
     for key in memory.under("").keys() {
         memory.tamper(key, |bytes| {
             let words: [&[u8]; 2] = [b"brown fox", b"segments"];
@@ -282,7 +312,7 @@ fn a_domain_with_a_key_file_keeps_its_secrets() {
     };
     assert_eq!(refused(None), Refused::KeyNeeded);
     assert_eq!(refused(Secret::parse(&"a8".repeat(32)).as_ref()), Refused::KeyWrong);
-    // Two domains share no name.
+    // Two domains have no chunk name in common.
     let other = self::store();
     push_plain(&other.1, &device, "v1").unwrap();
     let names = memory.under("chunks/");
@@ -292,7 +322,7 @@ fn a_domain_with_a_key_file_keeps_its_secrets() {
 }
 
 #[test]
-fn a_directory_does_as_well() {
+fn directory_store_reads_back() {
     let dir = tempfile::tempdir().unwrap();
     let objects = Arc::new(Directory::new(dir.path().join("store")));
     let (store, _) = Store::open_or_begin(objects, None, BEGIN, soon()).unwrap();
@@ -306,14 +336,14 @@ fn a_directory_does_as_well() {
 }
 
 #[test]
-fn a_push_asks_little() {
+fn push_of_few_changes_needs_few_requests() {
     let (memory, store) = store();
     let device = mixed(100 * CHUNK_PAGES, 1);
     push_plain(&store, &device, "v1").unwrap();
     let calls = memory.calls();
     change(&device, 100, 4);
     push_plain(&store, &device, "v1").unwrap();
-    // The time, the tag, a manifest, a map, its hashes; a chunk; the same written, and the tag.
+    // Requests: time, tag, manifest, map, page hashes, chunk; then the writes of these, and of the tag.
     assert!(memory.calls() - calls < 20, "{}", memory.calls() - calls);
     assert_eq!(memory.count(Method::List), 0);
 }

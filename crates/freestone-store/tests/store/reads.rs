@@ -1,4 +1,4 @@
-//! What is fetched, how often, and what of it is kept.
+//! Data that reads fetch, and the use of the cache.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use freestone_testkit::{Deferred, Policy, Rng, conformance};
 use crate::kit::*;
 
 #[test]
-fn it_keeps_to_the_contract() {
+fn image_passes_device_conformance() {
     let (_memory, store) = store();
     let (_dir, cache) = cache();
     let device = mixed(1500, 1);
@@ -30,7 +30,7 @@ fn it_keeps_to_the_contract() {
 }
 
 #[test]
-fn each_chunk_is_fetched_once_for_all_who_read() {
+fn chunk_is_fetched_once_per_host() {
     let (memory, store) = store();
     let (dir, cache) = cache();
     let device = mixed(2000, 1);
@@ -40,7 +40,7 @@ fn each_chunk_is_fetched_once_for_all_who_read() {
         Method::Get => Effect::Late(Duration::from_millis(3)),
         _ => Effect::Pass,
     });
-    // Several servers of a host, and several readers of each.
+    // Several servers on one host, each with several readers.
     let images: Vec<Image> = (0..4)
         .map(|_| {
             let cache = Cache::open(dir.path().join("cache"), cache.limit()).unwrap();
@@ -68,7 +68,7 @@ fn each_chunk_is_fetched_once_for_all_who_read() {
 }
 
 #[test]
-fn what_describes_an_image_is_fetched_once_for_all_servers_of_a_host() {
+fn manifest_and_maps_are_fetched_once_per_host() {
     let (memory, store) = store();
     let (dir, cache) = cache();
     let device = mixed(300, 1);
@@ -94,12 +94,12 @@ fn what_describes_an_image_is_fetched_once_for_all_servers_of_a_host() {
     let of =
         |dir: &str| -> Vec<u64> { gets.iter().filter(|(key, _)| key.starts_with(dir)).map(more).collect() };
     assert_eq!(of("manifests/").iter().sum::<u64>(), 1, "{gets:?}");
-    // One of the image, and one of what changed.
+    // One map of the first image, and one of the changes.
     assert_eq!(of("maps/").iter().filter(|count| **count > 0).collect::<Vec<_>>(), [&1, &1], "{gets:?}");
 }
 
 #[test]
-fn what_is_cached_needs_no_store() {
+fn cached_image_needs_no_store() {
     let (memory, store) = store();
     let (_dir, cache) = cache();
     let device = mixed(2000, 1);
@@ -109,7 +109,7 @@ fn what_is_cached_needs_no_store() {
     let image = Image::open(Arc::clone(&store), Some(Arc::clone(&cache)), name, CONFIG, soon()).unwrap();
     assert!(content(&image) == content(&device));
     assert_eq!(image.stat().fetched, 0);
-    // In memory it is there at once.
+    // Data in the page cache is read inline.
     let mut out = vec![0; 64 << 10];
     let request = Request::read(1 << 20, out.len() as u64);
     assert_eq!(image.try_io(&request, Buffer::Read(&mut out)), Ok(Tried::Done));
@@ -117,7 +117,7 @@ fn what_is_cached_needs_no_store() {
 }
 
 #[test]
-fn what_is_cached_is_served_while_the_store_hangs() {
+fn cached_data_is_served_while_store_hangs() {
     let (memory, store) = store();
     let (_dir, cache) = cache();
     let device = mixed(40 * 128, 1);
@@ -142,7 +142,7 @@ fn what_is_cached_is_served_while_the_store_hangs() {
         image.read_at(8192, &mut out).unwrap();
     }
     assert!(since.elapsed() < Duration::from_secs(5));
-    // Whoever waits is answered when the image goes. (What is zeroes needs no store.)
+    // Waiting requests fail when the image is dropped. Reads of zeroes succeed without the store.
     drop(image);
     drop(tx);
     let outcomes: Vec<_> = rx.iter().collect();
@@ -151,7 +151,7 @@ fn what_is_cached_is_served_while_the_store_hangs() {
 }
 
 #[test]
-fn without_a_cache_a_page_costs_a_unit() {
+fn read_without_cache_fetches_one_unit() {
     let (memory, store) = store();
     let device = mixed(2000, 1);
     push_plain(&store, &device, "v1").unwrap();
@@ -168,7 +168,7 @@ fn without_a_cache_a_page_costs_a_unit() {
 }
 
 #[test]
-fn a_cache_that_is_lost_or_damaged_is_filled_again() {
+fn damaged_cache_is_refilled() {
     let (_memory, store) = store();
     let (dir, cache) = cache();
     let device = mixed(1000, 1);
@@ -182,7 +182,7 @@ fn a_cache_that_is_lost_or_damaged_is_filled_again() {
         dirs.flat_map(|dir| std::fs::read_dir(dir).unwrap().map(|file| file.unwrap().path())).collect()
     };
     assert_eq!(files().len(), 8);
-    // A page of each is hit.
+    // Damage one page of each file.
     for (number, path) in files().into_iter().enumerate() {
         let file = std::fs::File::options().write(true).open(path).unwrap();
         std::os::unix::fs::FileExt::write_all_at(&file, b"damage", ((1 + number) * PAGE) as u64).unwrap();
@@ -195,7 +195,7 @@ fn a_cache_that_is_lost_or_damaged_is_filled_again() {
     for path in files() {
         std::fs::remove_file(path).unwrap();
     }
-    // Those that are open go on.
+    // Open files still work.
     assert!(content(&image) == want);
     let before = store.requests().gets;
     assert!(content(&self::image(&store, Some(&cache), "v1")) == want);
@@ -203,7 +203,7 @@ fn a_cache_that_is_lost_or_damaged_is_filled_again() {
 }
 
 #[test]
-fn a_cache_that_takes_nothing_is_done_without() {
+fn failing_cache_is_bypassed() {
     let (_memory, store) = store();
     let (dir, cache) = cache();
     let device = mixed(1000, 1);
@@ -214,13 +214,13 @@ fn a_cache_that_takes_nothing_is_done_without() {
     assert!(content(&image) == content(&device));
     let pulled = image.pull(&|_, _| {}, soon()).unwrap_err();
     assert!(pulled.to_string().contains("No such file or directory"), "{pulled}");
-    // A pull does not wait until the cache is used again by itself.
+    // A pull uses the cache again at once.
     std::fs::create_dir(&new).unwrap();
     image.pull(&|_, _| {}, soon()).unwrap();
 }
 
 #[test]
-fn a_cache_smaller_than_the_image_serves_all_of_it() {
+fn small_cache_serves_larger_image() {
     let (_memory, store) = store();
     let dir = tempfile::tempdir().unwrap();
     let cache = Cache::open(dir.path(), BYTES_MIN).unwrap();
@@ -237,7 +237,7 @@ fn a_cache_smaller_than_the_image_serves_all_of_it() {
 }
 
 #[test]
-fn reads_in_a_row_are_fetched_ahead() {
+fn sequential_reads_are_prefetched() {
     let (memory, store) = store();
     let (_dir, cache) = cache();
     let device = mixed(60 * 128, 1);
@@ -250,7 +250,7 @@ fn reads_in_a_row_are_fetched_ahead() {
     assert!(content(&image) == content(&device));
     let stat = image.stat();
     assert!(stat.ahead > 20 && stat.failed == 0, "{stat:?}");
-    // What is read at random is not, nor by two.
+    // Random reads are not prefetched, nor are two adjacent ones.
     let (_dir, cache) = self::cache();
     let image = self::image(&store, Some(&cache), "v1");
     let mut out = vec![0; PAGE];
@@ -259,7 +259,8 @@ fn reads_in_a_row_are_fetched_ahead() {
     std::thread::sleep(Duration::from_millis(30));
     let stat = image.stat();
     assert!(stat.fetched <= 8 && stat.ahead == 0, "{stat:?}");
-    // The third in a row has one fetched, which is not waited for, and so no fourth.
+    // The third sequential read prefetches one chunk. Its read is then no miss, so nothing more is
+    // prefetched.
     read(6);
     let since = Instant::now();
     while image.stat().ahead == 0 && since.elapsed() < Duration::from_secs(10) {
@@ -270,7 +271,7 @@ fn reads_in_a_row_are_fetched_ahead() {
 }
 
 #[test]
-fn extents_and_other_operations() {
+fn image_extents_and_refused_operations() {
     let (_memory, store) = store();
     let device = mixed(1000, 1);
     push_plain(&store, &device, "v1").unwrap();
@@ -299,7 +300,7 @@ fn extents_and_other_operations() {
 }
 
 #[test]
-fn what_was_read_first_is_fetched_before_anybody_asks() {
+fn trace_is_prefetched() {
     let (memory, store) = store();
     let device = mixed(60 * 128, 1);
     let name = push_plain(&store, &device, "v1").unwrap().manifest;
@@ -316,7 +317,7 @@ fn what_was_read_first_is_fetched_before_anybody_asks() {
     }
     assert_eq!(first.stat().ahead, 0);
     assert_eq!(first.push_trace(soon()).unwrap(), order.len());
-    // Somewhere else all of it comes by itself.
+    // With another cache, the chunks of the trace are prefetched.
     let (_dir, cache) = self::cache();
     let second = open(&cache, true);
     let since = Instant::now();
@@ -335,10 +336,10 @@ fn what_was_read_first_is_fetched_before_anybody_asks() {
         second.read_at(chunk * CHUNK_BYTES as u64, &mut out).unwrap();
     }
     assert_eq!(second.stat().fetched, order.len() as u64);
-    // What it read is its own trace, in its order.
+    // The second reader records the same trace.
     assert_eq!(second.push_trace(soon()).unwrap(), order.len());
     assert_eq!(store.trace(&name, soon()).unwrap().len(), order.len());
-    // One that is no trace does no harm.
+    // A damaged trace is ignored.
     memory.heal();
     for change in [
         (|bytes: &mut Vec<u8>| bytes[70] ^= 1) as fn(&mut Vec<u8>),
@@ -353,7 +354,7 @@ fn what_was_read_first_is_fetched_before_anybody_asks() {
         let (_dir, cache) = self::cache();
         assert!(content(&open(&cache, true)) == content(&device));
     }
-    // Nor does one of another image.
+    // Another image has no trace.
     store.set_trace(&freestone_store::format::name::Name([7; 32]), &[], soon()).unwrap();
     assert_eq!(store.trace(&freestone_store::format::name::Name([8; 32]), soon()), Ok(Vec::new()));
 }

@@ -1,4 +1,4 @@
-//! Geometry, refusals, and what happens to requests of a device that is dropped.
+//! Checks geometry, refused requests, and requests in flight when a device is dropped.
 
 use std::sync::{Arc, mpsc};
 
@@ -10,7 +10,7 @@ use super::{Checked, Options, ensure};
 /// Requests in flight when the device is dropped.
 const ABANDONED: u64 = 64;
 
-/// Checks that the geometry is possible, and the same when asked again.
+/// Checks that the geometry is valid and stable.
 pub fn geometry(device: &dyn Device) -> Checked {
     const CHECK: &str = "geometry";
     let geometry = device.geometry();
@@ -60,8 +60,9 @@ pub fn geometry(device: &dyn Device) -> Checked {
     Ok(())
 }
 
-/// Checks that bad requests are refused, with the error that the contract's order of checks gives,
-/// in both halves alike and without effect; and that the first and the last blocks are in reach.
+/// Checks that invalid requests fail with the error that the contract's order of checks requires,
+/// by try and submit alike, without effect. Also checks that the first and last blocks are
+/// accessible.
 pub fn errors(device: &dyn Device, options: &Options) -> Checked {
     let mut driver = Driver::new(device, options, "errors", 1);
     let geometry = device.geometry();
@@ -69,16 +70,16 @@ pub fn errors(device: &dyn Device, options: &Options) -> Checked {
     let size = geometry.size;
     let edge = size.min(8 * block);
     if options.stores && !geometry.read_only && geometry.zones.is_none() {
-        // Not zero, so that zeroing something by mistake shows.
+        // Not zero, so that accidental zeroing shows.
         for (offset, byte) in [(0, 0x11), (size - edge, 0x22)] {
             let data = vec![byte; edge as usize];
-            driver.must(Way::Try, Request::write(offset, edge), Data::Out(&data))?;
+            driver.run_ok(Way::Try, Request::write(offset, edge), Data::Out(&data))?;
         }
     }
     let head = driver.read(Way::Try, 0, edge)?;
     let tail = driver.read(Way::Submit, size - edge, edge)?;
 
-    // Offset, length, and what a device that is not read-only answers.
+    // Offset, length, and the error of a writable device.
     let far = u64::MAX - block + 1;
     let cases = [
         (0, 0, Error::Misaligned),
@@ -89,11 +90,11 @@ pub fn errors(device: &dyn Device, options: &Options) -> Checked {
         (0, block + 1, Error::Misaligned),
         (block / 2, block, Error::Misaligned),
         (block, block / 2, Error::Misaligned),
-        // Both misaligned and out of range: alignment is looked at first.
+        // Both misaligned and out of range: alignment is checked first.
         (size + 1, block, Error::Misaligned),
         (size, block + 1, Error::Misaligned),
         (u64::MAX, 1, Error::Misaligned),
-        // Out of range, by a little and by much.
+        // Out of range, slightly and far.
         (size, block, Error::OutOfRange),
         (size - block, 2 * block, Error::OutOfRange),
         (size + block, block, Error::OutOfRange),
@@ -101,7 +102,7 @@ pub fn errors(device: &dyn Device, options: &Options) -> Checked {
         (far, block, Error::OutOfRange),
         (far, 4 * block, Error::OutOfRange),
     ];
-    // Without data the length can be anything.
+    // Requests without data may have any length.
     let huge = [
         (0, far, Error::OutOfRange),
         (block, far, Error::OutOfRange),
@@ -126,7 +127,7 @@ pub fn errors(device: &dyn Device, options: &Options) -> Checked {
         refuses(&mut driver, Request::new(Op::Flush, offset, len), Error::Misaligned)?;
     }
     for way in Way::ALL {
-        driver.must(way, Request::flush(), Data::None)?;
+        driver.run_ok(way, Request::flush(), Data::None)?;
         driver.compare(way, 0, &head, "requests that were refused")?;
         driver.compare(way, size - edge, &tail, "requests that were refused")?;
         driver.read(way, 0, block)?;
@@ -151,13 +152,13 @@ fn refuses(driver: &mut Driver<'_>, request: Request, expected: Error) -> Checke
         ensure!(
             answer == Err(expected),
             driver.check,
-            "{request:?} by {way:?} was answered {answer:?} and must fail: {expected}"
+            "{request:?} by {way:?} returned {answer:?}, expected error: {expected}"
         );
     }
     Ok(())
 }
 
-/// Submits requests and drops the device at once: each must still be answered, once.
+/// Submits requests and drops the device at once: each request must complete exactly once.
 pub fn abandoned(device: Arc<dyn Device>, options: &Options) -> Checked {
     const CHECK: &str = "abandoned";
     let geometry = device.geometry();
@@ -190,13 +191,13 @@ pub fn abandoned(device: Arc<dyn Device>, options: &Options) -> Checked {
         let Ok((request, outcome)) = answers.recv_timeout(options.patience) else {
             return Err(super::Violation {
                 check: CHECK,
-                what: format!("{} of {ABANDONED} requests were never answered", ABANDONED - answered),
+                what: format!("{} of {ABANDONED} requests did not complete", ABANDONED - answered),
             });
         };
         ensure!(
             matches!(outcome, Ok(()) | Err(Error::Gone)),
             CHECK,
-            "{request:?} of a device that was dropped was answered {outcome:?}"
+            "{request:?} of a dropped device returned {outcome:?}"
         );
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Several threads on one device: regions of their own, and shared blocks that must never be torn
+//! Checks several threads on one device: private regions, and shared blocks that must never be torn
 //! or stale.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,49 +10,49 @@ use super::driver::{Data, Driver, Way};
 use super::{Checked, Options, Violation, ensure};
 
 const CHECK: &str = "concurrent";
-/// Blocks that one thread stamps and all read.
+/// Blocks that one thread writes and all threads read.
 const SHARED_BLOCKS: u64 = 8;
-/// Blocks behind those that all threads write.
-const FOUGHT_BLOCKS: u64 = 8;
-/// Bytes of the region that each thread has for itself, where the device is large enough.
+/// Blocks after those that all threads write.
+const CONTENDED_BLOCKS: u64 = 8;
+/// Bytes of each thread's private region, if the device is large enough.
 const OWN_BYTES: u64 = 256 << 10;
 
-/// What the threads know of each shared block.
+/// Shared knowledge about the shared blocks.
 struct Board {
     block: u64,
-    /// What of a block is written and read as a whole.
+    /// Bytes of a block that are read and written atomically.
     whole: u64,
-    /// Stamps begun, and stamps answered, per block. Only the block's owner advances them.
+    /// Stamps begun and completed, per block. Only the block's owner advances them.
     begun: Vec<AtomicU64>,
     answered: Vec<AtomicU64>,
-    /// Writes begun to the fought blocks, per thread.
-    fights: Vec<AtomicU64>,
+    /// Writes begun to the contended blocks, per thread.
+    contended: Vec<AtomicU64>,
     failed: AtomicBool,
 }
 
-/// Threads write and read at once. Each has a region of its own, which must behave as if it were
-/// alone; and each owns some of the blocks at the start of the device, which it stamps with rising
-/// numbers while the others read: every block (or what of it [`Options::whole`] says) must be one
-/// stamp as a whole, not older than the last that was answered before the read began. Some more
-/// blocks are written by all threads, several at once: each must always be one of the writes as a
-/// whole.
+/// Writes and reads concurrently. Each thread has a private region, which must behave as if the
+/// thread were alone. Each thread also owns some blocks at the start of the device, which it stamps
+/// with rising numbers while the others read them. Every block (or [`Options::whole`] bytes of it)
+/// must show exactly one stamp, not older than the last one that completed before the read began.
+/// Further blocks are written by all threads, several at once; each must always hold exactly one of
+/// the writes.
 pub fn concurrent(device: &dyn Device, options: &Options) -> Checked {
     let geometry = device.geometry();
     let block = u64::from(geometry.logical_block);
-    let shared = (SHARED_BLOCKS + FOUGHT_BLOCKS) * block;
+    let shared = (SHARED_BLOCKS + CONTENDED_BLOCKS) * block;
     let threads = u64::from(options.threads.max(2));
     let own = (geometry.size.saturating_sub(shared) / threads / block * block).min(OWN_BYTES);
     ensure!(own >= block, CHECK, "the suite needs a device of more than {} blocks", shared / block + threads);
 
     let mut driver = Driver::new(device, options, CHECK, 5);
-    driver.must(Way::Try, Request::new(Op::WriteZeroes, 0, shared), Data::None)?;
+    driver.run_ok(Way::Try, Request::new(Op::WriteZeroes, 0, shared), Data::None)?;
     let counters = |n: u64| (0..n).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
     let board = Board {
         block,
         whole: options.whole.min(block),
         begun: counters(SHARED_BLOCKS),
         answered: counters(SHARED_BLOCKS),
-        fights: counters(threads),
+        contended: counters(threads),
         failed: AtomicBool::new(false),
     };
     let outcomes: Vec<Checked> = thread::scope(|scope| {
@@ -91,7 +91,7 @@ fn worker(
 ) -> Checked {
     let mut driver = Driver::new(device, options, CHECK, 100 + me);
     let mut own = vec![0; own_len as usize];
-    driver.must(Way::Submit, Request::new(Op::WriteZeroes, own_at, own_len), Data::None)?;
+    driver.run_ok(Way::Submit, Request::new(Op::WriteZeroes, own_at, own_len), Data::None)?;
     for _ in 0..options.thread_rounds {
         if board.failed.load(Ordering::SeqCst) {
             return Ok(());
@@ -99,23 +99,23 @@ fn worker(
         let way = Way::ALL[driver.rng.below(3) as usize];
         match driver.rng.below(10) {
             0..3 => stamp(&mut driver, board, way, me, threads)?,
-            3..5 => fight(&mut driver, board, way, me)?,
+            3..5 => write_contended(&mut driver, board, way, me)?,
             5..7 => inspect(&mut driver, board, way)?,
             7..9 => own_region(&mut driver, way, own_at, &mut own)?,
-            _ => driver.must(way, Request::flush(), Data::None)?,
+            _ => driver.run_ok(way, Request::flush(), Data::None)?,
         }
     }
     driver.compare(Way::Try, own_at, &own, "work of several threads on regions of their own")
 }
 
-/// The content of a block with this stamp: words that cannot come from another stamp or block.
+/// Returns the content word of a block with a stamp; unique per stamp and block.
 fn word(block: u64, stamp: u64) -> u64 {
     if stamp == 0 { 0 } else { (block << 48) | stamp }
 }
 
-/// Writes the next stamp to a block of mine.
+/// Writes the next stamp to one of this thread's blocks.
 fn stamp(driver: &mut Driver<'_>, board: &Board, way: Way, me: u64, threads: u64) -> Checked {
-    // Blocks are dealt to the threads in turn; with more threads than blocks some own none.
+    // Blocks are assigned round-robin; with more threads than blocks, some threads own none.
     let mine = (SHARED_BLOCKS + threads - 1 - me) / threads;
     if mine == 0 {
         return Ok(());
@@ -126,19 +126,19 @@ fn stamp(driver: &mut Driver<'_>, board: &Board, way: Way, me: u64, threads: u64
     let mut flags = Flags::empty();
     flags.set(Flags::FUA, driver.rng.chance(5));
     let request = Request::write(at * board.block, board.block).with(flags);
-    driver.must(way, request, Data::Out(&data))?;
+    driver.run_ok(way, request, Data::Out(&data))?;
     board.answered[at as usize].store(stamp, Ordering::SeqCst);
     Ok(())
 }
 
-/// Reads some shared blocks: each must be one stamp, and recent enough.
+/// Reads some shared blocks: each must hold one stamp that is recent enough.
 fn inspect(driver: &mut Driver<'_>, board: &Board, way: Way) -> Checked {
     let first = driver.rng.below(SHARED_BLOCKS);
     let count = 1 + driver.rng.below(SHARED_BLOCKS - first);
     let floor: Vec<u64> = board.answered.iter().map(|n| n.load(Ordering::SeqCst)).collect();
     let data = driver.read(way, first * board.block, count * board.block)?;
     if !driver.options.stores {
-        ensure!(data.iter().all(|&b| b == 0), CHECK, "a device that forgets writes returned data");
+        ensure!(data.iter().all(|&b| b == 0), CHECK, "a device that discards writes returned data");
         return Ok(());
     }
     for (from, bytes) in (0..).step_by(board.whole as usize).zip(data.chunks(board.whole as usize)) {
@@ -148,7 +148,7 @@ fn inspect(driver: &mut Driver<'_>, board: &Board, way: Way) -> Checked {
         ensure!(
             words.all(|w| w == found),
             CHECK,
-            "shared block {at} was read torn: it begins with stamp {found:#x} and does not stay so"
+            "shared block {at} was read torn: it begins with stamp {found:#x} and changes within the block"
         );
         let stamp = found & ((1 << 48) - 1);
         ensure!(found == word(at, stamp), CHECK, "shared block {at} holds {found:#x}, of another block");
@@ -156,21 +156,21 @@ fn inspect(driver: &mut Driver<'_>, board: &Board, way: Way) -> Checked {
         ensure!(
             (low..=high).contains(&stamp),
             CHECK,
-            "shared block {at} was read with stamp {stamp}; {low} was answered before the read, {high} begun by its end"
+            "shared block {at} was read with stamp {stamp}; {low} completed before the read, {high} had begun by its end"
         );
     }
     Ok(())
 }
 
-/// Writes some of the blocks that all threads write, then reads some.
-fn fight(driver: &mut Driver<'_>, board: &Board, way: Way, me: u64) -> Checked {
-    let first = driver.rng.below(FOUGHT_BLOCKS);
-    let count = 1 + driver.rng.below(FOUGHT_BLOCKS - first);
-    let round = board.fights[me as usize].fetch_add(1, Ordering::SeqCst) + 1;
+/// Writes some of the contended blocks, then reads them.
+fn write_contended(driver: &mut Driver<'_>, board: &Board, way: Way, me: u64) -> Checked {
+    let first = driver.rng.below(CONTENDED_BLOCKS);
+    let count = 1 + driver.rng.below(CONTENDED_BLOCKS - first);
+    let round = board.contended[me as usize].fetch_add(1, Ordering::SeqCst) + 1;
     let mark = ((me + 1) << 32) | round;
     let data: Vec<u8> = (0..count * board.block / 8).flat_map(|_| mark.to_le_bytes()).collect();
     let at = (SHARED_BLOCKS + first) * board.block;
-    driver.must(way, Request::write(at, count * board.block), Data::Out(&data))?;
+    driver.run_ok(way, Request::write(at, count * board.block), Data::Out(&data))?;
     let found = driver.read(way, at, count * board.block)?;
     if !driver.options.stores {
         return Ok(());
@@ -180,18 +180,18 @@ fn fight(driver: &mut Driver<'_>, board: &Board, way: Way, me: u64) -> Checked {
         ensure!(
             bytes.chunks(8).all(|w| w == word.to_le_bytes()),
             CHECK,
-            "a block that several threads write was read torn: it begins with {word:#x} and does not stay so"
+            "a block that several threads write was read torn: it begins with {word:#x} and changes within the block"
         );
         let (thread, round) = ((word >> 32).wrapping_sub(1) as usize, word & 0xffff_ffff);
-        let begun = board.fights.get(thread).map(|n| n.load(Ordering::SeqCst));
+        let begun = board.contended.get(thread).map(|n| n.load(Ordering::SeqCst));
         ensure!(
             begun.is_some_and(|begun| (1..=begun).contains(&round)),
             CHECK,
             "a block that several threads write holds {word:#x}, which none of them wrote"
         );
-        // It may be another thread's write, but not one of mine before the last.
+        // Another thread's write is possible, but not an earlier write of this thread.
         ensure!(
-            thread as u64 != me || round == board.fights[me as usize].load(Ordering::SeqCst),
+            thread as u64 != me || round == board.contended[me as usize].load(Ordering::SeqCst),
             CHECK,
             "a block holds this thread's write {round}, which was overwritten"
         );
@@ -199,7 +199,7 @@ fn fight(driver: &mut Driver<'_>, board: &Board, way: Way, me: u64) -> Checked {
     Ok(())
 }
 
-/// One operation on the region of this thread alone.
+/// Runs one operation on this thread's private region.
 fn own_region(driver: &mut Driver<'_>, way: Way, base: u64, own: &mut [u8]) -> Checked {
     let block = u64::from(driver.device.geometry().logical_block);
     let all = own.len() as u64 / block;
@@ -210,13 +210,13 @@ fn own_region(driver: &mut Driver<'_>, way: Way, base: u64, own: &mut [u8]) -> C
     match driver.rng.below(4) {
         0 => {
             own[range].fill(0);
-            driver.must(way, Request::new(Op::WriteZeroes, base + at, len), Data::None)
+            driver.run_ok(way, Request::new(Op::WriteZeroes, base + at, len), Data::None)
         }
         1 => driver.compare(way, base + at, &own[range], "writes of this thread alone"),
         _ => {
             let mut data = vec![0; len as usize];
             driver.rng.content(&mut data);
-            driver.must(way, Request::write(base + at, len), Data::Out(&data))?;
+            driver.run_ok(way, Request::write(base + at, len), Data::Out(&data))?;
             if driver.options.stores {
                 own[range].copy_from_slice(&data);
             }

@@ -1,4 +1,4 @@
-//! Content against a plain byte vector: random operations, one after the other and in batches.
+//! Checks the content against a byte vector: random operations, single and in batches.
 
 use freestone_core::device::{Device, Flags, IoBuf, Op, Request};
 use freestone_core::plug::Plug;
@@ -7,20 +7,20 @@ use super::driver::{Data, Driver, Way};
 use super::{Checked, Options, ensure};
 
 const CHECK: &str = "content";
-/// Requests of a batch; they do not overlap.
+/// Requests of a batch, which do not overlap.
 const BATCH: u64 = 16;
 
-/// A part of the device and what it must contain.
+/// A range of the device and its expected content.
 struct Window {
     base: u64,
     block: u64,
     bytes: Vec<u8>,
-    /// False: writes vanish.
+    /// False if the device discards writes.
     stores: bool,
 }
 
-/// Runs random operations in every way and compares with a byte vector, at the start and the end of
-/// the device. On a read-only device: reads only.
+/// Runs random operations in every way at the start and the end of the device, and compares with a
+/// byte vector. On a read-only device, only reads.
 pub fn content(device: &dyn Device, options: &Options) -> Checked {
     let size = device.geometry().size;
     let len = options.window.min(size);
@@ -36,7 +36,7 @@ pub fn content(device: &dyn Device, options: &Options) -> Checked {
         ensure!(
             options.stores || window.bytes.iter().all(|&b| b == 0),
             CHECK,
-            "a device that forgets writes reads as something else than zeroes"
+            "a device that discards writes does not read as zeroes"
         );
         if device.geometry().read_only {
             window.reads(&mut driver, options.rounds)?;
@@ -53,8 +53,8 @@ pub fn content(device: &dyn Device, options: &Options) -> Checked {
     Ok(())
 }
 
-/// Checks that a device which `grow` makes larger keeps its content, reads zeroes in the new part
-/// and stores there.
+/// Checks that a device keeps its content when `grow` enlarges it, that the new part reads as
+/// zeroes, and that it stores data.
 pub fn grown(device: &dyn Device, options: &Options, grow: &dyn Fn()) -> Checked {
     let mut driver = Driver::new(device, options, "grown", 3);
     let old = device.geometry();
@@ -64,7 +64,7 @@ pub fn grown(device: &dyn Device, options: &Options, grow: &dyn Fn()) -> Checked
     for from in (0..edge).step_by(options.max_io as usize) {
         let part = &data[from as usize..(from + options.max_io).min(edge) as usize];
         let request = Request::write(old.size - edge + from, part.len() as u64);
-        driver.must(Way::Try, request, Data::Out(part))?;
+        driver.run_ok(Way::Try, request, Data::Out(part))?;
     }
     grow();
     let new = device.geometry();
@@ -76,7 +76,7 @@ pub fn grown(device: &dyn Device, options: &Options, grow: &dyn Fn()) -> Checked
     for way in Way::ALL {
         let mut last = vec![0; block];
         driver.rng.fill(&mut last);
-        driver.must(way, Request::write(new.size - block as u64, block as u64), Data::Out(&last))?;
+        driver.run_ok(way, Request::write(new.size - block as u64, block as u64), Data::Out(&last))?;
         driver.compare(way, new.size - block as u64, &last, "writing to the last block")?;
     }
     Ok(())
@@ -87,7 +87,7 @@ impl Window {
         self.bytes.len() as u64
     }
 
-    /// A random aligned range; short ones are more likely.
+    /// Returns a random aligned range; short ones are more likely.
     fn range(&self, driver: &mut Driver<'_>) -> (u64, u64) {
         let most = match driver.rng.below(20) {
             0..6 => self.block,
@@ -110,7 +110,7 @@ impl Window {
         Ok(())
     }
 
-    /// First and last blocks, whole runs, and what crosses the middle.
+    /// Operations on the first and last blocks, and long ones at both ends.
     fn edges(&mut self, driver: &mut Driver<'_>, way: Way) -> Checked {
         let (block, len) = (self.block, self.len());
         let long = driver.options.max_io.min(len);
@@ -135,8 +135,8 @@ impl Window {
                 self.write_zeroes(driver, way, at, len, flags)
             }
             77..88 => self.discard(driver, way, at, len),
-            88..92 => driver.must(way, Request::flush(), Data::None),
-            92..94 => self.put_off(driver),
+            88..92 => driver.run_ok(way, Request::flush(), Data::None),
+            92..94 => self.drop_after_try(driver),
             _ => self.batch(driver),
         }
     }
@@ -145,9 +145,9 @@ impl Window {
         let mut data = vec![0; len as usize];
         driver.rng.content(&mut data);
         let request = Request::write(self.base + at, len).with(flags);
-        driver.must(way, request, Data::Out(&data))?;
+        driver.run_ok(way, request, Data::Out(&data))?;
         self.store(at, &data);
-        self.around(driver, way, at, len, &format!("{request:?} by {way:?}"))
+        self.compare_around(driver, way, at, len, &format!("{request:?} by {way:?}"))
     }
 
     fn write_zeroes(
@@ -159,15 +159,15 @@ impl Window {
         flags: Flags,
     ) -> Checked {
         let request = Request::new(Op::WriteZeroes, self.base + at, len).with(flags);
-        driver.must(way, request, Data::None)?;
+        driver.run_ok(way, request, Data::None)?;
         self.bytes[at as usize..(at + len) as usize].fill(0);
-        self.around(driver, way, at, len, &format!("{request:?} by {way:?}"))
+        self.compare_around(driver, way, at, len, &format!("{request:?} by {way:?}"))
     }
 
-    /// After a discard each block is old or zero, as a whole, and stays what it is.
+    /// After a discard, each block holds its old content or zeroes, and does not change after that.
     fn discard(&mut self, driver: &mut Driver<'_>, way: Way, at: u64, len: u64) -> Checked {
         let request = Request::new(Op::Discard, self.base + at, len);
-        driver.must(way, request, Data::None)?;
+        driver.run_ok(way, request, Data::None)?;
         let found = driver.read(way, self.base + at, len)?;
         let old = &mut self.bytes[at as usize..(at + len) as usize];
         for (i, (found, old)) in
@@ -180,12 +180,12 @@ impl Window {
             );
             old.copy_from_slice(found);
         }
-        self.around(driver, Way::Submit, at, len, &format!("{request:?} by {way:?}"))
+        self.compare_around(driver, Way::Submit, at, len, &format!("{request:?} by {way:?}"))
     }
 
-    /// A write that is tried once and then given up: what was not reported done may be old, nothing
-    /// else changes.
-    fn put_off(&mut self, driver: &mut Driver<'_>) -> Checked {
+    /// Tries a write once and then drops it: only the part that was not reported done may still be
+    /// old.
+    fn drop_after_try(&mut self, driver: &mut Driver<'_>) -> Checked {
         let (at, len) = self.range(driver);
         let mut data = vec![0; len as usize];
         driver.rng.content(&mut data);
@@ -197,17 +197,17 @@ impl Window {
             Err(error) => return Err(driver.violation(format!("{request:?} tried failed: {error}"))),
         };
         self.store(at, &data[..done as usize]);
-        self.around(driver, Way::Try, at, len, &format!("{request:?} tried, {done} bytes of it done"))
+        self.compare_around(driver, Way::Try, at, len, &format!("{request:?} tried, {done} bytes of it done"))
     }
 
-    /// Requests in flight together that do not overlap.
+    /// Runs non-overlapping requests concurrently.
     fn batch(&mut self, driver: &mut Driver<'_>) -> Checked {
         let share = self.len() / self.block / BATCH * self.block;
         if share == 0 {
             return Ok(());
         }
         let mut pending = Vec::new();
-        // Every other batch is handed over as one.
+        // Every other batch is submitted under a plug.
         let plug = driver.rng.chance(50).then(Plug::start);
         for i in 0..BATCH {
             let blocks = 1 + driver.rng.below((share / self.block).min(64));
@@ -256,8 +256,8 @@ impl Window {
         driver.compare(way, self.base + at, &self.bytes[at as usize..(at + len) as usize], after)
     }
 
-    /// Compares a range and the block on each side of it.
-    fn around(&self, driver: &mut Driver<'_>, way: Way, at: u64, len: u64, after: &str) -> Checked {
+    /// Compares a range and one block on each side of it.
+    fn compare_around(&self, driver: &mut Driver<'_>, way: Way, at: u64, len: u64, after: &str) -> Checked {
         let from = at.saturating_sub(self.block);
         let to = (at + len + self.block).min(self.len());
         self.matches(driver, way, from, to - from, after)

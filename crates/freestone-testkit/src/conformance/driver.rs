@@ -1,4 +1,4 @@
-//! Runs one request in the ways in which exports do.
+//! Runs single requests in the ways that exports use.
 
 use std::sync::mpsc;
 
@@ -7,17 +7,17 @@ use freestone_core::device::{self, Buffer, Completion, Device, Error, IoBuf, Op,
 use super::{Checked, Options, Violation, ensure};
 use crate::{Rng, first_difference};
 
-/// A try that makes progress so slowly that it never ends is a violation, not a hang.
+/// Limit of tries per request, which turns endless tiny progress into a violation.
 const MAX_TRIES: u32 = 1_000_000;
 
-/// How a request reaches the device.
+/// Way in which a request reaches the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
-    /// Tried until it is done or would block, the rest submitted.
+    /// Tried until it completes or would block, then the rest is submitted.
     Try,
     /// Submitted at once.
     Submit,
-    /// A random prefix is tried, the rest submitted.
+    /// A random prefix is tried, then the rest is submitted.
     Mixed,
 }
 
@@ -25,7 +25,6 @@ impl Way {
     pub const ALL: [Self; 3] = [Self::Try, Self::Submit, Self::Mixed];
 }
 
-/// The caller's memory.
 pub(super) enum Data<'a> {
     None,
     In(&'a mut [u8]),
@@ -42,7 +41,6 @@ impl Data<'_> {
     }
 }
 
-/// What every part of the suite needs at hand.
 pub(super) struct Driver<'a> {
     pub device: &'a dyn Device,
     pub options: &'a Options,
@@ -50,7 +48,6 @@ pub(super) struct Driver<'a> {
     pub rng: Rng,
 }
 
-/// A request whose answer is outstanding.
 pub(super) struct Pending {
     request: Request,
     answer: mpsc::Receiver<(device::Result<()>, IoBuf)>,
@@ -62,10 +59,10 @@ impl<'a> Driver<'a> {
         Self { device, options, check, rng }
     }
 
-    /// Runs a request; the inner result is the device's answer.
+    /// Runs a request. The inner result is the device's.
     pub fn run(&mut self, way: Way, request: Request, mut data: Data<'_>) -> Checked<device::Result<()>> {
         if let Data::In(out) = &mut data {
-            // A device that skips part of a read must not find the right bytes there already.
+            // A pattern, so that skipped parts of a read are detected.
             out.fill(0xa5);
         }
         let block = u64::from(self.device.geometry().logical_block);
@@ -100,7 +97,8 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Tries until done (true) or "would block" (false); `at` is how far it came.
+    /// Tries until the request completes (true) or would block (false); `at` is the progress in
+    /// bytes.
     fn attempt(&self, part: Request, data: &mut Data<'_>, at: &mut u64) -> Checked<device::Result<bool>> {
         let block = u64::from(self.device.geometry().logical_block);
         for _ in 0..MAX_TRIES {
@@ -116,7 +114,7 @@ impl<'a> Driver<'a> {
                     ensure!(
                         n > 0 && n < request.len && n.is_multiple_of(block),
                         self.check,
-                        "{request:?} was answered Partly({n}): it must be a multiple of the block, above 0 and below the length"
+                        "{request:?} returned Partly({n}): it must be a multiple of the block, above 0 and below the length"
                     );
                     *at += n;
                 }
@@ -125,52 +123,50 @@ impl<'a> Driver<'a> {
         Err(self.violation(format!("{part:?} did not end after {MAX_TRIES} tries")))
     }
 
-    /// Submits without waiting.
     pub fn submit(&self, request: Request, buffer: IoBuf) -> Pending {
         let (tx, answer) = mpsc::channel();
         let done = Completion::new(move |outcome, buffer| {
-            // Nobody listens any more where the check has already failed.
+            // The receiver is gone if the check has already failed.
             let _ = tx.send((outcome, buffer));
         });
         self.device.submit(request, buffer, done);
         Pending { request, answer }
     }
 
-    /// Waits for a submitted request.
     pub fn wait(&self, pending: &Pending) -> Checked<device::Result<IoBuf>> {
         let request = pending.request;
         let Ok((outcome, buffer)) = pending.answer.recv_timeout(self.options.patience) else {
-            return Err(self.violation(format!("{request:?} was submitted and not answered")));
+            return Err(self.violation(format!("{request:?} was submitted but did not complete")));
         };
         ensure!(
             outcome.is_err() || request.op != Op::Read || buffer.len() as u64 == request.len,
             self.check,
-            "{request:?} was answered with a buffer of {} bytes",
+            "{request:?} completed with a buffer of {} bytes",
             buffer.len()
         );
         Ok(outcome.map(|()| buffer))
     }
 
     /// Runs a request that must succeed.
-    pub fn must(&mut self, way: Way, request: Request, data: Data<'_>) -> Checked {
+    pub fn run_ok(&mut self, way: Way, request: Request, data: Data<'_>) -> Checked {
         match self.run(way, request, data)? {
             Ok(()) => Ok(()),
             Err(error) => Err(self.violation(format!("{request:?} by {way:?} failed: {error}"))),
         }
     }
 
-    /// Reads what must be readable, with `way`.
+    /// Reads a range in requests of at most `max_io`, which must succeed.
     pub fn read(&mut self, way: Way, offset: u64, len: u64) -> Checked<Vec<u8>> {
         let mut out = vec![0; len as usize];
         for from in (0..len).step_by(self.options.max_io as usize) {
             let to = (from + self.options.max_io).min(len);
             let data = Data::In(&mut out[from as usize..to as usize]);
-            self.must(way, Request::read(offset + from, to - from), data)?;
+            self.run_ok(way, Request::read(offset + from, to - from), data)?;
         }
         Ok(out)
     }
 
-    /// Compares the device with `expected` at `offset`.
+    /// Compares the content at `offset` with `expected`.
     pub fn compare(&mut self, way: Way, offset: u64, expected: &[u8], after: &str) -> Checked {
         let found = self.read(way, offset, expected.len() as u64)?;
         match first_difference(&found, expected) {

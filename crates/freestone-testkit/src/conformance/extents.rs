@@ -1,4 +1,4 @@
-//! What a device says of its extents must be in order, complete and true.
+//! Checks that reported extents are ordered, complete and correct.
 
 use freestone_core::device::{Device, Error, Extent, ExtentKind, Op, Request};
 
@@ -6,11 +6,10 @@ use super::driver::{Data, Driver, Way};
 use super::{Checked, Options, ensure};
 
 const CHECK: &str = "extents";
-/// Calls that one walk over the device may take.
+/// Maximum number of calls to describe a range.
 const MAX_CALLS: u32 = 1_000_000;
 
-/// Checks extents over a device into which data, zeroes and holes are put first, where it can be
-/// written.
+/// Checks extents. A writable device first gets data, zeroes and holes.
 pub fn extents(device: &dyn Device, options: &Options) -> Checked {
     let mut driver = Driver::new(device, options, CHECK, 4);
     let geometry = device.geometry();
@@ -18,14 +17,14 @@ pub fn extents(device: &dyn Device, options: &Options) -> Checked {
     let len = options.window.min(geometry.size);
     for base in [0, geometry.size - len] {
         if !geometry.read_only && geometry.zones.is_none() {
-            litter(&mut driver, base, len)?;
+            fill_mixed(&mut driver, base, len)?;
         }
         walk(&mut driver, base, len)?;
         for _ in 0..options.rounds / 4 {
             let start = driver.rng.below(len / block) * block;
             let blocks = 1 + driver.rng.below((len - start) / block);
             walk(&mut driver, base + start, (blocks * block).min(64 * block))?;
-            stops(&mut driver, base + start, blocks * block)?;
+            check_stop(&mut driver, base + start, blocks * block)?;
         }
     }
     let far = u64::MAX - block + 1;
@@ -37,32 +36,32 @@ pub fn extents(device: &dyn Device, options: &Options) -> Checked {
         ensure!(
             answer == Err(Error::OutOfRange),
             CHECK,
-            "({offset}, {len}) of {size} bytes was answered {answer:?} and is out of range"
+            "({offset}, {len}) of {size} bytes is out of range but returned {answer:?}"
         );
     }
     Ok(())
 }
 
-/// Data, zeroes and discarded ranges next to each other.
-fn litter(driver: &mut Driver<'_>, base: u64, len: u64) -> Checked {
+/// Writes data, zeroes and discarded ranges next to each other.
+fn fill_mixed(driver: &mut Driver<'_>, base: u64, len: u64) -> Checked {
     let block = u64::from(driver.device.geometry().logical_block);
     let step = (len / 32 / block).max(1) * block;
     for (i, at) in (0..len).step_by(step as usize).enumerate() {
         let part = step.min(len - at);
         let mut data = vec![0; part as usize];
         driver.rng.fill(&mut data);
-        driver.must(Way::Try, Request::write(base + at, part), Data::Out(&data))?;
+        driver.run_ok(Way::Try, Request::write(base + at, part), Data::Out(&data))?;
         let op = if i % 4 == 1 { Op::Discard } else { Op::WriteZeroes };
         if i % 2 == 1 {
-            // Leaves a block of data before and behind where there is room.
+            // Leaves a block of data on each side if there is space.
             let inset = if part > 4 * block { block } else { 0 };
-            driver.must(Way::Try, Request::new(op, base + at + inset, part - 2 * inset), Data::None)?;
+            driver.run_ok(Way::Try, Request::new(op, base + at + inset, part - 2 * inset), Data::None)?;
         }
     }
     Ok(())
 }
 
-/// Walks over a range as an export does and compares with what is read.
+/// Walks over a range like an export and compares the rows with the content.
 fn walk(driver: &mut Driver<'_>, offset: u64, len: u64) -> Checked {
     let content = driver.read(Way::Try, offset, len)?;
     let mut at = offset;
@@ -80,7 +79,7 @@ fn walk(driver: &mut Driver<'_>, offset: u64, len: u64) -> Checked {
             Ok(described) => described,
             Err(error) => return Err(driver.violation(format!("({at}, {}) failed: {error}", end - at))),
         };
-        ordered(driver, at, end, &rows, described)?;
+        check_order(driver, at, end, &rows, described)?;
         for row in &rows {
             let found = &content[(row.offset - offset) as usize..(row.offset + row.len - offset) as usize];
             ensure!(
@@ -94,17 +93,17 @@ fn walk(driver: &mut Driver<'_>, offset: u64, len: u64) -> Checked {
     Err(driver.violation(format!("({offset}, {len}) took more than {MAX_CALLS} calls")))
 }
 
-/// Rows in order, without gaps, inside the range, at block boundaries; the sum is what was
-/// returned.
-fn ordered(driver: &Driver<'_>, from: u64, end: u64, rows: &[Extent], described: u64) -> Checked {
+/// Checks that rows are ordered, without gaps, within the range and block-aligned, and that their
+/// sum was returned.
+fn check_order(driver: &Driver<'_>, from: u64, end: u64, rows: &[Extent], described: u64) -> Checked {
     let block = u64::from(driver.device.geometry().logical_block);
     let mut at = from;
-    ensure!(!rows.is_empty(), CHECK, "no row for ({from}, {}): at least one is due", end - from);
+    ensure!(!rows.is_empty(), CHECK, "no row for ({from}, {}), expected at least one", end - from);
     for row in rows {
         ensure!(
             row.offset == at && row.len > 0 && row.len <= end - at && row.len.is_multiple_of(block),
             CHECK,
-            "{row:?} where a row from byte {at} to at most {end}, in blocks of {block}, is due"
+            "{row:?}, expected a row from byte {at} to at most {end} in blocks of {block}"
         );
         at += row.len;
     }
@@ -117,8 +116,8 @@ fn ordered(driver: &Driver<'_>, from: u64, end: u64, rows: &[Extent], described:
     Ok(())
 }
 
-/// The callback's "enough" is honoured at once.
-fn stops(driver: &mut Driver<'_>, offset: u64, len: u64) -> Checked {
+/// Checks that a callback that returns false stops the query at once.
+fn check_stop(driver: &mut Driver<'_>, offset: u64, len: u64) -> Checked {
     let wanted = 1 + driver.rng.below(3) as usize;
     let mut rows = Vec::new();
     let described = driver.device.extents(offset, len, &mut |row| {
@@ -130,5 +129,5 @@ fn stops(driver: &mut Driver<'_>, offset: u64, len: u64) -> Checked {
         Err(error) => return Err(driver.violation(format!("({offset}, {len}) failed: {error}"))),
     };
     ensure!(rows.len() <= wanted, CHECK, "{} rows were given, the caller stopped at {wanted}", rows.len());
-    ordered(driver, offset, offset + len, &rows, described)
+    check_order(driver, offset, offset + len, &rows, described)
 }

@@ -1,13 +1,13 @@
-//! Checks any device against the contract of [`freestone_core::device`].
+//! Conformance suite: checks a device against the contract of [`freestone_core::device`].
 //!
-//! [`check`] is the entry point: it makes fresh devices and panics with the name, the seed and what
-//! was violated. [`run`] is the same as a `Result`. The finer functions check one part of the
-//! contract on a device that the caller made: [`geometry`], [`errors`], [`content`], [`extents`],
-//! [`concurrent`], [`abandoned`], [`grown`]. A device with zones is checked with [`check_zoned`].
+//! [`check`] is the entry point. It creates fresh devices and panics with the name, the seed and
+//! the violation; [`run`] returns a `Result` instead. The other functions check one part of the
+//! contract on a given device: [`geometry`], [`errors`], [`content`], [`extents`], [`concurrent`],
+//! [`abandoned`], [`grown`]. [`check_zoned`] checks a device with zones.
 //!
-//! The suite drives a device as an export does (try, then submit the rest), through `submit` alone,
-//! and mixed (a random prefix tried, the rest submitted). It assumes nothing of the first content,
-//! but reads it.
+//! The suite drives a device like an export (try, then submit the rest), through `submit` only, and
+//! mixed (a random prefix tried, the rest submitted). The initial content may be anything; the
+//! suite reads it.
 
 mod basics;
 mod concurrent;
@@ -28,20 +28,20 @@ pub use content::{content, grown};
 pub use extents::extents;
 pub use zoned::{check_zoned, run_zoned};
 
-/// What the suite should know of a device, and how long it may take.
+/// Properties of a device and limits of the suite.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Written data can be read back. False for a device that forgets writes: its content must then
-    /// never change.
+    /// Written data can be read back. False for a device that discards writes; its content must
+    /// then never change.
     pub stores: bool,
-    /// The byte that is read behind the write pointer of a zone.
+    /// Byte that is read beyond the write pointer of a zone.
     pub unwritten: u8,
-    /// Determines every random choice.
+    /// Seed of all random choices.
     pub seed: u64,
-    /// Random operations per window and way; a way is one of try, submit, mixed. There are two
-    /// windows where the device is larger than one.
+    /// Random operations per window and way (try, submit, mixed). A device larger than a window has
+    /// two windows.
     pub rounds: u32,
-    /// Bytes at the start and at the end of the device that are compared with the model.
+    /// Bytes at the start and at the end of the device that are compared with a model.
     pub window: u64,
     /// Longest request in bytes, at least 64 KiB.
     pub max_io: u64,
@@ -49,10 +49,10 @@ pub struct Options {
     pub threads: u32,
     /// Requests per thread of the concurrent part.
     pub thread_rounds: u32,
-    /// Bytes that requests which overlap write and read as a whole: no more than the logical block,
-    /// and less for a device over one with smaller blocks.
+    /// Bytes that overlapping requests read and write atomically. At most the logical block; less
+    /// for a device over another one with smaller blocks.
     pub whole: u64,
-    /// An answer that takes longer than this counts as lost.
+    /// Time after which a completion counts as lost.
     pub patience: Duration,
 }
 
@@ -73,12 +73,12 @@ impl Default for Options {
     }
 }
 
-/// A rule of the contract that a device broke.
+/// A violation of the contract.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Violation {
-    /// Which part of the suite found it.
+    /// Part of the suite that found it.
     pub check: &'static str,
-    /// What was seen, and what the contract asks for.
+    /// Observation and requirement.
     pub what: String,
 }
 
@@ -90,10 +90,10 @@ impl fmt::Display for Violation {
 
 impl std::error::Error for Violation {}
 
-/// The outcome of a check.
+/// Result of a check.
 pub type Checked<T = ()> = Result<T, Violation>;
 
-/// Ends the surrounding check with a [`Violation`] unless the condition holds.
+/// Returns a [`Violation`] from the surrounding check unless the condition holds.
 macro_rules! ensure {
     ($holds:expr, $check:expr, $($what:tt)+) => {
         if !$holds {
@@ -103,22 +103,22 @@ macro_rules! ensure {
 }
 use ensure;
 
-/// Makes a fresh device: nothing else uses it, and the suite may overwrite all of it.
+/// Creates a fresh device for the suite's exclusive use. Its content may be overwritten.
 pub type Make<'a> = &'a dyn Fn() -> Arc<dyn Device>;
 
 /// Runs the whole suite over devices from `make`.
 ///
 /// # Panics
-/// When the contract is violated; the message has `name`, the seed and the rule.
+/// If the contract is violated; the message has `name`, the seed and the violation.
 pub fn check(name: &str, make: Make<'_>, options: Options) {
     if let Err(violation) = run(make, &options) {
         panic!("{name} violates the device contract (seed {:#x}): {violation}", options.seed);
     }
 }
 
-/// Runs the whole suite over devices from `make`; ends with the first violation.
+/// Runs the whole suite over devices from `make` until the first violation.
 ///
-/// A read-only device is checked for refusing writes and for content that does not change.
+/// For a read-only device, checks that writes fail and that the content does not change.
 pub fn run(make: Make<'_>, options: &Options) -> Checked {
     let device = make();
     geometry(&*device)?;

@@ -1,4 +1,4 @@
-//! The part of the suite for devices with zones.
+//! Checks for devices with zones.
 
 use std::sync::mpsc;
 use std::thread;
@@ -10,77 +10,76 @@ use super::driver::{Data, Driver, Way};
 use super::{Checked, Make, Options, Violation, ensure};
 
 const CHECK: &str = "zoned";
-/// Threads that append to one zone at once.
+/// Threads that append to one zone concurrently.
 const APPENDERS: u64 = 4;
 
-/// Runs the suite for zoned devices: geometry, refusals, extents, write pointer rules, conditions,
+/// Runs the suite for zoned devices: geometry, errors, extents, write pointer rules, conditions,
 /// limits, appends.
 ///
-/// A fresh device has its sequential zones empty, at least two of them, each with a capacity of
-/// eight blocks or more.
+/// A fresh device must have at least two sequential zones, all empty and with a capacity of at
+/// least eight blocks.
 ///
 /// # Panics
-/// When the contract is violated; the message has `name`, the seed and the rule.
+/// If the contract is violated; the message has `name`, the seed and the violation.
 pub fn check_zoned(name: &str, make: Make<'_>, options: Options) {
     if let Err(violation) = run_zoned(make, &options) {
         panic!("{name} violates the contract of zoned devices (seed {:#x}): {violation}", options.seed);
     }
 }
 
-/// [`check_zoned`] as a `Result`; ends with the first violation.
+/// Like [`check_zoned`], but returns the first violation.
 pub fn run_zoned(make: Make<'_>, options: &Options) -> Checked {
     let device = make();
     super::geometry(&*device)?;
     super::errors(&*device, options)?;
     super::extents(&*device, options)?;
-    let mut bench = Bench::new(&*device, options)?;
-    bench.report()?;
-    bench.conventional()?;
+    let mut test = ZoneTest::new(&*device, options)?;
+    test.report()?;
+    test.conventional()?;
     for way in [Way::Try, Way::Submit] {
-        bench.write_pointer(way)?;
-        bench.full(way)?;
+        test.write_pointer(way)?;
+        test.full(way)?;
     }
-    bench.operations()?;
-    bench.refusals()?;
-    if bench.geometry.max_append > 0 {
-        bench.appends()?;
+    test.operations()?;
+    test.refusals()?;
+    if test.geometry.max_append > 0 {
+        test.appends()?;
     }
-    bench.in_order()?;
+    test.in_order()?;
     drop(device);
     let device = make();
-    let mut bench = Bench::new(&*device, options)?;
-    bench.limit_of_open()?;
-    bench.limit_of_active()?;
+    let mut test = ZoneTest::new(&*device, options)?;
+    test.limit_of_open()?;
+    test.limit_of_active()?;
     drop(device);
     super::abandoned(make(), options)
 }
 
-/// A zoned device and what is known of it.
-struct Bench<'a> {
+struct ZoneTest<'a> {
     driver: Driver<'a>,
     zoned: &'a dyn Zoned,
     geometry: ZoneGeometry,
     block: u64,
-    /// Starts of the sequential zones.
+    /// Start offsets of the sequential zones.
     sequential: Vec<u64>,
 }
 
-impl<'a> Bench<'a> {
+impl<'a> ZoneTest<'a> {
     fn new(device: &'a dyn Device, options: &'a Options) -> Checked<Self> {
         let driver = Driver::new(device, options, CHECK, 6);
         let (Some(geometry), Some(zoned)) = (device.geometry().zones, device.zoned()) else {
             return Err(driver.violation("the device has no zones".into()));
         };
         let block = u64::from(device.geometry().logical_block);
-        let mut bench = Self { driver, zoned, geometry, block, sequential: Vec::new() };
-        for zone in bench.zones(0)? {
+        let mut test = Self { driver, zoned, geometry, block, sequential: Vec::new() };
+        for zone in test.zones(0)? {
             if zone.kind == ZoneType::SequentialRequired {
                 ensure!(zone.capacity >= 8 * block, CHECK, "the suite needs eight blocks a zone: {zone:?}");
-                bench.sequential.push(zone.start);
+                test.sequential.push(zone.start);
             }
         }
-        ensure!(bench.sequential.len() >= 2, CHECK, "the suite needs two sequential zones");
-        Ok(bench)
+        ensure!(test.sequential.len() >= 2, CHECK, "the suite needs two sequential zones");
+        Ok(test)
     }
 
     fn zones(&self, offset: u64) -> Checked<Vec<Zone>> {
@@ -121,7 +120,6 @@ impl<'a> Bench<'a> {
         self.driver.run(way, Request::write(offset, data.len() as u64), Data::Out(data))
     }
 
-    /// A write of some blocks at the write pointer.
     fn advance(&mut self, start: u64, blocks: u64) -> Checked<device::Result<()>> {
         let data = self.data(blocks);
         let at = self.zone(start)?.write_pointer;
@@ -173,7 +171,7 @@ impl<'a> Bench<'a> {
                 "row {i} of a fresh device is {zone:?}"
             );
         }
-        // From inside the second zone on, and stopped after one row.
+        // From within the second zone on, and stopped after one row.
         let from = g.zone_size + self.block;
         let tail = self.zones(from)?;
         ensure!(
@@ -189,11 +187,7 @@ impl<'a> Bench<'a> {
         ensure!(answer == Ok(()) && rows == 1, CHECK, "a report stopped after one row gave {rows}");
         for offset in [size, u64::MAX] {
             let answer = self.zoned.report(offset, &mut |_| true);
-            ensure!(
-                answer == Err(Error::OutOfRange),
-                CHECK,
-                "a report from {offset} was answered {answer:?}"
-            );
+            ensure!(answer == Err(Error::OutOfRange), CHECK, "a report from {offset} returned {answer:?}");
         }
         Ok(())
     }
@@ -203,11 +197,11 @@ impl<'a> Bench<'a> {
             return Ok(());
         };
         for way in Way::ALL {
-            // Backwards and twice: any order is allowed.
+            // Backwards and twice: conventional zones allow any order.
             for at in [4, 2, 2, 0] {
                 let data = self.data(2);
                 let offset = zone.start + at * self.block;
-                self.driver.must(way, Request::write(offset, data.len() as u64), Data::Out(&data))?;
+                self.driver.run_ok(way, Request::write(offset, data.len() as u64), Data::Out(&data))?;
                 self.driver.compare(way, offset, &data, "a write to a conventional zone")?;
             }
         }
@@ -216,7 +210,7 @@ impl<'a> Bench<'a> {
             ensure!(
                 answer == Err(Error::ZoneCondition),
                 CHECK,
-                "{op:?} of a conventional zone was answered {answer:?}"
+                "{op:?} of a conventional zone returned {answer:?}"
             );
         }
         let data = self.data(1);
@@ -224,27 +218,27 @@ impl<'a> Bench<'a> {
         ensure!(
             self.geometry.max_append == 0 || answer == Err(Error::ZoneCondition),
             CHECK,
-            "an append to a conventional zone was answered {answer:?}"
+            "an append to a conventional zone returned {answer:?}"
         );
         self.is(zone.start, ZoneCondition::NotWritePointer, zone.start + zone.len, "all that")
     }
 
-    /// Writes at the pointer advance it, writes elsewhere change nothing.
+    /// Writes at the pointer advance it; writes elsewhere have no effect.
     fn write_pointer(&mut self, way: Way) -> Checked {
         let (start, block) = (self.sequential[0], self.block);
         self.op(ZoneOp::Reset, start)?;
         let zone = self.zone(start)?;
         let data = self.data(3);
-        let wrong = |bench: &mut Self, offset: u64, blocks: u64, allowed: &[Error]| -> Checked {
-            let before = bench.zone(start)?;
-            let noise = bench.data(blocks);
-            let answer = bench.write(way, offset, &noise)?;
+        let wrong = |test: &mut Self, offset: u64, blocks: u64, allowed: &[Error]| -> Checked {
+            let before = test.zone(start)?;
+            let noise = test.data(blocks);
+            let answer = test.write(way, offset, &noise)?;
             ensure!(
                 answer.is_err_and(|error| allowed.contains(&error)),
                 CHECK,
-                "a write of {blocks} blocks at {offset} was answered {answer:?}, expected one of {allowed:?}; {before:?}"
+                "a write of {blocks} blocks at {offset} returned {answer:?}, expected one of {allowed:?}; {before:?}"
             );
-            ensure!(bench.zone(start)? == before, CHECK, "a refused write changed {before:?}");
+            ensure!(test.zone(start)? == before, CHECK, "a refused write changed {before:?}");
             Ok(())
         };
         wrong(self, start + block, 1, &[Error::ZoneWritePointer])?;
@@ -272,7 +266,7 @@ impl<'a> Bench<'a> {
         self.driver.compare(way, start, &nothing, "a reset")
     }
 
-    /// A zone that is written to its capacity is full.
+    /// A zone written to its capacity becomes full.
     fn full(&mut self, way: Way) -> Checked {
         let start = self.sequential[1];
         self.op(ZoneOp::Reset, start)?;
@@ -294,11 +288,11 @@ impl<'a> Bench<'a> {
             ensure!(
                 answer == Err(Error::ZoneCondition),
                 CHECK,
-                "a write at {offset} to a full zone was answered {answer:?}"
+                "a write at {offset} to a full zone returned {answer:?}"
             );
         }
         let open = self.zoned.zone_op(ZoneOp::Open, start);
-        ensure!(open == Err(Error::ZoneCondition), CHECK, "opening a full zone was answered {open:?}");
+        ensure!(open == Err(Error::ZoneCondition), CHECK, "opening a full zone returned {open:?}");
         self.op(ZoneOp::Finish, start)?;
         self.driver.compare(way, start, &all, "filling the zone")?;
         self.op(ZoneOp::Reset, start)
@@ -352,11 +346,11 @@ impl<'a> Bench<'a> {
                 ensure!(
                     matches!(answer, Err(Error::Misaligned | Error::OutOfRange)),
                     CHECK,
-                    "{op:?} at {offset}, where no zone starts, was answered {answer:?}"
+                    "{op:?} at {offset}, where no zone starts, returned {answer:?}"
                 );
             }
             let answer = self.zoned.zone_op(op, size.next_multiple_of(self.geometry.zone_size));
-            ensure!(answer.is_err(), CHECK, "{op:?} behind the last zone was answered {answer:?}");
+            ensure!(answer.is_err(), CHECK, "{op:?} behind the last zone returned {answer:?}");
         }
         if self.geometry.max_append > 0 {
             let data = self.data(1);
@@ -367,14 +361,14 @@ impl<'a> Bench<'a> {
                 ensure!(
                     matches!(answer, Err(Error::Misaligned | Error::OutOfRange)),
                     CHECK,
-                    "an append of {len} bytes at {offset} was answered {answer:?}"
+                    "an append of {len} bytes at {offset} returned {answer:?}"
                 );
             }
         }
         self.is(start, ZoneCondition::Empty, start, "operations that were refused")
     }
 
-    /// Appends as an export does: tries, submits what would block.
+    /// Appends like an export: tries, then submits if the try would block.
     fn append(&self, zone: u64, data: &[u8]) -> Checked<device::Result<u64>> {
         match self.zoned.try_append(zone, data, Flags::empty()) {
             Ok(Some(at)) => Ok(Ok(at)),
@@ -386,12 +380,12 @@ impl<'a> Bench<'a> {
     fn submit_append(&self, zone: u64, data: IoBuf) -> Checked<device::Result<u64>> {
         let (tx, rx) = mpsc::channel();
         let done = Box::new(move |outcome| {
-            // Nobody listens any more where the check has already failed.
+            // The receiver is gone if the check has already failed.
             let _ = tx.send(outcome);
         });
         self.zoned.submit_append(zone, data, Flags::empty(), done);
         rx.recv_timeout(self.driver.options.patience)
-            .map_err(|_| self.driver.violation("an append was submitted and not answered".into()))
+            .map_err(|_| self.driver.violation("an append was submitted but did not complete".into()))
     }
 
     fn appends(&mut self) -> Checked {
@@ -405,10 +399,10 @@ impl<'a> Bench<'a> {
                 self.append(start, &data)?
             };
             let due = start + 2 * i as u64 * block;
-            ensure!(answer == Ok(due), CHECK, "an append at pointer {due} was answered {answer:?}");
+            ensure!(answer == Ok(due), CHECK, "an append at pointer {due} returned {answer:?}");
             self.driver.compare(Way::Try, due, &data, "an append")?;
         }
-        // More than is left: nothing happens.
+        // An append beyond the remaining capacity has no effect.
         let before = self.zone(start)?;
         let most = u64::from(self.geometry.max_append).min(before.capacity) / block;
         if most * block > before.capacity - 4 * block {
@@ -417,21 +411,17 @@ impl<'a> Bench<'a> {
             ensure!(
                 answer == Err(Error::ZoneWritePointer),
                 CHECK,
-                "an append past the zone's capacity was answered {answer:?}"
+                "an append past the zone's capacity returned {answer:?}"
             );
             ensure!(self.zone(start)? == before, CHECK, "a refused append changed {before:?}");
         }
         self.op(ZoneOp::Finish, start)?;
         let answer = self.append(start, &data)?;
-        ensure!(
-            answer == Err(Error::ZoneCondition),
-            CHECK,
-            "an append to a full zone was answered {answer:?}"
-        );
+        ensure!(answer == Err(Error::ZoneCondition), CHECK, "an append to a full zone returned {answer:?}");
         self.appends_at_once()
     }
 
-    /// Appends of several threads to one zone land side by side.
+    /// Concurrent appends to one zone are placed without gap or overlap.
     fn appends_at_once(&mut self) -> Checked {
         let (start, block) = (self.sequential[0], self.block);
         self.op(ZoneOp::Reset, start)?;
@@ -441,12 +431,12 @@ impl<'a> Bench<'a> {
                 .map(|me| {
                     let (device, options) = (self.driver.device, self.driver.options);
                     scope.spawn(move || {
-                        let bench = Bench::new(device, options)?;
+                        let test = ZoneTest::new(device, options)?;
                         let mut placed = Vec::new();
                         for i in 0..each {
                             let mark = (1 + me * each + i) as u8;
-                            let answer = bench.append(start, &vec![mark; block as usize])?;
-                            placed.push((bench.ok(answer, "an append")?, mark));
+                            let answer = test.append(start, &vec![mark; block as usize])?;
+                            placed.push((test.ok(answer, "an append")?, mark));
                         }
                         Ok(placed)
                     })
@@ -471,7 +461,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Writes submitted one behind the other, without waiting, start in that order.
+    /// Writes submitted in sequence without waiting start in that order.
     fn in_order(&mut self) -> Checked {
         let start = self.sequential[1];
         self.op(ZoneOp::Reset, start)?;
@@ -486,7 +476,7 @@ impl<'a> Bench<'a> {
             self.ok(answer, "one of several writes submitted in order")?;
         }
         self.driver.compare(Way::Try, start, &data, "writes submitted in order")?;
-        self.driver.must(Way::Submit, Request::new(Op::Flush, 0, 0), Data::None)
+        self.driver.run_ok(Way::Submit, Request::new(Op::Flush, 0, 0), Data::None)
     }
 
     fn limit_of_open(&mut self) -> Checked {
@@ -499,16 +489,16 @@ impl<'a> Bench<'a> {
         for &start in &held {
             self.op(ZoneOp::Open, start)?;
         }
-        // With both limits equal either may be named.
+        // If both limits are equal, either error is valid.
         let both = self.geometry.max_active == self.geometry.max_open;
         let refused =
             |error: Error| error == Error::ZoneTooManyOpen || (both && error == Error::ZoneTooManyActive);
         let open = self.zoned.zone_op(ZoneOp::Open, extra);
-        ensure!(open.is_err_and(refused), CHECK, "open of zone {max} of {max} was answered {open:?}");
+        ensure!(open.is_err_and(refused), CHECK, "open of zone {max} of {max} returned {open:?}");
         let write = self.advance(extra, 1)?;
-        ensure!(write.is_err_and(refused), CHECK, "a write that opens one too many was answered {write:?}");
+        ensure!(write.is_err_and(refused), CHECK, "a write that opens one too many returned {write:?}");
         self.is(extra, ZoneCondition::Empty, extra, "operations over the limit of open zones")?;
-        // An implicitly open zone gives way.
+        // An implicitly open zone is closed to make room.
         self.op(ZoneOp::Reset, held[0])?;
         let answer = self.advance(held[0], 1)?;
         self.ok(answer, "a write below the limit")?;
@@ -535,12 +525,12 @@ impl<'a> Bench<'a> {
         ensure!(
             write == Err(Error::ZoneTooManyActive),
             CHECK,
-            "a write to one zone more than may be active was answered {write:?}"
+            "a write to one zone more than may be active returned {write:?}"
         );
         let open = self.zoned.zone_op(ZoneOp::Open, extra);
-        ensure!(open == Err(Error::ZoneTooManyActive), CHECK, "opening it was answered {open:?}");
+        ensure!(open == Err(Error::ZoneTooManyActive), CHECK, "opening it returned {open:?}");
         self.is(extra, ZoneCondition::Empty, extra, "operations over the limit of active zones")?;
-        // Finish and reset each give one back.
+        // Finish and reset each release an active zone.
         self.op(ZoneOp::Finish, held[0])?;
         let answer = self.advance(extra, 1)?;
         self.ok(answer, "a write after another zone was finished")?;

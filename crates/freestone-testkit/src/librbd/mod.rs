@@ -1,20 +1,20 @@
-//! A library that stands for Ceph's librados and librbd, over files.
+//! A fake of Ceph's librados and librbd, over files.
 //!
-//! It is built of `fake.c`, whose head says what it reads and writes in the directory of a cluster, and
-//! ends the process that uses it otherwise than the real ones allow.
+//! The library is built from `fake.c`, whose first comment describes its files. It aborts a process
+//! that misuses its API.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
-/// The source of the library.
+/// C source of the library.
 pub const SOURCE: &str = include_str!("fake.c");
 
-/// Builds `librbd.so.1` and `librados.so.2` in a directory that is there and empty; an `old` one lacks
-/// what came with Ceph 16.
+/// Builds `librbd.so.1` and `librados.so.2` in an existing empty directory. If `old` is set,
+/// functions added in Ceph 16 are missing.
 ///
 /// # Panics
-/// There is no C compiler (`cc`, or `$CC`).
+/// No C compiler is available (`cc`, or `$CC`).
 pub fn build(directory: &Path, old: bool) {
     let compiler = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
     let status = Command::new(compiler)

@@ -1,4 +1,4 @@
-//! What a server keeps.
+//! Buckets and objects of a server.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -7,7 +7,6 @@ use std::time::SystemTime;
 
 use super::tag;
 
-/// An object.
 #[derive(Debug, Clone)]
 pub struct Object {
     pub bytes: Arc<[u8]>,
@@ -15,7 +14,6 @@ pub struct Object {
     pub modified: SystemTime,
 }
 
-/// Objects by buckets and keys.
 #[derive(Debug, Default)]
 pub struct Buckets(BTreeMap<String, BTreeMap<String, Object>>);
 
@@ -36,7 +34,7 @@ impl Buckets {
         self.0.get(bucket)?.get(key)
     }
 
-    /// Its tag. A bucket that is not there is made.
+    /// Stores an object and returns its tag. Creates the bucket if it does not exist.
     pub fn set(&mut self, bucket: &str, key: &str, bytes: Arc<[u8]>, modified: SystemTime) -> String {
         let tag = tag(&bytes);
         let object = Object { bytes, tag: tag.clone(), modified };
@@ -54,13 +52,13 @@ impl Buckets {
         self.0.get(bucket).map(|objects| objects.keys().cloned().collect()).unwrap_or_default()
     }
 
-    /// Bytes in a bucket, without those of one key.
+    /// Returns the bytes in a bucket, except those of one key.
     pub fn bytes_beside(&self, bucket: &str, key: &str) -> u64 {
         let objects = self.0.get(bucket).into_iter().flatten();
         objects.filter(|(k, _)| *k != key).map(|(_, object)| object.bytes.len() as u64).sum()
     }
 
-    /// At most `most` objects that begin with `prefix`, after that key; and whether there are more.
+    /// Returns at most `most` objects with a prefix, after a key, and true if there are more.
     pub fn page(
         &self,
         bucket: &str,

@@ -1,26 +1,25 @@
-//! As much of HTTP/1.1 as the clients of a test speak.
+//! A minimal HTTP/1.1 request parser for test clients.
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, Read as _};
 
-/// Longest line of a head.
+/// Longest header line in bytes.
 const LINE_BYTES_MAX: u64 = 64 << 10;
-/// Most lines of a head.
+/// Maximum number of header lines.
 const LINES_MAX: usize = 200;
-/// Longest body of a request.
+/// Longest request body in bytes.
 const BODY_BYTES_MAX: u64 = 1 << 30;
 
-/// A request.
 #[derive(Debug, Default)]
 pub struct Request {
     pub method: String,
-    /// Without the query, percent signs resolved.
+    /// Path without the query, percent-decoded.
     pub path: String,
     pub query: BTreeMap<String, String>,
-    /// By their names in lower case.
+    /// Headers by name in lower case.
     pub headers: BTreeMap<String, String>,
     pub body: Vec<u8>,
-    /// What it took of the connection.
+    /// Bytes of the whole request.
     pub bytes: u64,
 }
 
@@ -30,7 +29,7 @@ impl Request {
     }
 }
 
-/// The next request of a connection, or `None` at its end.
+/// Reads the next request of a connection, or returns `None` at its end.
 pub fn read(stream: &mut impl BufRead) -> io::Result<Option<Request>> {
     let mut request = Request::default();
     let mut line = String::new();
@@ -49,10 +48,10 @@ pub fn read(stream: &mut impl BufRead) -> io::Result<Option<Request>> {
     let (Some(method), Some(target)) = (words.next(), words.next()) else { return Err(bad("no request")) };
     method.clone_into(&mut request.method);
     let (path, query) = target.split_once('?').unwrap_or((target, ""));
-    request.path = unescaped(path);
+    request.path = decode_percent(path);
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
         let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
-        request.query.insert(unescaped(name), unescaped(&value.replace('+', " ")));
+        request.query.insert(decode_percent(name), decode_percent(&value.replace('+', " ")));
     }
     for _ in 0..LINES_MAX {
         if !next(stream, &mut line, &mut request.bytes)? {
@@ -75,7 +74,7 @@ pub fn read(stream: &mut impl BufRead) -> io::Result<Option<Request>> {
     Err(bad("too many headers"))
 }
 
-fn unescaped(text: &str) -> String {
+fn decode_percent(text: &str) -> String {
     let bytes = text.as_bytes();
     let mut out = Vec::with_capacity(bytes.len());
     let mut at = 0;
@@ -93,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_follow_one_another() {
+    fn pipelined_requests_are_parsed() {
         let text = b"PUT /b/a%20b%2Fc?x=1%262&y HTTP/1.1\r\nContent-LENGTH: 3\r\nA: b: c\r\n\r\nabcGET /b HTTP/1.1\r\n\r\n";
         let mut stream = &text[..];
         let put = read(&mut stream).unwrap().unwrap();

@@ -1,14 +1,14 @@
-//! A server that speaks as much S3 as objects need, in this process, and fails as it is told.
+//! An S3 server in this process with fault injection, limited to what an object store needs.
 //!
-//! It keeps to conditions as Ceph does: `If-None-Match: *` and `If-Match` of a PUT, an `If-Match` of a DELETE
-//! not. Signatures are not checked; an access key can be asked for. A GET below a bucket is also what a plain
-//! web server would answer.
+//! Conditions work as in Ceph: `If-None-Match: *` and `If-Match` of a PUT are honoured, `If-Match`
+//! of a DELETE is not. Signatures are not checked, but an access key can be required. A GET of an
+//! object also works as from a plain web server.
 
-mod answer;
 mod buckets;
 mod http;
-mod kept;
+mod response;
 mod server;
+mod storage;
 mod trouble;
 
 use std::collections::BTreeMap;
@@ -22,51 +22,51 @@ use server::Shared;
 
 pub use trouble::{Asked, Trouble};
 
-/// How a server takes the conditions of a PUT.
+/// Handling of conditional PUTs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Conditions {
-    /// The tag of an `If-Match` has quotes or not.
+    /// `If-Match` accepts tags with and without quotes.
     Any,
-    /// A tag without quotes holds for nothing, as HTTP has it.
+    /// `If-Match` fails for tags without quotes, as in HTTP.
     Quoted,
-    /// A tag with quotes holds for nothing, as in Ceph 16.
+    /// `If-Match` fails for tags with quotes, as in Ceph 16.
     Bare,
     /// Conditions are ignored.
     Ignored,
-    /// An `If-Match` is ignored.
+    /// `If-Match` is ignored.
     IfMatchIgnored,
-    /// An `If-Match` holds for nothing.
+    /// `If-Match` always fails.
     NeverMatch,
-    /// A PUT with a condition is answered with 501 `NotImplemented`.
+    /// Conditional PUTs fail with 501 `NotImplemented`.
     Unknown,
 }
 
-/// What was asked of a server, and how much went through it.
+/// Requests and bytes that a server has processed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Requests by method and key; those for a bucket have its name and a `/` as key.
+    /// Requests by method and key. Requests for a bucket have its name and a `/` as key.
     pub requests: BTreeMap<(String, String), u64>,
-    /// Bytes that came, with the heads of requests.
+    /// Bytes received, including headers.
     pub received: u64,
-    /// Bytes that went.
+    /// Bytes sent.
     pub sent: u64,
 }
 
 impl Traffic {
-    /// Requests with that method.
+    /// Returns the number of requests with a method.
     pub fn of(&self, method: &str) -> u64 {
         self.requests.iter().filter(|((m, _), _)| m == method).map(|(_, count)| count).sum()
     }
 }
 
-/// A server at a free port of this host. It ends, and its connections with it, when it is dropped.
+/// A server on a free local port. Dropping it closes its connections.
 pub struct Server {
     address: SocketAddr,
     shared: Arc<Shared>,
 }
 
 impl Server {
-    /// Starts one with these buckets, empty.
+    /// Starts a server with these empty buckets.
     pub fn start(buckets: &[&str]) -> Self {
         let (address, shared) = server::start();
         let server = Self { address, shared };
@@ -76,89 +76,89 @@ impl Server {
         server
     }
 
-    /// Where it listens.
+    /// Returns the address.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Its URL.
+    /// Returns the URL.
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// Makes a bucket, or empties it.
+    /// Creates a bucket, or empties an existing one.
     pub fn make_bucket(&self, bucket: &str) {
-        self.shared.kept.buckets.lock().unwrap().make(bucket);
+        self.shared.storage.buckets.lock().unwrap().make(bucket);
     }
 
-    /// Takes a bucket away, with all that is in it.
+    /// Removes a bucket with its objects.
     pub fn remove_bucket(&self, bucket: &str) {
-        self.shared.kept.buckets.lock().unwrap().remove(bucket);
+        self.shared.storage.buckets.lock().unwrap().remove(bucket);
     }
 
-    /// The content of an object.
+    /// Returns the content of an object.
     pub fn object(&self, bucket: &str, key: &str) -> Option<Vec<u8>> {
-        let buckets = self.shared.kept.buckets.lock().unwrap();
+        let buckets = self.shared.storage.buckets.lock().unwrap();
         buckets.get(bucket, key).map(|object| object.bytes.to_vec())
     }
 
-    /// Writes an object, past all troubles.
+    /// Stores an object without a request.
     pub fn set_object(&self, bucket: &str, key: &str, bytes: &[u8]) {
-        let now = self.shared.kept.now();
-        self.shared.kept.buckets.lock().unwrap().set(bucket, key, bytes.into(), now);
+        let now = self.shared.storage.now();
+        self.shared.storage.buckets.lock().unwrap().set(bucket, key, bytes.into(), now);
     }
 
-    /// The keys in a bucket.
+    /// Returns the keys in a bucket.
     pub fn keys(&self, bucket: &str) -> Vec<String> {
-        self.shared.kept.buckets.lock().unwrap().keys(bucket)
+        self.shared.storage.buckets.lock().unwrap().keys(bucket)
     }
 
-    /// Stops the server's clock at that time; `None` lets it go like this host's.
+    /// Stops the server's clock at a time; `None` restarts it at the real time.
     pub fn set_time(&self, time: Option<SystemTime>) {
-        *self.shared.kept.time.lock().unwrap() = time;
+        *self.shared.storage.time.lock().unwrap() = time;
     }
 
-    /// Requests have to be signed with that key, or are refused.
+    /// Sets the access key that requests must be signed with.
     pub fn require_key(&self, key: Option<&str>) {
-        *self.shared.kept.access_key.lock().unwrap() = key.map(str::to_owned);
+        *self.shared.storage.access_key.lock().unwrap() = key.map(str::to_owned);
     }
 
-    /// Sets how conditions of writes are taken from now on.
+    /// Sets the handling of conditional PUTs.
     pub fn set_conditions(&self, conditions: Conditions) {
-        *self.shared.kept.conditions.lock().unwrap() = conditions;
+        *self.shared.storage.conditions.lock().unwrap() = conditions;
     }
 
-    /// How many keys a page of a list has at most.
+    /// Sets the maximum number of keys per page of a list.
     pub fn set_page(&self, keys: usize) {
-        self.shared.kept.page.store(keys, SeqCst);
+        self.shared.storage.page.store(keys, SeqCst);
     }
 
-    /// A bucket takes no more than that many bytes: a PUT beyond is refused with 403 `QuotaExceeded`.
+    /// Limits the bytes of each bucket: a PUT beyond the quota fails with 403 `QuotaExceeded`.
     pub fn set_quota(&self, bytes: Option<u64>) {
-        *self.shared.kept.quota.lock().unwrap() = bytes;
+        *self.shared.storage.quota.lock().unwrap() = bytes;
     }
 
-    /// From now on requests for which `when` is true have that trouble. Of several the first one counts.
+    /// Adds a fault for requests that match `when`. The first matching fault applies.
     pub fn trouble(&self, when: impl Fn(&Asked) -> bool + Send + Sync + 'static, trouble: Trouble) {
         self.shared.troubles.lock().unwrap().push((Box::new(when), trouble));
     }
 
-    /// No request has any trouble any more; those under way keep theirs.
+    /// Removes all faults. Requests in progress keep theirs.
     pub fn no_troubles(&self) {
         self.shared.troubles.lock().unwrap().clear();
     }
 
-    /// What was asked since the start, or since [`Server::forget_traffic`].
+    /// Returns the traffic since the start, or since [`Server::forget_traffic`].
     pub fn traffic(&self) -> Traffic {
         self.shared.traffic.lock().unwrap().clone()
     }
 
-    /// Counts from zero. The count that troubles see goes on.
+    /// Resets the traffic counters. The request numbers that faults see continue.
     pub fn forget_traffic(&self) {
         *self.shared.traffic.lock().unwrap() = Traffic::default();
     }
 
-    /// Cuts all connections; new ones are taken.
+    /// Closes all connections; new ones are accepted.
     pub fn cut_connections(&self) {
         self.shared.cut();
     }
@@ -170,7 +170,7 @@ impl Drop for Server {
     }
 }
 
-/// An entity tag: like MD5 as S3 has it, the same for the same bytes, but quick.
+/// Returns an entity tag of the content; a fast stand-in for S3's MD5.
 fn tag(bytes: &[u8]) -> String {
     let mut halves = [0x9e37_79b9_7f4a_7c15_u64, bytes.len() as u64];
     for (index, chunk) in bytes.chunks(8).enumerate() {
@@ -182,10 +182,10 @@ fn tag(bytes: &[u8]) -> String {
     format!("{:016x}{:016x}", halves[0], halves[1])
 }
 
-/// Year, month, day, and seconds of the day.
+/// Returns year, month, day, and second of the day.
 fn date(time: SystemTime) -> (i64, u64, u64, u64) {
     let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
-    // Days since 1 March of the year 0, in eras of 400 years.
+    // Days since March 1 of the year 0, in eras of 400 years.
     let days = since / 86_400 + 719_468;
     let (era, of_era) = (days / 146_097, days % 146_097);
     let year = (of_era - of_era / 1_460 + of_era / 36_524 - of_era / 146_096) / 365;
@@ -196,7 +196,7 @@ fn date(time: SystemTime) -> (i64, u64, u64, u64) {
     ((year + era * 400) as i64 + i64::from(month <= 2), month, day, since % 86_400)
 }
 
-/// As headers have it.
+/// Formats a time as in HTTP headers.
 fn http_date(time: SystemTime) -> String {
     const DAYS: [&str; 7] = ["Thu", "Fri", "Sat", "Sun", "Mon", "Tue", "Wed"];
     const MONTHS: [&str; 12] =
@@ -207,7 +207,7 @@ fn http_date(time: SystemTime) -> String {
     format!("{name}, {day:02} {month} {year:04} {} GMT", clock(second))
 }
 
-/// As lists have it.
+/// Formats a time as in list responses.
 fn xml_date(time: SystemTime) -> String {
     let (year, month, day, second) = date(time);
     format!("{year:04}-{month:02}-{day:02}T{}.000Z", clock(second))
@@ -225,7 +225,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dates_are_those_of_the_calendar() {
+    fn dates_match_calendar() {
         for (second, http, xml) in [
             (0, "Thu, 01 Jan 1970 00:00:00 GMT", "1970-01-01T00:00:00.000Z"),
             (951_868_799, "Tue, 29 Feb 2000 23:59:59 GMT", "2000-02-29T23:59:59.000Z"),
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tag_is_that_of_the_bytes() {
+    fn tag_depends_on_content() {
         let mut tags: Vec<_> = [&b""[..], b"a", b"b", b"a\0", b"aaaaaaaaa", b"aaaaaaaab"].map(tag).into();
         assert_eq!(tags[1], tag(b"a"));
         tags.sort();

@@ -1,4 +1,4 @@
-//! Connections, and what goes wrong with them.
+//! Connections of the server, and their faults.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -9,32 +9,30 @@ use std::thread;
 use std::time::Duration;
 
 use super::Traffic;
-use super::answer::{Answer, Odd, answer};
 use super::http::{self, Request};
-use super::kept::Kept;
+use super::response::{Deviation, Response, respond};
+use super::storage::Storage;
 use super::trouble::{Asked, Trouble};
 
 type When = Box<dyn Fn(&Asked) -> bool + Send + Sync>;
 
-/// What all connections of a server share. Of the locks each is held for a moment, and none with another.
+/// State shared by all connections. Each lock is held briefly, and never together with another.
 pub struct Shared {
-    pub kept: Kept,
+    pub storage: Storage,
     pub troubles: Mutex<Vec<(When, Trouble)>>,
     pub traffic: Mutex<Traffic>,
     /// Requests by method and key since the start.
     counts: Mutex<BTreeMap<(String, String), u64>>,
-    /// By their numbers.
     connections: Mutex<BTreeMap<u64, TcpStream>>,
     has_ended: Mutex<bool>,
     ended: Condvar,
 }
 
-/// Starts to listen at a free port.
 pub fn start() -> (SocketAddr, Arc<Shared>) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("no free port");
     let address = listener.local_addr().expect("a listener has an address");
     let shared = Arc::new(Shared {
-        kept: Kept::default(),
+        storage: Storage::default(),
         troubles: Mutex::default(),
         traffic: Mutex::default(),
         counts: Mutex::default(),
@@ -49,8 +47,8 @@ pub fn start() -> (SocketAddr, Arc<Shared>) {
                 return;
             }
             let Ok(stream) = stream else { continue };
-            let Ok(kept) = stream.try_clone() else { continue };
-            accepting.connections.lock().unwrap().insert(number, kept);
+            let Ok(socket) = stream.try_clone() else { continue };
+            accepting.connections.lock().unwrap().insert(number, socket);
             let shared = accepting.clone();
             thread::spawn(move || {
                 shared.serve(&stream);
@@ -71,35 +69,35 @@ impl Shared {
     pub fn end(&self, address: SocketAddr) {
         *self.has_ended.lock().unwrap() = true;
         self.ended.notify_all();
-        // Wakes who accepts.
+        // Wakes the accepting thread.
         let _ = TcpStream::connect(address);
         self.cut();
     }
 
-    /// Waits for that time, or for ever; false where the server ends meanwhile.
+    /// Waits for `time`, or forever. Returns false if the server ends first.
     fn wait(&self, time: Option<Duration>) -> bool {
         let ended = self.has_ended.lock().unwrap();
         let time = time.unwrap_or(Duration::from_secs(86_400));
         !*self.ended.wait_timeout_while(ended, time, |ended| !*ended).unwrap().0
     }
 
-    /// Until the client goes, or something is wrong.
+    /// Serves a connection until the client closes it or an error occurs.
     fn serve(&self, stream: &TcpStream) {
         let _ = stream.set_nodelay(true);
         let mut reader = BufReader::with_capacity(256 << 10, stream);
         while let Ok(Some(request)) = http::read(&mut reader) {
-            match self.one(stream, &request) {
+            match self.handle(stream, &request) {
                 Ok(true) => {}
                 Ok(false) => break,
-                // It is closed as it is: one that is to be reset would not be after a shutdown.
+                // Closed without a shutdown, which would prevent a reset.
                 Err(_) => return,
             }
         }
         let _ = stream.shutdown(Shutdown::Both);
     }
 
-    /// Answers a request; tells whether the connection goes on.
-    fn one(&self, mut stream: &TcpStream, request: &Request) -> io::Result<bool> {
+    /// Responds to a request. Returns true if the connection stays open.
+    fn handle(&self, mut stream: &TcpStream, request: &Request) -> io::Result<bool> {
         let path = request.path.trim_start_matches('/');
         let (bucket, key) = path.split_once('/').unwrap_or((path, ""));
         let counted = if key.is_empty() { format!("{bucket}/") } else { key.to_owned() };
@@ -115,21 +113,21 @@ impl Shared {
             let troubles = self.troubles.lock().unwrap();
             troubles.iter().find(|(when, _)| when(&asked)).map(|(_, trouble)| trouble.clone())
         };
-        let mut odd = Odd::default();
+        let mut deviation = Deviation::default();
         match &trouble {
             Some(Trouble::Status(status, code)) => {
-                return self.write(stream, request, &Answer::error(*status, code), None);
+                return self.write(stream, request, &Response::error(*status, code), None);
             }
             Some(Trouble::Stall(time)) if !self.wait(*time) => return Ok(false),
             Some(Trouble::ResetBefore) => return reset(stream),
-            Some(Trouble::NoRange) => odd.ignores_range = true,
-            Some(Trouble::OtherPart(bytes)) => odd.moved = *bytes,
+            Some(Trouble::NoRange) => deviation.ignores_range = true,
+            Some(Trouble::OtherPart(bytes)) => deviation.shift = *bytes,
             _ => {}
         }
-        let answer = answer(&self.kept, request, bucket, key, odd);
+        let response = respond(&self.storage, request, bucket, key, deviation);
         match &trouble {
             Some(Trouble::StatusAfter(status, code)) => {
-                self.write(stream, request, &Answer::error(*status, code), None)
+                self.write(stream, request, &Response::error(*status, code), None)
             }
             Some(Trouble::ResetAfter) => reset(stream),
             Some(Trouble::Raw(bytes)) => {
@@ -144,7 +142,7 @@ impl Shared {
                 }
                 Ok(false)
             }
-            _ => self.write(stream, request, &answer, trouble.as_ref()),
+            _ => self.write(stream, request, &response, trouble.as_ref()),
         }
     }
 
@@ -153,21 +151,21 @@ impl Shared {
         stream.write_all(bytes)
     }
 
-    /// Writes an answer, with what is wrong with its body.
+    /// Sends a response, with faults of its body.
     fn write(
         &self,
         stream: &TcpStream,
         request: &Request,
-        answer: &Answer,
+        response: &Response,
         trouble: Option<&Trouble>,
     ) -> io::Result<bool> {
-        let mut body = &answer.body[answer.part.clone()];
+        let mut body = &response.body[response.part.clone()];
         let announced = match trouble {
             Some(Trouble::Length(more)) => body.len() as i64 + more,
             _ => body.len() as i64,
         };
-        let mut head = format!("HTTP/1.1 {} Answer\r\nContent-Length: {announced}\r\n", answer.status);
-        for (name, value) in &answer.headers {
+        let mut head = format!("HTTP/1.1 {} Answer\r\nContent-Length: {announced}\r\n", response.status);
+        for (name, value) in &response.headers {
             // Writing to a string does not fail.
             let _ = write!(head, "{name}: {value}\r\n");
         }
@@ -203,7 +201,7 @@ impl Shared {
     }
 }
 
-/// Ends a connection so that the other side sees it as reset.
+/// Closes a connection with a TCP reset.
 fn reset(stream: &TcpStream) -> io::Result<bool> {
     rustix::net::sockopt::set_socket_linger(stream, Some(Duration::ZERO))?;
     Err(io::ErrorKind::ConnectionReset.into())

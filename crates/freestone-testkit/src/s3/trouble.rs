@@ -1,49 +1,50 @@
-//! What a server can be told to do wrong.
+//! Faults of the server.
 
 use std::fmt;
 use std::time::Duration;
 
-/// A request, as it is shown to who decides whether it has a trouble.
+/// A request, as passed to the condition of a fault.
 #[derive(Debug, Clone, Copy)]
 pub struct Asked<'a> {
-    /// `GET`, `HEAD`, `PUT`, `DELETE`.
+    /// `GET`, `HEAD`, `PUT` or `DELETE`.
     pub method: &'a str,
-    /// The bucket.
+    /// Name of the bucket.
     pub bucket: &'a str,
-    /// The key; empty for the bucket itself.
+    /// Key; empty for the bucket itself.
     pub key: &'a str,
-    /// This is the how manyth request of that method for that key, from 1, since the server's start.
+    /// Number of this request among those with the same method and key since the server's start,
+    /// from 1.
     pub nth: u64,
 }
 
-/// What goes wrong with a request. Where nothing else is said it has its effect.
+/// A fault of a request. Unless noted otherwise, the request takes effect.
 #[derive(Clone)]
 pub enum Trouble {
-    /// That status and code are answered, and nothing is done.
+    /// Responds with this status and code; the request has no effect.
     Status(u16, &'static str),
-    /// That status and code are answered, but what was asked for is done.
+    /// Responds with this status and code, although the request takes effect.
     StatusAfter(u16, &'static str),
-    /// The connection is cut after that many bytes of the answer's body.
+    /// Closes the connection after this many bytes of the body.
     Cut(usize),
-    /// The lowest bit of that byte of the body is another one.
+    /// Flips the lowest bit of this byte of the body.
     Flip(usize),
-    /// The answer announces that many bytes more or fewer than come.
+    /// Announces a `Content-Length` that differs by this many bytes.
     Length(i64),
-    /// Nothing happens for that time, or until the server ends; then all goes well.
+    /// Delays the request for this time, or until the server ends.
     Stall(Option<Duration>),
-    /// The answer stops after that many bytes of the body for that time, or until the server ends.
+    /// Pauses after this many bytes of the body for this time, or until the server ends.
     StallInBody(usize, Option<Duration>),
-    /// The connection is reset, and nothing is done.
+    /// Resets the connection; the request has no effect.
     ResetBefore,
-    /// The connection is reset, after what was asked for is done.
+    /// Resets the connection after the request took effect.
     ResetAfter,
-    /// A `Range` is not looked at.
+    /// Ignores the `Range` header.
     NoRange,
-    /// The part that is answered begins that many bytes later than asked.
+    /// Shifts the returned range by this many bytes.
     OtherPart(u64),
-    /// These bytes are the answer, head and all, and then the connection ends.
+    /// Sends these bytes as the whole response, and closes the connection.
     Raw(Vec<u8>),
-    /// This head is sent, and then zeroes for ever.
+    /// Sends this header, and then zeroes forever.
     Endless(&'static str),
 }
 

@@ -1,4 +1,4 @@
-//! One request at a time through a queue.
+//! [`Carrier`](crate::Carrier) for a queue: one request at a time.
 
 use std::time::Duration;
 
@@ -11,14 +11,14 @@ use crate::Carrier;
 
 const SECTOR_BYTES: u64 = 512;
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Bytes in front of a report's zones, and of each.
+/// Bytes of a zone report's header, and of each zone.
 const REPORT_BYTES: usize = 64;
 
 impl Queue {
-    /// Does one request, while nothing is in flight.
+    /// Runs one request while no other is in flight.
     ///
     /// # Panics
-    /// When it is not answered, or something else is.
+    /// If the request gets no reply, or another request does.
     fn one(&mut self, kind: u32, offset: u64, data: Data<'_>) -> Result<Vec<u8>> {
         let slot = self.begin(Asked { kind, offset, data, pieces: 3 }).expect("nothing is in flight");
         loop {
@@ -83,7 +83,7 @@ impl Carrier for Queue {
             }
         };
         if request.flags.contains(Flags::FUA) {
-            // virtio has none.
+            // virtio-blk has no FUA.
             self.one(wire::FLUSHES, 0, Data::None)?;
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! The messages of a frontend.
+//! vhost-user messages of a frontend.
 
 use std::io::{self, IoSlice, IoSliceMut, Read as _};
 use std::mem::MaybeUninit;
@@ -16,17 +16,17 @@ use super::wire::{self, HEADER_BYTES};
 
 /// Bytes of the configuration space.
 const CONFIG_BYTES: usize = 96;
-/// In the flags of an answer: the version, and that it is one.
+/// Flags of a reply: protocol version and reply bit.
 const ANSWER_FLAGS: u32 = 5;
 
-/// A connected frontend. What it says need not be right.
+/// A connected frontend. Its messages may be invalid.
 #[derive(Debug)]
 pub struct Frontend {
     /// The connection.
     pub socket: UnixStream,
 }
 
-/// The configuration space, as far as it is used.
+/// The configuration space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
     bytes: [u8; CONFIG_BYTES],
@@ -37,32 +37,32 @@ impl Config {
         u32::from_le_bytes(self.bytes[at..at + 4].try_into().expect("four bytes"))
     }
 
-    /// Sectors of 512 bytes.
+    /// Returns the capacity in sectors of 512 bytes.
     pub fn capacity(&self) -> u64 {
         u64::from_le_bytes(self.bytes[..8].try_into().expect("eight bytes"))
     }
 
-    /// The logical block in bytes.
+    /// Returns the logical block in bytes.
     pub fn block(&self) -> u32 {
         self.word(20)
     }
 
-    /// Queues that are offered.
+    /// Returns the number of queues offered.
     pub fn queues(&self) -> u16 {
         u16::from_le_bytes([self.bytes[34], self.bytes[35]])
     }
 }
 
-/// What came is not the protocol.
+/// Returns the error for a protocol violation of the server.
 pub(super) fn wrong(what: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.into())
 }
 
 impl Frontend {
-    /// Connects; an answer that takes longer than `patience` is an error.
+    /// Connects. Replies must arrive within `patience`.
     ///
     /// # Errors
-    /// Nobody listens there.
+    /// Connecting failed.
     pub fn connect(path: &Path, patience: Duration) -> io::Result<Self> {
         let socket = UnixStream::connect(path)?;
         socket.set_read_timeout(Some(patience))?;
@@ -75,7 +75,7 @@ impl Frontend {
     /// The connection has ended.
     ///
     /// # Panics
-    /// With more than eight files.
+    /// `files` has more than eight descriptors.
     pub fn say(&self, request: u32, flags: u32, body: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -87,10 +87,10 @@ impl Frontend {
         Ok(())
     }
 
-    /// The answer to this message, and the file that comes with it.
+    /// Receives the reply to a message, with a descriptor if one is attached.
     ///
     /// # Errors
-    /// The connection has ended, or something else came.
+    /// The connection has ended, or another message arrived.
     pub fn hear(&mut self, request: u32) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
         let mut header = [0; HEADER_BYTES];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -116,7 +116,7 @@ impl Frontend {
         Ok((body, files.pop()))
     }
 
-    /// Asks for a number.
+    /// Sends a request for a number and returns the number.
     ///
     /// # Errors
     /// See [`hear`](Self::hear).
@@ -127,7 +127,7 @@ impl Frontend {
         Ok(u64::from_ne_bytes(body))
     }
 
-    /// Sends what has no answer of its own; answers whether it was done.
+    /// Sends a message without a reply of its own. Returns true if the server acknowledged it.
     ///
     /// # Errors
     /// See [`hear`](Self::hear).
@@ -137,10 +137,10 @@ impl Frontend {
         Ok(body == [0; 8])
     }
 
-    /// The same of what has to be done.
+    /// Sends a message that the server must acknowledge.
     ///
     /// # Errors
-    /// See [`hear`](Self::hear); or it was refused.
+    /// See [`hear`](Self::hear); or the server refused the message.
     pub fn must(&mut self, request: u32, body: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
         if self.ask(request, body, files)? {
             Ok(())
@@ -149,7 +149,7 @@ impl Frontend {
         }
     }
 
-    /// The configuration space.
+    /// Reads the configuration space.
     ///
     /// # Errors
     /// See [`hear`](Self::hear).
@@ -161,7 +161,7 @@ impl Frontend {
         Ok(Config { bytes: bytes.ok_or_else(|| wrong(format!("{} bytes of configuration", body.len())))? })
     }
 
-    /// Asks for memory in which it is noted what is in flight: how it is described, and its file.
+    /// Requests the inflight region: returns its description and its descriptor.
     ///
     /// # Errors
     /// See [`hear`](Self::hear).

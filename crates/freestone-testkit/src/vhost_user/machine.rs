@@ -1,4 +1,4 @@
-//! A machine that is set up.
+//! A virtual machine with one disk.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -15,16 +15,16 @@ use super::queue::{Answer, Queue};
 use super::shape::Shape;
 use super::wire::{self, EVENT_IDX, INDIRECT, USER};
 
-/// Where the configuration space says whether writes may sit in a cache.
+/// Offset of the writeback field in the configuration space.
 const WRITEBACK_AT: u32 = 32;
 
-/// A machine with one disk.
+/// A virtual machine with one disk.
 #[derive(Debug)]
 pub struct Machine {
     front: Frontend,
     shape: Shape,
     memory: Arc<Memory>,
-    /// Its queues; whoever takes them drives them.
+    /// The queues. Whoever takes them drives them.
     pub queues: Vec<Queue>,
     notes: Option<(Vec<u8>, OwnedFd)>,
     features: u64,
@@ -32,11 +32,11 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Sets up all up to queues that run.
+    /// Connects, negotiates and starts the queues.
     ///
     /// # Errors
-    /// The connection has ended, an answer takes longer than `patience`, or the server does not keep
-    /// to the protocol (`InvalidData`).
+    /// The connection has ended, a reply takes longer than `patience`, or the server violates the
+    /// protocol (`InvalidData`).
     pub fn connect(path: &Path, shape: Shape, patience: Duration) -> io::Result<Self> {
         let memory = Arc::new(Memory::new(u64::from(shape.queues) * Queue::bytes(&shape))?);
         let queues = (0..shape.queues).map(|index| Queue::new(&memory, shape, index));
@@ -52,8 +52,8 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Connects to another server, or once more; what is in flight stays so. Without memory for that
-    /// nothing may be in flight.
+    /// Connects to another server, or again to the same one. Requests stay in flight; without an
+    /// inflight region none may be in flight.
     ///
     /// # Errors
     /// See [`connect`](Self::connect).
@@ -69,7 +69,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Connects with features; answers how large the disk is.
+    /// Negotiates features and returns the configuration space.
     fn negotiate(front: &mut Frontend, shape: &Shape, offered: u64) -> io::Result<Config> {
         let mut features = offered;
         for (has, bit) in [(shape.indirect, INDIRECT), (shape.event_idx, EVENT_IDX)] {
@@ -101,7 +101,7 @@ impl Machine {
         }
         let region = wire::region(0, self.memory.bytes(), USER);
         if shape.table {
-            // One region follows, without what is in front of a single one.
+            // A table of one region, without the padding of a single region.
             let table = [&wire::u32s(&[1, 0])[..], &region[8..]].concat();
             front.must(wire::SET_MEM_TABLE, &table, &[self.memory.fd()])?;
         } else {
@@ -121,35 +121,35 @@ impl Machine {
         Ok(())
     }
 
-    /// The disk as it was when it was connected.
+    /// Returns the configuration space as of the last connection.
     pub fn config(&self) -> Config {
         self.config
     }
 
-    /// What is offered.
+    /// Returns the features offered by the server.
     pub fn features(&self) -> u64 {
         self.features
     }
 
-    /// Its memory, for those who cut it off.
+    /// Returns the memory, for tests that truncate it.
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// Its connection.
+    /// Returns the connection.
     pub fn socket(&mut self) -> &mut UnixStream {
         &mut self.front.socket
     }
 
-    /// Whether what is in flight survives the server.
+    /// Returns true if requests in flight survive the server (inflight region).
     pub fn is_noted(&self) -> bool {
         self.notes.is_some()
     }
 
-    /// An answer that is there, and which queue's.
+    /// Takes a completed request and returns it with its queue.
     ///
     /// # Errors
-    /// What is there is no answer.
+    /// The used entry is not valid.
     pub fn answer(&mut self) -> io::Result<Option<(u16, Answer)>> {
         for (index, queue) in (0..).zip(&mut self.queues) {
             if let Some(answer) = queue.answer()? {
@@ -159,7 +159,7 @@ impl Machine {
         Ok(None)
     }
 
-    /// Waits until there may be an answer.
+    /// Waits for a possible completion.
     ///
     /// # Errors
     /// The connection has ended (`UnexpectedEof`).
@@ -168,7 +168,7 @@ impl Machine {
             self.queues.iter().map(|queue| PollFd::new(&queue.call, PollFlags::IN)).collect();
         fds.push(PollFd::new(&self.front.socket, PollFlags::IN));
         poll(&mut fds, None::<&Timespec>)?;
-        // Nothing is said there unasked.
+        // The server sends no message without a request.
         let has_ended = fds.last().is_some_and(|fd| !fd.revents().is_empty());
         self.queues.iter().for_each(Queue::hush);
         if has_ended { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }

@@ -1,11 +1,12 @@
-//! A frontend of vhost-user-blk with a virtio driver, written apart from the code under test: what
-//! tests, the torture and the fuzz targets use in place of a virtual machine.
+//! A vhost-user-blk frontend with a virtio driver, independent of the code under test. Tests, the
+//! torture program and the fuzz targets use it in place of a virtual machine.
 //!
-//! * [`wire`]: the numbers.
-//! * [`Memory`]: what a machine shares.
-//! * [`Frontend`]: the messages, one by one, right or wrong.
-//! * [`Queue`]: a queue's driver, with many requests in flight.
-//! * [`Machine`]: all of it set up, and set up again at another server with what was in flight.
+//! * [`wire`]: protocol constants.
+//! * [`Memory`]: guest memory.
+//! * [`Frontend`]: single messages, valid or not.
+//! * [`Queue`]: the driver of a queue, with many requests in flight.
+//! * [`Machine`]: a complete machine, which can reconnect to another server with requests in
+//!   flight.
 
 mod carrier;
 mod frontend;

@@ -1,4 +1,4 @@
-//! The driver of one queue.
+//! The driver of one virtqueue.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -13,87 +13,87 @@ use super::memory::{Memory, event};
 use super::shape::Shape;
 use super::wire::{self, GUEST, NEXT, TABLE, WRITE};
 
-/// Descriptors of a slot in the ring. More pieces than two need a table.
+/// Ring descriptors per slot. More than two data pieces need an indirect table.
 const PER_SLOT: u16 = 4;
-/// Most pieces of data of a request with a table.
+/// Maximum number of data pieces with an indirect table.
 const PIECES_MAX: u64 = 8;
-/// Where the rings of a queue are.
+/// Offsets of the rings and slots of a queue.
 const AVAIL_AT: u64 = 0x1000;
 const USED_AT: u64 = 0x2000;
 const SLOTS_AT: u64 = 0x3000;
-/// A slot's header, status, sector of an append, and table.
+/// Bytes of a slot for header, status, sector of an append, and table.
 const SLOT_BYTES: u64 = 256;
 const STATUS_AT: u64 = 16;
 const APPENDED_AT: u64 = 24;
 const TABLE_AT: u64 = 32;
 const SECTOR_BYTES: u64 = 512;
-/// No status of a device.
+/// Not a valid device status.
 const NO_STATUS: u8 = 0xee;
 
-/// What a request moves.
+/// Data of a request.
 #[derive(Debug, Clone, Copy)]
 pub enum Data<'a> {
-    /// Nothing.
+    /// None.
     None,
-    /// To the device.
+    /// Data to the device.
     Out(&'a [u8]),
-    /// So many bytes from the device.
+    /// Bytes to read from the device.
     In(usize),
-    /// To the device, which says where it has put it.
+    /// Data to append; the device returns its position.
     Append(&'a [u8]),
 }
 
 /// A request.
 #[derive(Debug, Clone, Copy)]
 pub struct Asked<'a> {
-    /// Its type, a number of [`wire`].
+    /// Request type, a constant of [`wire`].
     pub kind: u32,
-    /// Where it begins, in bytes.
+    /// Offset in bytes.
     pub offset: u64,
-    /// What it moves.
+    /// Data.
     pub data: Data<'a>,
-    /// In how many pieces; as many as there can be where that is fewer.
+    /// Number of descriptors for the data, limited to what is possible.
     pub pieces: u64,
 }
 
-/// What a request was answered with.
+/// A completed request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
-    /// As [`Queue::begin`] named the request.
+    /// Slot returned by [`Queue::begin`].
     pub slot: u16,
-    /// A number of [`wire`].
+    /// Status, a constant of [`wire`].
     pub status: u8,
-    /// What was read; of an append the sector.
+    /// Data read, or the sector of an append.
     pub data: Vec<u8>,
 }
 
-/// One queue: so many slots, each with room for one request.
+/// A queue with a fixed number of slots for one request each.
 #[derive(Debug)]
 pub struct Queue {
     memory: Arc<Memory>,
     shape: Shape,
-    /// Where its part of the memory begins.
+    /// Offset of the queue's part of the memory.
     at: u64,
-    /// How it tells, and is told.
+    /// Eventfds for notifications to and from the server.
     pub(super) kick: OwnedFd,
     pub(super) call: OwnedFd,
     next: u16,
     seen: u16,
     free: Vec<u16>,
-    /// How often the server has told so far, as far as that was looked at.
+    /// Number of notifications from the server, as far as they were read.
     told: AtomicU64,
-    /// Where each slot gets data from the device and how much, while it is in flight.
+    /// Per slot in flight: address and length of the data from the device.
     gets: Vec<Option<(u64, usize)>>,
 }
 
 impl Queue {
-    /// Bytes of memory that a queue of this shape needs.
+    /// Returns the memory that a queue of this shape needs, in bytes.
     pub(super) fn bytes(shape: &Shape) -> u64 {
         let slots = u64::from(shape.slots);
         (SLOTS_AT + slots * (SLOT_BYTES + shape.slot_bytes)).next_multiple_of(4096)
     }
 
-    /// Entries of its rings.
+    /// Returns the number of ring entries.
     pub(super) fn size(shape: &Shape) -> u16 {
         (shape.slots * PER_SLOT).next_power_of_two()
     }
@@ -114,23 +114,23 @@ impl Queue {
         })
     }
 
-    /// Where its rings are in the memory: descriptors, used, available.
+    /// Returns the offsets of the descriptor table, used ring and available ring.
     pub(super) fn places(&self) -> [u64; 3] {
         [self.at, self.at + USED_AT, self.at + AVAIL_AT]
     }
 
-    /// How many were used, as the server has told.
+    /// Returns the used index, as published by the server.
     pub(super) fn used(&self) -> u16 {
         self.memory.word(self.at + USED_AT + 2)
     }
 
-    /// How often the server has told of answers: each is a system call of its.
+    /// Returns the number of notifications by the server; each costs it a system call.
     pub fn told(&self) -> u64 {
         self.hush();
         self.told.load(Ordering::SeqCst)
     }
 
-    /// Requests without an answer.
+    /// Returns the number of requests in flight.
     pub fn in_flight(&self) -> usize {
         usize::from(self.shape.slots) - self.free.len()
     }
@@ -152,7 +152,7 @@ impl Queue {
         self.memory.put(at, &entry);
     }
 
-    /// The pieces of a request's chain.
+    /// Returns the descriptor chain of a request.
     fn chain(&self, slot: u16, asked: &Asked<'_>) -> Vec<(u64, u64, u16)> {
         let (own, data) = (self.slot_at(slot), self.data_at(slot));
         let (len, flags) = match asked.data {
@@ -162,7 +162,7 @@ impl Queue {
         };
         let has_more = matches!(asked.data, Data::Append(_));
         let most = if self.shape.indirect { PIECES_MAX } else { 2 - u64::from(has_more) };
-        // Pieces of whole sectors, the last one with the rest.
+        // Pieces of whole sectors; the last one has the rest.
         let pieces = asked.pieces.clamp(1, most);
         let each = (len / pieces).next_multiple_of(SECTOR_BYTES).max(SECTOR_BYTES);
         let mut chain = vec![(own, 16, 0)];
@@ -179,10 +179,10 @@ impl Queue {
         chain
     }
 
-    /// Makes a request available, if a slot is free: which slot it has.
+    /// Submits a request if a slot is free, and returns the slot.
     ///
     /// # Panics
-    /// When it is larger than a slot.
+    /// If the data exceeds a slot.
     pub fn begin(&mut self, asked: Asked<'_>) -> Option<u16> {
         let slot = self.free.pop()?;
         let own = self.slot_at(slot);
@@ -200,7 +200,7 @@ impl Queue {
             }
             Data::In(len) => {
                 fits(len);
-                // What was not read must not look like it.
+                // A pattern that shows bytes which were not read.
                 self.memory.put(data, &vec![0xa5; len]);
                 (data, len)
             }
@@ -227,7 +227,7 @@ impl Queue {
         }
     }
 
-    /// Makes the chain that begins at `head` available, and tells where that is wanted.
+    /// Makes a chain available, and kicks the server unless it has suppressed notifications.
     fn offer(&mut self, head: u16) {
         let (avail, size) = (self.at + AVAIL_AT, Self::size(&self.shape));
         self.memory.put(avail + 4 + 2 * u64::from(self.next % size), &head.to_le_bytes());
@@ -246,20 +246,21 @@ impl Queue {
         }
     }
 
-    /// Has the server look.
+    /// Notifies the server.
     pub fn kick(&self) {
-        // A full counter is a kick as well.
+        // A write to a full counter fails, but the kick is pending then.
         let _ = rustix::io::write(&self.kick, &1_u64.to_ne_bytes());
     }
 
-    /// An answer, if there is one.
+    /// Takes a completed request.
     ///
     /// # Errors
-    /// What is there is no answer to anything.
+    /// The used entry does not belong to a request in flight.
     pub fn answer(&mut self) -> io::Result<Option<Answer>> {
         if self.used() == self.seen {
             if self.shape.event_idx {
-                // Tell of the next one; it may have come just before that was seen.
+                // Requests a notification for the next entry. Checked again below, as one may have
+                // arrived just before.
                 let size = u64::from(Self::size(&self.shape));
                 self.memory.set_word(self.at + AVAIL_AT + 4 + 2 * size, self.seen);
             }
@@ -282,7 +283,7 @@ impl Queue {
         let (mut status, mut data) = ([0], Vec::new());
         self.memory.get(self.slot_at(slot) + STATUS_AT, &mut status);
         if status == [wire::OK] {
-            // A report of zones fills what it needs; all else fills all.
+            // A zone report may return less data; all other reads fill the buffer.
             data.resize((len as usize).saturating_sub(1).min(room), 0);
             self.memory.get(from, &mut data);
         }
@@ -292,10 +293,10 @@ impl Queue {
         Ok(Some(Answer { slot, status: status[0], data }))
     }
 
-    /// Waits until there may be an answer; false: it was not told of one in time.
+    /// Waits for a notification. Returns false if none arrived in time.
     ///
     /// # Errors
-    /// The system's.
+    /// System error.
     pub fn wait(&self, patience: Duration) -> io::Result<bool> {
         let mut fds = [PollFd::from_borrowed_fd(self.call.as_fd(), PollFlags::IN)];
         let patience = Timespec::try_from(patience).map_err(io::Error::other)?;
@@ -304,10 +305,10 @@ impl Queue {
         Ok(told)
     }
 
-    /// Takes what it was told.
+    /// Reads and counts pending notifications.
     pub(super) fn hush(&self) {
         let mut count = [0; 8];
-        // Nothing there: nothing to take.
+        // An empty counter means that none is pending.
         if rustix::io::read(&self.call, &mut count).is_ok() {
             self.told.fetch_add(u64::from_ne_bytes(count), Ordering::SeqCst);
         }

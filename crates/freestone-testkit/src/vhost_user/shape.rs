@@ -1,24 +1,24 @@
-//! The choices that a machine has.
+//! Configuration of a virtual machine.
 
-/// What a machine is like.
+/// Configuration of a virtual machine and its disk.
 #[derive(Debug, Clone, Copy)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a choice of its own")]
 pub struct Shape {
-    /// Queues.
+    /// Number of queues.
     pub queues: u16,
-    /// Requests of a queue at once, 64 at most.
+    /// Requests in flight per queue, at most 64.
     pub slots: u16,
-    /// Bytes of data of a request at most.
+    /// Maximum data of a request in bytes.
     pub slot_bytes: u64,
-    /// Chains are tables.
+    /// Use indirect descriptors.
     pub indirect: bool,
-    /// Each side says when it wants to be told.
+    /// Use event indices to suppress notifications.
     pub event_idx: bool,
-    /// It is noted what is in flight.
+    /// Use an inflight region.
     pub inflight: bool,
-    /// Nothing may sit in a cache.
+    /// Disable the write cache.
     pub write_through: bool,
-    /// The memory is told of in one table.
+    /// Announce the memory with a memory table instead of single regions.
     pub table: bool,
 }
 

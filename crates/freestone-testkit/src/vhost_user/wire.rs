@@ -1,5 +1,4 @@
-//! The numbers of vhost-user and virtio-blk, and how a frontend sends a message; written apart from
-//! the code under test.
+//! Constants and messages of vhost-user and virtio-blk, independent of the code under test.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -37,15 +36,15 @@ pub const GET_MAX_MEM_SLOTS: u32 = 36;
 pub const ADD_MEM_REG: u32 = 37;
 pub const REM_MEM_REG: u32 = 38;
 
-/// Flags of a header.
+/// Header flag.
 pub const NEED_REPLY: u32 = 8;
-/// Bytes of a header.
+/// Bytes of a message header.
 pub const HEADER_BYTES: usize = 12;
-/// Protocol features that are offered, and one of them.
+/// Protocol features that are required, and one of them.
 pub const PROTOCOL: u64 = 1 << 15 | 1 << 13 | 1 << 12 | 1 << 9 | 1 << 5 | 1 << 3 | 1;
 pub const REPLY_ACK: u64 = 1 << 3;
 
-/// Features.
+/// Device features.
 pub const RO: u64 = 1 << 5;
 pub const FLUSH: u64 = 1 << 9;
 pub const CONFIG_WCE: u64 = 1 << 11;
@@ -55,16 +54,16 @@ pub const INDIRECT: u64 = 1 << 28;
 pub const EVENT_IDX: u64 = 1 << 29;
 pub const PROTOCOL_FEATURES: u64 = 1 << 30;
 pub const VERSION_1: u64 = 1 << 32;
-/// What every device offers beside.
+/// Features that every device must offer.
 pub const ALWAYS: u64 =
     VERSION_1 | PROTOCOL_FEATURES | EVENT_IDX | INDIRECT | 1 << 12 | 1 << 10 | 1 << 6 | 1 << 2;
 
-/// Flags of descriptors.
+/// Descriptor flags.
 pub const NEXT: u16 = 1;
 pub const WRITE: u16 = 2;
 pub const TABLE: u16 = 4;
 
-/// Types of requests.
+/// Request types.
 pub const IN: u32 = 0;
 pub const OUT: u32 = 1;
 pub const FLUSHES: u32 = 4;
@@ -79,7 +78,7 @@ pub const ZONE_FINISH: u32 = 22;
 pub const ZONE_RESET: u32 = 24;
 pub const ZONE_RESET_ALL: u32 = 26;
 
-/// Statuses.
+/// Request status.
 pub const OK: u8 = 0;
 pub const IOERR: u8 = 1;
 pub const UNSUPP: u8 = 2;
@@ -88,11 +87,11 @@ pub const ZONE_WP: u8 = 4;
 pub const ZONE_OPENS: u8 = 5;
 pub const ZONE_ACTIVES: u8 = 6;
 
-/// Where the memory is for the driver, and where for the frontend.
+/// Base address of the memory for the driver (guest) and for the frontend (user).
 pub const GUEST: u64 = 0x10_0000;
 pub const USER: u64 = 0x7000_0000;
 
-/// A message.
+/// Encodes a message.
 pub fn message(request: u32, flags: u32, body: &[u8]) -> Vec<u8> {
     [&u32s(&[request, 1 | flags, body.len() as u32]), body].concat()
 }
@@ -105,17 +104,17 @@ pub fn u64s(numbers: &[u64]) -> Vec<u8> {
     numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
 }
 
-/// The body about a region of the memory.
+/// Encodes a memory region.
 pub fn region(from: u64, size: u64, user: u64) -> Vec<u8> {
     u64s(&[0, GUEST + from, size, user, from])
 }
 
-/// The body about the addresses of a queue's rings.
+/// Encodes the ring addresses of a queue.
 pub fn addresses(queue: u32, desc: u64, used: u64, avail: u64) -> Vec<u8> {
     [u32s(&[queue, 0]), u64s(&[desc, used, avail, 0])].concat()
 }
 
-/// The data of a discard or write of zeroes, of this range in bytes.
+/// Encodes the data of a discard or write zeroes request for a range in bytes.
 pub fn range(offset: u64, len: u64, may_free: bool) -> Vec<u8> {
     let mut bytes = (offset / 512).to_le_bytes().to_vec();
     bytes.extend(((len / 512) as u32).to_le_bytes());
@@ -123,7 +122,7 @@ pub fn range(offset: u64, len: u64, may_free: bool) -> Vec<u8> {
     bytes
 }
 
-/// Sends bytes and files without waiting; how many of the bytes had room.
+/// Sends bytes and descriptors without blocking. Returns the number of bytes sent.
 pub fn send(socket: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> usize {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -134,7 +133,7 @@ pub fn send(socket: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> usiz
     sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags).unwrap_or(0)
 }
 
-/// Hears all that there is until the other side has ended the connection; files come along.
+/// Receives bytes and descriptors until the peer closes the connection.
 pub fn hear(socket: &UnixStream) -> (Vec<u8>, Vec<OwnedFd>) {
     let (mut heard, mut files) = (Vec::new(), Vec::new());
     let mut part = vec![0; 4096];
@@ -142,7 +141,7 @@ pub fn hear(socket: &UnixStream) -> (Vec<u8>, Vec<OwnedFd>) {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let into = &mut [std::io::IoSliceMut::new(&mut part)];
-        // An error: it was closed with unread bytes.
+        // An error means that the peer closed the connection with unread data.
         let bytes = recvmsg(socket, into, &mut control, RecvFlags::CMSG_CLOEXEC).map_or(0, |got| got.bytes);
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(rights) = message {

@@ -1,5 +1,5 @@
-//! The suite can fail: devices that each break one rule are each caught, by the part of the suite
-//! that is meant to.
+//! Checks that the conformance suite detects violations: each broken device violates one rule, and
+//! must fail in the right part.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -61,9 +61,9 @@ enum Fault {
     LosesConcurrent,
 }
 
-/// Lets others come between. Where the suite has several threads at work it is for long enough that
-/// one does, whatever else the machine has to do.
-fn give_way(at: usize) {
+/// Lets other threads run. For the blocks of the concurrent part, sleeps long enough for a conflict
+/// even on a loaded machine.
+fn yield_to_others(at: usize) {
     if at < 16 * BLOCK as usize { thread::sleep(Duration::from_micros(50)) } else { thread::yield_now() }
 }
 
@@ -71,20 +71,20 @@ struct Broken {
     fault: Fault,
     bytes: Arc<Mutex<Vec<u8>>>,
     calls: AtomicU64,
-    never: Arc<Never>,
+    never: Arc<NeverUnplug>,
 }
 
-/// What it holds is not handed over.
-struct Never;
+/// A plug whose requests are never submitted.
+struct NeverUnplug;
 
-impl Unplug for Never {
+impl Unplug for NeverUnplug {
     fn unplug(&self) {}
 }
 
 impl Broken {
     fn new(fault: Fault) -> Self {
         let bytes = Arc::new(Mutex::new(vec![0; SIZE as usize]));
-        Self { fault, bytes, calls: AtomicU64::new(0), never: Arc::new(Never) }
+        Self { fault, bytes, calls: AtomicU64::new(0), never: Arc::new(NeverUnplug) }
     }
 
     fn is(&self, fault: Fault) -> bool {
@@ -119,16 +119,16 @@ impl Broken {
                 let half = BLOCK as usize / 2;
                 for (i, part) in data.chunks(half).enumerate() {
                     lock(&self.bytes)[at + i * half..][..part.len()].copy_from_slice(part);
-                    give_way(at);
+                    yield_to_others(at);
                 }
             }
-            // Reads all, changes a part, writes all back.
+            // Read-modify-write of a whole page without a lock.
             Fault::LosesConcurrent => {
                 let page = at / 4096 * 4096;
                 let end = (at + data.len()).next_multiple_of(4096);
                 let mut copy = lock(&self.bytes)[page..end].to_vec();
                 copy[at - page..][..data.len()].copy_from_slice(data);
-                give_way(at);
+                yield_to_others(at);
                 lock(&self.bytes)[page..end].copy_from_slice(&copy);
             }
             Fault::AnswersEarly => {
@@ -156,7 +156,7 @@ impl Broken {
         }
     }
 
-    fn carry_out(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+    fn perform(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
         if self.geometry().read_only && request.op != Op::Read && !self.is(Fault::ReadOnlyWrites) {
             return Err(Error::ReadOnly);
         }
@@ -165,14 +165,14 @@ impl Broken {
             (Op::Read, Buffer::Read(out)) if self.is(Fault::TornRead) => {
                 for (i, part) in out.chunks_mut(BLOCK as usize / 2).enumerate() {
                     part.copy_from_slice(&lock(&self.bytes)[at + i * BLOCK as usize / 2..][..part.len()]);
-                    give_way(at);
+                    yield_to_others(at);
                 }
             }
             (Op::Read, Buffer::Read(_)) if self.is(Fault::ReadsNothing) => {}
             (Op::Read, Buffer::Read(out)) => {
                 out.copy_from_slice(&lock(&self.bytes)[at % SIZE as usize..][..len]);
                 if self.is(Fault::DiscardFickle) {
-                    // Bytes of 0xdd stand for what was discarded.
+                    // 0xdd marks discarded bytes.
                     let noise = self.calls.fetch_add(1, SeqCst).is_multiple_of(2);
                     out.iter_mut().filter(|b| **b == 0xdd).for_each(|b| *b = if noise { 0xdd } else { 0 });
                 }
@@ -224,15 +224,15 @@ impl Device for Broken {
         let long = request.len > BLOCK;
         match self.fault {
             Fault::PartlyNothing if long => Ok(Tried::Partly(0)),
-            Fault::PartlyAll => self.carry_out(request, buffer).map(|_| Tried::Partly(request.len)),
+            Fault::PartlyAll => self.perform(request, buffer).map(|_| Tried::Partly(request.len)),
             Fault::PartlyUnaligned if long => Ok(Tried::Partly(100)),
             Fault::PartlyLie if long && request.op == Op::Write => Ok(Tried::Partly(BLOCK)),
             Fault::BlocksButWrites if request.op == Op::Write => {
-                self.carry_out(request, buffer).map(|_| Tried::WouldBlock)
+                self.perform(request, buffer).map(|_| Tried::WouldBlock)
             }
-            // So that `submit` is used.
+            // Forces the use of `submit`.
             Fault::ShortBuffer => Ok(Tried::WouldBlock),
-            _ => self.carry_out(request, buffer),
+            _ => self.perform(request, buffer),
         }
     }
 
@@ -244,13 +244,13 @@ impl Device for Broken {
             self.check(&request)
         };
         let outcome = checked.and_then(|()| match request.op {
-            Op::Read => self.carry_out(&request, Buffer::Read(&mut buffer)),
-            Op::Write => self.carry_out(&request, Buffer::Write(&buffer)),
-            _ => self.carry_out(&request, Buffer::None),
+            Op::Read => self.perform(&request, Buffer::Read(&mut buffer)),
+            Op::Write => self.perform(&request, Buffer::Write(&buffer)),
+            _ => self.perform(&request, Buffer::None),
         });
         match self.fault {
             Fault::ForgetsCompletion if calls % 20 == 19 => std::mem::forget(done),
-            // It holds what comes under a plug, and does not hand it over.
+            // Requests under a plug are lost.
             Fault::ForgetsTheHeld if plug::hold(&self.never) => std::mem::forget(done),
             Fault::DropsCompletion if calls % 300 == 299 => drop(done),
             Fault::ShortBuffer => done.complete(outcome.map(|_| ()), IoBuf::empty()),
@@ -299,7 +299,7 @@ fn run(fault: Fault, options: &Options) -> conformance::Checked {
 }
 
 #[test]
-fn without_a_fault_the_device_passes() {
+fn device_without_fault_passes() {
     run(Fault::None, &options()).unwrap();
 }
 
@@ -336,7 +336,7 @@ fn each_fault_is_caught() {
         (DiscardFickle, "content"),
         (DropsCompletion, "content"),
         (Forgets, "content"),
-        // Its late write may be late enough for the first check that reads back.
+        // The late write may already fail the first check that reads back.
         (AnswersEarly, "content|errors"),
         (AllHoles, "extents"),
         (ExtentGap, "extents"),
@@ -362,20 +362,20 @@ fn each_fault_is_caught() {
 }
 
 #[test]
-fn a_device_that_should_forget_and_remembers_is_caught() {
+fn storing_device_fails_without_stores_option() {
     let violation = run(Fault::Remembers, &Options { stores: false, ..options() }).unwrap_err();
     assert_eq!(violation.check, "content");
 }
 
 #[test]
-fn a_request_that_is_forgotten_when_the_device_goes_is_caught() {
+fn lost_completion_on_drop_is_caught() {
     let violation =
         conformance::abandoned(Arc::new(Broken::new(Fault::ForgetsCompletion)), &options()).unwrap_err();
     assert_eq!(violation.check, "abandoned");
 }
 
 #[test]
-fn growth_that_loses_data_or_does_not_happen_is_caught() {
+fn missing_growth_and_lost_data_are_caught() {
     let device = Broken::new(Fault::None);
     let violation = conformance::grown(&device, &options(), &|| {}).unwrap_err();
     assert_eq!(violation.check, "grown");

@@ -1,4 +1,4 @@
-//! The zoned part of the suite can fail, too.
+//! Checks that the zoned part of the conformance suite detects violations.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +40,7 @@ const CONFIG: ZonedConfig = ZonedConfig {
 struct Broken {
     fault: Fault,
     model: ModelZoned,
-    /// A write that is held back to be overtaken.
+    /// A write held back so that the next one overtakes it.
     held: std::sync::Mutex<Option<(Request, IoBuf, Completion)>>,
 }
 
@@ -90,7 +90,7 @@ impl Device for Broken {
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
         if self.is(Fault::OutOfOrder) && request.op == Op::Write && request.len == 4096 {
-            // Every second write goes first.
+            // Every second write overtakes the one before.
             let mut held = self.held.lock().unwrap();
             match held.take() {
                 None if request.offset == self.pointer(request.offset) => {

@@ -1,4 +1,4 @@
-//! `Faulty`: that it is a sound device, and that each of its faults does what it says.
+//! Checks that `Faulty` conforms to the contract, and that each fault works.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
@@ -12,7 +12,7 @@ use freestone_testkit::{Faulty, What, When};
 
 const BLOCK: u64 = 4096;
 const SIZE: usize = 1 << 20;
-/// Long enough for what was answered at once to arrive.
+/// Long enough for an immediate completion to arrive.
 const SOON: Duration = Duration::from_millis(30);
 const NONE: Flags = Flags::empty();
 
@@ -29,11 +29,11 @@ fn read(disk: &Faulty, offset: u64, len: u64) -> Result<Vec<u8>> {
     disk.read_at(offset, &mut data).map(|()| data)
 }
 
-/// Submits a request; what comes is its outcome.
+/// Submits a request; the receiver gets its result.
 fn submit(disk: &Faulty, request: Request, data: &[u8]) -> Receiver<Result<()>> {
     let (tx, rx) = mpsc::channel();
     let done = Completion::new(move |outcome, _| {
-        // A test that does not wait for it is content.
+        // The test may have dropped the receiver.
         let _ = tx.send(outcome);
     });
     disk.submit(request, IoBuf::copy_of(data).unwrap(), done);
@@ -41,7 +41,7 @@ fn submit(disk: &Faulty, request: Request, data: &[u8]) -> Receiver<Result<()>> 
 }
 
 #[test]
-fn without_faults_it_keeps_the_contract() {
+fn faulty_without_faults_conforms() {
     let options =
         |seed| Options { seed, window: 1 << 19, rounds: 80, thread_rounds: 80, ..Options::default() };
     for logical_block in [512, 4096] {
@@ -55,7 +55,7 @@ fn without_faults_it_keeps_the_contract() {
 }
 
 #[test]
-fn an_operation_can_fail_although_it_was_done() {
+fn fail_done_takes_effect_and_fails() {
     for disk in [disk(), disk().inline()] {
         disk.write_at(0, &block(1), NONE).unwrap();
         disk.fault(None, When::Always, What::FailDone(Error::NoSpace));
@@ -69,7 +69,7 @@ fn an_operation_can_fail_although_it_was_done() {
 }
 
 #[test]
-fn operations_fail_as_they_are_numbered() {
+fn faults_apply_by_operation_number() {
     let disk = disk();
     disk.fault(Some(Op::Write), When::At(1), What::Fail(Error::Media));
     disk.fault(None, When::At(4), What::Fail(Error::Gone));
@@ -94,7 +94,7 @@ fn operations_fail_as_they_are_numbered() {
 }
 
 #[test]
-fn a_torn_write_leaves_its_first_half() {
+fn torn_write_stores_first_half() {
     let disk = disk();
     disk.write_at(0, &[1; 3 * BLOCK as usize], NONE).unwrap();
     disk.fault(Some(Op::Write), When::At(1), What::Tear);
@@ -104,7 +104,7 @@ fn a_torn_write_leaves_its_first_half() {
 }
 
 #[test]
-fn a_corrupt_read_looks_fine_and_is_not() {
+fn corrupt_read_succeeds_with_wrong_data() {
     let disk = disk();
     disk.write_at(0, &[1; 2 * BLOCK as usize], NONE).unwrap();
     disk.fault(Some(Op::Read), When::At(0), What::Corrupt);
@@ -114,13 +114,13 @@ fn a_corrupt_read_looks_fine_and_is_not() {
 }
 
 #[test]
-fn what_hangs_is_done_when_all_is_well_again() {
+fn held_operations_complete_after_heal() {
     let disk = disk();
     disk.fault(Some(Op::Write), When::From(0), What::Hang);
     let first = submit(&disk, Request::write(0, BLOCK), &block(1));
     let second = submit(&disk, Request::write(BLOCK, BLOCK), &block(2));
     disk.await_held(2);
-    // Others go on.
+    // Other operations continue.
     assert_eq!(read(&disk, 0, 2 * BLOCK), Ok(vec![0; 2 * BLOCK as usize]));
     assert!(first.recv_timeout(SOON).is_err());
     assert_eq!((disk.counts().held, disk.counts().in_flight), (2, 2));
@@ -131,7 +131,7 @@ fn what_hangs_is_done_when_all_is_well_again() {
 }
 
 #[test]
-fn what_hangs_for_ever_is_answered_at_the_end() {
+fn held_operations_fail_on_drop() {
     let disk = disk();
     disk.fault(None, When::Always, What::Hang);
     let read = submit(&disk, Request::read(0, BLOCK), &block(0));
@@ -141,7 +141,7 @@ fn what_hangs_for_ever_is_answered_at_the_end() {
 }
 
 #[test]
-fn a_delayed_operation_is_overtaken() {
+fn delayed_operation_is_overtaken() {
     let disk = disk();
     let delay = Duration::from_millis(60);
     disk.fault(Some(Op::Write), When::At(0), What::Delay(delay));
@@ -155,7 +155,7 @@ fn a_delayed_operation_is_overtaken() {
 }
 
 #[test]
-fn a_full_disk_takes_no_more() {
+fn full_disk_refuses_writes() {
     let disk = disk();
     disk.no_space_from(4 * BLOCK);
     assert_eq!(disk.write_at(3 * BLOCK, &block(1), NONE), Ok(()));
@@ -169,7 +169,7 @@ fn a_full_disk_takes_no_more() {
 }
 
 #[test]
-fn behind_the_cut_nothing_is_left() {
+fn truncated_disk_fails_beyond_end() {
     let disk = disk();
     disk.write_at(0, &[1; 4 * BLOCK as usize], NONE).unwrap();
     disk.truncate_at(2 * BLOCK);
@@ -180,7 +180,7 @@ fn behind_the_cut_nothing_is_left() {
 }
 
 #[test]
-fn the_seed_shuffles() {
+fn seed_determines_completion_order() {
     let order = |disk: Faulty| {
         let (tx, rx) = mpsc::channel();
         disk.fault(None, When::Always, What::Hang);
@@ -233,7 +233,7 @@ fn misuse_is_reported() {
 }
 
 #[test]
-fn tries_are_answered_inline_when_asked() {
+fn inline_disk_completes_tries() {
     let mut data = block(0);
     let request = Request::read(0, BLOCK);
     assert_eq!(disk().try_io(&request, Buffer::Read(&mut data)), Ok(Tried::WouldBlock));

@@ -1,4 +1,4 @@
-//! The devices to test with are sound, and the conformance suite can fail.
+//! Tests of the test devices, and checks that the conformance suite detects violations.
 
 mod broken;
 mod broken_zoned;

@@ -1,4 +1,4 @@
-//! The suite over the model devices, alone and deferred.
+//! Conformance suite over the model devices, plain and deferred.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The bytes of a disk: what is durable, and every version since.
+//! The content of a disk: the durable bytes, and every unflushed version.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,12 +11,11 @@ type Bytes = Box<[u8; SECTOR_BYTES]>;
 
 pub(super) struct Media {
     durable: Vec<u8>,
-    /// By sector, in the order in which they were written: what a flush has not made durable. The
-    /// last is what is read.
+    /// Unflushed versions by sector, in the order of writing. Reads return the last version.
     unflushed: BTreeMap<u64, Vec<Bytes>>,
-    /// Whether a sector takes up room.
+    /// For each sector, true if it takes up space.
     used: Vec<bool>,
-    /// What is written stays out of `durable` until a flush.
+    /// Writes stay out of `durable` until a flush.
     volatile_cache: bool,
 }
 
@@ -47,7 +46,7 @@ impl Media {
         }
     }
 
-    /// One sector; `None` makes it zeroes that take up no room.
+    /// Writes one sector; `None` writes zeroes that take up no space.
     pub fn write(&mut self, at: u64, bytes: Option<&[u8]>, fua: bool) {
         const ZEROES: &[u8] = &[0; SECTOR_BYTES];
         self.used[at as usize] = bytes.is_some();
@@ -69,7 +68,7 @@ impl Media {
         }
     }
 
-    /// As a flush that stopped somewhere: any of the sectors are durable.
+    /// Flushes a random half of the sectors, as a flush that failed midway.
     pub fn flush_some(&mut self, rng: &mut Rng) {
         let some: Vec<u64> = self.unflushed.keys().copied().filter(|_| rng.chance(50)).collect();
         for at in some {
@@ -79,7 +78,7 @@ impl Media {
         }
     }
 
-    /// Each sector becomes what is durable there or one of the versions since.
+    /// Replaces each sector by its durable content or one of the unflushed versions.
     pub fn lose_power(&mut self, rng: &mut Rng) {
         for (at, versions) in std::mem::take(&mut self.unflushed) {
             let chosen = rng.below(versions.len() as u64 + 1) as usize;
@@ -90,14 +89,14 @@ impl Media {
         }
     }
 
-    /// What is read now.
+    /// Returns the content that reads return.
     pub fn visible(&self) -> Vec<u8> {
         let mut out = vec![0; self.durable.len()];
         self.read(0, &mut out);
         out
     }
 
-    /// How many bytes of room a write to these sectors takes.
+    /// Returns the bytes of space that a write to these sectors needs.
     pub fn room_for(&self, sectors: Range<u64>) -> u64 {
         let new = sectors.filter(|&at| !self.used[at as usize]).count();
         (new * SECTOR_BYTES) as u64

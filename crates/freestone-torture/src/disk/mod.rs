@@ -1,13 +1,14 @@
-//! A disk in memory for the bottom of stacks, which does what disks do: it fails, fails although it
-//! was done, tears, is late, hangs, has no room, shrinks, loses power.
+//! A simulated disk in memory for the bottom of stacks. Like real disks: requests fail, fail
+//! although they were done, tear, are delayed or hang, and the disk runs out of space, shrinks and
+//! loses power.
 //!
-//! What goes wrong is drawn from a seed by a [`Plan`], which may change at any time through the
-//! [`DiskControl`]. Each error is counted ([`Injected`]), so that a judge knows of an error above
-//! whether it has a cause. Some tries are answered on the caller's thread; what is submitted is
-//! answered on a thread of the disk, in an order that is drawn too.
+//! A [`Plan`] gives the probability of each fault; [`DiskControl`] can replace it at any time. The
+//! disk counts each error ([`Injected`]), so a judge can decide whether an error above has a cause.
+//! Some tries complete on the caller's thread; submitted requests complete on a thread of the disk,
+//! in random order.
 //!
-//! It watches its user: [`DiskControl::complaints`] lists requests that break the contract, and
-//! writes to one sector that are in flight at once.
+//! The disk also checks its user: [`DiskControl::complaints`] lists requests that break the
+//! contract, and concurrent writes to one sector.
 
 mod media;
 mod plan;
@@ -31,24 +32,24 @@ use plan::Fate;
 pub use plan::{Chances, Injected, Plan};
 use work::{Job, Shared, State, sectors};
 
-/// Complaints that are kept; one is enough to fail a run.
+/// Maximum number of complaints stored; one is enough to fail a run.
 const COMPLAINTS_MAX: usize = 16;
 const SECTOR: u64 = SECTOR_BYTES as u64;
 
-/// What a disk is made of.
+/// Settings of a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskConfig {
-    /// Bytes, a multiple of the logical block.
+    /// Size in bytes, a multiple of the logical block.
     pub size: u64,
-    /// A power of two, 512 to 4096.
+    /// Block size: a power of two, 512 to 4096.
     pub logical_block: u32,
-    /// What is written is safe only when it is flushed.
+    /// Writes are durable only after a flush.
     pub volatile_cache: bool,
-    /// How many of a thousand tries are answered on the caller's thread.
+    /// Tries per thousand that complete on the caller's thread.
     pub inline: u16,
-    /// Writes of one sector may be in flight at once: its user hands down what clients ask.
+    /// Allows concurrent writes to one sector: the user of the disk passes client requests through.
     pub overlap: bool,
-    /// What goes wrong.
+    /// Faults.
     pub plan: Plan,
 }
 
@@ -59,7 +60,7 @@ impl Default for DiskConfig {
     }
 }
 
-/// The disk. When it is dropped, what waits is done and answered, and what hangs is answered
+/// A simulated disk. Dropping it completes the waiting requests and fails the hanging ones with
 /// [`Error::Gone`].
 ///
 /// ```
@@ -84,19 +85,19 @@ pub struct SimDisk {
     executor: Option<JoinHandle<()>>,
 }
 
-/// Tells a disk what to do and what it did; outlives it.
+/// Controls a disk and reports its state; outlives the disk.
 #[derive(Clone)]
 pub struct DiskControl(Arc<Shared>);
 
-// ---- making it, and telling it what to do -------------------------------------------------------
+// ---- construction and control -------------------------------------------------------------------
 
 impl SimDisk {
-    /// A disk of zeroes.
+    /// Creates a disk of zeroes.
     pub fn new(config: DiskConfig, seed: u64) -> Self {
         Self::with(config, vec![0; config.size as usize], seed)
     }
 
-    /// A disk with this content.
+    /// Creates a disk with this content.
     pub fn with(config: DiskConfig, content: Vec<u8>, seed: u64) -> Self {
         let block = config.logical_block;
         assert!(block.is_power_of_two() && (512..=4096).contains(&block));
@@ -124,42 +125,42 @@ impl SimDisk {
         Self { shared, executor: Some(executor) }
     }
 
-    /// What tells it what to do.
+    /// Returns the control of the disk.
     pub fn control(&self) -> DiskControl {
         DiskControl(Arc::clone(&self.shared))
     }
 }
 
 impl DiskControl {
-    /// From now on this goes wrong.
+    /// Replaces the plan of faults.
     pub fn set_plan(&self, plan: Plan) {
         self.0.lock().plan = plan;
     }
 
-    /// What goes wrong.
+    /// Returns the plan of faults.
     pub fn plan(&self) -> Plan {
         self.0.lock().plan
     }
 
-    /// Writes that take up more than these bytes, of sectors that took up none, answer
-    /// [`Error::NoSpace`] and do nothing. Discards give room back.
+    /// Sets the free space. A write that needs more fails with [`Error::NoSpace`] and does nothing.
+    /// Only sectors that were not in use need space; discards free it.
     pub fn set_room(&self, bytes: Option<u64>) {
         self.0.lock().room = bytes;
     }
 
-    /// What reaches beyond this byte answers [`Error::Media`]; the geometry does not tell. `None`
-    /// ends it.
+    /// Shrinks the disk: requests beyond this byte fail with [`Error::Media`], while the geometry
+    /// stays the same. `None` restores the size.
     pub fn shrink_to(&self, byte: Option<u64>) {
         self.0.lock().shrunk_to = byte;
     }
 
-    /// The disk has at least `size` bytes; what is new is zeroes.
+    /// Grows the disk to at least `size` bytes; the new bytes are zeroes.
     pub fn grow(&self, size: u64) {
         assert!(size.is_multiple_of(self.0.config.logical_block.into()));
         self.0.lock().media.grow(size as usize);
     }
 
-    /// What hangs is done now, and answered.
+    /// Executes and completes hanging requests.
     pub fn release(&self) {
         let mut state = self.0.lock();
         let mut hung = std::mem::take(&mut state.hung);
@@ -168,7 +169,7 @@ impl DiskControl {
         self.0.changed.notify_all();
     }
 
-    /// No faults from now on, and what hangs is released; it has room and its size again.
+    /// Ends all faults, releases hanging requests, and restores free space and size.
     pub fn heal(&self) {
         let mut state = self.0.lock();
         (state.plan, state.room, state.shrunk_to) = (Plan::default(), None, None);
@@ -176,14 +177,13 @@ impl DiskControl {
         self.release();
     }
 
-    /// The power goes. Of each sector that was written and not flushed, one of the versions stays.
-    /// What is in flight is answered [`Error::Gone`], or was done before; what was not may be torn.
-    /// All later requests are answered so, too.
+    /// Cuts the power. Each sector with unflushed writes keeps one of its versions. Requests in
+    /// flight are done, torn or not done, and fail with [`Error::Gone`], as do all later requests.
     pub fn power_cut(&self, seed: u64) {
         self.die(seed, true);
     }
 
-    /// Its user dies, and the disk lives on: as with the power, but what was answered stays.
+    /// Kills the user of the disk. As with a power cut, except that completed writes survive.
     pub fn detach(&self, seed: u64) {
         self.die(seed, false);
     }
@@ -192,7 +192,7 @@ impl DiskControl {
         Self::all_die(std::slice::from_ref(self), seed, power);
     }
 
-    /// The power of all of these goes at one moment, or what uses them dies.
+    /// Kills all these disks at one moment: either the power fails, or their user dies.
     pub fn all_die(disks: &[Self], seed: u64, power: bool) {
         let mut rng = Rng::new(seed);
         let mut states: Vec<MutexGuard<'_, State>> = disks.iter().map(|disk| disk.0.lock()).collect();
@@ -209,41 +209,42 @@ impl DiskControl {
         }
     }
 
-    /// Whether it has died, or was dropped with requests in flight.
+    /// Returns true if the disk died, or was dropped with requests in flight.
     pub fn is_dead(&self) -> bool {
         let state = self.0.lock();
         state.dead || state.injected.gone > 0
     }
 
-    /// A new disk with the bytes that this one shows, or that its death left. Without faults.
+    /// Creates a disk without faults from the content of this one, as it is or as the crash left
+    /// it.
     pub fn reopened(&self, seed: u64) -> SimDisk {
         let config = DiskConfig { plan: Plan::default(), ..self.0.config };
         SimDisk::with(config, self.0.lock().media.visible(), seed)
     }
 
-    // ---- what it saw ----------------------------------------------------------------------------
+    // ---- statistics -----------------------------------------------------------------------------
 
-    /// How often it did what good disks do not.
+    /// Returns the counts of injected faults.
     pub fn injected(&self) -> Injected {
         self.0.lock().injected
     }
 
-    /// Operations that arrived.
+    /// Returns the number of operations that arrived.
     pub fn arrived(&self) -> u64 {
         self.0.lock().arrived
     }
 
-    /// Operations that wait to be released.
+    /// Returns the number of hanging operations.
     pub fn hanging(&self) -> usize {
         self.0.lock().hung.len()
     }
 
-    /// What its user did wrong, in words. The first few; empty is good.
+    /// Returns descriptions of contract violations of the user: the first few, or none.
     pub fn complaints(&self) -> Vec<String> {
         self.0.lock().complaints.clone()
     }
 
-    /// The bytes that it shows.
+    /// Returns the visible content.
     pub fn bytes(&self) -> Vec<u8> {
         self.0.lock().media.visible()
     }
@@ -264,16 +265,16 @@ impl Device for SimDisk {
         }
         let fate = state.arrive(request, &self.shared)?;
         if matches!(fate, Fate::Hang | Fate::Delay(_)) {
-            state.depart(request);
+            state.revert_arrival(request);
             return Ok(Tried::WouldBlock);
         }
-        // Sometimes only the beginning, so that callers have to go on.
+        // Sometimes complete only the beginning, so that the caller must continue.
         let blocks = request.len / u64::from(self.shared.config.logical_block);
         let part = if blocks > 1 && state.rng.chance(10) { 1 + state.rng.below(blocks - 1) } else { blocks };
         let len = part * u64::from(self.shared.config.logical_block);
         let part = Request { len, ..*request };
         if part != *request && request.op == Op::Write {
-            state.answered(request);
+            state.remove_writing(request);
             state.writing.push(sectors(&part));
         }
         match buffer {
@@ -317,7 +318,7 @@ impl Device for SimDisk {
         drop(state);
         let block = u64::from(self.shared.config.logical_block);
         let kind = |at: u64| {
-            // A block is a hole if all of it is.
+            // A block is a hole if all its sectors are unused.
             let first = (at / block * block).max(offset) / SECTOR;
             let last = (at / block * block + block).min(end).div_ceil(SECTOR);
             let data = (first..last).any(|sector| used[(sector - offset / SECTOR) as usize]);
@@ -351,7 +352,7 @@ impl Drop for SimDisk {
         if let Some(executor) = self.executor.take()
             && executor.thread().id() != thread::current().id()
         {
-            // A panic there was reported by its own hook.
+            // The panic hook reported a panic of that thread.
             let _ = executor.join();
         }
     }

@@ -1,4 +1,4 @@
-//! How often what goes wrong, and how often it did.
+//! Fault probabilities of a disk, and the counts of injected faults.
 
 use freestone::device::Op;
 use freestone_testkit::Rng;
@@ -6,38 +6,37 @@ use serde::{Deserialize, Serialize};
 
 use crate::rt::time::Duration;
 
-/// How often an operation of one kind goes wrong in which way, per mille. Their sum is at most
-/// 1000.
+/// Fault probabilities of one kind of operation, per mille. Their sum is at most 1000.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Chances {
-    /// It fails and nothing is done.
+    /// Fails and does nothing.
     pub fail: u16,
-    /// It fails although all of it was done.
+    /// Fails although all of it was done.
     pub fail_done: u16,
-    /// It fails, and some of its sectors were done: the first few, or any.
+    /// Fails after some of its sectors were done: the first few, or any.
     pub fail_partly: u16,
-    /// It begins later; others overtake it.
+    /// Starts later; other requests overtake it.
     pub delay: u16,
-    /// It waits until it is released.
+    /// Waits until it is released.
     pub hang: u16,
 }
 
-/// How often what goes wrong. The default is a disk without faults.
+/// Fault probabilities of a disk. The default has no faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Plan {
-    /// Of reads.
+    /// For reads.
     pub read: Chances,
-    /// Of writes.
+    /// For writes.
     pub write: Chances,
-    /// Of discards and of writes of zeroes.
+    /// For discards and for writes of zeroes.
     pub clear: Chances,
-    /// Of flushes.
+    /// For flushes.
     pub flush: Chances,
-    /// The longest delay in microseconds, of any operation that is delayed.
+    /// Longest delay in microseconds of a delayed operation.
     pub delay_max_us: u32,
 }
 
-/// What happens to one operation.
+/// Fate of one operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fate {
     Well,
@@ -81,35 +80,36 @@ impl Plan {
     }
 }
 
-/// How often a disk did what good disks do not. Each kind of error that it answers is counted here,
-/// so an error above it that comes with no count below has no cause.
+/// Counts of injected faults. Each kind of error that the disk returns is counted here, so an error
+/// above without an increase of a count below has no cause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Injected {
-    /// Failed and did nothing.
+    /// Operations that failed and did nothing.
     pub failed: u64,
-    /// Failed and did all of it.
+    /// Operations that failed after doing everything.
     pub failed_done: u64,
-    /// Failed and did some sectors.
+    /// Operations that failed after doing some sectors.
     pub failed_partly: u64,
-    /// Began later.
+    /// Operations that started later.
     pub delayed: u64,
-    /// Waited to be released.
+    /// Operations that waited to be released.
     pub hung: u64,
-    /// Found no room.
+    /// Writes that found no free space.
     pub no_space: u64,
-    /// Reached beyond the end of a disk that shrank.
+    /// Operations beyond the end of a disk that shrank.
     pub shrunk: u64,
-    /// Were answered "gone", since power was lost or the disk was dropped.
+    /// Operations that failed with "gone" because power was lost or the disk was dropped.
     pub gone: u64,
 }
 
 impl Injected {
-    /// Operations that were answered with [`Error::Media`](freestone::device::Error::Media).
+    /// Returns the number of operations that failed with
+    /// [`Error::Media`](freestone::device::Error::Media).
     pub fn media(&self) -> u64 {
         self.failed + self.failed_done + self.failed_partly + self.shrunk
     }
 
-    /// Operations that were answered with an error.
+    /// Returns the number of operations that failed.
     pub fn errors(&self) -> u64 {
         self.media() + self.no_space + self.gone
     }

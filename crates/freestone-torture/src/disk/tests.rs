@@ -36,7 +36,7 @@ fn submit(disk: &SimDisk, request: Request, data: &[u8]) -> mpsc::Receiver<Resul
 }
 
 #[test]
-fn without_faults_it_keeps_the_contract() {
+fn disk_without_faults_passes_conformance() {
     let options = conformance::Options { rounds: 100, ..conformance::Options::default() };
     for (logical_block, inline) in [(512, 300), (4096, 1000), (1024, 0)] {
         let config = DiskConfig { logical_block, inline, overlap: true, ..DiskConfig::default() };
@@ -45,7 +45,7 @@ fn without_faults_it_keeps_the_contract() {
 }
 
 #[test]
-fn with_delays_it_keeps_the_contract() {
+fn disk_with_delays_passes_conformance() {
     let plan = always(|chances| chances.delay = 500);
     let config = DiskConfig { plan, overlap: true, ..DiskConfig::default() };
     let options = conformance::Options { rounds: 60, thread_rounds: 100, ..conformance::Options::default() };
@@ -53,7 +53,7 @@ fn with_delays_it_keeps_the_contract() {
 }
 
 #[test]
-fn each_failure_does_what_it_says_and_is_counted() {
+fn each_fault_has_its_effect_and_is_counted() {
     let count = |disk: &SimDisk| disk.control().injected();
     let failing = disk(always(|chances| chances.fail = 1000));
     assert_eq!(failing.write_at(0, &[1; 512], Flags::empty()), Err(Error::Media));
@@ -89,7 +89,7 @@ fn each_failure_does_what_it_says_and_is_counted() {
 }
 
 #[test]
-fn what_hangs_holds_up_nothing_else_and_is_done_when_it_is_released() {
+fn hanging_request_blocks_no_other_until_released() {
     let disk = disk(always(|chances| chances.hang = 1000));
     let first = submit(&disk, Request::write(0, 512), &[1; 512]);
     assert_eq!(disk.control().hanging(), 1);
@@ -108,7 +108,7 @@ fn what_hangs_holds_up_nothing_else_and_is_done_when_it_is_released() {
 }
 
 #[test]
-fn it_has_room_for_so_much_and_discards_give_it_back() {
+fn full_disk_fails_writes_until_discard() {
     let disk = disk(Plan::default());
     disk.control().set_room(Some(1024));
     disk.write_at(0, &[1; 1024], Flags::empty()).unwrap();
@@ -123,7 +123,7 @@ fn it_has_room_for_so_much_and_discards_give_it_back() {
 }
 
 #[test]
-fn beyond_the_end_of_a_disk_that_shrank_is_nothing() {
+fn shrunk_disk_fails_requests_beyond_its_end() {
     let disk = disk(Plan::default());
     disk.write_at(0, &[1; 4096], Flags::empty()).unwrap();
     disk.control().shrink_to(Some(2048));
@@ -138,7 +138,7 @@ fn beyond_the_end_of_a_disk_that_shrank_is_nothing() {
 }
 
 #[test]
-fn a_cut_leaves_what_was_flushed_and_of_the_rest_a_version_that_was_written() {
+fn power_cut_keeps_flushed_data_or_some_version() {
     let mut seen = [0; 4];
     for seed in 0..60 {
         let disk = disk(Plan::default());
@@ -165,7 +165,7 @@ fn a_cut_leaves_what_was_flushed_and_of_the_rest_a_version_that_was_written() {
 }
 
 #[test]
-fn what_is_in_flight_when_its_user_dies_is_done_torn_or_not() {
+fn detach_leaves_write_done_torn_or_undone() {
     let mut seen = [0; 3];
     for seed in 0..60 {
         let disk = disk(always(|chances| chances.hang = 1000));
@@ -179,7 +179,7 @@ fn what_is_in_flight_when_its_user_dies_is_done_torn_or_not() {
 }
 
 #[test]
-fn it_complains_of_its_user() {
+fn overlapping_and_invalid_requests_are_reported() {
     let disk = disk(always(|chances| chances.hang = 1000));
     let _one = submit(&disk, Request::write(0, 1024), &[1; 1024]);
     let _two = submit(&disk, Request::write(512, 1024), &[2; 1024]);
@@ -191,7 +191,7 @@ fn it_complains_of_its_user() {
 }
 
 #[test]
-fn holes_are_what_was_never_written() {
+fn extents_report_unwritten_blocks_as_holes() {
     let disk = disk(Plan::default());
     disk.write_at(1024, &[1; 1024], Flags::empty()).unwrap();
     let mut rows = Vec::new();
@@ -206,10 +206,10 @@ fn holes_are_what_was_never_written() {
     );
 }
 
-/// The oracle and the disk say the same of writes, failures and cuts; and the oracle finds a disk
-/// that forgets a flush.
+/// The oracle accepts the disk's behaviour on writes, failures and cuts, and detects a disk that
+/// forgets a flush.
 #[test]
-fn the_oracle_and_the_disk_agree() {
+fn oracle_accepts_disk_and_detects_lost_flush() {
     let lives = |forgets: bool| {
         let mut wrong = 0;
         for seed in 0..40 {

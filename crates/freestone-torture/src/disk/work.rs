@@ -1,4 +1,4 @@
-//! How a disk works: what arrives is given its fate, waits, and is done.
+//! Executes the requests of a disk: each request gets a fate on arrival, waits, and is performed.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use crate::rt::time::Instant;
 
 pub(super) struct Shared {
     pub config: DiskConfig,
-    /// Held for a look or one operation, never while a completion runs.
+    /// Held for a lookup or one operation, never while a completion runs.
     pub state: Mutex<State>,
     pub changed: Condvar,
 }
@@ -23,17 +23,17 @@ pub(super) struct State {
     pub media: Media,
     pub rng: Rng,
     pub plan: Plan,
-    /// Bytes that can still be taken up.
+    /// Free space in bytes; `None` is unlimited.
     pub room: Option<u64>,
     pub shrunk_to: Option<u64>,
     pub queue: Vec<Job>,
     pub hung: Vec<Job>,
-    /// Sectors of the writes that arrived and are not answered.
+    /// Sectors of the writes that have arrived and not completed.
     pub writing: Vec<Range<u64>>,
     pub injected: Injected,
     pub arrived: u64,
     pub complaints: Vec<String>,
-    /// Power was lost, or its user died.
+    /// Power was lost, or the user died.
     pub dead: bool,
     pub stop: bool,
 }
@@ -46,7 +46,7 @@ pub(super) struct Job {
     pub due: Instant,
 }
 
-/// Which sectors of an operation are done.
+/// Which sectors of a torn operation are done.
 #[derive(Clone, Copy)]
 pub(super) enum Torn {
     First(u64),
@@ -58,7 +58,7 @@ impl Torn {
         if rng.chance(50) { Self::First(rng.below(sectors + 1)) } else { Self::Of(rng.word()) }
     }
 
-    fn does(self, index: u64) -> bool {
+    fn includes(self, index: u64) -> bool {
         match self {
             Self::First(count) => index < count,
             Self::Of(seed) => Rng::new(seed ^ index).chance(50),
@@ -95,7 +95,7 @@ impl Shared {
         }
     }
 
-    /// Answers what was submitted, until the disk is dropped.
+    /// Performs and completes submitted requests until the disk is dropped.
     pub fn execute(&self) {
         let mut state = self.lock();
         loop {
@@ -128,7 +128,7 @@ impl Shared {
 }
 
 impl State {
-    /// Checks an operation and draws what happens to it.
+    /// Checks a request and draws its fate.
     pub fn arrive(&mut self, request: &Request, shared: &Shared) -> Result<Fate> {
         if self.dead {
             self.injected.gone += 1;
@@ -151,13 +151,13 @@ impl State {
         Ok(plan.draw(request.op, &mut self.rng))
     }
 
-    /// Takes back that it arrived: it comes again, submitted.
-    pub fn depart(&mut self, request: &Request) {
+    /// Reverts an arrival: the request will be submitted and arrive again.
+    pub fn revert_arrival(&mut self, request: &Request) {
         self.arrived -= 1;
-        self.answered(request);
+        self.remove_writing(request);
     }
 
-    pub fn answered(&mut self, request: &Request) {
+    pub fn remove_writing(&mut self, request: &Request) {
         if request.op == Op::Write
             && let Some(at) = self.writing.iter().rposition(|other| *other == sectors(request))
         {
@@ -165,9 +165,9 @@ impl State {
         }
     }
 
-    /// Does an operation that arrived. `buffer` is empty for what is neither read nor written.
+    /// Performs a request that arrived. `buffer` is empty unless the request reads or writes.
     pub fn perform(&mut self, request: &Request, buffer: &mut [u8], fate: Fate) -> Result<()> {
-        self.answered(request);
+        self.remove_writing(request);
         if self.dead {
             self.injected.gone += 1;
             return Err(Error::Gone);
@@ -213,7 +213,7 @@ impl State {
     pub fn store(&mut self, request: &Request, buffer: &[u8], torn: Option<Torn>) {
         let fua = request.flags.contains(Flags::FUA);
         for (index, at) in sectors(request).enumerate() {
-            if torn.is_some_and(|torn| !torn.does(index as u64)) {
+            if torn.is_some_and(|torn| !torn.includes(index as u64)) {
                 continue;
             }
             match request.op {
@@ -232,7 +232,8 @@ impl State {
         }
     }
 
-    /// What was in flight, to be answered [`Error::Gone`]: it was done, torn, or nothing of it.
+    /// Kills the disk and returns the requests in flight, which must fail with [`Error::Gone`].
+    /// Each of them was done, torn or not done.
     pub fn die(&mut self, rng: &mut Rng, power: bool) -> Vec<Job> {
         self.dead = true;
         let mut lost = std::mem::take(&mut self.queue);

@@ -1,31 +1,31 @@
-//! Drawing runs from a seed.
+//! Draws runs from a seed.
 
 mod scenes;
 
 use freestone_testkit::Rng;
 
-use super::{Backing, CowOp, DiskOp, Io, Op, What};
+use super::{Backing, CowOp, DiskOp, Io, IoKind, Op};
 use crate::disk::{Chances, Plan};
 
-/// So many runs of a hundred have images, and so many ops of a hundred have one of images before them.
+/// Percentage of runs that have images, and percentage of ops in such a run that an image op precedes.
 const IMAGES_PERCENT: u8 = 40;
 const IMAGE_OPS_PERCENT: u8 = 4;
 
-/// How a run is drawn.
+/// The state of a draw.
 struct Draw {
     rng: Rng,
-    /// Places that requests come back to.
+    /// Addresses that requests return to often.
     hot: [u32; 4],
-    /// Where a sequential run is.
+    /// End of the last request, where a sequential request continues.
     next: u32,
-    /// This run has faults, and crashes.
+    /// The run has faults, or crashes.
     faults: bool,
     crashes: bool,
-    /// Threads that ask; 0 is the run's own.
-    askers: u8,
+    /// Number of request threads; with 0 the runner issues the requests.
+    request_threads: u8,
 }
 
-/// The ops that make a stack. The same seed gives the same.
+/// Draws the ops that build a stack. The same seed gives the same ops.
 pub fn stack(seed: u64) -> Vec<Op> {
     let mut draw = Draw::new(seed);
     let mut ops = Vec::new();
@@ -67,15 +67,16 @@ pub fn stack(seed: u64) -> Vec<Op> {
     ops
 }
 
-/// The ops of a run on a stack. The same seed gives the same.
+/// Draws the ops of a run on a stack. The same seed gives the same ops.
 pub fn draw(seed: u64, count: usize) -> Vec<Op> {
     let mut draw = Draw::new(seed);
-    let askers = Some(draw.askers).filter(|&askers| askers > 0).map(Op::Askers);
-    let ops: Vec<Op> = askers.into_iter().chain(draw.ops(count)).collect();
+    let request_threads =
+        Some(draw.request_threads).filter(|&request_threads| request_threads > 0).map(Op::RequestThreads);
+    let ops: Vec<Op> = request_threads.into_iter().chain(draw.ops(count)).collect();
     with_images(seed, draw.faults, ops)
 }
 
-/// Some runs have images among their devices; others are as they would be without this.
+/// Adds images to some runs. The draws of other runs do not change.
 fn with_images(seed: u64, faults: bool, ops: Vec<Op>) -> Vec<Op> {
     let mut draw = Draw::new(!seed);
     if !draw.chance(IMAGES_PERCENT) {
@@ -109,7 +110,7 @@ fn with_images(seed: u64, faults: bool, ops: Vec<Op>) -> Vec<Op> {
     all
 }
 
-/// Has all threads begun that the process then keeps.
+/// Returns ops that start all threads that the process then keeps.
 pub fn warm_up() -> Vec<Op> {
     let family = Op::Family { limit_kib: 0, algorithm: 0, backing: None, auto: false };
     let base = Op::Base { kib: 64, seed: 1, faults: true };
@@ -125,8 +126,8 @@ impl Draw {
         let mut rng = Rng::new(seed);
         let hot = [(); 4].map(|()| rng.word() as u32);
         let (faults, crashes) = (rng.chance(50), rng.chance(60));
-        let askers = [0, 0, 2, 3][rng.below(4) as usize];
-        Self { rng, hot, next: 0, faults, crashes, askers }
+        let request_threads = [0, 0, 2, 3][rng.below(4) as usize];
+        Self { rng, hot, next: 0, faults, crashes, request_threads }
     }
 
     fn below(&mut self, bound: u64) -> u64 {
@@ -141,7 +142,7 @@ impl Draw {
         self.rng.word() as u16
     }
 
-    /// From `least` to `most`, small ones as often as large ones.
+    /// Draws a size from `least` to `most`, with a uniform distribution of the magnitude.
     fn kib(&mut self, least: u32, most: u32) -> u32 {
         let doublings = u64::from((most / least).ilog2());
         let from = least << self.below(doublings + 1);
@@ -218,18 +219,18 @@ impl Draw {
             987..989 if faults => Op::Room { disk: self.any(), kib: self.kib(4, 1024) },
             989..991 if faults => Op::Shrink { disk: self.any(), parts: self.below(1024) as u16 },
             991..998 if faults => Op::Heal(self.chance(50).then(|| self.any())),
-            // 785 to 789, and what this run does not have.
+            // 785 to 789, and ops that this run does not have.
             _ => Op::Check(self.any()),
         }
     }
 
     fn io(&mut self) -> Io {
         let what = match self.below(100) {
-            0..38 => What::Read,
-            38..82 => What::Write,
-            82..88 => What::Zeroes,
-            88..94 => What::Discard,
-            _ => What::Flush,
+            0..38 => IoKind::Read,
+            38..82 => IoKind::Write,
+            82..88 => IoKind::Zeroes,
+            88..94 => IoKind::Discard,
+            _ => IoKind::Flush,
         };
         let len = match self.below(10) {
             0..5 => 1 + self.below(8) as u16,
@@ -254,7 +255,7 @@ impl Draw {
             fua: self.chance(15),
             fill: self.any() as u8,
             submit: self.chance(30),
-            wait: self.chance(if self.askers > 0 { 25 } else { 70 }),
+            wait: self.chance(if self.request_threads > 0 { 25 } else { 70 }),
         }
     }
 
@@ -299,7 +300,7 @@ impl Draw {
         }
     }
 
-    /// Half of them where requests come back to.
+    /// Draws bad blocks, half of them at the addresses that requests return to.
     fn bad(&mut self) -> Op {
         let hot = self.below(2 * self.hot.len() as u64) as usize;
         let at = self.hot.get(hot).copied().unwrap_or_else(|| self.rng.word() as u32);
@@ -315,8 +316,7 @@ impl Draw {
         }
     }
 
-    /// Of what the library's faults can do, what is judged: errors without effect, and late
-    /// answers.
+    /// Draws fault rules with effects that the judge knows: errors without effect, and late completions.
     fn rules(&mut self) -> String {
         let rules = (0..=self.below(2)).map(|_| self.rule());
         rules.collect::<Vec<_>>().join("; ")

@@ -1,41 +1,41 @@
-//! What a write puts into a sector: a function of the write's id and the sector alone, so that
-//! nothing has to be kept to judge a read, and so that what is found can be named.
+//! The content of a write: a function of the write's id and the sector only, so a read can be
+//! judged without storing data, and bytes found can be identified.
 
 use std::fmt;
 
 use freestone_testkit::{Rng, first_difference};
 
-/// Bytes of a sector: the unit in which writes may be torn.
+/// Bytes per sector, the unit in which writes may tear.
 pub const SECTOR_BYTES: usize = 512;
 
-/// Marks a sector that begins with a tag.
+/// First bytes of a sector with a tag.
 const MAGIC: u32 = 0x464f_5254;
-/// Magic, check, id, sector.
+/// Magic, checksum, id and sector number.
 const TAG_BYTES: usize = 24;
-/// The low bits of an id say how its sectors are filled.
+/// The fill is encoded in the id modulo this.
 const FILLS: u64 = 8;
 
-/// How the sectors of a write are filled, since devices treat contents differently.
+/// Fill pattern of a write, since devices treat contents differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fill {
-    /// A tag, then words of a small vocabulary: compresses as text does.
+    /// A tag, then words of a small vocabulary: compresses like text.
     Text,
     /// A tag, then noise: does not compress.
     Noise,
-    /// A tag, then one word over and over.
+    /// A tag, then one repeated word.
     Repeat,
     /// A tag and noise, then zeroes from the middle on.
     Half,
-    /// No tag: one word over and over, the same in all sectors of the write, so that its pages are
+    /// One repeated word without a tag, the same in all sectors of the write, so its pages are
     /// same-filled.
     Same,
 }
 
 impl Fill {
-    /// All of them.
+    /// All fill patterns.
     pub const ALL: [Self; 5] = [Self::Text, Self::Noise, Self::Repeat, Self::Half, Self::Same];
 
-    /// How the sectors of this write are filled.
+    /// Returns the fill pattern of this write.
     pub const fn of(id: u64) -> Self {
         match id % FILLS {
             0 | 1 => Self::Text,
@@ -46,7 +46,7 @@ impl Fill {
         }
     }
 
-    /// The id of the write number `serial`, from 1 on, that is to be filled so.
+    /// Returns the id of write number `serial`, counted from 1, with this fill pattern.
     pub const fn id(self, serial: u64) -> u64 {
         let low = match self {
             Self::Text => 0,
@@ -59,7 +59,7 @@ impl Fill {
     }
 }
 
-/// What the write `id` puts into this sector.
+/// Returns the content that the write `id` gives this sector.
 pub fn content(id: u64, sector: u64) -> [u8; SECTOR_BYTES] {
     let mut out = [0; SECTOR_BYTES];
     let fill = Fill::of(id);
@@ -87,7 +87,7 @@ pub fn content(id: u64, sector: u64) -> [u8; SECTOR_BYTES] {
     out
 }
 
-/// Fills `out`, which begins at this sector, with what the write `id` puts there.
+/// Fills `out`, which begins at this sector, with the content of the write `id`.
 pub fn fill(id: u64, first_sector: u64, out: &mut [u8]) {
     for (sector, out) in (first_sector..).zip(out.chunks_mut(SECTOR_BYTES)) {
         out.copy_from_slice(&content(id, sector)[..out.len()]);
@@ -120,7 +120,7 @@ fn repeat(out: &mut [u8], word: u64) {
     }
 }
 
-/// The word of a write that is filled with one; never zero.
+/// Returns the word of a write without a tag; never zero.
 fn pattern(id: u64) -> u64 {
     Rng::new(!id).word() | 1
 }
@@ -129,17 +129,17 @@ fn check(id: u64, sector: u64) -> u32 {
     (Rng::new(id.wrapping_mul(31).wrapping_add(sector)).word() >> 32) as u32
 }
 
-/// What a version of a sector looks like.
+/// The content of a version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Content {
     /// Zeroes.
     Zero,
-    /// What the write with this id puts there.
+    /// The content of the write with this id.
     Data(u64),
 }
 
 impl Content {
-    /// Whether the sector `at` looks like this.
+    /// Returns true if the bytes of sector `at` are this content.
     pub fn is(self, at: u64, bytes: &[u8]) -> bool {
         match self {
             Self::Zero => bytes.iter().all(|&byte| byte == 0),
@@ -157,36 +157,36 @@ impl fmt::Display for Content {
     }
 }
 
-/// What the bytes of a sector are, by themselves.
+/// The identification of the bytes of a sector.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Found {
+pub enum IdentifiedBytes {
     /// Zeroes.
     Zero,
-    /// What this write put into a sector, perhaps another one.
+    /// The content of a write for some sector, possibly another one.
     Tagged {
-        /// Of the write.
+        /// Id of the write.
         id: u64,
-        /// Where the bytes belong.
+        /// Sector for which the content was generated.
         sector: u64,
     },
-    /// The tag of this write and sector, with other bytes behind it.
+    /// The tag of a write and sector, followed by other bytes.
     Torn {
-        /// Of the write.
+        /// Id of the write.
         id: u64,
-        /// Where the tag belongs.
+        /// Sector for which the tag was generated.
         sector: u64,
-        /// The first byte that is not the write's.
+        /// Offset of the first byte that differs.
         from: usize,
     },
-    /// One word over and over: of a write without tags, which can only be found by comparing.
+    /// One repeated word, from a write without tags. Only comparing can identify the write.
     Pattern(u64),
-    /// Nothing that was ever written; these are its first bytes.
+    /// The first bytes of unknown content.
     Garbage([u8; 16]),
 }
 
-impl Found {
-    /// Recognises the bytes of one sector.
-    pub fn in_bytes(bytes: &[u8]) -> Self {
+impl IdentifiedBytes {
+    /// Identifies the bytes of one sector.
+    pub fn identify(bytes: &[u8]) -> Self {
         if bytes == &[0; SECTOR_BYTES][..bytes.len()] {
             return Self::Zero;
         }
@@ -204,7 +204,7 @@ impl Found {
         Self::Garbage(bytes[..16].try_into().expect("sixteen bytes"))
     }
 
-    /// Whether a sector `at` in which this was found has this version.
+    /// Returns true if sector `at`, in which this was found, has this version.
     pub fn matches(&self, at: u64, version: Content) -> bool {
         match (self, version) {
             (Self::Zero, Content::Zero) => true,
@@ -220,14 +220,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_content_is_recognised() {
+    fn every_fill_is_identified() {
         for fill in Fill::ALL {
             for serial in [1, 2, 77, 1 << 40] {
                 let id = fill.id(serial);
                 assert_eq!(Fill::of(id), fill);
                 for sector in [0, 9, 1 << 33] {
                     let bytes = content(id, sector);
-                    let found = Found::in_bytes(&bytes);
+                    let found = IdentifiedBytes::identify(&bytes);
                     assert!(found.matches(sector, Content::Data(id)), "{fill:?} {found:?}");
                     assert!(Content::Data(id).is(sector, &bytes));
                     assert!(!found.matches(sector, Content::Data(fill.id(serial + 1))));
@@ -239,19 +239,22 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_content_is_named() {
+    fn torn_and_unknown_bytes_are_identified() {
         let id = Fill::Noise.id(5);
         let mut bytes = content(id, 3);
         bytes[256..].copy_from_slice(&content(Fill::Noise.id(6), 3)[256..]);
-        assert_eq!(Found::in_bytes(&bytes), Found::Torn { id, sector: 3, from: 256 });
+        assert_eq!(IdentifiedBytes::identify(&bytes), IdentifiedBytes::Torn { id, sector: 3, from: 256 });
         bytes[4] ^= 1;
-        assert!(matches!(Found::in_bytes(&bytes), Found::Garbage(_)));
-        assert_eq!(Found::in_bytes(&[0; SECTOR_BYTES]), Found::Zero);
-        assert_eq!(Found::in_bytes(&[7; SECTOR_BYTES]), Found::Pattern(0x0707_0707_0707_0707));
+        assert!(matches!(IdentifiedBytes::identify(&bytes), IdentifiedBytes::Garbage(_)));
+        assert_eq!(IdentifiedBytes::identify(&[0; SECTOR_BYTES]), IdentifiedBytes::Zero);
+        assert_eq!(
+            IdentifiedBytes::identify(&[7; SECTOR_BYTES]),
+            IdentifiedBytes::Pattern(0x0707_0707_0707_0707)
+        );
     }
 
     #[test]
-    fn a_page_of_a_pattern_is_same_filled() {
+    fn page_of_fill_same_is_same_filled() {
         let mut page = [0; 4096];
         fill(Fill::Same.id(9), 8, &mut page);
         assert!(page.chunks(8).all(|chunk| chunk == &page[..8]));

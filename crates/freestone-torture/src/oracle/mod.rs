@@ -1,22 +1,21 @@
-//! Which versions each sector of a device may hold: one judgement for reads, failed writes, power
-//! cuts and crashes.
+//! The oracle: the versions that each sector of a device may hold. One judge for reads, failed writes, power cuts and
+//! crashes.
 //!
-//! The oracle is told when each write begins and how it ends. It keeps, for each sector, the
-//! versions that a read may find now and those that only a crash may bring back:
+//! The caller reports the start and the completion of each write. For each sector the oracle stores the versions that
+//! a read may return now, and those that only a crash may restore:
 //!
-//! * A write may be seen from its beginning on. When it is **answered well**, everything that was
-//!   answered before it began is gone. Writes that overlap in time leave either.
-//! * A write that **failed** leaves the old or the new, sector by sector, until a later write is
-//!   answered well.
-//! * A **read** that no write overlapped shows which of several versions it is, and that stays.
-//! * A **crash** brings back what no flush and no FUA made sure of. The next read of a sector
-//!   settles it for good. What is in flight is over then. At a **cut** it is not: who asked for it
-//!   lives on, and it may come before or after.
+//! * A write may be visible from its start. When it **completes successfully**, every version completed before its
+//!   start is gone. Writes that overlap in time leave either version.
+//! * A **failed** write leaves the old or the new version, sector by sector, until a later write completes
+//!   successfully.
+//! * A **read** that overlaps no write shows which of several versions holds, and that version stays.
+//! * A **crash** may restore versions that no flush and no FUA replaced durably. The next read of a sector settles it
+//!   for good. A crash ends the requests in flight. At a power **cut** they survive with their issuer, and may take
+//!   effect before or after the cut.
 //!
-//! A **tick** is the time of an oracle: a counter of all beginnings and ends. What runs beside
-//! something else is known by its ticks, so the caller begins each thing before he asks the device,
-//! and ends it after the answer. The lists are sparse: a sector that was never written costs
-//! nothing.
+//! A **tick** is the time of an oracle: a counter of all starts and completions. Ticks show which events overlap, so
+//! the caller must record each start before issuing the request, and each completion after it. The maps are sparse: a
+//! sector that was never written needs no memory.
 //!
 //! ```
 //! use freestone_torture::oracle::{Durability, Fill, Kind, Oracle, Outcome, fill};
@@ -47,57 +46,57 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::rt::sync::Arc;
-pub use content::{Content, Fill, Found, SECTOR_BYTES, content, fill};
+pub use content::{Content, Fill, IdentifiedBytes, SECTOR_BYTES, content, fill};
 use sector::{Past, Sector, State, Version};
-use violation::Told;
 pub use violation::Violation;
+use violation::WriteRecord;
 
-/// A moment of an oracle.
+/// A point in time of an oracle.
 pub type Tick = u64;
 
-/// Writes that are remembered for messages.
+/// Maximum number of writes remembered for messages.
 const HISTORY_MAX: usize = 1024;
 
-/// What a device still has after a crash.
+/// The content of a device after a crash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Durability {
-    /// Nothing: it is all zeroes.
+    /// All zeroes.
     Nothing,
-    /// What was flushed; of what was not, any of it.
+    /// Flushed writes survive; each other write may survive.
     Flushed,
-    /// What was answered.
-    Answered,
+    /// All completed writes survive.
+    Completed,
 }
 
-/// What a write does.
+/// The effect of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Puts the content of its id there.
+    /// Writes the content of its id.
     Write,
-    /// Puts zeroes there.
+    /// Writes zeroes.
     Zeroes,
     /// A discard.
     Discard {
-        /// It leaves zeroes for certain; else zeroes or what was there.
+        /// Leaves zeroes for certain; otherwise zeroes or the old content.
         zeroing: bool,
     },
 }
 
-/// How a write ended.
+/// How a write completed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// Well.
+    /// Successfully.
     Done {
-        /// It was to be durable before its answer.
+        /// The request had FUA set.
         fua: bool,
     },
-    /// With an error, though it may have happened.
+    /// With an error, though it may have taken effect.
     Failed,
-    /// With an error that says that nothing happened.
+    /// With an error, without effect.
     Refused,
 }
 
-/// A write that was begun.
+/// A write in progress.
 #[derive(Debug)]
 #[must_use = "each write that is begun ends"]
 pub struct WriteToken {
@@ -105,61 +104,61 @@ pub struct WriteToken {
     kind: Kind,
     range: Range<u64>,
     began: Tick,
-    /// Crashes before it.
-    life: u64,
+    /// Number of crashes before the start.
+    crash_count: u64,
 }
 
-/// A flush that was begun.
+/// A flush in progress.
 #[derive(Debug)]
 #[must_use = "each flush that is begun ends"]
 pub struct FlushToken {
     began: Tick,
-    life: u64,
+    crash_count: u64,
 }
 
-/// A read that was begun, or a verb that takes a snapshot or replaces a content.
+/// A read in progress, or a verb that takes a snapshot or replaces the content.
 #[derive(Debug)]
 #[must_use = "each read that is begun ends"]
 pub struct ReadToken {
     began: Tick,
 }
 
-/// The time of one oracle, or of several of which the order of events matters.
+/// The clock of one oracle, or of several if the order of their events matters.
 #[derive(Debug, Clone, Default)]
 pub struct Clock(Arc<AtomicU64>);
 
-/// The versions of a device. A sector is a number; ranges are of sectors. A clone is a copy for
-/// looking ahead: tokens of the original that read belong to the original alone.
+/// The versions of a device. Sectors are numbered from 0; ranges are of sectors. A clone is a copy for trial reads:
+/// tokens of the original are only valid for the original.
 #[derive(Debug, Clone)]
 pub struct Oracle {
     name: String,
     size: u64,
     durability: Durability,
     clock: Clock,
-    /// Its last.
+    /// Tick of the last event.
     tick: Tick,
-    /// Crashes so far.
-    life: u64,
-    /// When the last of them was.
-    crashed: Tick,
-    /// All that are not zeroes since ever.
+    /// Number of crashes.
+    crash_count: u64,
+    /// Tick of the last crash.
+    last_crash: Tick,
+    /// All sectors that ever held anything but zeroes.
     sectors: BTreeMap<u64, Sector>,
-    /// Those with versions that reads that begin now do not find.
-    with_past: BTreeSet<u64>,
-    /// When the reads began that are under way.
+    /// Sectors with versions that reads starting now cannot return.
+    sectors_with_past: BTreeSet<u64>,
+    /// Start ticks of the reads in progress.
     reads: BTreeSet<Tick>,
-    /// When a verb began that replaces the content, and by what.
-    turning: Option<(Tick, Arc<Self>)>,
-    history: VecDeque<Told>,
+    /// Start of a verb that replaces the content, and the new content.
+    replacing: Option<(Tick, Arc<Self>)>,
+    history: VecDeque<WriteRecord>,
 }
 
 impl Oracle {
-    /// Of a device of `size` sectors, all zeroes.
+    /// Creates the oracle of a device of `size` sectors, all zeroes.
     pub fn new(name: &str, size: u64, durability: Durability) -> Self {
         Self::timed(name, size, durability, &Clock::default())
     }
 
-    /// The same, with the time of others.
+    /// Creates an oracle that shares the clock of others.
     pub fn timed(name: &str, size: u64, durability: Durability, clock: &Clock) -> Self {
         Self {
             name: name.to_owned(),
@@ -167,149 +166,148 @@ impl Oracle {
             durability,
             clock: clock.clone(),
             tick: 0,
-            life: 0,
-            crashed: 0,
+            crash_count: 0,
+            last_crash: 0,
             sectors: BTreeMap::new(),
-            with_past: BTreeSet::new(),
+            sectors_with_past: BTreeSet::new(),
             reads: BTreeSet::new(),
-            turning: None,
+            replacing: None,
             history: VecDeque::new(),
         }
     }
 
-    /// Its name in messages.
+    /// Returns the name for messages.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Gives it another name.
+    /// Changes the name for messages.
     pub fn rename(&mut self, name: &str) {
         name.clone_into(&mut self.name);
     }
 
-    /// In sectors.
+    /// Returns the size in sectors.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// What it still has after a crash.
+    /// Returns what survives a crash.
     pub fn durability(&self) -> Durability {
         self.durability
     }
 
-    /// Now.
+    /// Returns the current tick.
     pub fn tick(&self) -> Tick {
         self.tick
     }
 
-    /// The device has more sectors, which are zeroes. A smaller number changes nothing.
+    /// Grows the device to `size` sectors; new sectors are zeroes. A smaller size has no effect.
     pub fn grow(&mut self, size: u64) {
         self.size = self.size.max(size);
     }
 
-    /// What was taken of the device has only so many sectors: it had not grown yet.
-    pub fn ends_at(&mut self, size: u64) {
+    /// Truncates a copy of the device to `size` sectors: it was taken before the device grew.
+    pub fn truncate(&mut self, size: u64) {
         self.size = size;
         self.sectors.retain(|at, _| *at < size);
-        self.with_past.retain(|at| *at < size);
+        self.sectors_with_past.retain(|at| *at < size);
     }
 
     // ---- writes and flushes ---------------------------------------------------------------------
 
-    /// A write is about to be asked for. `id` is unique among all writes to devices that have
-    /// anything to do with this one, see [`Fill::id`].
+    /// Records the start of a write. `id` must be unique among all writes to related devices, see [`Fill::id`].
     pub fn begin_write(&mut self, id: u64, range: Range<u64>, kind: Kind) -> WriteToken {
         assert!(range.start < range.end && range.end <= self.size, "{range:?} of {}", self.size);
         let began = self.next();
         let content = if kind == Kind::Write { Content::Data(id) } else { Content::Zero };
         for at in range.clone() {
-            self.may_turn(at);
+            self.add_new_content(at);
             self.sector_mut(at).begin(content, began);
         }
         if self.history.len() == HISTORY_MAX {
             self.history.pop_front();
         }
-        self.history.push_back(Told { content, kind, range: range.clone(), began, ended: None });
-        WriteToken { content, kind, range, began, life: self.life }
+        self.history.push_back(WriteRecord { content, kind, range: range.clone(), began, ended: None });
+        WriteToken { content, kind, range, began, crash_count: self.crash_count }
     }
 
-    /// It was answered.
+    /// Records the completion of a write.
     pub fn end(&mut self, write: WriteToken, outcome: Outcome) {
         let tick = self.next();
-        if let Some(told) = self.history.iter_mut().rev().find(|told| told.began == write.began) {
-            told.ended = Some((tick, matches!(outcome, Outcome::Done { .. })));
+        if let Some(record) = self.history.iter_mut().rev().find(|record| record.began == write.began) {
+            record.ended = Some((tick, matches!(outcome, Outcome::Done { .. })));
         }
-        if write.life != self.life {
-            // The crash has already made it one of the versions that may be there.
+        if write.crash_count != self.crash_count {
+            // The crash has already made this write one of the possible versions.
             return;
         }
         let outcome = match (write.kind, outcome) {
             (Kind::Discard { zeroing: false }, Outcome::Done { .. }) => Outcome::Failed,
             (_, Outcome::Done { fua }) => {
-                Outcome::Done { fua: fua || self.durability == Durability::Answered }
+                Outcome::Done { fua: fua || self.durability == Durability::Completed }
             }
             (_, outcome) => outcome,
         };
-        let keeps = self.keeps();
+        let restores_unflushed = self.restores_unflushed();
         for at in write.range {
-            self.sector_mut(at).end(write.content, write.began, outcome, tick, keeps);
-            self.settled(at);
+            self.sector_mut(at).end(write.content, write.began, outcome, tick, restores_unflushed);
+            self.drop_unneeded(at);
         }
     }
 
-    /// A flush is about to be asked for.
+    /// Records the start of a flush.
     pub fn begin_flush(&mut self) -> FlushToken {
-        FlushToken { began: self.next(), life: self.life }
+        FlushToken { began: self.next(), crash_count: self.crash_count }
     }
 
-    /// It was answered. One that failed promises nothing.
-    pub fn end_flush(&mut self, FlushToken { began, life }: FlushToken, done: bool) {
+    /// Records the completion of a flush. A failed flush guarantees nothing.
+    pub fn end_flush(&mut self, FlushToken { began, crash_count }: FlushToken, done: bool) {
         self.next();
-        if !done || life != self.life {
+        if !done || crash_count != self.crash_count {
             return;
         }
-        for at in self.with_past.clone() {
+        for at in self.sectors_with_past.clone() {
             self.sector_mut(at).flushed(began);
-            self.settled(at);
+            self.drop_unneeded(at);
         }
     }
 
     // ---- reads ----------------------------------------------------------------------------------
 
-    /// A read, or a verb that looks at the content, is about to be asked for.
+    /// Records the start of a read, or of a verb that reads the content.
     pub fn begin_read(&mut self) -> ReadToken {
         let began = self.next();
         self.reads.insert(began);
         ReadToken { began }
     }
 
-    /// The read was answered with an error: there is nothing to judge.
+    /// Ends a read that failed, without judging it.
     pub fn abandon(&mut self, read: ReadToken) {
         self.close(read);
     }
 
-    /// The read was answered with these bytes, from sector `first` on.
+    /// Judges the bytes of a successful read from sector `first` on.
     ///
     /// # Errors
-    /// A sector has a version that was not allowed at any moment since the read began.
+    /// Fails if a sector has a version that was not allowed at any time since the read started.
     pub fn check_read(&mut self, read: ReadToken, first: u64, bytes: &[u8]) -> Result<(), Violation> {
         assert!(bytes.len().is_multiple_of(SECTOR_BYTES), "whole sectors");
         self.next();
-        let (keeps, crashed) = (self.keeps(), self.crashed);
-        let mut wrong: Option<(u64, Found)> = None;
+        let (restores_unflushed, last_crash) = (self.restores_unflushed(), self.last_crash);
+        let mut wrong: Option<(u64, IdentifiedBytes)> = None;
         let mut more = 0;
         for (at, bytes) in (first..).zip(bytes.chunks(SECTOR_BYTES)) {
-            let found = Found::in_bytes(bytes);
+            let found = IdentifiedBytes::identify(bytes);
             let allowed = match self.sectors.get(&at) {
                 Some(sector) => sector.allows(at, &found, read.began),
-                None => found == Found::Zero,
+                None => found == IdentifiedBytes::Zero,
             };
             if !allowed {
                 more += u64::from(wrong.is_some());
                 wrong.get_or_insert((at, found));
             } else if self.sectors.get(&at).is_some_and(|sector| sector.now.len() > 1) {
-                self.sector_mut(at).settle(at, &found, read.began, crashed, keeps);
-                self.settled(at);
+                self.sector_mut(at).settle(at, &found, read.began, last_crash, restores_unflushed);
+                self.drop_unneeded(at);
             }
         }
         let judged = wrong.map_or(Ok(()), |(at, found)| Err(self.violation(at, &found, read.began, more)));
@@ -317,31 +315,32 @@ impl Oracle {
         judged
     }
 
-    /// When the youngest of the writes began, since `verb` did, that these bytes of the whole
-    /// device have.
+    /// Returns the latest start among the writes since `verb` whose content appears in `bytes`, the content of the
+    /// whole device.
     pub fn latest(&self, verb: &ReadToken, bytes: &[u8]) -> Tick {
         let began = (0..).zip(bytes.chunks(SECTOR_BYTES)).filter_map(|(at, bytes)| {
             let sector = self.sectors.get(&at)?;
-            // Zeroes are of many.
-            let found = Some(Found::in_bytes(bytes)).filter(|found| *found != Found::Zero)?;
+            // Zeroes match many writes.
+            let found =
+                Some(IdentifiedBytes::identify(bytes)).filter(|found| *found != IdentifiedBytes::Zero)?;
             let shown = sector.now.iter().filter(|version| found.matches(at, version.content));
             shown.map(|version| version.began).min()
         });
         began.max().unwrap_or(0).max(verb.began)
     }
 
-    /// Whether these bytes of the whole device can be of a moment since `verb` began at which what
-    /// was answered before `moment` was there.
+    /// Checks that `bytes`, the content of the whole device, is possible at a time since `verb` started at which
+    /// everything completed before `moment` was present.
     ///
     /// # Errors
-    /// A sector has a version that was superseded before.
+    /// Fails if a sector has a version that was superseded before.
     pub fn check_moment(&self, verb: &ReadToken, moment: Tick, bytes: &[u8]) -> Result<(), Violation> {
         let since = moment.max(verb.began);
         for (at, bytes) in (0..).zip(bytes.chunks(SECTOR_BYTES)) {
-            let found = Found::in_bytes(bytes);
+            let found = IdentifiedBytes::identify(bytes);
             let allowed = match self.sectors.get(&at) {
                 Some(sector) => sector.allows(at, &found, since),
-                None => found == Found::Zero,
+                None => found == IdentifiedBytes::Zero,
             };
             if !allowed {
                 return Err(self.violation(at, &found, since, 0));
@@ -352,66 +351,67 @@ impl Oracle {
 
     // ---- crashes, snapshots ---------------------------------------------------------------------
 
-    /// The power went, or the process died. What is in flight may have happened or not; its answers
-    /// no longer count. Reads that are under way are abandoned before.
+    /// Records a power loss or the death of the process. Requests in flight may have taken effect; their completions
+    /// no longer count. The caller abandons reads in progress first.
     pub fn crash(&mut self) {
-        self.life += 1;
-        self.fall(Sector::crash);
+        self.crash_count += 1;
+        self.lose_unflushed(Sector::crash);
     }
 
-    /// The power of the disk went, and who asked for what is in flight lives on: that may come
-    /// before or after.
+    /// Records a power loss of the disk that the issuer of the requests in flight survives: these may take effect
+    /// before or after it.
     pub fn cut(&mut self) {
-        self.fall(Sector::cut);
+        self.lose_unflushed(Sector::cut);
     }
 
-    fn fall(&mut self, how: fn(&mut Sector, Tick)) {
+    fn lose_unflushed(&mut self, how: fn(&mut Sector, Tick)) {
         let tick = self.next();
-        self.crashed = tick;
+        self.last_crash = tick;
         if self.durability == Durability::Nothing {
             self.sectors.clear();
-            self.with_past.clear();
+            self.sectors_with_past.clear();
             return;
         }
         let all: Vec<u64> = self.sectors.keys().copied().collect();
         for at in all {
             how(self.sector_mut(at), tick);
-            self.settled(at);
+            self.drop_unneeded(at);
         }
     }
 
-    /// The process died, and the disks live on: what was answered stays, and what is in flight may
-    /// have happened or not. What was not flushed can still be lost with the power.
+    /// Records the death of the process while the disks survive: completed writes stay, and requests in flight may
+    /// have taken effect. A later power loss can still remove unflushed writes.
     pub fn die(&mut self) {
         if self.durability == Durability::Nothing {
             return self.crash();
         }
         let tick = self.next();
-        self.life += 1;
+        self.crash_count += 1;
         let all: Vec<u64> = self.sectors.keys().copied().collect();
         for at in all {
             self.sector_mut(at).die(tick);
         }
     }
 
-    /// A device with what this one has now; of what is in flight, any of it.
+    /// Creates the oracle of a snapshot: the current content, with any part of the writes in flight.
     #[must_use]
     pub fn snapshot(&mut self, name: &str, durability: Durability) -> Self {
         let now = self.begin_read();
         self.snapshot_since(now, name, durability)
     }
 
-    /// The same, of a moment since `verb` began.
+    /// Creates the oracle of a snapshot of some moment since `verb` started.
     #[must_use]
     pub fn snapshot_since(&mut self, verb: ReadToken, name: &str, durability: Durability) -> Self {
         let tick = self.next();
         let mut taken = Self::timed(name, self.size, durability, &self.clock);
-        (taken.tick, taken.life) = (tick, self.life);
+        (taken.tick, taken.crash_count) = (tick, self.crash_count);
         taken.history.clone_from(&self.history);
         for (&at, sector) in &self.sectors {
             let mut now: Vec<Version> = Vec::with_capacity(sector.now.len());
-            let lately = sector.past.iter().filter(|past| past.gone > verb.began);
-            // A read shows which of several versions it is, but a flush of the new device makes none durable.
+            let lately = sector.past.iter().filter(|past| past.gone_since > verb.began);
+            // A read shows which of several versions the snapshot has, but a flush of the snapshot makes none
+            // durable.
             let is_certain = sector.now.len() == 1 && lately.clone().next().is_none();
             for version in &sector.now {
                 let is_done = is_certain && version.state != State::InFlight;
@@ -426,49 +426,48 @@ impl Oracle {
                     ended: tick,
                 });
             }
-            let keeps = taken.keeps();
-            // A flush of the new device is none of the old one.
-            let past = sector.past.iter().filter(|past| keeps && past.returns);
-            let past = past.map(|past| Past { firm: None, ..*past }).collect();
+            let restores_unflushed = taken.restores_unflushed();
+            // A flush of the snapshot does not flush the original device.
+            let past = sector.past.iter().filter(|past| restores_unflushed && past.may_return);
+            let past = past.map(|past| Past { durable_after: None, ..*past }).collect();
             taken.sectors.insert(at, Sector { now, past });
-            taken.settled(at);
+            taken.drop_unneeded(at);
         }
         self.close(verb);
         taken
     }
 
-    /// A verb is about to be asked for that gives the device what `other` has, as a rewind: from
-    /// now on reads may find that. Ends with [`turn_into`](Self::turn_into).
-    pub fn begin_turn(&mut self, other: &Arc<Self>) -> ReadToken {
+    /// Records the start of a verb that replaces the content with that of `other`, such as a rewind: from now on
+    /// reads may return the new content. Ends with [`replace_content`](Self::replace_content).
+    pub fn begin_replacement(&mut self, other: &Arc<Self>) -> ReadToken {
         let token = self.begin_read();
         let all: BTreeSet<u64> = self.sectors.keys().chain(other.sectors.keys()).copied().collect();
-        self.turning = Some((token.began, Arc::clone(other)));
+        self.replacing = Some((token.began, Arc::clone(other)));
         let size = self.size;
-        all.into_iter().filter(|&at| at < size).for_each(|at| self.may_turn(at));
+        all.into_iter().filter(|&at| at < size).for_each(|at| self.add_new_content(at));
         token
     }
 
-    /// While a verb replaces the content: what it brings may be in this sector at any time.
-    fn may_turn(&mut self, at: u64) {
-        let Some((began, other)) = self.turning.clone() else { return };
+    /// While a verb replaces the content, its new content may appear in this sector at any time.
+    fn add_new_content(&mut self, at: u64) {
+        let Some((began, other)) = self.replacing.clone() else { return };
         let sector = self.sector_mut(at);
         if sector.now.iter().all(|version| version.state != State::InFlight || version.began != began) {
             other.sector(at).now.iter().for_each(|version| sector.begin(version.content, began));
         }
     }
 
-    /// The device takes what `other` has now, as with a rewind or a merge, at some moment since
-    /// `verb` began: what was written meanwhile may be there or not. `old_returns`: a crash may
-    /// bring back what was there before.
-    pub fn turn_into(&mut self, verb: ReadToken, other: &Self, old_returns: bool) {
-        self.turn_head_into(verb, self.size, other, old_returns);
+    /// Records that the device took the content of `other` at some moment since `verb` started, as with a rewind or a
+    /// merge. Writes during the verb may be present or not. `old_returns`: a crash may restore the old content.
+    pub fn replace_content(&mut self, verb: ReadToken, other: &Self, old_returns: bool) {
+        self.replace_head(verb, self.size, other, old_returns);
     }
 
-    /// The same of the first `size` sectors; what lies behind them stays.
-    pub fn turn_head_into(&mut self, verb: ReadToken, size: u64, other: &Self, old_returns: bool) {
+    /// Like [`replace_content`](Self::replace_content) for the first `size` sectors; the rest stays.
+    pub fn replace_head(&mut self, verb: ReadToken, size: u64, other: &Self, old_returns: bool) {
         let tick = self.next();
-        let (keeps, size) = (self.keeps(), size.min(self.size));
-        self.turning = None;
+        let (restores_unflushed, size) = (self.restores_unflushed(), size.min(self.size));
+        self.replacing = None;
         let all: BTreeSet<u64> = self.sectors.keys().chain(other.sectors.keys()).copied().collect();
         for at in all.into_iter().filter(|&at| at < size) {
             let theirs = other.sector(at);
@@ -477,10 +476,10 @@ impl Oracle {
             let past = |version: &Version| Past {
                 content: version.content,
                 ended: version.ended,
-                gone: tick,
-                by: theirs.now.first().map(|version| version.content),
-                firm: Some(tick),
-                returns: keeps && old_returns,
+                gone_since: tick,
+                replaced_by: theirs.now.first().map(|version| version.content),
+                durable_after: Some(tick),
+                may_return: restores_unflushed && old_returns,
             };
             sector.retire(|version| version.state != State::InFlight && version.ended <= verb.began, past);
             for version in &theirs.now {
@@ -492,35 +491,35 @@ impl Oracle {
                     ended: tick,
                 });
             }
-            let returning = theirs.past.iter().filter(|past| keeps && past.returns);
+            let returning = theirs.past.iter().filter(|past| restores_unflushed && past.may_return);
             sector.past.extend(returning.map(|past| Past {
                 ended: tick,
-                gone: 0,
-                firm: past.firm.map(|_| tick),
+                gone_since: 0,
+                durable_after: past.durable_after.map(|_| tick),
                 ..*past
             }));
-            self.settled(at);
+            self.drop_unneeded(at);
         }
         self.close(verb);
     }
 
-    // ---- parts ----------------------------------------------------------------------------------
+    // ---- helpers --------------------------------------------------------------------------------
 
     fn next(&mut self) -> Tick {
         self.tick = self.clock.0.fetch_add(1, Ordering::SeqCst) + 1;
         self.tick
     }
 
-    fn keeps(&self) -> bool {
+    fn restores_unflushed(&self) -> bool {
         self.durability != Durability::Nothing
     }
 
     fn close(&mut self, ReadToken { began }: ReadToken) {
         self.reads.remove(&began);
-        if self.reads.is_empty() && !self.keeps() {
-            // All of the past was kept for reads.
-            for at in std::mem::take(&mut self.with_past) {
-                self.settled(at);
+        if self.reads.is_empty() && !self.restores_unflushed() {
+            // Past versions were stored for reads only.
+            for at in std::mem::take(&mut self.sectors_with_past) {
+                self.drop_unneeded(at);
             }
         }
     }
@@ -534,14 +533,14 @@ impl Oracle {
     }
 
     /// Drops what is no longer needed after a change of this sector.
-    fn settled(&mut self, at: u64) {
+    fn drop_unneeded(&mut self, at: u64) {
         let oldest_read = self.reads.first().copied().unwrap_or(self.tick);
         let Some(sector) = self.sectors.get_mut(&at) else { return };
         sector.prune(oldest_read);
         if sector.past.is_empty() {
-            self.with_past.remove(&at);
+            self.sectors_with_past.remove(&at);
         } else {
-            self.with_past.insert(at);
+            self.sectors_with_past.insert(at);
         }
         if sector.is_untouched() {
             self.sectors.remove(&at);

@@ -1,53 +1,53 @@
 //! The versions of one sector.
 
-use super::content::{Content, Found};
+use super::content::{Content, IdentifiedBytes};
 use super::{Outcome, Tick};
 
-/// How far the write of a version came.
+/// Progress of the write of a version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
-    /// Not answered.
+    /// Not completed.
     InFlight,
-    /// Answered well: what was there before it began is gone.
+    /// Completed: versions present before its start are gone.
     Done,
-    /// It may have happened: it failed, or was a discard that need not do anything.
+    /// May have taken effect: it failed, or was a discard, which need not do anything.
     Doubtful,
 }
 
-/// A version that a read may find now.
+/// A version that a read may return now.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Version {
     pub content: Content,
     pub state: State,
     pub began: Tick,
-    /// When it was answered. No meaning while it is in flight.
+    /// Tick of the completion. Meaningless while in flight.
     pub ended: Tick,
 }
 
-/// A version that no read finds that begins now.
+/// A version that no read starting now can return.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Past {
     pub content: Content,
     pub ended: Tick,
-    /// Reads that began from here on do not find it.
-    pub gone: Tick,
-    /// The write that took its place; `None` where a read showed that it is not there.
-    pub by: Option<Content>,
-    /// From here on a flush takes it out of what a crash may bring back. `None` where nothing that
-    /// took its place was answered well.
-    pub firm: Option<Tick>,
-    /// A crash may bring it back.
-    pub returns: bool,
+    /// Reads that started at this tick or later cannot return the version.
+    pub gone_since: Tick,
+    /// The write that replaced it; `None` if a read showed that the version is not there.
+    pub replaced_by: Option<Content>,
+    /// A flush that starts after this tick prevents a crash from restoring the version. `None` if
+    /// no write that replaced it completed successfully.
+    pub durable_after: Option<Tick>,
+    /// A crash may restore the version.
+    pub may_return: bool,
 }
 
 impl Past {
-    /// One for two versions that look the same: whatever either allows.
+    /// Merges two versions with the same content: allows everything that either allows.
     fn merge(&mut self, other: &Self) {
-        self.firm = self.firm.zip(other.firm).map(|(a, b)| a.max(b));
-        self.gone = self.gone.max(other.gone);
+        self.durable_after = self.durable_after.zip(other.durable_after).map(|(a, b)| a.max(b));
+        self.gone_since = self.gone_since.max(other.gone_since);
         self.ended = self.ended.max(other.ended);
-        self.returns |= other.returns;
-        self.by = other.by;
+        self.may_return |= other.may_return;
+        self.replaced_by = other.replaced_by;
     }
 }
 
@@ -58,7 +58,7 @@ pub(super) struct Sector {
 }
 
 impl Sector {
-    /// Zeroes since ever.
+    /// Returns a sector that was never written.
     pub fn untouched() -> Self {
         let zeroes = Version { content: Content::Zero, state: State::Done, began: 0, ended: 0 };
         Self { now: vec![zeroes], past: Vec::new() }
@@ -73,9 +73,16 @@ impl Sector {
         self.now.push(Version { content, state: State::InFlight, began, ended: 0 });
     }
 
-    /// The write of `content` that began at `began` was answered at `tick`. `keeps`: a crash brings
-    /// unflushed versions back.
-    pub fn end(&mut self, content: Content, began: Tick, outcome: Outcome, tick: Tick, keeps: bool) {
+    /// Records the completion at `tick` of the write of `content` that started at `began`. `keeps`:
+    /// a crash restores unflushed versions.
+    pub fn end(
+        &mut self,
+        content: Content,
+        began: Tick,
+        outcome: Outcome,
+        tick: Tick,
+        restores_unflushed: bool,
+    ) {
         let own = |version: &Version| {
             version.state == State::InFlight && version.began == began && version.content == content
         };
@@ -93,22 +100,22 @@ impl Sector {
         };
         (self.now[at].state, self.now[at].ended) = (State::Done, tick);
         for past in self.past.iter_mut().filter(|past| past.ended < began) {
-            past.returns &= !fua;
-            past.firm = past.firm.or(Some(tick));
+            past.may_return &= !fua;
+            past.durable_after = past.durable_after.or(Some(tick));
         }
         let replaced = |version: &Version| version.state != State::InFlight && version.ended < began;
         let past = |version: &Version| Past {
             content: version.content,
             ended: version.ended,
-            gone: tick,
-            by: Some(content),
-            firm: Some(tick),
-            returns: keeps && !fua,
+            gone_since: tick,
+            replaced_by: Some(content),
+            durable_after: Some(tick),
+            may_return: restores_unflushed && !fua,
         };
         self.retire(replaced, past);
     }
 
-    /// Moves what `leaves` says from now to the past.
+    /// Moves the versions for which `leaves` is true from `now` to `past`.
     pub fn retire(&mut self, leaves: impl Fn(&Version) -> bool, past: impl Fn(&Version) -> Past) {
         let Self { now, past: list } = self;
         now.retain(|version| {
@@ -119,25 +126,25 @@ impl Sector {
         });
     }
 
-    /// A flush that began at `began` was answered well.
+    /// Records the success of a flush that started at `began`.
     pub fn flushed(&mut self, began: Tick) {
         for past in &mut self.past {
-            past.returns &= past.firm.is_none_or(|firm| firm > began);
+            past.may_return &= past.durable_after.is_none_or(|durable_after| durable_after > began);
         }
     }
 
-    /// Everything that may come back is there again. What is in flight is so no more.
+    /// Restores everything that a crash may restore. Ends the writes in flight.
     pub fn crash(&mut self, tick: Tick) {
         self.die(tick);
         self.cut(tick);
     }
 
-    /// Everything that may come back is there again. What is in flight stays so.
+    /// Restores everything that a crash may restore. Writes in flight continue.
     pub fn cut(&mut self, tick: Tick) {
         for version in self.now.iter_mut().filter(|version| version.state != State::InFlight) {
             (version.state, version.ended) = (State::Done, tick);
         }
-        for past in self.past.extract_if(.., |past| past.returns) {
+        for past in self.past.extract_if(.., |past| past.may_return) {
             if !self.now.iter().any(|version| version.content == past.content) {
                 let Past { content, ended, .. } = past;
                 self.now.push(Version { content, state: State::Done, began: ended, ended: tick });
@@ -145,22 +152,29 @@ impl Sector {
         }
     }
 
-    /// Nothing is in flight any more: who asked for it is dead.
+    /// Ends the writes in flight: their issuer is dead.
     pub fn die(&mut self, tick: Tick) {
         for version in self.now.iter_mut().filter(|version| version.state == State::InFlight) {
             (version.state, version.ended) = (State::Doubtful, tick);
         }
     }
 
-    /// Whether a read that began at `began` may find this.
-    pub fn allows(&self, at: u64, found: &Found, began: Tick) -> bool {
+    /// Returns true if a read that started at `began` may return this.
+    pub fn allows(&self, at: u64, found: &IdentifiedBytes, began: Tick) -> bool {
         self.now.iter().any(|version| found.matches(at, version.content))
-            || self.past.iter().any(|past| past.gone > began && found.matches(at, past.content))
+            || self.past.iter().any(|past| past.gone_since > began && found.matches(at, past.content))
     }
 
-    /// A read that began at `began` found this. If no write was in flight meanwhile, that is what
-    /// is there since the last one was answered, and will be.
-    pub fn settle(&mut self, at: u64, found: &Found, began: Tick, crashed: Tick, keeps: bool) {
+    /// Records the result of a read that started at `began`. If no write was in flight meanwhile,
+    /// this version has been present since the last completion, and stays.
+    pub fn settle(
+        &mut self,
+        at: u64,
+        found: &IdentifiedBytes,
+        began: Tick,
+        last_crash: Tick,
+        restores_unflushed: bool,
+    ) {
         if self.now.len() < 2 {
             return;
         }
@@ -169,27 +183,26 @@ impl Sector {
         if !quiet || shown.clone().next().is_none() {
             return;
         }
-        // Zeroes can be several versions: what is to be known must hold of each.
+        // Zeroes can match several versions; a conclusion must hold for each.
         let done = shown.clone().all(|version| version.state == State::Done);
-        let survived = shown.clone().all(|version| version.ended == crashed);
+        let survived = shown.clone().all(|version| version.ended == last_crash);
         let since = self.now.iter().map(|version| version.ended).max().unwrap_or(0);
         let past = |version: &Version| Past {
             content: version.content,
             ended: version.ended,
-            gone: since,
-            by: None,
-            firm: (done && version.state == State::Done).then_some(since),
-            // What a crash left is one of the versions; once it is seen, the others never come
-            // back.
-            returns: keeps && !(survived && version.ended == crashed),
+            gone_since: since,
+            replaced_by: None,
+            durable_after: (done && version.state == State::Done).then_some(since),
+            // A crash leaves one of the versions. Once a read shows which, the others never return.
+            may_return: restores_unflushed && !(survived && version.ended == last_crash),
         };
         self.retire(|version| !found.matches(at, version.content), past);
     }
 
-    /// Forgets what neither a crash nor a read that began before `oldest_read` can find.
+    /// Drops versions that neither a crash nor a read that started before `oldest_read` can return.
     pub fn prune(&mut self, oldest_read: Tick) {
-        self.past.retain(|past| past.returns || past.gone > oldest_read);
-        // Zeroes have no id: several versions of them are one, as old as the youngest.
+        self.past.retain(|past| past.may_return || past.gone_since > oldest_read);
+        // Zeroes have no id: their versions count as one, as old as the youngest.
         if let Some(first) = self.past.iter().position(|past| past.content == Content::Zero) {
             let mut at = first + 1;
             while at < self.past.len() {

@@ -3,7 +3,7 @@ use super::*;
 const DONE: Outcome = Outcome::Done { fua: false };
 const FUA: Outcome = Outcome::Done { fua: true };
 
-/// A device of one kind, and what is asked of it.
+/// A device with an oracle, and short names for its operations.
 struct Bench(Oracle);
 
 impl Bench {
@@ -30,7 +30,7 @@ impl Bench {
         self.0.end_flush(flush, true);
     }
 
-    /// What a read says that finds this version everywhere.
+    /// Judges a read that finds this version in all sectors.
     fn finds(&mut self, version: u64) -> Result<(), Violation> {
         let read = self.0.begin_read();
         self.found(read, version)
@@ -47,7 +47,7 @@ impl Bench {
         }
     }
 
-    /// Asked of a copy, so that nothing is settled.
+    /// Reads from a copy, so that nothing is settled.
     #[track_caller]
     fn may_see(&self, versions: &[u64]) {
         for version in 0..10 {
@@ -69,7 +69,7 @@ fn id(serial: u64) -> u64 {
     Fill::ALL[serial as usize % Fill::ALL.len()].id(serial)
 }
 
-/// Sectors 8 to 15 as the write `serial` leaves them; of 0, zeroes.
+/// Returns sectors 8 to 15 as the write `serial` leaves them; zeroes for 0.
 fn bytes(serial: u64) -> Vec<u8> {
     let mut out = vec![0; 8 * SECTOR_BYTES];
     if serial > 0 {
@@ -81,7 +81,7 @@ fn bytes(serial: u64) -> Vec<u8> {
 // ---- now ----------------------------------------------------------------------------------------
 
 #[test]
-fn a_write_that_was_answered_is_there_and_nothing_else() {
+fn completed_write_is_the_only_allowed_version() {
     let mut bench = Bench::new(Durability::Nothing);
     bench.may_see(&[0]);
     bench.write(1, DONE);
@@ -93,7 +93,7 @@ fn a_write_that_was_answered_is_there_and_nothing_else() {
 }
 
 #[test]
-fn a_write_in_flight_may_be_seen_and_need_not() {
+fn write_in_flight_allows_old_and_new() {
     let mut bench = Bench::new(Durability::Nothing);
     bench.write(1, DONE);
     let two = bench.begin(2);
@@ -104,7 +104,7 @@ fn a_write_in_flight_may_be_seen_and_need_not() {
 }
 
 #[test]
-fn of_writes_that_overlap_either_may_stay_until_a_read_shows_which() {
+fn overlapping_writes_leave_either_until_read() {
     let mut bench = Bench::new(Durability::Nothing);
     let (one, two) = (bench.begin(1), bench.begin(2));
     bench.0.end(two, DONE);
@@ -116,7 +116,7 @@ fn of_writes_that_overlap_either_may_stay_until_a_read_shows_which() {
 }
 
 #[test]
-fn a_write_replaces_what_was_answered_before_it_began() {
+fn write_replaces_versions_completed_before_its_start() {
     let mut bench = Bench::new(Durability::Nothing);
     bench.write(1, DONE);
     let late = bench.begin(2);
@@ -131,7 +131,7 @@ fn a_write_replaces_what_was_answered_before_it_began() {
 }
 
 #[test]
-fn a_read_may_find_what_was_allowed_at_any_moment_since_it_began() {
+fn read_allows_versions_since_its_start() {
     let mut bench = Bench::new(Durability::Nothing);
     bench.write(1, DONE);
     let (early, other) = (bench.0.begin_read(), bench.0.begin_read());
@@ -144,11 +144,11 @@ fn a_read_may_find_what_was_allowed_at_any_moment_since_it_began() {
     assert!(seen.to_string().contains("superseded by version"), "{seen}");
     let late = bench.0.begin_read();
     bench.found(late, 2).unwrap_err();
-    assert!(bench.0.with_past.is_empty(), "it was kept for reads that are over");
+    assert!(bench.0.sectors_with_past.is_empty(), "it was kept for reads that are over");
 }
 
 #[test]
-fn a_write_that_failed_leaves_old_or_new_and_a_read_settles_it() {
+fn failed_write_leaves_old_or_new_until_read() {
     for shown in [1, 2] {
         let mut bench = Bench::new(Durability::Flushed);
         bench.write(1, DONE);
@@ -157,7 +157,7 @@ fn a_write_that_failed_leaves_old_or_new_and_a_read_settles_it() {
         bench.sees(shown);
         bench.may_see(&[shown]);
         let flips = bench.finds(3 - shown).unwrap_err();
-        assert!(flips.to_string().contains("showed not to be there"), "{flips}");
+        assert!(flips.to_string().contains("showed to be absent"), "{flips}");
         bench.may_see_after_crash(&[0, 1, 2]);
         bench.write(3, DONE);
         bench.may_see(&[3]);
@@ -167,7 +167,7 @@ fn a_write_that_failed_leaves_old_or_new_and_a_read_settles_it() {
 }
 
 #[test]
-fn a_write_that_failed_may_be_torn_by_sectors_but_not_within_one() {
+fn failed_write_may_tear_between_sectors_only() {
     let mut bench = Bench::new(Durability::Nothing);
     bench.write(1, DONE);
     bench.write(2, Outcome::Failed);
@@ -183,7 +183,7 @@ fn a_write_that_failed_may_be_torn_by_sectors_but_not_within_one() {
 }
 
 #[test]
-fn a_read_settles_nothing_while_a_write_is_in_flight_or_was_when_it_began() {
+fn read_overlapping_write_settles_nothing() {
     let mut bench = Bench::new(Durability::Nothing);
     bench.write(1, DONE);
     bench.write(2, Outcome::Failed);
@@ -199,7 +199,7 @@ fn a_read_settles_nothing_while_a_write_is_in_flight_or_was_when_it_began() {
 }
 
 #[test]
-fn a_write_that_was_refused_did_nothing() {
+fn refused_write_has_no_effect() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, FUA);
     bench.write(2, Outcome::Refused);
@@ -208,7 +208,7 @@ fn a_write_that_was_refused_did_nothing() {
 }
 
 #[test]
-fn a_discard_leaves_zeroes_or_what_was_there_and_one_of_them_stays() {
+fn discard_leaves_zeroes_or_old_until_read() {
     for shown in [0, 1] {
         let mut bench = Bench::new(Durability::Nothing);
         bench.write(1, DONE);
@@ -226,7 +226,7 @@ fn a_discard_leaves_zeroes_or_what_was_there_and_one_of_them_stays() {
 // ---- after a crash ------------------------------------------------------------------------------
 
 #[test]
-fn a_crash_brings_back_what_was_not_flushed() {
+fn crash_restores_unflushed_versions() {
     let mut bench = Bench::new(Durability::Flushed);
     for serial in 1..=3 {
         bench.write(serial, DONE);
@@ -242,7 +242,7 @@ fn a_crash_brings_back_what_was_not_flushed() {
 }
 
 #[test]
-fn fua_makes_one_write_durable_and_nothing_else() {
+fn fua_makes_only_its_own_write_durable() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, DONE);
     let other = bench.0.begin_write(id(9), 20..21, Kind::Write);
@@ -258,7 +258,7 @@ fn fua_makes_one_write_durable_and_nothing_else() {
 }
 
 #[test]
-fn a_flush_covers_what_was_answered_before_it_began() {
+fn flush_covers_writes_completed_before_its_start() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, DONE);
     let late = bench.begin(2);
@@ -274,7 +274,7 @@ fn a_flush_covers_what_was_answered_before_it_began() {
 }
 
 #[test]
-fn a_flush_does_not_make_sure_of_a_write_that_failed() {
+fn flush_does_not_cover_failed_write() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, FUA);
     bench.write(2, Outcome::Failed);
@@ -289,7 +289,7 @@ fn a_flush_does_not_make_sure_of_a_write_that_failed() {
 }
 
 #[test]
-fn of_writes_that_overlapped_the_one_that_was_seen_is_flushed() {
+fn flush_covers_the_overlapping_write_that_was_read() {
     let mut bench = Bench::new(Durability::Flushed);
     let (one, two) = (bench.begin(1), bench.begin(2));
     bench.0.end(two, DONE);
@@ -301,7 +301,7 @@ fn of_writes_that_overlapped_the_one_that_was_seen_is_flushed() {
 }
 
 #[test]
-fn what_a_read_finds_after_a_crash_is_there_for_good() {
+fn read_after_crash_settles_version_for_good() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, DONE);
     bench.write(2, DONE);
@@ -316,7 +316,7 @@ fn what_a_read_finds_after_a_crash_is_there_for_good() {
 }
 
 #[test]
-fn what_is_in_flight_at_a_cut_may_come_after_it() {
+fn write_in_flight_at_cut_may_take_effect_later() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, FUA);
     let write = bench.begin(2);
@@ -326,7 +326,7 @@ fn what_is_in_flight_at_a_cut_may_come_after_it() {
     bench.may_see(&[1, 2]);
     bench.sees(2);
     bench.may_see(&[2]);
-    // It came after the cut, so the next one may take it away.
+    // The write took effect after the cut, so the next cut may remove it.
     bench.may_see_after_crash(&[1, 2]);
     bench.flush();
     bench.may_see_after_crash(&[2]);
@@ -341,7 +341,7 @@ fn what_is_in_flight_at_a_cut_may_come_after_it() {
 }
 
 #[test]
-fn what_was_answered_outlives_the_process_and_not_the_power() {
+fn completed_write_survives_process_but_not_power() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, DONE);
     bench.write(2, DONE);
@@ -359,7 +359,7 @@ fn what_was_answered_outlives_the_process_and_not_the_power() {
 }
 
 #[test]
-fn an_answer_from_before_a_crash_counts_for_nothing() {
+fn completion_of_request_from_before_crash_is_ignored() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, FUA);
     let (write, flush) = (bench.begin(2), bench.0.begin_flush());
@@ -370,8 +370,8 @@ fn an_answer_from_before_a_crash_counts_for_nothing() {
 }
 
 #[test]
-fn other_devices_keep_all_that_was_answered_or_nothing() {
-    let mut bench = Bench::new(Durability::Answered);
+fn durability_completed_keeps_all_and_nothing_none() {
+    let mut bench = Bench::new(Durability::Completed);
     bench.write(1, DONE);
     bench.write(2, DONE);
     bench.may_see_after_crash(&[2]);
@@ -388,7 +388,7 @@ fn other_devices_keep_all_that_was_answered_or_nothing() {
 // ---- snapshots, growing -------------------------------------------------------------------------
 
 #[test]
-fn a_snapshot_has_what_is_there_now_and_keeps_it() {
+fn snapshot_keeps_current_content() {
     let mut bench = Bench::new(Durability::Nothing);
     bench.write(1, DONE);
     let flying = bench.begin(2);
@@ -399,11 +399,11 @@ fn a_snapshot_has_what_is_there_now_and_keeps_it() {
     taken.sees(1);
     taken.may_see(&[1]);
     let seen = taken.finds(3).unwrap_err();
-    assert!(seen.device == "taken" && seen.found.contains("not told lately"), "{seen}");
+    assert!(seen.device == "taken" && seen.found.contains("not among the recent writes"), "{seen}");
 }
 
 #[test]
-fn a_snapshot_is_of_a_moment_since_the_verb_began() {
+fn snapshot_since_allows_versions_during_verb() {
     let mut bench = Bench::new(Durability::Nothing);
     bench.write(1, DONE);
     bench.write(2, DONE);
@@ -413,7 +413,7 @@ fn a_snapshot_is_of_a_moment_since_the_verb_began() {
     taken.may_see(&[2, 3]);
 }
 
-/// Seed 373 of the exact mode: the origin's cache lost the write that the snapshot had shown.
+/// Seed 373 of mode exact: the origin's cache lost the write that the snapshot had shown.
 #[test]
 fn snapshot_flush_keeps_no_write_of_its_origin() {
     let mut bench = Bench::new(Durability::Flushed);
@@ -429,7 +429,7 @@ fn snapshot_flush_keeps_no_write_of_its_origin() {
 }
 
 #[test]
-fn a_snapshot_loses_in_a_crash_what_its_origin_had_not_flushed() {
+fn snapshot_loses_unflushed_origin_data_in_crash() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, FUA);
     bench.write(2, DONE);
@@ -439,7 +439,7 @@ fn a_snapshot_loses_in_a_crash_what_its_origin_had_not_flushed() {
 }
 
 #[test]
-fn a_device_that_is_turned_into_another_has_that_ones_content() {
+fn replace_content_takes_other_content() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, FUA);
     let snapshot = bench.0.snapshot("taken", Durability::Flushed);
@@ -448,9 +448,9 @@ fn a_device_that_is_turned_into_another_has_that_ones_content() {
     let flying = bench.begin(3);
     let mut kept = Bench(bench.0.clone());
     let again = kept.0.begin_read();
-    kept.0.turn_into(again, &snapshot, true);
+    kept.0.replace_content(again, &snapshot, true);
     kept.may_see_after_crash(&[1, 2, 3]);
-    bench.0.turn_into(verb, &snapshot, false);
+    bench.0.replace_content(verb, &snapshot, false);
     bench.may_see(&[1, 3]);
     bench.may_see_after_crash(&[1, 3]);
     bench.found(reads, 2).unwrap();
@@ -460,12 +460,12 @@ fn a_device_that_is_turned_into_another_has_that_ones_content() {
     bench.may_see(&[4]);
     let blank = Oracle::new("blank", 64, Durability::Flushed);
     let verb = bench.0.begin_read();
-    bench.0.turn_into(verb, &blank, false);
+    bench.0.replace_content(verb, &blank, false);
     bench.may_see(&[0]);
 }
 
 #[test]
-fn what_a_device_grew_by_is_zeroes() {
+fn grown_range_reads_as_zeroes() {
     let mut oracle = Oracle::new("disk", 3, Durability::Nothing);
     oracle.grow(19);
     oracle.grow(5);
@@ -484,7 +484,7 @@ fn what_a_device_grew_by_is_zeroes() {
 // ---- messages, bounds ---------------------------------------------------------------------------
 
 #[test]
-fn what_is_wrong_is_named() {
+fn violation_describes_found_and_allowed() {
     let mut oracle = Oracle::new("disk", 64, Durability::Nothing);
     let (text, same) = (Fill::Text.id(1), Fill::Same.id(2));
     for (id, range) in [(text, 0..8), (same, 8..16), (Fill::Noise.id(3), 8..16)] {
@@ -507,7 +507,7 @@ fn what_is_wrong_is_named() {
 }
 
 #[test]
-fn what_is_over_takes_no_memory() {
+fn superseded_versions_are_dropped() {
     let mut bench = Bench::new(Durability::Flushed);
     for round in 0..50_u64 {
         bench.write(round + 1, if round % 3 == 0 { Outcome::Failed } else { DONE });
@@ -521,7 +521,7 @@ fn what_is_over_takes_no_memory() {
     }
     bench.clear(Kind::Zeroes);
     bench.flush();
-    assert!(bench.0.sectors.is_empty() && bench.0.with_past.is_empty());
+    assert!(bench.0.sectors.is_empty() && bench.0.sectors_with_past.is_empty());
     let mut bench = Bench::new(Durability::Nothing);
     for _ in 0..100 {
         bench.clear(Kind::Discard { zeroing: false });
@@ -530,12 +530,12 @@ fn what_is_over_takes_no_memory() {
 }
 
 #[test]
-fn what_lies_behind_a_head_that_is_turned_stays() {
+fn replace_head_keeps_the_rest() {
     let mut bench = Bench::new(Durability::Nothing);
     let taken = bench.0.snapshot("taken", Durability::Nothing);
     bench.write(1, DONE);
     let verb = bench.0.begin_read();
-    bench.0.turn_head_into(verb, 10, &taken, false);
+    bench.0.replace_head(verb, 10, &taken, false);
     let mut want = bytes(1);
     want[..2 * SECTOR_BYTES].fill(0);
     let read = bench.0.begin_read();
@@ -543,7 +543,7 @@ fn what_lies_behind_a_head_that_is_turned_stays() {
 }
 
 #[test]
-fn zeroes_after_a_crash_may_be_those_of_a_discard_since() {
+fn zeroes_after_crash_may_be_of_later_discard() {
     let mut bench = Bench::new(Durability::Flushed);
     bench.write(1, DONE);
     bench.0.crash();
@@ -554,24 +554,24 @@ fn zeroes_after_a_crash_may_be_those_of_a_discard_since() {
 }
 
 #[test]
-fn while_a_device_is_turned_into_another_either_may_be_seen() {
+fn begin_replacement_allows_old_and_new_content() {
     let mut bench = Bench::new(Durability::Nothing);
     bench.write(1, DONE);
     let before = bench.0.begin_read();
     let snapshot = Arc::new(bench.0.snapshot_since(before, "snapshot", Durability::Nothing));
     bench.write(2, DONE);
-    let verb = bench.0.begin_turn(&snapshot);
+    let verb = bench.0.begin_replacement(&snapshot);
     bench.may_see(&[1, 2]);
     bench.write(3, DONE);
     bench.may_see(&[1, 3]);
-    bench.0.turn_into(verb, &snapshot, false);
+    bench.0.replace_content(verb, &snapshot, false);
     bench.may_see(&[1, 3]);
     bench.write(4, DONE);
     bench.may_see(&[4]);
 }
 
 #[test]
-fn snapshots_of_one_moment_show_what_was_answered_before_what_one_of_them_shows() {
+fn check_moment_rejects_missing_earlier_write() {
     let clock = Clock::default();
     let [mut first, mut second] =
         [(); 2].map(|()| Bench(Oracle::timed("disk", 64, Durability::Nothing, &clock)));

@@ -1,23 +1,23 @@
-//! What is said of a read that no allowed version explains.
+//! Describes reads that no allowed version explains.
 
 use std::fmt;
 use std::ops::Range;
 
-use super::content::{Content, Found};
+use super::content::{Content, IdentifiedBytes};
 use super::{Kind, Oracle, Tick};
 
-/// A write that an oracle was told of, for messages.
+/// A write reported to an oracle, kept for messages.
 #[derive(Debug, Clone)]
-pub(super) struct Told {
+pub(super) struct WriteRecord {
     pub content: Content,
     pub kind: Kind,
     pub range: Range<u64>,
     pub began: Tick,
-    /// When and how it was answered.
+    /// Tick of the completion, and true if it succeeded.
     pub ended: Option<(Tick, bool)>,
 }
 
-impl fmt::Display for Told {
+impl fmt::Display for WriteRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let verb = match self.kind {
             Kind::Write => "written to",
@@ -33,20 +33,20 @@ impl fmt::Display for Told {
     }
 }
 
-/// A read found what it must not find.
+/// A read that returned content that was not allowed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Violation {
-    /// The device.
+    /// Name of the device.
     pub device: String,
-    /// The first sector that is wrong.
+    /// First wrong sector.
     pub sector: u64,
-    /// What was found there, in words.
+    /// Description of the content found.
     pub found: String,
-    /// What was allowed there, in words.
+    /// Descriptions of the contents allowed.
     pub allowed: Vec<String>,
-    /// When the read began, and when it was judged.
+    /// Ticks of the start and the judgement of the read.
     pub read: (Tick, Tick),
-    /// How many more sectors of the read are wrong.
+    /// Number of further wrong sectors in the read.
     pub more: u64,
 }
 
@@ -65,7 +65,13 @@ impl fmt::Display for Violation {
 impl std::error::Error for Violation {}
 
 impl Oracle {
-    pub(super) fn violation(&self, sector: u64, found: &Found, began: Tick, more: u64) -> Violation {
+    pub(super) fn violation(
+        &self,
+        sector: u64,
+        found: &IdentifiedBytes,
+        began: Tick,
+        more: u64,
+    ) -> Violation {
         Violation {
             device: self.name.clone(),
             sector,
@@ -76,55 +82,58 @@ impl Oracle {
         }
     }
 
-    /// What a read of this sector may find now, in words.
+    /// Describes the versions that a read of this sector may return now.
     pub fn allowed(&self, sector: u64) -> Vec<String> {
         let sector = self.sector(sector);
-        sector.now.iter().map(|version| self.with_story(version.content, version.began)).collect()
+        sector.now.iter().map(|version| self.describe_version(version.content, version.began)).collect()
     }
 
-    fn with_story(&self, content: Content, began: Tick) -> String {
-        let told = self.history.iter().rev().find(|told| told.content == content && told.began == began);
-        told.map_or_else(|| content.to_string(), |told| format!("{content} ({told})"))
+    fn describe_version(&self, content: Content, began: Tick) -> String {
+        let record =
+            self.history.iter().rev().find(|record| record.content == content && record.began == began);
+        record.map_or_else(|| content.to_string(), |record| format!("{content} ({record})"))
     }
 
-    fn describe(&self, at: u64, found: &Found) -> String {
+    fn describe(&self, at: u64, found: &IdentifiedBytes) -> String {
         let sector = self.sector(at);
         if let Some(past) = sector.past.iter().rev().find(|past| found.matches(at, past.content)) {
-            let story = self.history.iter().rev().find(|told| told.content == past.content);
-            let story = story.map_or_else(String::new, |told| format!(" ({told})"));
-            let why = match past.by {
-                Some(by) => format!("superseded by {by} at {}", past.gone),
-                None => format!("which an earlier read showed not to be there since {}", past.gone),
+            let story = self.history.iter().rev().find(|record| record.content == past.content);
+            let story = story.map_or_else(String::new, |record| format!(" ({record})"));
+            let why = match past.replaced_by {
+                Some(by) => format!("superseded by {by} at {}", past.gone_since),
+                None => format!("which an earlier read showed to be absent since {}", past.gone_since),
             };
             return format!("{}{story}, {why}", past.content);
         }
         match *found {
-            Found::Zero => "zeroes".to_owned(),
-            Found::Tagged { id, sector } if sector != at => {
-                format!("the bytes of sector {sector}, {}", self.of_write(id))
+            IdentifiedBytes::Zero => "zeroes".to_owned(),
+            IdentifiedBytes::Tagged { id, sector } if sector != at => {
+                format!("the bytes of sector {sector}, {}", self.describe_write(id))
             }
-            Found::Tagged { id, .. } => self.of_write(id),
-            Found::Torn { id, sector, from } => {
+            IdentifiedBytes::Tagged { id, .. } => self.describe_write(id),
+            IdentifiedBytes::Torn { id, sector, from } => {
                 let whose = if sector == at { String::new() } else { format!(" of sector {sector}") };
-                format!("{}{whose} with other bytes from byte {from} on", self.of_write(id))
+                format!("{}{whose} with other bytes from byte {from} on", self.describe_write(id))
             }
-            Found::Pattern(word) => {
-                let told = self.history.iter().rev().find(|told| found.matches(at, told.content));
-                match told {
-                    Some(told) => format!("{} ({told}), superseded or never there", told.content),
-                    None => format!("the word {word:#018x} over and over"),
+            IdentifiedBytes::Pattern(word) => {
+                let record = self.history.iter().rev().find(|record| found.matches(at, record.content));
+                match record {
+                    Some(record) => {
+                        format!("{} ({record}), superseded or never written here", record.content)
+                    }
+                    None => format!("the repeated word {word:#018x}"),
                 }
             }
-            Found::Garbage(bytes) => {
+            IdentifiedBytes::Garbage(bytes) => {
                 format!("garbage that begins with {:032x}", u128::from_be_bytes(bytes))
             }
         }
     }
 
-    fn of_write(&self, id: u64) -> String {
-        match self.history.iter().rev().find(|told| told.content == Content::Data(id)) {
-            Some(told) => format!("version {id} ({told})"),
-            None => format!("version {id}, of which this device was not told lately"),
+    fn describe_write(&self, id: u64) -> String {
+        match self.history.iter().rev().find(|record| record.content == Content::Data(id)) {
+            Some(record) => format!("version {id} ({record})"),
+            None => format!("version {id}, which is not among the recent writes of this device"),
         }
     }
 }

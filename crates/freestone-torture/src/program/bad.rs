@@ -1,5 +1,5 @@
-//! Clients that do what no client should, on the NBD sockets and on the control socket. What they
-//! get is their own affair; nobody else may notice.
+//! Misbehaving clients on the NBD sockets and on the control socket. The server may treat them as
+//! it likes, but no other client may notice.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -10,20 +10,20 @@ use std::time::Duration;
 use freestone_testkit::Rng;
 use serde_json::Value;
 
-use super::said::{self, Broken};
+use super::protocol::{self, ConnectionError};
 use super::server;
 use super::watch::{REQUEST_MAX, Slot};
 use super::wire::{self, Wire};
 use super::world::{Disk, World};
 use crate::oracle::{Fill, Kind as Write, Outcome, SECTOR_BYTES};
 
-/// How long one that does nothing goes on doing it.
+/// How long an idle client stays connected.
 const IDLE: Duration = Duration::from_millis(150);
 const SECTOR: u64 = SECTOR_BYTES as u64;
 
-type Manner = fn(&mut Bad<'_>) -> std::io::Result<()>;
+type Behaviour = fn(&mut BadClient<'_>) -> std::io::Result<()>;
 
-const MANNERS: [(&str, Manner); 16] = [
+const BEHAVIOURS: [(&str, Behaviour); 16] = [
     ("garbage in the handshake", garbage),
     ("half an option", half_option),
     ("an option without end", huge_option),
@@ -39,29 +39,29 @@ const MANNERS: [(&str, Manner); 16] = [
     ("half a line", half_line),
     ("a line without end", long_line),
     ("a batch, and nested arrays", batch),
-    ("never reads answers", deaf_control),
+    ("never reads answers", never_reads_control),
 ];
 
-struct Bad<'a> {
+struct BadClient<'a> {
     world: &'a World,
     slot: &'a Slot,
     rng: Rng,
 }
 
-/// Runs until the world stops.
+/// Runs misbehaving clients until the world stops.
 pub fn run(world: &World, slot: &Slot, rng: Rng) {
-    let mut bad = Bad { world, slot, rng };
+    let mut bad = BadClient { world, slot, rng };
     while !world.stopped() {
-        let (name, manner) = MANNERS[bad.rng.below(MANNERS.len() as u64) as usize];
+        let (name, behaviour) = BEHAVIOURS[bad.rng.below(BEHAVIOURS.len() as u64) as usize];
         slot.begin(format!("bad client: {name}"), REQUEST_MAX);
-        // Where the server ends the connection early it is right.
-        let _ = manner(&mut bad);
+        // The server may end the connection early.
+        let _ = behaviour(&mut bad);
         world.counts.add("bad clients", name, 1);
         slot.end();
     }
 }
 
-impl Bad<'_> {
+impl BadClient<'_> {
     fn path(&self, name: &str) -> std::path::PathBuf {
         self.world.dir().join(name)
     }
@@ -85,8 +85,8 @@ impl Bad<'_> {
         disks.get(self.rng.below(disks.len() as u64) as usize).cloned()
     }
 
-    /// A connection that has chosen an export: bytes can be sent as they are.
-    fn chosen(disk: &Disk) -> std::io::Result<UnixStream> {
+    /// Opens a connection that has chosen an export, to send raw bytes.
+    fn negotiate(disk: &Disk) -> std::io::Result<UnixStream> {
         let gone = || std::io::Error::from(ErrorKind::NotFound);
         let path = disk.nbd().ok_or_else(gone)?;
         let mut stream = connect(&path)?;
@@ -96,7 +96,7 @@ impl Bad<'_> {
         Ok(stream)
     }
 
-    /// For a while, as long as the server lives.
+    /// Waits for a while, as long as the server lives.
     fn idle(&self) {
         if !self.world.stopped() {
             std::thread::sleep(IDLE);
@@ -106,13 +106,13 @@ impl Bad<'_> {
 
 fn connect(path: &Path) -> std::io::Result<UnixStream> {
     let stream = UnixStream::connect(path)?;
-    // What is not taken in this time is not sent.
+    // A write that the server does not accept in time fails.
     stream.set_write_timeout(Some(IDLE))?;
     stream.set_read_timeout(Some(REQUEST_MAX))?;
     Ok(stream)
 }
 
-fn garbage(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn garbage(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let mut stream = bad.nbd()?;
     let noise = bad.noise(4096);
     stream.write_all(&noise)?;
@@ -120,7 +120,7 @@ fn garbage(bad: &mut Bad<'_>) -> std::io::Result<()> {
     Ok(())
 }
 
-fn half_option(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn half_option(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let mut stream = bad.nbd()?;
     let mut bytes = 3_u32.to_be_bytes().to_vec();
     bytes.extend(wire::option(7, &wire::go_data("r0")));
@@ -132,7 +132,7 @@ fn half_option(bad: &mut Bad<'_>) -> std::io::Result<()> {
     Ok(())
 }
 
-fn huge_option(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn huge_option(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let mut stream = bad.nbd()?;
     stream.write_all(&3_u32.to_be_bytes())?;
     let len = [u32::MAX, 64 << 10, (64 << 10) + 1, 16 << 20, (16 << 20) + 1][bad.rng.below(5) as usize];
@@ -147,13 +147,13 @@ fn huge_option(bad: &mut Bad<'_>) -> std::io::Result<()> {
     Ok(())
 }
 
-fn strange_options(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn strange_options(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let mut stream = bad.nbd()?;
     stream.write_all(&3_u32.to_be_bytes())?;
     for _ in 0..50 {
         let kind = bad.rng.below(300) as u32;
         let noise = bad.noise(200);
-        // An export of noise ends the connection; others are answered.
+        // An unknown export ends the connection; other options get a reply.
         stream.write_all(&wire::option(kind, &noise))?;
         if bad.rng.chance(20) {
             stream.write_all(&wire::option(7, &wire::go_data("no such export")))?;
@@ -164,24 +164,24 @@ fn strange_options(bad: &mut Bad<'_>) -> std::io::Result<()> {
     stream.read_exact(&mut answers)
 }
 
-fn wrong_magic(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn wrong_magic(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
-    let mut stream = Bad::chosen(&disk)?;
-    let mut bytes = wire::request(0, said::WRITE, 1, 0, 512);
+    let mut stream = BadClient::negotiate(&disk)?;
+    let mut bytes = wire::request(0, protocol::WRITE, 1, 0, 512);
     bytes[bad.rng.below(4) as usize] ^= 0x11;
     bytes.extend(vec![0x77; 4096]);
     stream.write_all(&bytes)?;
     let left = stream.read(&mut [0; 64])?;
-    if left != 0 && !bad.world.dying() {
-        bad.world.fail(format!("{}: something that is not a request was answered", disk.name));
+    if left != 0 && !bad.world.server_ending() {
+        bad.world.fail(format!("{}: the server replied to an invalid request", disk.name));
     }
     Ok(())
 }
 
-fn half_request(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn half_request(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
-    let mut stream = Bad::chosen(&disk)?;
-    let bytes = wire::request(0, said::WRITE, 1, 0, 4096);
+    let mut stream = BadClient::negotiate(&disk)?;
+    let bytes = wire::request(0, protocol::WRITE, 1, 0, 4096);
     let cut = 1 + bad.rng.below(bytes.len() as u64 - 1) as usize;
     stream.write_all(&bytes[..cut])?;
     if bad.rng.chance(50) {
@@ -190,39 +190,39 @@ fn half_request(bad: &mut Bad<'_>) -> std::io::Result<()> {
     Ok(())
 }
 
-fn half_payload(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn half_payload(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mark = disk.mark();
     let _inside = disk.gate.read().unwrap_or_else(PoisonError::into_inner);
-    let mut stream = Bad::chosen(&disk)?;
+    let mut stream = BadClient::negotiate(&disk)?;
     if disk.may_have_ended(mark) {
-        // As for a judged client.
+        // The reason is the same as for a judged client.
         return Ok(());
     }
     let len = (1 + bad.rng.below(128)) * 4096;
-    // Larger than the device: whatever came of it would have to be refused.
+    // A write larger than the device would be refused as a whole.
     let len = len.min(disk.oracle().size() * SECTOR / 8192 * 4096);
     let id = bad.world.write_id(Fill::Noise);
     let mut data = vec![0; len as usize];
     crate::oracle::fill(id, 0, &mut data);
     let cut = bad.rng.below(len) as usize;
-    // What came of it may be there, whole or in part.
+    // The write may have been done as a whole or in part.
     let token = disk.oracle().begin_write(id, 0..len / SECTOR, Write::Write);
     let sent = stream
-        .write_all(&wire::request(0, said::WRITE, 1, 0, len as u32))
+        .write_all(&wire::request(0, protocol::WRITE, 1, 0, len as u32))
         .and_then(|()| stream.write_all(&data[..cut]));
     stream.shutdown(std::net::Shutdown::Write)?;
-    // Its end: nothing is done for it from here on.
+    // Once the server has closed the connection, it executes nothing more of the request.
     let _ = stream.read_to_end(&mut Vec::new());
     disk.oracle().end(token, Outcome::Failed);
     sent
 }
 
-fn huge_payload(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn huge_payload(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
-    let mut stream = Bad::chosen(&disk)?;
+    let mut stream = BadClient::negotiate(&disk)?;
     let len = [u32::MAX, (32 << 20) + 1, 1 << 31][bad.rng.below(3) as usize];
-    stream.write_all(&wire::request(0, said::WRITE, 1, 0, len))?;
+    stream.write_all(&wire::request(0, protocol::WRITE, 1, 0, len))?;
     let noise = bad.noise(64 << 10);
     for _ in 0..8 {
         stream.write_all(&noise)?;
@@ -230,17 +230,17 @@ fn huge_payload(bad: &mut Bad<'_>) -> std::io::Result<()> {
     Ok(())
 }
 
-fn never_reads(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn never_reads(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
-    let mut stream = Bad::chosen(&disk)?;
+    let mut stream = BadClient::negotiate(&disk)?;
     for cookie in 0..300 {
-        stream.write_all(&wire::request(0, said::READ, cookie, 0, 1 << 20))?;
+        stream.write_all(&wire::request(0, protocol::READ, cookie, 0, 1 << 20))?;
     }
     bad.idle();
     Ok(())
 }
 
-fn crowd(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn crowd(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let count = 1 + bad.rng.below(300);
     let silent: Vec<_> = (0..count).map(|_| bad.nbd()).collect::<Result<_, _>>()?;
     bad.idle();
@@ -248,26 +248,26 @@ fn crowd(bad: &mut Bad<'_>) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Those that have chosen an export and say no more.
-fn crowd_greeted(bad: &mut Bad<'_>) -> std::io::Result<()> {
+/// Opens connections that have chosen an export and send nothing more.
+fn crowd_greeted(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let Some(disk) = bad.disk() else { return Ok(()) };
     let mut held = Vec::new();
     for _ in 0..=bad.rng.below(60) {
         let Some(path) = disk.nbd() else { break };
-        bad.slot.moved();
+        bad.slot.restart_timer();
         match Wire::connect(&path, &disk.name, &mut bad.rng) {
             Ok(wire) => held.push(wire),
-            Err(Broken::Wrong(why)) => bad.world.fail(format!("{}: {why}", disk.name)),
-            Err(Broken::Ended(why)) => return Err(std::io::Error::other(why)),
-            Err(Broken::Refused(..)) => break,
+            Err(ConnectionError::Protocol(why)) => bad.world.fail(format!("{}: {why}", disk.name)),
+            Err(ConnectionError::Ended(why)) => return Err(std::io::Error::other(why)),
+            Err(ConnectionError::Refused(..)) => break,
         }
     }
     bad.idle();
     Ok(())
 }
 
-/// What is asked has to be answered with an error of this code.
-fn must_fail(bad: &Bad<'_>, stream: &mut UnixStream, codes: &[i64]) -> std::io::Result<()> {
+/// Checks that the answer is an error with one of these codes.
+fn must_fail(bad: &BadClient<'_>, stream: &mut UnixStream, codes: &[i64]) -> std::io::Result<()> {
     let mut line = Vec::new();
     let mut byte = [0];
     while stream.read(&mut byte)? == 1 && byte[0] != b'\n' {
@@ -275,13 +275,13 @@ fn must_fail(bad: &Bad<'_>, stream: &mut UnixStream, codes: &[i64]) -> std::io::
     }
     let answer: Value = serde_json::from_slice(&line)?;
     let code = answer["error"]["code"].as_i64();
-    if !code.is_some_and(|code| codes.contains(&code)) && !bad.world.dying() {
-        bad.world.fail(format!("what is no request is answered with {answer}"));
+    if !code.is_some_and(|code| codes.contains(&code)) && !bad.world.server_ending() {
+        bad.world.fail(format!("an invalid request was answered with {answer}"));
     }
     Ok(())
 }
 
-/// What is no request, and the error that it has to be answered with.
+/// Invalid requests, and the error code that each must return.
 const NO_REQUESTS: [(&str, i64); 9] = [
     ("{", -32700),
     ("]", -32700),
@@ -294,7 +294,7 @@ const NO_REQUESTS: [(&str, i64); 9] = [
     ("{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"list\",\"params\":[1]}", -32602),
 ];
 
-fn bad_json(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn bad_json(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let mut stream = bad.control()?;
     for _ in 0..=bad.rng.below(20) {
         let (line, code) = NO_REQUESTS[bad.rng.below(NO_REQUESTS.len() as u64) as usize];
@@ -309,7 +309,7 @@ fn bad_json(bad: &mut Bad<'_>) -> std::io::Result<()> {
     must_fail(bad, &mut stream, &[-32700])
 }
 
-fn half_line(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn half_line(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let mut stream = bad.control()?;
     let line = b"{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"remove\",\"params\":{\"name\":\"r0\"}}";
     let cut = 1 + bad.rng.below(line.len() as u64 - 2) as usize;
@@ -318,7 +318,7 @@ fn half_line(bad: &mut Bad<'_>) -> std::io::Result<()> {
     Ok(())
 }
 
-fn long_line(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn long_line(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let mut stream = bad.control()?;
     let piece = vec![b'['; 64 << 10];
     for _ in 0..17 {
@@ -328,20 +328,20 @@ fn long_line(bad: &mut Bad<'_>) -> std::io::Result<()> {
     must_fail(bad, &mut stream, &[-32600])
 }
 
-fn batch(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn batch(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let mut stream = bad.control()?;
     let deep = "[".repeat(10_000);
     stream.write_all(format!("{deep}\n").as_bytes())?;
     must_fail(bad, &mut stream, &[-32700, -32600])?;
     let one = "{\"jsonrpc\":\"2.0\",\"method\":\"stat\"}";
-    // Nobody is told of these.
+    // Notifications get no answer.
     stream.write_all(format!("[{}]\n", vec![one; 40].join(",")).as_bytes())?;
     let many = vec!["1"; 257].join(",");
     stream.write_all(format!("[{many}]\n").as_bytes())?;
     must_fail(bad, &mut stream, &[-32600])
 }
 
-fn deaf_control(bad: &mut Bad<'_>) -> std::io::Result<()> {
+fn never_reads_control(bad: &mut BadClient<'_>) -> std::io::Result<()> {
     let mut stream = bad.control()?;
     for _ in 0..2000 {
         stream.write_all(b"{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"stat\"}\n")?;

@@ -1,5 +1,5 @@
-//! Frontends that do what no machine does, on the sockets for machines. What they get is their own
-//! affair; nobody else may notice. None of them writes to a device.
+//! Misbehaving frontends on the vhost-user sockets. The server may treat them as it likes, but no
+//! other client may notice. None of them writes to a device.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -15,17 +15,17 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use super::watch::{REQUEST_MAX, Slot};
 use super::world::World;
 
-/// How long one that does nothing goes on doing it.
+/// How long an idle frontend stays connected.
 const IDLE: Duration = Duration::from_millis(100);
-/// How long one waits for its turn: a socket has one machine at a time.
+/// Longest wait for a free socket: each has one machine at a time.
 const TURN_MAX: Duration = Duration::from_secs(5);
 const MEMORY_BYTES: u64 = 1 << 16;
-/// Messages have smaller numbers.
+/// Upper bound of message numbers.
 const MESSAGES: u64 = 48;
 
-type Manner = fn(&mut Bad<'_>, &Path) -> io::Result<()>;
+type Behaviour = fn(&mut BadClient<'_>, &Path) -> io::Result<()>;
 
-const MANNERS: [(&str, Manner); 9] = [
+const BEHAVIOURS: [(&str, Behaviour); 9] = [
     ("machine: garbage", garbage),
     ("machine: half a message", half_message),
     ("machine: messages in any order", any_messages),
@@ -37,38 +37,38 @@ const MANNERS: [(&str, Manner); 9] = [
     ("machine: a crowd that is silent", crowd),
 ];
 
-struct Bad<'a> {
+struct BadClient<'a> {
     world: &'a World,
     slot: &'a Slot,
     rng: Rng,
 }
 
-/// Runs until the world stops.
+/// Runs misbehaving frontends until the world stops.
 pub fn run(world: &World, slot: &Slot, rng: Rng) {
-    let mut bad = Bad { world, slot, rng };
+    let mut bad = BadClient { world, slot, rng };
     while !world.stopped() {
         let paths: Vec<PathBuf> = world.disks(|_| true).iter().filter_map(|disk| disk.machine()).collect();
         let Some(path) = paths.get(bad.rng.below(paths.len() as u64) as usize) else {
             std::thread::sleep(IDLE);
             continue;
         };
-        let (name, manner) = MANNERS[bad.rng.below(MANNERS.len() as u64) as usize];
+        let (name, behaviour) = BEHAVIOURS[bad.rng.below(BEHAVIOURS.len() as u64) as usize];
         slot.begin(format!("bad {name}"), REQUEST_MAX);
-        // Where the server ends the connection early it is right.
-        let _ = manner(&mut bad, path);
+        // The server may end the connection early.
+        let _ = behaviour(&mut bad, path);
         world.counts.add("bad clients", name, 1);
         slot.end();
     }
 }
 
-impl Bad<'_> {
+impl BadClient<'_> {
     fn noise(&mut self, bytes: u64) -> Vec<u8> {
         let mut noise = vec![0; bytes as usize];
         self.rng.fill(&mut noise);
         noise
     }
 
-    /// For a while, as long as the server lives.
+    /// Waits for a while, as long as the server lives.
     fn idle(&self) {
         if !self.world.stopped() {
             std::thread::sleep(IDLE);
@@ -89,7 +89,7 @@ impl Bad<'_> {
         Machine::connect(path, shape, TURN_MAX)
     }
 
-    /// Reads that nobody waits for.
+    /// Starts reads whose completions are not awaited.
     fn begin_reads(machine: &mut Machine) {
         let block = machine.config().block() as usize;
         let read = Asked { kind: wire::IN, offset: 0, data: Data::In(block), pieces: 1 };
@@ -98,31 +98,31 @@ impl Bad<'_> {
         }
     }
 
-    /// The server has to end this connection.
+    /// Checks that the server ends this connection.
     fn must_end(&self, what: &str, socket: &mut UnixStream) {
-        // What it still says is of no interest.
+        // Remaining messages of the server are ignored.
         let ended =
             socket.set_read_timeout(Some(REQUEST_MAX)).and_then(|()| socket.read_to_end(&mut Vec::new()));
         let reset = |error: &io::Error| error.kind() == io::ErrorKind::ConnectionReset;
-        if ended.as_ref().is_err_and(|error| !reset(error)) && !self.world.dying() {
-            self.world.fail(format!("{what}: its connection does not end: {ended:?}"));
+        if ended.as_ref().is_err_and(|error| !reset(error)) && !self.world.server_ending() {
+            self.world.fail(format!("{what}: the server does not end the connection: {ended:?}"));
         }
     }
 }
 
-fn garbage(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+fn garbage(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     let mut socket = UnixStream::connect(path)?;
     socket.set_write_timeout(Some(IDLE))?;
     let bytes = 16 + bad.rng.below(4096);
     let mut noise = bad.noise(bytes);
-    // A message that is longer than any.
+    // The length is larger than that of any message.
     noise[8..12].copy_from_slice(&u32::MAX.to_ne_bytes());
     socket.write_all(&noise)?;
     bad.must_end("a frontend that sends garbage", &mut socket);
     Ok(())
 }
 
-fn half_message(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+fn half_message(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     let mut socket = UnixStream::connect(path)?;
     let message = wire::message(wire::SET_VRING_ADDR, 0, &[0; 40]);
     let cut = 1 + bad.rng.below(message.len() as u64 - 1) as usize;
@@ -133,7 +133,7 @@ fn half_message(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn any_messages(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+fn any_messages(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     let front = Frontend::connect(path, TURN_MAX)?;
     front.socket.set_write_timeout(Some(IDLE))?;
     let (memory, bell) = (Memory::new(MEMORY_BYTES)?, event()?);
@@ -153,8 +153,8 @@ fn any_messages(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Sets a queue up to some step, and says no more.
-fn stalls(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+/// Performs the setup of a queue up to a random step, then stalls.
+fn stalls(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     let mut front = Frontend::connect(path, TURN_MAX)?;
     let (memory, kick) = (Memory::new(MEMORY_BYTES)?, event()?);
     let rings = wire::addresses(0, wire::USER, wire::USER + 0x2000, wire::USER + 0x1000);
@@ -179,16 +179,16 @@ fn stalls(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn shrinks(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+fn shrinks(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     let mut machine = bad.machine(path)?;
     if bad.rng.chance(70) {
-        Bad::begin_reads(&mut machine);
+        BadClient::begin_reads(&mut machine);
     }
     machine.memory().cut([0, 4096, 8192][bad.rng.below(3) as usize]);
     machine.queues.iter().for_each(Queue::kick);
-    bad.slot.moved();
+    bad.slot.restart_timer();
     if bad.rng.chance(50) {
-        // The first queue looks at what is gone.
+        // The first queue accesses the missing memory.
         machine.memory().cut(0);
         machine.queues.iter().for_each(Queue::kick);
         bad.must_end("a machine without memory", machine.socket());
@@ -196,10 +196,10 @@ fn shrinks(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn nonsense(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+fn nonsense(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     let machine = bad.machine(path)?;
     let size = machine.memory().bytes();
-    // Everywhere, or here and there.
+    // Overwrite the memory with noise, in large or small pieces.
     for _ in 0..=bad.rng.below(20) {
         let bytes = if bad.rng.chance(20) { size / 2 } else { 64 };
         let at = bad.rng.below(size - bytes + 1);
@@ -214,14 +214,14 @@ fn nonsense(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn nonsense_in_flight(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+fn nonsense_in_flight(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     let mut front = Frontend::connect(path, TURN_MAX)?;
     front.say(wire::SET_PROTOCOL_FEATURES, 0, &wire::u64s(&[wire::PROTOCOL]), &[])?;
     let (area, _) = front.inflight(1, 16)?;
     let (memory, notes, kick) = (Memory::new(MEMORY_BYTES)?, Memory::new(4096)?, event()?);
     let noise = bad.noise(4096);
     notes.put(0, &noise);
-    // Its version, so that the rest is believed.
+    // A valid version, so that the server evaluates the rest.
     notes.put(8, &1_u16.to_ne_bytes());
     let rings = wire::addresses(0, wire::USER, wire::USER + 0x2000, wire::USER + 0x1000);
     front.must(wire::SET_INFLIGHT_FD, &area, &[notes.fd()])?;
@@ -237,11 +237,11 @@ fn nonsense_in_flight(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn leaves(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+fn leaves(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     for _ in 0..3 {
         let mut machine = bad.machine(path)?;
-        Bad::begin_reads(&mut machine);
-        bad.slot.moved();
+        BadClient::begin_reads(&mut machine);
+        bad.slot.restart_timer();
     }
     Ok(())
 }
@@ -253,9 +253,10 @@ fn connect_at_once(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-fn crowd(bad: &mut Bad<'_>, path: &Path) -> io::Result<()> {
+fn crowd(bad: &mut BadClient<'_>, path: &Path) -> io::Result<()> {
     let count = 1 + bad.rng.below(40);
-    // Where one finds no place to wait, all go: the first one has to leave before there is another.
+    // If one finds the backlog full, all leave: the first one must leave before the next is
+    // accepted.
     let silent: Result<Vec<_>, _> = (0..count).map(|_| connect_at_once(path)).collect();
     bad.idle();
     silent.map(drop)

@@ -1,4 +1,4 @@
-//! A block device of this machine, used past the kernel's cache by some threads.
+//! A client of a ublk block device: several threads use the device with direct I/O.
 #![expect(unsafe_code)]
 // UNSAFETY: a discard is an ioctl.
 
@@ -15,9 +15,11 @@ use rustix::fs::{FallocateFlags, OFlags, fallocate, fdatasync};
 use rustix::io::{Errno, ReadWriteFlags, pwritev2};
 use rustix::ioctl::{Opcode, Setter, ioctl, opcode};
 
-use super::said::{Broken, EIO, ENOSPC, FLUSH, FUA, NO_HOLE, Offers, READ, Reply, TRIM, WRITE, WRITE_ZEROES};
+use super::protocol::{
+    ConnectionError, EIO, ENOSPC, FLUSH, FUA, NO_HOLE, Properties, READ, Reply, TRIM, WRITE, WRITE_ZEROES,
+};
 
-/// Addresses of buffers are multiples of this, whatever the device's block is.
+/// Alignment of buffers, for any block size.
 const ALIGN: usize = 4096;
 const THREADS_MAX: u64 = 4;
 const DEPTH: usize = 16;
@@ -32,7 +34,7 @@ struct Job {
     data: Aligned,
 }
 
-/// Bytes at an address that direct I/O takes.
+/// A buffer aligned for direct I/O.
 struct Aligned {
     bytes: Vec<u8>,
     from: usize,
@@ -41,7 +43,7 @@ struct Aligned {
 
 impl Aligned {
     fn new(len: usize) -> Self {
-        // What was not read must not look like it.
+        // Fill the buffer, so that bytes not read cannot look like data.
         let bytes = vec![0xa5; len + ALIGN];
         let from = bytes.as_ptr().align_offset(ALIGN);
         Self { bytes, from, len }
@@ -52,18 +54,18 @@ impl Aligned {
     }
 }
 
-/// The device, opened.
+/// An opened block device.
 pub struct Block {
     jobs: Option<mpsc::Sender<Job>>,
-    answers: mpsc::Receiver<(u64, Result<Vec<u8>, Errno>)>,
+    completions: mpsc::Receiver<(u64, Result<Vec<u8>, Errno>)>,
     threads: Vec<JoinHandle<()>>,
-    on_the_way: usize,
+    in_flight: usize,
     next: u64,
-    pub offers: Offers,
+    pub properties: Properties,
 }
 
 impl Block {
-    pub fn connect(path: &Path, rng: &mut Rng) -> Result<Self, Broken> {
+    pub fn connect(path: &Path, rng: &mut Rng) -> Result<Self, ConnectionError> {
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let attribute = |of: &str| {
             let text = fs::read_to_string(format!("/sys/block/{name}/{of}"))?;
@@ -75,7 +77,7 @@ impl Block {
             .write(writable)
             .custom_flags(OFlags::DIRECT.bits() as i32)
             .open(path)?;
-        let offers = Offers {
+        let properties = Properties {
             size: file.seek(SeekFrom::End(0))?,
             writable,
             zeroes: attribute("queue/write_zeroes_max_bytes")? > 0,
@@ -83,36 +85,36 @@ impl Block {
             is_coarse: true,
             is_raw: false,
             depth: DEPTH,
-            ..Offers::default()
+            ..Properties::default()
         };
         let (jobs, taken) = mpsc::channel::<Job>();
-        let (tell, answers) = mpsc::channel();
+        let (tell, completions) = mpsc::channel();
         let (file, taken) = (Arc::new(file), Arc::new(Mutex::new(taken)));
         let threads = (0..=rng.below(THREADS_MAX)).map(|_| {
             let (file, taken, tell) = (Arc::clone(&file), Arc::clone(&taken), tell.clone());
             thread::spawn(move || {
                 let take = || taken.lock().unwrap_or_else(PoisonError::into_inner).recv();
                 while let Ok(mut job) = take() {
-                    let outcome = one(&file, &mut job);
-                    // Nobody listens any more where the connection is of no use.
+                    let outcome = execute_job(&file, &mut job);
+                    // The receiver may be gone after the connection broke.
                     let _ = tell.send((job.cookie, outcome));
                 }
             })
         });
         let threads = threads.collect();
-        Ok(Self { jobs: Some(jobs), answers, threads, on_the_way: 0, next: rng.word(), offers })
+        Ok(Self { jobs: Some(jobs), completions, threads, in_flight: 0, next: rng.word(), properties })
     }
 
-    pub fn on_the_way(&self) -> usize {
-        self.on_the_way
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
     }
 
-    /// The cookie of the request that is sent next.
+    /// Returns the cookie of the next request.
     pub fn next(&self) -> u64 {
         self.next
     }
 
-    /// Gives it to one of the threads.
+    /// Hands a request to one of the threads.
     pub fn send(&mut self, flags: u16, command: u16, offset: u64, len: u32, data: &[u8]) {
         let mut buffer = Aligned::new(len as usize);
         if !data.is_empty() {
@@ -120,21 +122,25 @@ impl Block {
         }
         let job = Job { cookie: self.next, flags, command, offset, data: buffer };
         self.next = self.next.wrapping_add(0x1_0001);
-        self.on_the_way += 1;
+        self.in_flight += 1;
         if let Some(jobs) = &self.jobs {
-            // The threads live as long as this.
+            // The threads live as long as `self`.
             let _ = jobs.send(job);
         }
     }
 
-    pub fn reply(&mut self) -> Result<Reply, Broken> {
-        let (cookie, outcome) =
-            self.answers.recv().map_err(|_| Broken::Wrong("a thread of a block device panicked".into()))?;
-        self.on_the_way -= 1;
+    pub fn reply(&mut self) -> Result<Reply, ConnectionError> {
+        let (cookie, outcome) = self
+            .completions
+            .recv()
+            .map_err(|_| ConnectionError::Protocol("a thread of a block device panicked".into()))?;
+        self.in_flight -= 1;
         let (error, data) = match outcome {
             Ok(data) => (0, data),
-            // It was taken away.
-            Err(Errno::NODEV | Errno::NXIO) => return Err(Broken::Ended("the block device has gone".into())),
+            // The device was removed.
+            Err(Errno::NODEV | Errno::NXIO) => {
+                return Err(ConnectionError::Ended("the block device has gone".into()));
+            }
             Err(Errno::NOSPC) => (ENOSPC, Vec::new()),
             Err(Errno::IO | Errno::NOMEM) => (EIO, Vec::new()),
             Err(other) => (other.raw_os_error().unsigned_abs(), Vec::new()),
@@ -147,18 +153,18 @@ impl Drop for Block {
     fn drop(&mut self) {
         self.jobs = None;
         for thread in self.threads.drain(..) {
-            // One that panicked has been seen.
+            // A panic of that thread was already noticed.
             let _ = thread.join();
         }
     }
 }
 
-fn one(file: &File, job: &mut Job) -> Result<Vec<u8>, Errno> {
+fn execute_job(file: &File, job: &mut Job) -> Result<Vec<u8>, Errno> {
     let (at, len) = (job.offset, job.data.len as u64);
     let failed = |error: std::io::Error| Errno::from_io_error(&error).unwrap_or(Errno::IO);
     match job.command {
         READ => {
-            // One that was taken away has no bytes.
+            // A removed device reads short.
             let read = file.read_at(job.data.get(), at).map_err(failed)?;
             return if read as u64 == len { Ok(job.data.get().to_vec()) } else { Err(Errno::NXIO) };
         }

@@ -1,26 +1,26 @@
-//! A device that is served, with what it may hold, and what changes while it lives.
+//! A served device: its possible content, and its state while it lives.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
-use super::link::Place;
+use super::link::Address;
 use crate::oracle::{Durability, Oracle, ReadToken, SECTOR_BYTES};
 
-/// Tags of the store of images, which verbs set.
+/// Tags of the image store that verbs set.
 pub const TAGS: [&str; 3] = ["a", "b", "c"];
 
-/// An image that a tag may say, and what it shows.
-pub struct May {
-    /// Where the push was answered.
+/// An image that a tag may refer to.
+pub struct PossibleImage {
+    /// Name of the image; `None` if the push was not confirmed.
     pub image: Option<String>,
     pub oracle: Oracle,
 }
 
-/// What a device is.
+/// Kinds of devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A RAM disk, or one that was restored.
+    /// A RAM disk, possibly restored.
     Ram,
     /// A test drive with memory.
     Null,
@@ -38,139 +38,132 @@ pub enum Kind {
     Cow,
     /// A fork for every connection.
     Template,
-    /// A fork that was saved, and stands on what was saved with it.
+    /// A fork restored from a saved file.
     Restored,
 }
 
-/// A device, and what is known of it.
-#[expect(
-    clippy::struct_excessive_bools,
-    reason = "each is a property of its own, and any of them go together"
-)]
+/// A device and what the torture knows about it.
+#[expect(clippy::struct_excessive_bools, reason = "independent properties")]
 pub struct Disk {
     pub name: String,
     pub kind: Kind,
-    /// What it was made of.
-    pub of: Option<Arc<Disk>>,
+    /// Base or origin.
+    pub parent: Option<Arc<Disk>>,
     /// Clients may write.
     pub writable: bool,
     /// Requests are multiples of this many bytes.
     pub block: u64,
-    /// It loses what is not flushed when its power is cut, and with a file also when the server is
-    /// killed.
-    pub cut: bool,
-    /// Faults were asked for, or can be set.
+    /// Unflushed writes are lost when the power is cut; for a file also when the server is killed.
+    pub has_volatile_cache: bool,
+    /// Has fault rules, or can have.
     pub faults: bool,
-    /// It has a backing device.
+    /// Has a backing device.
     pub spills: bool,
-    /// Its store of copies lies in a file: it is there again after a restart.
-    pub kept: bool,
-    /// Of an image: which one.
+    /// The content, or the COW device of a snapshot, is in a file or a store and survives a restart.
+    pub survives_restart: bool,
+    /// Name of the image, for an image.
     pub image: Option<String>,
-    /// What `serve` is told of it.
-    pub words: Option<String>,
-    /// The verb that made it, where one did.
-    pub made_by: String,
-    /// The words of every life; others were made by a verb.
+    /// Arguments of `serve` that create the device.
+    pub device_args: Option<String>,
+    /// The verb that created the device, if one did.
+    pub created_by: String,
+    /// Created by the arguments of `serve`; other devices were created by a verb.
     pub from_start: bool,
-    /// What it holds or shows is in memory alone, and ends with the server.
+    /// The content is in memory only and ends with the server.
     pub is_lost: bool,
-    /// When its content is lost it is served without, and not withheld (`on_lost=empty`).
+    /// If its content is lost, the device is served empty and not withheld (`on_lost=empty`).
     pub serves_lost: bool,
-    /// What it holds is saved when its server ends in order (`keep=yes`).
+    /// The content is saved when the server ends in order (`keep=yes`).
     pub keeps: bool,
-    /// What it held when a server last ended so.
+    /// Content at the last orderly end of a server.
     pub saved: Option<Oracle>,
-    /// It was merged, or going to be, when the server was started again: where that was finished,
-    /// it is a new snapshot now.
+    /// A merge was running or pending at the restart. If it finished, the device is a new snapshot
+    /// now.
     pub merged_before: bool,
-    /// What it may hold.
+    /// The possible content.
     pub oracle: Mutex<Oracle>,
-    /// Held for reading while a client has requests on their way; for writing by who must see none.
+    /// Held for reading by clients with requests in flight; for writing while no request may be in
+    /// flight.
     pub gate: RwLock<()>,
-    /// Held over `publish`, `unpublish` and `merge`: of two at once nobody could say which
-    /// addresses are left, or which of them began the merge.
+    /// Held during `publish`, `unpublish` and `merge`: with two of them at once the remaining
+    /// addresses, or which call started the merge, would be unknown.
     pub publishing: Mutex<()>,
-    /// What changes while it lives.
+    /// Mutable state.
     pub state: Mutex<State>,
 }
 
-/// What of a device changes while it lives.
+/// The mutable state of a device.
 #[derive(Default)]
-#[expect(
-    clippy::struct_excessive_bools,
-    reason = "each is a property of its own, and any of them go together"
-)]
+#[expect(clippy::struct_excessive_bools, reason = "independent properties")]
 pub struct State {
-    /// Where it is published.
-    at: Vec<Place>,
-    /// What a server with a state keeps of it.
-    known: Known,
-    /// ENOSPC may be the answer.
+    addresses: Vec<Address>,
+    /// State that a server with a state directory keeps.
+    known: KnownState,
+    /// Requests may fail with ENOSPC.
     tight: bool,
-    /// EIO may be the answer, with the reason.
+    /// Requests may fail with EIO.
     fails: bool,
-    /// Who wants that no client begins anything.
+    /// Number of reasons why clients must not start anything.
     closed: u32,
-    /// Verbs under way that may end its connections, and how many there were.
+    /// Number of running verbs that may end connections, and of all such verbs so far.
     ending: u32,
     ended: u64,
-    /// It is merged into its origin, or going to be.
+    /// A merge into the origin is running or pending.
     merging: bool,
     removed: bool,
-    /// Verbs under way that replace its content.
-    turning: u32,
-    /// Reads that were answered meanwhile: they may show the new content already, and are judged
-    /// when it is known.
-    held: Vec<Held>,
+    /// Number of running verbs that replace the content.
+    replacing: u32,
+    /// Reads completed during such a verb: they may show the new content, and are judged when it is
+    /// known.
+    deferred: Vec<DeferredRead>,
 }
 
-/// What a server with a state keeps of a device, beside where it is published.
+/// State of a device that a server with a state directory keeps, apart from its addresses.
 #[derive(Debug, Clone, Default)]
-pub struct Known {
-    /// Where somebody has asked for it.
+pub struct KnownState {
+    /// UUID, if it was queried.
     pub uuid: Option<String>,
-    /// How often its content was lost.
+    /// Number of times the content was lost.
     pub losses: u64,
-    /// Its own memory limit in bytes.
+    /// Memory limit in bytes.
     pub limit: Option<u64>,
-    /// The size that it was set to, in bytes.
+    /// Size that was set, in bytes.
     pub size: Option<u64>,
-    /// It has lost its content, and nobody has said that it may be seen.
+    /// The content was lost, and no verb has released the device.
     pub withheld: bool,
 }
 
 /// A read that is judged later.
-pub struct Held {
+pub struct DeferredRead {
     pub read: ReadToken,
     pub first: u64,
     pub data: Vec<u8>,
     pub text: String,
 }
 
-/// What was known of a device's connections at one time.
+/// The state of a device's connections at one moment.
 #[derive(Debug, Clone, Copy)]
-pub struct Mark {
+pub struct ConnectionMark {
     ended: u64,
     ending: bool,
 }
 
 impl Disk {
-    /// A device that may hold what `oracle` says, published at `at`.
-    pub fn new(name: &str, kind: Kind, oracle: Oracle, at: Vec<Place>) -> Self {
+    /// Creates a device with the content of `oracle`, published at `at`.
+    pub fn new(name: &str, kind: Kind, oracle: Oracle, at: Vec<Address>) -> Self {
         Self {
             name: name.to_owned(),
             kind,
-            of: None,
+            parent: None,
             writable: !matches!(kind, Kind::Base | Kind::Image | Kind::Frozen),
             block: SECTOR_BYTES as u64,
-            cut: false,
+            has_volatile_cache: false,
             faults: false,
             spills: false,
-            kept: false,
+            survives_restart: false,
             image: None,
-            words: None,
-            made_by: String::new(),
+            device_args: None,
+            created_by: String::new(),
             from_start: false,
             is_lost: !matches!(kind, Kind::File | Kind::Base | Kind::Image | Kind::Template),
             serves_lost: false,
@@ -180,7 +173,7 @@ impl Disk {
             oracle: Mutex::new(oracle),
             gate: RwLock::new(()),
             publishing: Mutex::new(()),
-            state: Mutex::new(State { at, ..State::default() }),
+            state: Mutex::new(State { addresses: at, ..State::default() }),
         }
     }
 
@@ -192,22 +185,26 @@ impl Disk {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where clients find it now.
-    pub fn addresses(&self) -> Vec<Place> {
+    /// Returns the addresses where clients find the device now.
+    pub fn addresses(&self) -> Vec<Address> {
         let state = self.state();
-        if state.closed > 0 || state.removed || state.known.withheld { Vec::new() } else { state.at.clone() }
+        if state.closed > 0 || state.removed || state.known.withheld {
+            Vec::new()
+        } else {
+            state.addresses.clone()
+        }
     }
 
-    /// Where it is published, or will be once it is no longer withheld.
-    pub fn places(&self) -> Vec<Place> {
-        self.state().at.clone()
+    /// Returns the addresses of the device, including those from which it is withheld.
+    pub fn all_addresses(&self) -> Vec<Address> {
+        self.state().addresses.clone()
     }
 
-    pub fn known(&self) -> Known {
+    pub fn known(&self) -> KnownState {
         self.state().known.clone()
     }
 
-    pub fn learn(&self, tell: impl FnOnce(&mut Known)) {
+    pub fn update_known(&self, tell: impl FnOnce(&mut KnownState)) {
         tell(&mut self.state().known);
     }
 
@@ -215,51 +212,51 @@ impl Disk {
         self.state().known.withheld
     }
 
-    /// Where NBD clients find it.
+    /// Returns an address for NBD clients.
     pub fn nbd(&self) -> Option<PathBuf> {
         self.addresses().into_iter().find_map(|place| match place {
-            Place::Nbd(path) => Some(path),
+            Address::Nbd(path) => Some(path),
             _ => None,
         })
     }
 
-    /// Where virtual machines find it.
+    /// Returns an address for virtual machines.
     pub fn machine(&self) -> Option<PathBuf> {
         self.addresses().into_iter().find_map(|place| match place {
-            Place::Machine(path) => Some(path),
+            Address::Machine(path) => Some(path),
             _ => None,
         })
     }
 
-    pub fn publish(&self, at: Place) {
-        self.state().at.push(at);
+    pub fn publish(&self, at: Address) {
+        self.state().addresses.push(at);
     }
 
     pub fn unpublish(&self) {
         let mut state = self.state();
-        state.at.clear();
+        state.addresses.clear();
         state.known.withheld = false;
     }
 
-    /// No client begins anything until it is opened as often.
-    pub fn close(&self) {
+    /// Prevents clients from starting anything until [`allow_clients`](Self::allow_clients) was called as often.
+    pub fn block_clients(&self) {
         self.state().closed += 1;
     }
 
-    pub fn open(&self) {
+    pub fn allow_clients(&self) {
         self.state().closed -= 1;
     }
 
-    pub fn tight(&self, tight: bool) {
+    pub fn set_tight(&self, tight: bool) {
         self.state().tight = tight;
     }
 
-    /// Its own limit, or that of its family.
+    /// Returns true if the memory limit of the device or its family is small.
     pub fn is_tight(&self) -> bool {
-        self.state().tight || self.of.as_ref().is_some_and(|of| of.is_tight())
+        self.state().tight || self.parent.as_ref().is_some_and(|of| of.is_tight())
     }
 
-    pub fn fails(&self, fails: bool) {
+    pub fn set_may_fail(&self, fails: bool) {
         self.state().fails = fails;
     }
 
@@ -267,7 +264,7 @@ impl Disk {
         self.state().fails
     }
 
-    pub fn merging(&self) {
+    pub fn set_merging(&self) {
         self.state().merging = true;
     }
 
@@ -275,7 +272,7 @@ impl Disk {
         self.state().merging
     }
 
-    pub fn remove(&self) {
+    pub fn set_removed(&self) {
         self.state().removed = true;
     }
 
@@ -283,97 +280,97 @@ impl Disk {
         self.state().removed
     }
 
-    /// A verb that replaces its content begins.
-    pub fn turns(&self) -> ReadToken {
-        self.state().turning += 1;
+    /// Records the start of a verb that replaces the content.
+    pub fn begin_replacement(&self) -> ReadToken {
+        self.state().replacing += 1;
         self.oracle().begin_read()
     }
 
-    /// It was answered, and `tell` tells the oracle what the device holds now.
+    /// Records the completion of the verb; `tell` informs the oracle of the new content.
     ///
     /// # Errors
-    /// What a read found meanwhile is neither the old content nor the new.
-    pub fn turned(&self, tell: impl FnOnce(&mut Oracle)) -> Result<(), String> {
+    /// Fails if a read during the verb found neither the old content nor the new.
+    pub fn end_replacement(&self, tell: impl FnOnce(&mut Oracle)) -> Result<(), String> {
         let mut oracle = self.oracle();
         tell(&mut oracle);
-        let held = {
+        let deferred = {
             let mut state = self.state();
-            state.turning -= 1;
-            if state.turning > 0 { Vec::new() } else { std::mem::take(&mut state.held) }
+            state.replacing -= 1;
+            if state.replacing > 0 { Vec::new() } else { std::mem::take(&mut state.deferred) }
         };
-        for Held { read, first, data, text } in held {
+        for DeferredRead { read, first, data, text } in deferred {
             oracle.check_read(read, first, &data).map_err(|wrong| format!("{text}: {wrong}"))?;
         }
         Ok(())
     }
 
-    /// Judges a read, or keeps it until a verb is answered.
-    pub fn judge(&self, oracle: &mut Oracle, held: Held) -> Result<(), String> {
+    /// Judges a read, or defers it until a running verb has completed.
+    pub fn judge(&self, oracle: &mut Oracle, deferred: DeferredRead) -> Result<(), String> {
         let mut state = self.state();
-        if state.turning > 0 {
-            state.held.push(held);
+        if state.replacing > 0 {
+            state.deferred.push(deferred);
             return Ok(());
         }
         drop(state);
-        let Held { read, first, data, .. } = held;
+        let DeferredRead { read, first, data, .. } = deferred;
         oracle.check_read(read, first, &data).map_err(|wrong| wrong.to_string())
     }
 
-    /// What it holds since `verb` began, when it is known.
-    pub fn taken(&self, verb: ReadToken, name: &str) -> Oracle {
+    /// Returns the content since `verb` started, once it is known.
+    pub fn snapshot_since(&self, verb: ReadToken, name: &str) -> Oracle {
         loop {
             let mut oracle = self.oracle();
-            if self.state().turning == 0 {
-                return oracle.snapshot_since(verb, name, Durability::Answered);
+            if self.state().replacing == 0 {
+                return oracle.snapshot_since(verb, name, Durability::Completed);
             }
             drop(oracle);
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 
-    /// How it came about.
-    pub fn story(&self) -> String {
-        let words = self.words.as_deref().unwrap_or(&self.made_by);
-        let below = self.of.as_ref().map(|of| format!(", of {}", of.story())).unwrap_or_default();
-        format!("{} ({words}{below})", self.name)
+    /// Describes the origin of the device.
+    pub fn describe(&self) -> String {
+        let device_args = self.device_args.as_deref().unwrap_or(&self.created_by);
+        let below = self.parent.as_ref().map(|of| format!(", of {}", of.describe())).unwrap_or_default();
+        format!("{} ({device_args}{below})", self.name)
     }
 
-    /// A verb that may end its connections begins.
-    pub fn ends(&self) {
+    /// Records the start of a verb that may end connections.
+    pub fn begin_disconnect(&self) {
         let mut state = self.state();
         state.ending += 1;
         state.ended += 1;
     }
 
-    /// It was answered.
-    pub fn ended(&self) {
+    /// Records the completion of the verb.
+    pub fn end_disconnect(&self) {
         self.state().ending -= 1;
     }
 
-    pub fn mark(&self) -> Mark {
+    pub fn mark(&self) -> ConnectionMark {
         let state = self.state();
-        Mark { ended: state.ended, ending: state.ending > 0 }
+        ConnectionMark { ended: state.ended, ending: state.ending > 0 }
     }
 
-    /// Whether a connection that was made after `mark` may have been ended by a verb.
-    pub fn may_have_ended(&self, mark: Mark) -> bool {
+    /// Returns true if a verb may have ended a connection made after `mark`.
+    pub fn may_have_ended(&self, mark: ConnectionMark) -> bool {
         let state = self.state();
         mark.ending || state.ended != mark.ended || state.removed
     }
 
-    /// What it has after a loss of power.
+    /// Returns what survives a power loss.
     fn durability(&self) -> Durability {
-        if self.cut { Durability::Flushed } else { Durability::Answered }
+        if self.has_volatile_cache { Durability::Flushed } else { Durability::Completed }
     }
 
-    /// The same device when the server is started again. `killed`: without a chance to write
-    /// anything. `size`: in sectors, where that is known.
-    pub fn again(
+    /// Returns the same device after a restart. `killed`: the server ended without writing
+    /// anything. `size` is in sectors, if known.
+    pub fn after_restart(
         &self,
         killed: bool,
-        of: Option<Arc<Disk>>,
-        at: Vec<Place>,
-        known: Known,
+        parent: Option<Arc<Disk>>,
+        at: Vec<Address>,
+        known: KnownState,
         size: Option<u64>,
     ) -> Self {
         let mut oracle = self.oracle();
@@ -388,13 +385,13 @@ impl Disk {
                 saved = Some(oracle.clone());
                 oracle.clone()
             }
-            // It may have grown since.
+            // The device may have grown since.
             _ if self.saved.is_some() => {
                 let mut fresh = self.saved.clone().expect("looked at just now");
                 fresh.grow(size.unwrap_or_default());
                 fresh
             }
-            Kind::File | Kind::Cow | Kind::Base | Kind::Image if self.kept => {
+            Kind::File | Kind::Cow | Kind::Base | Kind::Image if self.survives_restart => {
                 if !killed {
                     let flush = oracle.begin_flush();
                     oracle.end_flush(flush, true);
@@ -402,7 +399,7 @@ impl Disk {
                 oracle.crash();
                 oracle.clone()
             }
-            _ => match &of {
+            _ => match &parent {
                 Some(of) => {
                     let mut fresh = of.oracle().snapshot(name, self.durability());
                     fresh.grow(size.unwrap_or_default());
@@ -416,26 +413,26 @@ impl Disk {
             let state = self.state();
             (state.tight, state.fails)
         };
-        let state = State { at, known, tight, fails, ..State::default() };
-        let (merging, words) = (self.is_merging(), self.words.clone());
+        let state = State { addresses: at, known, tight, fails, ..State::default() };
+        let (merging, device_args) = (self.is_merging(), self.device_args.clone());
         Self {
-            of,
+            parent,
             writable: self.writable,
             block: self.block,
-            cut: self.cut,
+            has_volatile_cache: self.has_volatile_cache,
             faults: self.faults,
             spills: self.spills,
-            kept: self.kept,
+            survives_restart: self.survives_restart,
             image: self.image.clone(),
-            words,
-            made_by: self.made_by.clone(),
+            device_args,
+            created_by: self.created_by.clone(),
             from_start: self.from_start,
             is_lost: self.is_lost,
             serves_lost: self.serves_lost,
             keeps: self.keeps,
             saved,
             merged_before: merging,
-            // What a snapshot shows whose merge goes on is its origin's affair.
+            // The content of a merging snapshot is judged through its origin.
             state: Mutex::new(State { merging, closed: u32::from(merging), ..state }),
             ..Self::new(name, self.kind, fresh, Vec::new())
         }

@@ -1,4 +1,4 @@
-//! The store of images in the directory of a run, and what each of its tags may say.
+//! The image store in the directory of a run, and the possible images of each tag.
 
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
@@ -12,16 +12,16 @@ use freestone::store::push::{Options, Source, push};
 use freestone::store::store::{Begin, Error, Store};
 use freestone_testkit::Model;
 
-use super::world::{May, TAGS, World};
+use super::world::{PossibleImage, TAGS, World};
 use crate::oracle::{Oracle, SECTOR_BYTES};
 
-/// Directories of a run: the store, and the cache that its servers have.
+/// Directories of a run: the store, and the cache of its servers.
 pub const STORE: &str = "store";
 pub const CACHE: &str = "cache";
-/// How long the store may take.
+/// Timeout of the store.
 const TIME_MAX: Duration = Duration::from_secs(60);
 
-/// What is written for a tag.
+/// Returns the URL of a tag.
 pub fn url(world: &World, tag: &str) -> String {
     format!("file://{}:{tag}", world.dir().join(STORE).display())
 }
@@ -32,7 +32,7 @@ fn open(dir: &Path) -> Result<Store, Error> {
     Ok(Store::open_or_begin(objects, None, begin, Until::within(TIME_MAX))?.0)
 }
 
-/// Begins the store with one image, and returns its name.
+/// Creates the store with one image. Returns its name.
 pub fn begin(dir: &Path, tag: &str, content: &[u8]) -> Result<String, String> {
     let device = Model::new(content.len(), SECTOR_BYTES as u32);
     let pushed = || -> Result<_, Error> {
@@ -44,9 +44,9 @@ pub fn begin(dir: &Path, tag: &str, content: &[u8]) -> Result<String, String> {
     pushed().map(|pushed| pushed.manifest.to_string()).map_err(|error| error.to_string())
 }
 
-/// Looks what a tag says, which must be one of what it may say, and all of that image; no other is left
-/// then. False where it is not set.
-pub fn settle(world: &World, tag: &str, may: &mut Vec<May>) -> Result<bool, String> {
+/// Checks that a tag refers to one of its possible images, and the whole content of that image. Only this image
+/// remains possible. Returns false if the tag is not set.
+pub fn settle(world: &World, tag: &str, may: &mut Vec<PossibleImage>) -> Result<bool, String> {
     let failed = |error: Error| format!("tag {tag}: {error}");
     let store = Arc::new(open(&world.dir()).map_err(failed)?);
     let Some(read) = store.tag(tag, Until::within(TIME_MAX)).map_err(failed)? else {
@@ -65,14 +65,17 @@ pub fn settle(world: &World, tag: &str, may: &mut Vec<May>) -> Result<bool, Stri
     let shows = |oracle: &mut Oracle| {
         let sectors = (bytes.len() / SECTOR_BYTES) as u64;
         if sectors > oracle.size() {
-            return Err(format!("it has {sectors} sectors, and should have {}", oracle.size()));
+            return Err(format!(
+                "the image has {sectors} sectors, but should have at most {}",
+                oracle.size()
+            ));
         }
-        // It may have been about to grow.
-        oracle.ends_at(sectors);
+        // The device may have been about to grow.
+        oracle.truncate(sectors);
         let read = oracle.begin_read();
         oracle.check_read(read, 0, &bytes).map_err(|wrong| wrong.to_string())
     };
-    let mut why = format!("tag {tag} says {name}");
+    let mut why = format!("tag {tag} refers to {name}");
     let known = may.iter().position(|one| one.image.as_ref() == Some(&name));
     let mut found = None;
     for (at, one) in may.iter_mut().enumerate() {
@@ -90,7 +93,7 @@ pub fn settle(world: &World, tag: &str, may: &mut Vec<May>) -> Result<bool, Stri
     Ok(true)
 }
 
-/// The same of all tags, when nobody pushes.
+/// Settles all tags while no push runs.
 pub fn settle_all(world: &World) -> Result<(), String> {
     for (tag, may) in TAGS.iter().zip(&world.tags) {
         let mut may = may.lock().unwrap_or_else(PoisonError::into_inner);

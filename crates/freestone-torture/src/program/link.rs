@@ -1,4 +1,4 @@
-//! A client's connection to a device, over one of its exports.
+//! A client's connection to a device, over any kind of export.
 
 use std::path::PathBuf;
 
@@ -6,12 +6,12 @@ use freestone_testkit::Rng;
 
 use super::block::Block;
 use super::machine::Driver;
-use super::said::{Broken, Offers, Reply};
+use super::protocol::{ConnectionError, Properties, Reply};
 use super::wire::Wire;
 
-/// Where a device is published.
+/// An address of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Place {
+pub enum Address {
     /// A socket for NBD clients.
     Nbd(PathBuf),
     /// A socket for a virtual machine.
@@ -20,32 +20,32 @@ pub enum Place {
     Block(PathBuf),
 }
 
-/// The connection.
-pub enum Link {
+/// A connection.
+pub enum Connection {
     Nbd(Box<Wire>),
     Machine(Box<Driver>),
     Block(Box<Block>),
 }
 
-impl Link {
-    /// Connects to the device of this name.
-    pub fn connect(place: &Place, name: &str, rng: &mut Rng) -> Result<Self, Broken> {
+impl Connection {
+    /// Connects to the device with this name.
+    pub fn connect(place: &Address, name: &str, rng: &mut Rng) -> Result<Self, ConnectionError> {
         Ok(match place {
-            Place::Nbd(path) => Self::Nbd(Box::new(Wire::connect(path, name, rng)?)),
-            Place::Machine(path) => Self::Machine(Box::new(Driver::connect(path, rng)?)),
-            Place::Block(path) => Self::Block(Box::new(Block::connect(path, rng)?)),
+            Address::Nbd(path) => Self::Nbd(Box::new(Wire::connect(path, name, rng)?)),
+            Address::Machine(path) => Self::Machine(Box::new(Driver::connect(path, rng)?)),
+            Address::Block(path) => Self::Block(Box::new(Block::connect(path, rng)?)),
         })
     }
 
-    pub fn offers(&self) -> Offers {
+    pub fn properties(&self) -> Properties {
         match self {
-            Self::Nbd(wire) => wire.offers,
-            Self::Machine(driver) => driver.offers,
-            Self::Block(block) => block.offers,
+            Self::Nbd(wire) => wire.properties,
+            Self::Machine(driver) => driver.properties,
+            Self::Block(block) => block.properties,
         }
     }
 
-    /// What clients of its kind are counted as.
+    /// Returns the name of the kind for statistics.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Nbd(_) => "nbd",
@@ -54,21 +54,21 @@ impl Link {
         }
     }
 
-    /// Whether it outlives verbs that end connections.
-    pub fn stays(&self) -> bool {
+    /// Returns true if the connection survives verbs that end connections.
+    pub fn survives_disconnects(&self) -> bool {
         matches!(self, Self::Block(_))
     }
 
-    /// How many requests have no answer yet.
-    pub fn on_the_way(&self) -> usize {
+    /// Returns the number of requests in flight.
+    pub fn in_flight(&self) -> usize {
         match self {
-            Self::Nbd(wire) => wire.on_the_way(),
-            Self::Machine(driver) => driver.on_the_way(),
-            Self::Block(block) => block.on_the_way(),
+            Self::Nbd(wire) => wire.in_flight(),
+            Self::Machine(driver) => driver.in_flight(),
+            Self::Block(block) => block.in_flight(),
         }
     }
 
-    /// The cookie of the request that is sent next.
+    /// Returns the cookie of the next request.
     pub fn next(&self) -> u64 {
         match self {
             Self::Nbd(wire) => wire.next(),
@@ -84,7 +84,7 @@ impl Link {
         offset: u64,
         len: u32,
         data: &[u8],
-    ) -> Result<(), Broken> {
+    ) -> Result<(), ConnectionError> {
         match self {
             Self::Nbd(wire) => wire.send(flags, command, offset, len, data).map(drop),
             Self::Machine(driver) => driver.send(flags, command, offset, len, data),
@@ -95,8 +95,8 @@ impl Link {
         }
     }
 
-    /// The next answer, whichever request's it is.
-    pub fn reply(&mut self) -> Result<Reply, Broken> {
+    /// Returns the next reply, to any request.
+    pub fn reply(&mut self) -> Result<Reply, ConnectionError> {
         match self {
             Self::Nbd(wire) => wire.reply(),
             Self::Machine(driver) => driver.reply(),
@@ -104,10 +104,10 @@ impl Link {
         }
     }
 
-    /// The end of the conversation, as it should be.
+    /// Ends the connection in order.
     pub fn leave(self) {
         if let Self::Nbd(wire) = self {
-            // Where the server is gone already, it is left.
+            // The server may have ended the connection already.
             let _ = wire.leave();
         }
     }

@@ -1,5 +1,5 @@
-//! A disk of a virtual machine: requests through its queues, and what is in flight when its server
-//! goes.
+//! A disk of a virtual machine: requests through its queues, and reconnection with requests in
+//! flight when its server ends.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -7,15 +7,17 @@ use std::path::Path;
 use freestone_testkit::Rng;
 use freestone_testkit::vhost_user::{Asked, Data, Machine, Shape, wire};
 
-use super::said::{Broken, EIO, EOPNOTSUPP, FLUSH, NO_HOLE, Offers, READ, Reply, TRIM, WRITE, WRITE_ZEROES};
+use super::protocol::{
+    ConnectionError, EIO, EOPNOTSUPP, FLUSH, NO_HOLE, Properties, READ, Reply, TRIM, WRITE, WRITE_ZEROES,
+};
 use super::watch::REQUEST_MAX;
 
 /// Largest request, in bytes.
 pub const DATA_BYTES_MAX: u64 = 256 << 10;
-/// No request of virtio.
+/// A request type that virtio does not have.
 const NO_KIND: u32 = 99;
 
-/// A machine, of which each request has a cookie.
+/// A machine that assigns a cookie to each request.
 pub struct Driver {
     machine: Machine,
     slots: u16,
@@ -23,12 +25,12 @@ pub struct Driver {
     next: u64,
     has_ended: bool,
     rng: Rng,
-    pub offers: Offers,
+    pub properties: Properties,
 }
 
 impl Driver {
-    /// A machine of some shape.
-    pub fn connect(path: &Path, rng: &mut Rng) -> Result<Self, Broken> {
+    /// Connects a machine of random shape.
+    pub fn connect(path: &Path, rng: &mut Rng) -> Result<Self, ConnectionError> {
         let shape = Shape {
             queues: 1 + rng.below(3) as u16,
             slots: 4 << rng.below(4),
@@ -41,35 +43,42 @@ impl Driver {
         };
         let machine = Machine::connect(path, shape, REQUEST_MAX)?;
         let write_through = shape.write_through && machine.features() & wire::CONFIG_WCE != 0;
-        let offers = Offers { write_through, ..offers(&machine, &shape) };
+        let properties = Properties { write_through, ..properties(&machine, &shape) };
         let (next, rng) = (rng.word(), Rng::new(rng.word()));
-        Ok(Self { machine, slots: shape.slots, cookies: HashMap::new(), next, has_ended: false, rng, offers })
+        Ok(Self {
+            machine,
+            slots: shape.slots,
+            cookies: HashMap::new(),
+            next,
+            has_ended: false,
+            rng,
+            properties,
+        })
     }
 
-    /// Goes on at another server with what is in flight, or at the same one after it has ended the
-    /// connection.
-    pub fn reconnect(&mut self, path: &Path) -> Result<(), Broken> {
+    /// Connects again, to the same server or the next, with the requests in flight.
+    pub fn reconnect(&mut self, path: &Path) -> Result<(), ConnectionError> {
         self.machine.reconnect(path, REQUEST_MAX)?;
         self.has_ended = false;
-        self.offers.size = self.machine.config().capacity() * 512;
+        self.properties.size = self.machine.config().capacity() * 512;
         Ok(())
     }
 
-    /// Whether it can do so: the server has ended the connection, and all answers were taken.
+    /// Returns true if the server has ended the connection and all completions were taken.
     pub fn can_reconnect(&self) -> bool {
         self.has_ended && self.machine.is_noted()
     }
 
-    pub fn on_the_way(&self) -> usize {
+    pub fn in_flight(&self) -> usize {
         self.cookies.len()
     }
 
-    /// The cookie of the request that is sent next.
+    /// Returns the cookie of the next request.
     pub fn next(&self) -> u64 {
         self.next
     }
 
-    /// Makes a request available, in a queue that has room.
+    /// Makes a request available in a queue with a free slot.
     pub fn send(
         &mut self,
         flags: u16,
@@ -77,7 +86,7 @@ impl Driver {
         offset: u64,
         len: u32,
         data: &[u8],
-    ) -> Result<(), Broken> {
+    ) -> Result<(), ConnectionError> {
         // A discard has no flags.
         let range = wire::range(offset, len.into(), command == WRITE_ZEROES && flags & NO_HOLE == 0);
         let range = &range[..];
@@ -99,19 +108,22 @@ impl Driver {
                 return Ok(());
             }
         }
-        Err(Broken::Wrong(format!(
+        Err(ConnectionError::Protocol(format!(
             "{} requests are in flight, and {} slots have room",
-            self.on_the_way(),
+            self.in_flight(),
             self.slots
         )))
     }
 
-    /// The next answer. What was answered before the connection ended is told first.
-    pub fn reply(&mut self) -> Result<Reply, Broken> {
+    /// Returns the next completion, including those from before the connection ended.
+    pub fn reply(&mut self) -> Result<Reply, ConnectionError> {
         loop {
             if let Some((queue, answer)) = self.machine.answer()? {
                 let Some(cookie) = self.cookies.remove(&(queue, answer.slot)) else {
-                    return Err(Broken::Wrong(format!("an answer to slot {}", answer.slot)));
+                    return Err(ConnectionError::Protocol(format!(
+                        "a completion of unused slot {}",
+                        answer.slot
+                    )));
                 };
                 let error = match answer.status {
                     wire::OK => 0,
@@ -121,7 +133,7 @@ impl Driver {
                 return Ok(Reply { cookie, error, data: answer.data, extents: Vec::new() });
             }
             if self.has_ended {
-                return Err(Broken::Ended("the server closed the machine's connection".into()));
+                return Err(ConnectionError::Ended("the server closed the machine's connection".into()));
             }
             match self.machine.wait() {
                 Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => self.has_ended = true,
@@ -131,10 +143,10 @@ impl Driver {
     }
 }
 
-fn offers(machine: &Machine, shape: &Shape) -> Offers {
+fn properties(machine: &Machine, shape: &Shape) -> Properties {
     let has = |bit: u64| machine.features() & bit == bit;
     let both = has(wire::DISCARD_AND_ZEROES);
-    Offers {
+    Properties {
         size: machine.config().capacity() * 512,
         writable: !has(wire::RO),
         zeroes: both,
@@ -143,6 +155,6 @@ fn offers(machine: &Machine, shape: &Shape) -> Offers {
         fua: false,
         is_coarse: true,
         depth: usize::from(shape.queues) * usize::from(shape.slots),
-        ..Offers::default()
+        ..Properties::default()
     }
 }

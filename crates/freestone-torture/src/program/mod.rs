@@ -1,32 +1,31 @@
-//! The built program, over its sockets: clients that are judged by the oracle, clients that
-//! misbehave, verbs beside them, `kill -9`, restarts, and at the end nothing may be left.
+//! Mode program: tortures the built program over its sockets. Judged clients, misbehaving clients,
+//! verbs, `kill -9` and restarts run at the same time; at the end no resource may be left.
 //!
-//! Time goes in rounds. A round has random devices and some lives of a server; each life ends by
-//! `kill -9` or SIGTERM in the middle of everything, the last one by removing all devices.
-//! Everything that is random is drawn from the seed. With real processes and threads the same seed
-//! does not give the same run: it gives the same devices, and each thread the same numbers to
-//! choose by.
+//! A run consists of rounds. A round has random devices and several lives of a server; each life
+//! ends by `kill -9` or SIGTERM at a random moment, the last one by removing all devices. All
+//! random choices come from the seed. With real processes and threads, the same seed does not give
+//! the same run: only the devices and the random numbers of each thread are the same.
 
-mod asleep;
 mod bad;
 mod bad_machine;
 mod block;
 #[cfg(target_arch = "x86_64")]
 pub mod calls;
+mod cli_verbs;
 mod clients;
 mod control;
+mod cut_off;
 mod disk;
 mod far;
-mod flight;
 mod images;
 mod link;
 pub mod lives;
-mod look;
 mod machine;
 mod plan;
+mod protocol;
 mod refusals;
+mod requests;
 mod round;
-mod said;
 mod server;
 mod stall;
 mod verbs;
@@ -45,51 +44,50 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use world::World;
 
-/// About how long a round takes.
+/// Approximate duration of a round.
 const ROUND: Duration = Duration::from_secs(24);
 
-/// What was done without a fault.
+/// Statistics of a run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
     /// Rounds with devices of their own.
     pub rounds: u64,
-    /// Connections of judged clients by export.
+    /// Number of connections of judged clients, by kind of export.
     pub clients: BTreeMap<String, u64>,
-    /// Requests of judged clients by export and command.
+    /// Number of requests of judged clients, by kind of export and command.
     pub requests: BTreeMap<String, u64>,
-    /// Those that were answered with an error for which there is a reason, by export, command and
-    /// error.
+    /// Number of requests that failed for an accepted reason, by kind of export, command and error.
     pub errors: BTreeMap<String, u64>,
-    /// Verbs on the control socket by name and outcome (`ok`, or the errno).
+    /// Number of verbs on the control socket, by name and outcome (`ok`, or the errno).
     pub verbs: BTreeMap<String, u64>,
-    /// Those by the command line.
+    /// Number of verbs by command line, by outcome.
     pub program: BTreeMap<String, u64>,
-    /// Clients that misbehaved, by what they did.
+    /// Number of misbehaving clients, by behaviour.
     pub bad_clients: BTreeMap<String, u64>,
-    /// Memory that the largest server still had when all devices were removed, in KiB.
+    /// Largest memory of a server after all devices were removed, in KiB.
     pub left_kib: u64,
-    /// How servers ended.
+    /// Number of servers, by how they ended.
     pub ends: BTreeMap<String, u64>,
-    /// What servers with a state had when they were started again.
+    /// Devices and verbs found after restarts of servers with a state directory.
     pub restarts: BTreeMap<String, u64>,
 }
 
-/// A fault: of the program, or of the torture.
+/// A finding about the program, or a failure of the torture itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// The seed of the run.
+    /// Seed of the run.
     pub seed: u64,
-    /// How long it took.
+    /// Time since the start of the run.
     pub after: Duration,
-    /// What is wrong.
+    /// Description of the failure.
     pub what: String,
-    /// What was running just then.
+    /// Operations in progress at that moment.
     pub running: String,
     /// The end of the server's log.
     pub log: String,
-    /// The server's directory, which is kept.
+    /// Directory of the server, which is kept.
     pub dir: PathBuf,
-    /// What was done until then.
+    /// Statistics until the failure.
     pub report: Report,
 }
 
@@ -112,16 +110,16 @@ impl std::error::Error for Failure {}
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "rounds: {}", self.rounds)?;
-        writeln!(f, "memory of a server after all was removed, at most: {} KiB", self.left_kib)?;
+        writeln!(f, "largest memory of a server after all devices were removed: {} KiB", self.left_kib)?;
         let groups = [
             ("clients", &self.clients),
             ("requests checked", &self.requests),
-            ("requests that failed for a reason", &self.errors),
+            ("requests that failed for an accepted reason", &self.errors),
             ("verbs", &self.verbs),
             ("verbs by the program", &self.program),
             ("bad clients", &self.bad_clients),
             ("servers that ended", &self.ends),
-            ("after restarts on a state", &self.restarts),
+            ("after restarts with a state directory", &self.restarts),
         ];
         for (title, counts) in groups {
             writeln!(f, "{title}: {}", counts.values().sum::<u64>())?;
@@ -150,7 +148,7 @@ impl Report {
         }
     }
 
-    /// Adds what another run did.
+    /// Adds the statistics of another run.
     fn add(&mut self, other: &Self) {
         self.rounds += other.rounds;
         self.left_kib = self.left_kib.max(other.left_kib);
@@ -172,21 +170,21 @@ impl Report {
     }
 }
 
-/// Tortures the program at `binary` for so many minutes.
+/// Tortures the program at `binary` for this many minutes.
 ///
 /// # Errors
-/// What was wrong first.
+/// Returns the first failure.
 pub fn run(seed: u64, minutes: f64, binary: &Path) -> Result<Report, Box<Failure>> {
-    // A descriptor for each client of a crowd.
+    // A crowd of clients needs one descriptor each.
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
-    // Where it may not be raised, crowds are smaller.
+    // If the limit cannot be raised, crowds are smaller.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     let time = Duration::from_secs_f64(minutes.max(0.0) * 60.0);
     let world = Arc::new(World::new(binary));
     let mut rng = Rng::new(seed);
     let mut rounds = 0;
-    let mut outcome = empty(&world);
-    // Rounds have all of the time, however long that took.
+    let mut outcome = measure_empty_server(&world);
+    // The time of the empty server does not count.
     let start = Instant::now();
     while let Ok(empty) = &outcome
         && start.elapsed() < time
@@ -195,8 +193,8 @@ pub fn run(seed: u64, minutes: f64, binary: &Path) -> Result<Report, Box<Failure
         let result = round::run(&world, &mut rng, ROUND.min(left), empty);
         if let Err(what) = result {
             outcome = Err(what);
-        } else if let Some(trouble) = world.trouble() {
-            outcome = Err(trouble.what);
+        } else if let Some(first_failure) = world.first_failure() {
+            outcome = Err(first_failure.what);
         } else {
             rounds += 1;
         }
@@ -204,15 +202,15 @@ pub fn run(seed: u64, minutes: f64, binary: &Path) -> Result<Report, Box<Failure
     let report = Report::of(&world, rounds);
     outcome.map(|_| report.clone()).map_err(|what| {
         let (dir, after) = (world.dir(), start.elapsed());
-        let running = world.trouble().map(|trouble| trouble.running).unwrap_or_default();
+        let running = world.first_failure().map(|first_failure| first_failure.running).unwrap_or_default();
         Box::new(Failure { seed, after, what, running, log: server::log_tail(&dir), dir, report })
     })
 }
 
-fn empty(world: &World) -> Result<(server::Held, u64), String> {
+fn measure_empty_server(world: &World) -> Result<(server::Resources, u64), String> {
     let dir = tempfile::Builder::new().prefix("torture-empty-").tempdir().map_err(|e| e.to_string())?;
     world.set_dir(dir.path());
-    // Its directory goes with it.
+    // The directory of the empty server will be removed, so include its log.
     let told = |what| format!("{what}\nits log ends with:\n{}", server::log_tail(dir.path()));
     round::empty_server(world, dir.path()).map_err(told)
 }

@@ -1,4 +1,4 @@
-//! A random command line for the server, and what each device of it may hold.
+//! Draws a command line for the server, and the possible content of each device.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -10,25 +10,24 @@ use freestone_testkit::Rng;
 
 use super::far;
 use super::images;
-use super::link::Place;
+use super::link::Address;
 use super::server;
-use super::world::{Disk, Kind, May, TAGS, World};
+use super::world::{Disk, Kind, PossibleImage, TAGS, World};
 use crate::oracle::{Durability, Fill, Kind as Writing, Oracle, Outcome, SECTOR_BYTES, fill};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const SECTOR: u64 = SECTOR_BYTES as u64;
-/// Room behind a RAM disk: for all that its family can hold at once.
+/// Size of the backing device of a RAM disk: enough for everything that its family can hold.
 pub const BACKING: &str = "1G";
-/// What forks are made of.
+/// File name of the base of forks.
 const BASE: &str = "g.img";
-/// How exports of the far server begin that take pages.
+/// Prefix of exports of the far server that serve as backing devices.
 const FAR_PREFIX: &str = "far-";
-/// Room for the copies of a file's snapshot: for every chunk, and what the format needs.
+/// Size of a COW device with room for every chunk and for the format.
 pub const ROOMY_COW: &str = "48M";
 
-/// Makes the devices of a round and the files that they need, and gives them to the world. Returns the
-/// devices of the far server.
+/// Creates the devices of a round and their files, and adds them to the world. Returns the devices of the far server.
 pub fn make(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<Vec<String>> {
     world.set_disks(Vec::new());
     world.forget_machines();
@@ -38,7 +37,7 @@ pub fn make(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<Vec<String>>
     }
     for n in 0..=rng.below(2) {
         let origin = file(world, dir, n, &mut far, rng);
-        if !origin.cut && rng.chance(70) {
+        if !origin.has_volatile_cache && rng.chance(70) {
             snapshot(world, dir, n, &origin, rng);
         }
     }
@@ -48,10 +47,15 @@ pub fn make(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<Vec<String>>
             fork(world, dir, n, &base, rng);
         }
         if rng.chance(60) {
-            let words = "t=template,base=g".to_owned();
-            let of = Some(Arc::clone(&base));
-            let oracle = base.oracle().snapshot("t", Durability::Answered);
-            add(world, dir, Disk { of, ..Disk::new("t", Kind::Template, oracle, Vec::new()) }, words);
+            let device_args = "t=template,base=g".to_owned();
+            let parent = Some(Arc::clone(&base));
+            let oracle = base.oracle().snapshot("t", Durability::Completed);
+            add(
+                world,
+                dir,
+                Disk { parent, ..Disk::new("t", Kind::Template, oracle, Vec::new()) },
+                device_args,
+            );
         }
     }
     if rng.chance(70) {
@@ -61,19 +65,19 @@ pub fn make(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<Vec<String>>
     Ok(far)
 }
 
-fn add(world: &World, dir: &Path, mut disk: Disk, words: String) -> Arc<Disk> {
-    let limit = words.lines().last().and_then(limit_of);
-    let size = disk.of.is_none().then(|| disk.oracle().size() * SECTOR);
-    disk.learn(|known| (known.limit, known.size) = (limit, size));
-    disk.words = Some(words);
+fn add(world: &World, dir: &Path, mut disk: Disk, device_args: String) -> Arc<Disk> {
+    let limit = device_args.lines().last().and_then(limit_of);
+    let size = disk.parent.is_none().then(|| disk.oracle().size() * SECTOR);
+    disk.update_known(|known| (known.limit, known.size) = (limit, size));
+    disk.device_args = Some(device_args);
     disk.from_start = true;
-    disk.publish(Place::Nbd(dir.join(server::NBD)));
+    disk.publish(Address::Nbd(dir.join(server::NBD)));
     world.add(disk)
 }
 
-/// The memory limit that these words set, in bytes.
-pub fn limit_of(words: &str) -> Option<u64> {
-    let limit = words.split(',').find_map(|pair| pair.strip_prefix("mem_limit="))?;
+/// Returns the memory limit in these arguments, in bytes.
+pub fn limit_of(device_args: &str) -> Option<u64> {
+    let limit = device_args.split(',').find_map(|pair| pair.strip_prefix("mem_limit="))?;
     let (number, unit) = limit.split_at_checked(limit.len().checked_sub(1)?)?;
     let unit = match unit {
         "K" => KIB,
@@ -84,35 +88,38 @@ pub fn limit_of(words: &str) -> Option<u64> {
     Some(number.parse::<u64>().ok()? * unit)
 }
 
-/// What is done with what is lost with the server: its words, and whether it is served without.
+/// Draws what happens to lost content: the argument, and true if the device is then served empty.
 fn on_lost(world: &World, rng: &mut Rng) -> (&'static str, bool) {
     if world.has_state && rng.chance(50) { (",on_lost=empty", true) } else { ("", false) }
 }
 
-/// Whether its content is kept: its word.
+/// Draws whether the content is kept: the argument, and true if so.
 fn keep(world: &World, cut: bool, rng: &mut Rng) -> (&'static str, bool) {
     if world.has_state && !cut && rng.chance(40) { (",keep=yes", true) } else { ("", false) }
 }
 
 fn blank(name: &str, kind: Kind, bytes: u64, cut: bool) -> Disk {
-    let durability = if cut { Durability::Flushed } else { Durability::Answered };
-    Disk { cut, ..Disk::new(name, kind, Oracle::new(name, bytes / SECTOR, durability), Vec::new()) }
+    let durability = if cut { Durability::Flushed } else { Durability::Completed };
+    Disk {
+        has_volatile_cache: cut,
+        ..Disk::new(name, kind, Oracle::new(name, bytes / SECTOR, durability), Vec::new())
+    }
 }
 
-/// Keys of what packs pages.
+/// Draws keys for compression.
 fn packing(rng: &mut Rng) -> String {
     let algorithm = ["lz4", "lz4hc", "lzo", "zstd", "store"][rng.below(5) as usize];
-    let mut words = format!(",comp_algorithm={algorithm}");
+    let mut device_args = format!(",comp_algorithm={algorithm}");
     if rng.chance(40) {
-        words += ",recomp_algorithm=algo=zstd priority=1";
+        device_args += ",recomp_algorithm=algo=zstd priority=1";
     }
     if rng.chance(30) {
-        words += ",auto_recompress=1";
+        device_args += ",auto_recompress=1";
     }
-    words
+    device_args
 }
 
-/// Keys of what spills, by itself and by hand, to a file.
+/// Draws keys for a backing file and a memory limit.
 pub fn spilling(name: &str, rng: &mut Rng) -> String {
     spilling_to(&format!("./{name}.spill,backing_size={BACKING}"), rng)
 }
@@ -120,15 +127,15 @@ pub fn spilling(name: &str, rng: &mut Rng) -> String {
 fn spilling_to(backing: &str, rng: &mut Rng) -> String {
     let limit = 256 << rng.below(4);
     let packed = ["yes", "no"][rng.below(2) as usize];
-    let mut words = format!(",mem_limit={limit}K,backing_dev={backing},compressed_writeback={packed}");
+    let mut device_args = format!(",mem_limit={limit}K,backing_dev={backing},compressed_writeback={packed}");
     if rng.chance(50) {
-        let _ = write!(words, ",writeback_batch_size={}", 1 + rng.below(64));
+        let _ = write!(device_args, ",writeback_batch_size={}", 1 + rng.below(64));
     }
-    words
+    device_args
 }
 
-/// The same, to a file or to an export of the far server: the words of that, which come first, and the
-/// keys.
+/// The same, with a file or an export of the far server. Returns the arguments for that export, which come first, and
+/// the keys.
 fn spilling_anywhere(dir: &Path, name: &str, far: &mut Vec<String>, rng: &mut Rng) -> (String, String) {
     if !rng.chance(35) {
         return (String::new(), spilling(name, rng));
@@ -139,7 +146,7 @@ fn spilling_anywhere(dir: &Path, name: &str, far: &mut Vec<String>, rng: &mut Rn
     (own, spilling_to(&format!("device:{backing}"), rng))
 }
 
-/// Keys of faults that leave the data as it is.
+/// Draws fault rules that do not change data.
 pub fn faults(rng: &mut Rng) -> String {
     let rules = [
         "write error=EIO chance=1%",
@@ -151,7 +158,7 @@ pub fn faults(rng: &mut Rng) -> String {
     rules[rng.below(rules.len() as u64) as usize].to_owned()
 }
 
-/// What lies over a device: its words, whether its power can be cut, whether requests may fail.
+/// Draws layers over a device: the arguments, true if its power can be cut, and true if requests may fail.
 fn layers(rng: &mut Rng) -> (String, bool, bool) {
     match rng.below(10) {
         0..2 => (",power_cut=yes".into(), true, false),
@@ -177,11 +184,12 @@ fn ram(world: &World, dir: &Path, n: u64, far: &mut Vec<String>, rng: &mut Rng) 
     };
     let (lost, serves_lost) = on_lost(world, rng);
     let (keep, keeps) = keep(world, cut, rng);
-    let words = format!("{own}{name}=ram,disksize={}K{}{limit}{over}{lost}{keep}", bytes / KIB, packing(rng));
+    let device_args =
+        format!("{own}{name}=ram,disksize={}K{}{limit}{over}{lost}{keep}", bytes / KIB, packing(rng));
     let disk = Disk { faults: fails, spills, serves_lost, keeps, ..blank(&name, Kind::Ram, bytes, cut) };
-    disk.tight(tight);
-    disk.fails(fails);
-    add(world, dir, disk, words);
+    disk.set_tight(tight);
+    disk.set_may_fail(fails);
+    add(world, dir, disk, device_args);
 }
 
 fn file(world: &World, dir: &Path, n: u64, far: &mut Vec<String>, rng: &mut Rng) -> Arc<Disk> {
@@ -191,30 +199,31 @@ fn file(world: &World, dir: &Path, n: u64, far: &mut Vec<String>, rng: &mut Rng)
     let direct = ["auto", "off", "on"][rng.below(3) as usize];
     let is_far = rng.chance(35);
     let at = format!("file,path=./{name}.img,size={}K,direct={direct}", bytes / KIB);
-    let words = if is_far {
+    let device_args = if is_far {
         far.push(format!("{name}={at}"));
         format!("{name}=nbd,uri={},connections={}{over}", far::uri(dir, &name), 1 + rng.below(4))
     } else {
         format!("{name}={at}{over}")
     };
-    // Unbuffered, the disk says what a block is.
+    // With direct I/O, the disk determines the block size.
     let block = if direct == "on" { 4 * KIB } else { SECTOR };
-    let disk = Disk { faults: fails, block, kept: true, ..blank(&name, Kind::File, bytes, cut) };
-    // The flush that follows a loss of the far server fails.
-    disk.fails(fails || is_far);
-    add(world, dir, disk, words)
+    let disk = Disk { faults: fails, block, survives_restart: true, ..blank(&name, Kind::File, bytes, cut) };
+    // The flush after a loss of the far server fails.
+    disk.set_may_fail(fails || is_far);
+    add(world, dir, disk, device_args)
 }
 
 fn snapshot(world: &World, dir: &Path, n: u64, origin: &Arc<Disk>, rng: &mut Rng) {
     let name = format!("s{n}");
     let chunk = 4 << rng.below(5);
     let store = ["P", "PO"][rng.below(2) as usize];
-    let oracle = origin.oracle().snapshot(&name, Durability::Answered);
+    let oracle = origin.oracle().snapshot(&name, Durability::Completed);
     let on_file = rng.chance(60);
     let cow = if on_file {
         format!("./{name}.cow,cow_size={ROOMY_COW}")
     } else {
-        // Not in the world: it is published nowhere. It ends with the server, so it wants force.
+        // The RAM disk is not added to the world, since it is not published. The disk ends with the server,
+        // so the snapshot needs force.
         format!("c{n},force=yes")
     };
     let own = if on_file {
@@ -223,24 +232,23 @@ fn snapshot(world: &World, dir: &Path, n: u64, origin: &Arc<Disk>, rng: &mut Rng
         let spill = spilling(&format!("c{n}"), rng);
         format!("c{n}=ram,disksize={ROOMY_COW},publish=no{spill}\n")
     };
-    let words =
+    let device_args =
         format!("{own}{name}=snapshot,origin={},cow={cow},store={store},chunk_size={chunk}K", origin.name);
-    let of = Some(Arc::clone(origin));
+    let parent = Some(Arc::clone(origin));
     let block = origin.block;
     let disk = Disk {
-        of,
-        kept: on_file,
+        parent,
+        survives_restart: on_file,
         is_lost: !on_file,
         block,
         ..Disk::new(&name, Kind::Cow, oracle, Vec::new())
     };
-    disk.fails(origin.may_fail());
-    add(world, dir, disk, words);
+    disk.set_may_fail(origin.may_fail());
+    add(world, dir, disk, device_args);
 }
 
-/// Whether this takes the copies of a snapshot, or pages of a disk: it is not in the world, and published
-/// nowhere.
-pub fn is_taken(name: &str) -> bool {
+/// Returns true for names of COW devices and backing devices: these are neither in the world nor published.
+pub fn is_unpublished_backing(name: &str) -> bool {
     if name.starts_with(FAR_PREFIX) {
         return true;
     }
@@ -248,10 +256,10 @@ pub fn is_taken(name: &str) -> bool {
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// Some writes, here and there.
+/// Generates content: some writes at random addresses.
 fn content(world: &World, name: &str, bytes: u64, rng: &mut Rng) -> (Vec<u8>, Oracle) {
     let mut content = vec![0; bytes as usize];
-    let mut oracle = Oracle::new(name, bytes / SECTOR, Durability::Answered);
+    let mut oracle = Oracle::new(name, bytes / SECTOR, Durability::Completed);
     let mut at = 0;
     while at < bytes / SECTOR {
         let end = (at + 1 + rng.below(200)).min(bytes / SECTOR);
@@ -286,10 +294,10 @@ fn base(world: &World, dir: &Path, far: &mut Vec<String>, rng: &mut Rng) -> io::
     } else {
         format!("file,path=./{BASE},readonly=yes")
     };
-    let words = format!("{own}g={at}{limit}{}", packing(rng));
-    let disk = Disk { kept: true, spills, ..Disk::new("g", Kind::Base, oracle, Vec::new()) };
-    disk.tight(tight);
-    Ok(add(world, dir, disk, words))
+    let device_args = format!("{own}g={at}{limit}{}", packing(rng));
+    let disk = Disk { survives_restart: true, spills, ..Disk::new("g", Kind::Base, oracle, Vec::new()) };
+    disk.set_tight(tight);
+    Ok(add(world, dir, disk, device_args))
 }
 
 fn fork(world: &World, dir: &Path, n: u64, base: &Arc<Disk>, rng: &mut Rng) {
@@ -299,34 +307,34 @@ fn fork(world: &World, dir: &Path, n: u64, base: &Arc<Disk>, rng: &mut Rng) {
     let limit = if own { format!(",mem_limit={}K", 64 << rng.below(4)) } else { String::new() };
     let (lost, serves_lost) = on_lost(world, rng);
     let (keep, keeps) = keep(world, cut, rng);
-    let words = format!("{name}=fork,base=g{limit}{over}{lost}{keep}");
-    let durability = if cut { Durability::Flushed } else { Durability::Answered };
+    let device_args = format!("{name}=fork,base=g{limit}{over}{lost}{keep}");
+    let durability = if cut { Durability::Flushed } else { Durability::Completed };
     let oracle = base.oracle().snapshot(&name, durability);
-    let of = Some(Arc::clone(base));
+    let parent = Some(Arc::clone(base));
     let spills = base.spills;
     let disk = Disk {
-        of,
-        cut,
+        parent,
+        has_volatile_cache: cut,
         spills,
         serves_lost,
         keeps,
         faults: fails,
         ..Disk::new(&name, Kind::Fork, oracle, Vec::new())
     };
-    disk.tight(own && !base.spills);
-    disk.fails(fails);
-    add(world, dir, disk, words);
+    disk.set_tight(own && !base.spills);
+    disk.set_may_fail(fails);
+    add(world, dir, disk, device_args);
 }
 
-/// An image in a store, and a fork of it. A server with a state keeps which image it was when it read the
-/// tag, and others have to be told.
+/// Creates an image in a store, and a fork of it. A server with a state directory remembers the image that the tag
+/// referred to; others must be given its name.
 fn image(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<()> {
     for tag in &world.tags {
         tag.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
     let (content, oracle) = content(world, "i", MIB * (1 + rng.below(3)) + SECTOR * rng.below(16), rng);
     let name = images::begin(dir, TAGS[0], &content).map_err(io::Error::other)?;
-    let may = May { image: Some(name.clone()), oracle: oracle.clone() };
+    let may = PossibleImage { image: Some(name.clone()), oracle: oracle.clone() };
     world.tags[0].lock().unwrap_or_else(PoisonError::into_inner).push(may);
     if rng.chance(40) {
         return Ok(());
@@ -334,20 +342,21 @@ fn image(world: &World, dir: &Path, rng: &mut Rng) -> io::Result<()> {
     let (store, cache) = (dir.join(images::STORE), dir.join(images::CACHE));
     let url = format!("file://{}:{}", store.display(), TAGS[0]);
     let url = if world.has_state { url } else { format!("{url}@{name}") };
-    let words = format!("i=image,url={url},cache={}", cache.display());
-    let disk = Disk { kept: true, image: Some(name), ..Disk::new("i", Kind::Image, oracle, Vec::new()) };
-    let image = add(world, dir, disk, words);
+    let device_args = format!("i=image,url={url},cache={}", cache.display());
+    let disk =
+        Disk { survives_restart: true, image: Some(name), ..Disk::new("i", Kind::Image, oracle, Vec::new()) };
+    let image = add(world, dir, disk, device_args);
     if rng.chance(60) {
         let (lost, serves_lost) = on_lost(world, rng);
         let (keep, keeps) = keep(world, false, rng);
-        let words = format!("ki=fork,base=i{lost}{keep}");
-        let oracle = image.oracle().snapshot("ki", Durability::Answered);
-        let of = Some(image);
+        let device_args = format!("ki=fork,base=i{lost}{keep}");
+        let oracle = image.oracle().snapshot("ki", Durability::Completed);
+        let parent = Some(image);
         add(
             world,
             dir,
-            Disk { of, serves_lost, keeps, ..Disk::new("ki", Kind::Fork, oracle, Vec::new()) },
-            words,
+            Disk { parent, serves_lost, keeps, ..Disk::new("ki", Kind::Fork, oracle, Vec::new()) },
+            device_args,
         );
     }
     Ok(())
@@ -357,19 +366,19 @@ fn null(world: &World, dir: &Path, rng: &mut Rng) {
     let block = 512 << rng.below(4);
     let bytes = MIB * (1 + rng.below(4));
     let (over, mut cut, fails) = layers(rng);
-    let mut words = format!("n=null,size={}K,blocksize={block},memory_backed=1", bytes / KIB);
+    let mut device_args = format!("n=null,size={}K,blocksize={block},memory_backed=1", bytes / KIB);
     if rng.chance(50) {
-        words += ",discard=1";
+        device_args += ",discard=1";
     }
     if rng.chance(40) {
-        words += ",comp_algorithm=lz4";
+        device_args += ",comp_algorithm=lz4";
     }
     if !cut && rng.chance(30) {
-        words += ",cache_size=128K";
+        device_args += ",cache_size=128K";
         cut = true;
     }
     let (lost, serves_lost) = on_lost(world, rng);
     let disk = Disk { faults: fails, block, serves_lost, ..blank("n", Kind::Null, bytes, cut) };
-    disk.fails(fails);
-    add(world, dir, disk, words + &over + lost);
+    disk.set_may_fail(fails);
+    add(world, dir, disk, device_args + &over + lost);
 }

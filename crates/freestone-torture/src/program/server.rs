@@ -1,4 +1,4 @@
-//! The server as a process: start, kill, end, and what it holds.
+//! The server as a process: start, kill, end, and the resources that it holds.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -13,14 +13,14 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Sockets and files that are the server's own, in its directory.
+/// Sockets and files of the server, in its directory.
 pub const NBD: &str = "nbd";
 pub const CONTROL: &str = "ctl";
 pub const STATE: &str = "state";
 pub const LOG: &str = "log";
-/// Lines of the log that are told with a failure.
+/// Number of log lines printed with a failure.
 const LOG_TAIL: usize = 40;
-const LOOK_EVERY: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// A running server.
 pub struct Server {
@@ -30,19 +30,18 @@ pub struct Server {
     pub control: PathBuf,
 }
 
-/// What a process holds: each kind of descriptor and each name of a thread, with how many there
-/// are.
+/// The descriptors of a process by kind, and its threads by name, with their numbers.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct Held {
+pub struct Resources {
     pub descriptors: BTreeMap<String, usize>,
     pub threads: BTreeMap<String, usize>,
-    /// Descriptors of rings among the others.
+    /// Number of descriptors of rings among the others.
     rings: usize,
 }
 
-impl Held {
-    /// Returns the number of descriptors but for those of rings and their wake-ups. The kernel may refuse a ring, and
-    /// a file has threads then.
+impl Resources {
+    /// Returns the number of descriptors without those of rings and their wake-ups. The kernel may refuse a ring; the
+    /// file then uses threads.
     pub fn descriptors_without_rings(&self) -> usize {
         self.descriptors.values().sum::<usize>().saturating_sub(2 * self.rings)
     }
@@ -64,11 +63,11 @@ impl Held {
         let proc = PathBuf::from(format!("/proc/{}", pid.as_raw_nonzero()));
         let mut held = Self::default();
         for entry in fs::read_dir(proc.join("fd")).into_iter().flatten().flatten() {
-            // One that was closed meanwhile has no target.
+            // A descriptor closed meanwhile has no target.
             if let Ok(target) = fs::read_link(entry.path()) {
                 let name = target.to_string_lossy();
                 held.rings += usize::from(name.ends_with("[io_uring]"));
-                // Sockets and pipes have a number behind their kind.
+                // Names of sockets and pipes end with a number.
                 let kind = name.split(":[").next().unwrap_or_default();
                 let kind = kind.strip_prefix(&*dir.to_string_lossy()).unwrap_or(kind).to_owned();
                 *held.descriptors.entry(kind).or_default() += 1;
@@ -76,7 +75,7 @@ impl Held {
         }
         for entry in fs::read_dir(proc.join("task")).into_iter().flatten().flatten() {
             if let Ok(name) = fs::read_to_string(entry.path().join("comm")) {
-                // Those that were started for large requests stay, at most one a CPU.
+                // Threads started for large requests stay, at most one per CPU.
                 if name.trim_end() != "worker" {
                     *held.threads.entry(name.trim_end().to_owned()).or_default() += 1;
                 }
@@ -87,7 +86,7 @@ impl Held {
 }
 
 impl Server {
-    /// Starts it in `dir` and waits until it says that it is ready. The error is what it said.
+    /// Starts the server in `dir` and waits until it is ready. The error contains its output.
     pub fn start(program: &Path, dir: &Path, devices: &[String], ublk: bool) -> Result<Self, String> {
         let mut command = command(program, dir, devices)?;
         if ublk {
@@ -101,24 +100,24 @@ impl Server {
             let before = said.len();
             if !matches!(lines.read_line(&mut said), Ok(n) if n > 0) {
                 let status = child.wait().map_err(|e| e.to_string())?;
-                return Err(format!("the server did not start: {status}; it said {:?}", &said[before..]));
+                return Err(format!("the server did not start: {status}; output {:?}", &said[before..]));
             }
         }
         let pid = Pid::from_child(&child);
         Ok(Self { child: Mutex::new(child), pid, dir: dir.to_owned(), control: dir.join(CONTROL) })
     }
 
-    /// A signal; that it has ended meanwhile shows when it is waited for.
+    /// Sends a signal. If the server has ended meanwhile, waiting for it shows that.
     pub fn signal(&self, signal: Signal) {
         let _ = kill_process(self.pid, signal);
     }
 
-    /// Whether it ended, and how.
+    /// Returns the exit status if the server has ended.
     pub fn ended(&self) -> Option<ExitStatus> {
         self.child.lock().expect("nobody panics with it").try_wait().ok().flatten()
     }
 
-    /// Waits for its end.
+    /// Waits for the end of the server, for at most this long.
     pub fn wait(&self, at_most: Duration) -> Option<ExitStatus> {
         let start = Instant::now();
         loop {
@@ -126,7 +125,7 @@ impl Server {
             if ended.is_some() || start.elapsed() > at_most {
                 return ended;
             }
-            thread::sleep(LOOK_EVERY);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -134,12 +133,12 @@ impl Server {
         format!("/proc/{}/{what}", self.pid.as_raw_nonzero()).into()
     }
 
-    /// Its descriptors and threads.
-    pub fn held(&self) -> Held {
-        Held::of(self.pid, &self.dir)
+    /// Returns descriptors and threads of the server.
+    pub fn resources(&self) -> Resources {
+        Resources::of(self.pid, &self.dir)
     }
 
-    /// Memory of its own, in bytes: what is not of files.
+    /// Returns anonymous and shared memory in bytes.
     pub fn memory_bytes(&self) -> u64 {
         let status = fs::read_to_string(self.proc("status")).unwrap_or_default();
         let of = |key: &str| {
@@ -149,7 +148,7 @@ impl Server {
         ["RssAnon:", "RssShmem:"].iter().filter_map(|key| of(key)).sum::<u64>() << 10
     }
 
-    /// What all of its threads do.
+    /// Returns the stacks of all threads.
     pub fn stacks(&self) -> String {
         let pid = self.pid.as_raw_nonzero().to_string();
         let mut gdb = Command::new("gdb");
@@ -174,7 +173,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let mut child = self.child.lock().expect("nobody panics with it");
-        // After its end this does nothing.
+        // Has no effect after its end.
         let _ = child.kill();
         let _ = child.wait();
     }
@@ -187,13 +186,13 @@ pub fn command(program: &Path, dir: &Path, devices: &[String]) -> Result<Command
     command.arg("serve").args(devices);
     command.args(["--nbd", &format!("unix:{NBD}"), "--control", CONTROL]).current_dir(dir);
     command.env("XDG_RUNTIME_DIR", dir).env_remove("RUST_LOG");
-    // What is freed goes back to the kernel, so that what is left at the end is what was not freed.
+    // Return freed memory to the kernel at once, so that memory left at the end was not freed.
     command.env("MALLOC_MMAP_THRESHOLD_", "65536").env("MALLOC_TRIM_THRESHOLD_", "65536");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
     Ok(command)
 }
 
-/// One that is killed so long after its start, ready or not.
+/// Starts a server and kills it after this time, ready or not.
 pub fn killed_at_start(
     program: &Path,
     dir: &Path,
@@ -209,12 +208,12 @@ pub fn killed_at_start(
     }
 }
 
-/// Whether it was killed.
+/// Returns true if the process was killed by SIGKILL.
 pub fn was_killed(status: ExitStatus) -> bool {
     status.signal() == Some(Signal::KILL.as_raw())
 }
 
-/// The last lines of what the servers in `dir` logged.
+/// Returns the last lines that the servers in `dir` logged.
 pub fn log_tail(dir: &Path) -> String {
     let log = fs::read_to_string(dir.join(LOG)).unwrap_or_default();
     let lines: Vec<_> = log.lines().collect();

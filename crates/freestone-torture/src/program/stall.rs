@@ -1,6 +1,6 @@
-//! A verb that waits for a disk which does not answer, and others beside it, on devices that have
-//! nothing to do with it: those are answered while it waits. The disk is let go only after that, so
-//! it does not matter how fast anything is.
+//! Runs a verb that waits for a hanging disk, and other verbs on unrelated devices at the same
+//! time. These must complete while the first one waits. The disk is released only after that, so
+//! the check does not depend on speed.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -9,25 +9,25 @@ use std::time::Duration;
 use freestone_testkit::Rng;
 use serde_json::{Value, json};
 
-use super::control::{self, No};
+use super::control::{self, VerbError};
 use super::watch::{Slot, VERB_MAX};
 use super::world::World;
 
-/// How often one looks whether the verb waits already.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
-/// Between two such verbs.
+/// Poll interval while the verb does not wait yet.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// Pause between two such verbs.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// Runs until the world stops.
+/// Runs such verbs until the world stops.
 pub fn run(world: &World, slot: &Slot, mut rng: Rng) {
     while !world.stopped() {
-        Stall { world, slot, number: world.number() }.one(&mut rng);
+        Stall { world, slot, number: world.next_number() }.run_once(&mut rng);
         slot.end();
         thread::sleep(PAUSE);
     }
 }
 
-/// All names have the number, so nobody else asks for these devices.
+/// All names contain the number, so no other thread uses these devices.
 struct Stall<'a> {
     world: &'a World,
     slot: &'a Slot,
@@ -35,7 +35,7 @@ struct Stall<'a> {
 }
 
 impl Stall<'_> {
-    fn one(&self, rng: &mut Rng) {
+    fn run_once(&self, rng: &mut Rng) {
         let (origin, cow, snapshot) = (self.name("wo"), self.name("wc"), self.name("ws"));
         let made = self.create(&format!("{origin}=file,path=./{origin}.img,size=1M")).is_some()
             && self.create(&format!("{cow}=ram,disksize=8M,faults=writes hang times=1")).is_some();
@@ -53,20 +53,20 @@ impl Stall<'_> {
             let over = || is_over.load(Ordering::SeqCst);
             self.slot.begin(format!("{waits} waits for {cow}"), VERB_MAX);
             while !over() && !self.hangs(&cow) {
-                thread::sleep(LOOK_EVERY);
+                thread::sleep(POLL_INTERVAL);
             }
             for _ in 0..=rng.below(3) {
-                self.others(rng);
+                self.run_unrelated_verbs(rng);
             }
-            if over() && !self.world.dying() {
-                self.world.fail(format!("{waits}: was answered while {cow} hung"));
+            if over() && !self.world.server_ending() {
+                self.world.fail(format!("{waits} completed while {cow} hung"));
             }
             while !over() {
                 self.ask("release", &json!({ "name": cow }));
-                thread::sleep(LOOK_EVERY);
+                thread::sleep(POLL_INTERVAL);
             }
             match waiter.join() {
-                Ok(answer) => self.judged("create", &json!({ "device": waits }), answer),
+                Ok(answer) => self.judge("create", &json!({ "device": waits }), answer),
                 Err(_) => None,
             }
         });
@@ -76,8 +76,8 @@ impl Stall<'_> {
         let _ = std::fs::remove_file(self.world.dir().join(format!("{origin}.img")));
     }
 
-    /// Verbs that need nothing of what waits.
-    fn others(&self, rng: &mut Rng) {
+    /// Runs verbs that do not need the devices of the waiting verb.
+    fn run_unrelated_verbs(&self, rng: &mut Rng) {
         let name = self.name("wr");
         if self.create(&format!("{name}=ram,disksize=1M")).is_none() {
             return;
@@ -106,21 +106,21 @@ impl Stall<'_> {
     fn ask(&self, method: &str, params: &Value) -> Option<Value> {
         self.slot.begin(format!("{method} {params}"), VERB_MAX);
         let answer = control::ask(&self.world.control(), method, params);
-        self.judged(method, params, answer)
+        self.judge(method, params, answer)
     }
 
-    /// Nothing is refused here, as long as the server lives.
-    fn judged(&self, method: &str, params: &Value, answer: Result<Value, No>) -> Option<Value> {
-        let no = match answer {
+    /// Judges an answer: no verb may be refused as long as the server lives.
+    fn judge(&self, method: &str, params: &Value, answer: Result<Value, VerbError>) -> Option<Value> {
+        let error = match answer {
             Ok(result) => {
                 self.world.counts.add("verbs", format!("{method} ok"), 1);
                 return Some(result);
             }
-            Err(no) => no,
+            Err(error) => error,
         };
-        if !self.world.dying() {
-            self.world.note(format!("{method} {params}: {no:?}"));
-            self.world.fail(format!("{method} {params}: of devices that are nobody else's: {no:?}"));
+        if !self.world.server_ending() {
+            self.world.note(format!("{method} {params}: {error:?}"));
+            self.world.fail(format!("{method} {params}: on unshared devices: {error:?}"));
         }
         None
     }

@@ -1,27 +1,27 @@
-//! What every thread does, since when, and how long it may take.
+//! A watchdog: the current operation of every thread, its start, and its time limit.
 
 use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A request that has no answer by then has failed. On a machine whose disk is busy with other
-/// things, `compact` was seen to hold up writes at a memory limit for 90 s.
+/// Longest time for a request. On a machine with a busy disk, `compact` held up writes at a memory
+/// limit for 90 s.
 pub const REQUEST_MAX: Duration = Duration::from_secs(180);
-/// A verb that has no answer by then has failed. Verbs wait for one another for 30 s at most, and
-/// for a pass as requests do.
+/// Longest time for a verb. Verbs wait for one another for at most 30 s, and for a pass of the
+/// keeper as requests do.
 pub const VERB_MAX: Duration = Duration::from_secs(240);
 
 /// All threads of a run.
 #[derive(Default)]
 pub struct Watch(Mutex<Vec<Arc<Slot>>>);
 
-/// One thread.
+/// A thread.
 pub struct Slot {
     name: String,
-    doing: Mutex<Option<Doing>>,
+    operation: Mutex<Option<Operation>>,
 }
 
-struct Doing {
+struct Operation {
     what: String,
     since: Instant,
     at_most: Duration,
@@ -30,7 +30,7 @@ struct Doing {
 impl Watch {
     /// Adds a thread.
     pub fn slot(&self, name: String) -> Arc<Slot> {
-        let slot = Arc::new(Slot { name, doing: Mutex::new(None) });
+        let slot = Arc::new(Slot { name, operation: Mutex::new(None) });
         self.slots().push(Arc::clone(&slot));
         slot
     }
@@ -39,26 +39,26 @@ impl Watch {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Forgets threads that have ended.
+    /// Removes threads that have ended.
     pub fn clear(&self) {
         self.slots().retain(|slot| Arc::strong_count(slot) > 1);
     }
 
-    /// What takes longer than it may.
-    pub fn late(&self) -> Option<String> {
+    /// Returns a description of an operation that takes too long.
+    pub fn overdue(&self) -> Option<String> {
         self.slots().iter().find_map(|slot| {
-            let doing = slot.doing();
-            let Doing { what, since, at_most } = doing.as_ref()?;
+            let operation = slot.operation();
+            let Operation { what, since, at_most } = operation.as_ref()?;
             let took = since.elapsed();
             (took > *at_most).then(|| format!("{}: {what}: no end after {} s", slot.name, took.as_secs()))
         })
     }
 
-    /// What all of them do.
-    pub fn all(&self) -> String {
+    /// Describes what all threads do.
+    pub fn describe_all(&self) -> String {
         let mut text = String::new();
         for slot in self.slots().iter() {
-            if let Some(Doing { what, since, .. }) = &*slot.doing() {
+            if let Some(Operation { what, since, .. }) = &*slot.operation() {
                 let _ = writeln!(text, "  {}: {what}, for {} ms", slot.name, since.elapsed().as_millis());
             }
         }
@@ -67,24 +67,24 @@ impl Watch {
 }
 
 impl Slot {
-    fn doing(&self) -> std::sync::MutexGuard<'_, Option<Doing>> {
-        self.doing.lock().unwrap_or_else(PoisonError::into_inner)
+    fn operation(&self) -> std::sync::MutexGuard<'_, Option<Operation>> {
+        self.operation.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What begins now, and has to end in time.
+    /// Records the start of an operation, and its time limit.
     pub fn begin(&self, what: impl Into<String>, at_most: Duration) {
-        *self.doing() = Some(Doing { what: what.into(), since: Instant::now(), at_most });
+        *self.operation() = Some(Operation { what: what.into(), since: Instant::now(), at_most });
     }
 
-    /// It got on: its time begins anew.
-    pub fn moved(&self) {
-        if let Some(doing) = &mut *self.doing() {
-            doing.since = Instant::now();
+    /// Records progress: restarts the time limit.
+    pub fn restart_timer(&self) {
+        if let Some(operation) = &mut *self.operation() {
+            operation.since = Instant::now();
         }
     }
 
-    /// It has ended.
+    /// Records the end of the operation.
     pub fn end(&self) {
-        *self.doing() = None;
+        *self.operation() = None;
     }
 }

@@ -1,4 +1,4 @@
-//! An NBD client with many requests on their way. Every number is written out here: nothing is
+//! An NBD client with many requests in flight. All constants are written out here: nothing is
 //! shared with the server.
 
 use std::collections::HashMap;
@@ -9,9 +9,9 @@ use std::path::Path;
 use freestone_testkit::Rng;
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::said::{Broken, DISC, Offers, READ, Reply};
+use super::protocol::{ConnectionError, DISC, Properties, READ, Reply};
 
-/// Bits of an export's flags.
+/// Flags of an export.
 const READ_ONLY: u16 = 1 << 1;
 const SEND_TRIM: u16 = 1 << 5;
 const SEND_WRITE_ZEROES: u16 = 1 << 6;
@@ -23,7 +23,7 @@ const REQUEST_MAGIC: u32 = 0x2560_9513;
 const SIMPLE_MAGIC: u32 = 0x6744_6698;
 const CHUNK_MAGIC: u32 = 0x668e_33ef;
 const ERR_BIT: u32 = 1 << 31;
-/// No error text, extents or data of one chunk are longer.
+/// Longest error text, extents or data of one chunk.
 const CHUNK_MAX_BYTES: usize = 33 << 20;
 
 struct Pending {
@@ -44,23 +44,23 @@ pub struct Wire {
     pending: HashMap<u64, Pending>,
     next_cookie: u64,
     structured: bool,
-    /// What was offered when the export was chosen.
-    pub offers: Offers,
+    /// Properties of the export when it was chosen.
+    pub properties: Properties,
 }
 
-/// The magic numbers, and our flags; the stream is in its option phase then.
-pub fn greet(stream: &mut UnixStream, no_zeroes: bool) -> Result<(), Broken> {
+/// Exchanges the greeting and the client flags; the option phase follows.
+pub fn greet(stream: &mut UnixStream, no_zeroes: bool) -> Result<(), ConnectionError> {
     let mut greeting = [0; 18];
     stream.read_exact(&mut greeting)?;
     if &greeting[..16] != b"NBDMAGICIHAVEOPT" {
-        return Err(Broken::Wrong(format!("greeting {greeting:x?}")));
+        return Err(ConnectionError::Protocol(format!("greeting {greeting:x?}")));
     }
     let flags: u32 = if no_zeroes { 3 } else { 1 };
     stream.write_all(&flags.to_be_bytes())?;
     Ok(())
 }
 
-/// An option with its data.
+/// Encodes an option with its data.
 pub fn option(kind: u32, data: &[u8]) -> Vec<u8> {
     let mut bytes = OPTION_MAGIC.to_vec();
     bytes.extend(kind.to_be_bytes());
@@ -69,7 +69,7 @@ pub fn option(kind: u32, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// The data of `INFO` and `GO`.
+/// Encodes the data of `INFO` and `GO`.
 pub fn go_data(name: &str) -> Vec<u8> {
     let mut data = (name.len() as u32).to_be_bytes().to_vec();
     data.extend(name.as_bytes());
@@ -77,7 +77,7 @@ pub fn go_data(name: &str) -> Vec<u8> {
     data
 }
 
-/// A request's header.
+/// Encodes the header of a request.
 pub fn request(flags: u16, command: u16, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
     let mut bytes = REQUEST_MAGIC.to_be_bytes().to_vec();
     bytes.extend(flags.to_be_bytes());
@@ -88,30 +88,30 @@ pub fn request(flags: u16, command: u16, cookie: u64, offset: u64, len: u32) -> 
     bytes
 }
 
-fn word(bytes: &[u8]) -> u32 {
+fn u32_at(bytes: &[u8]) -> u32 {
     u32::from_be_bytes(bytes[..4].try_into().expect("four bytes"))
 }
 
-fn long(bytes: &[u8]) -> u64 {
+fn u64_at(bytes: &[u8]) -> u64 {
     u64::from_be_bytes(bytes[..8].try_into().expect("eight bytes"))
 }
 
-/// The replies to one option, up to `ACK`.
-fn replies(stream: &mut UnixStream, option: u32) -> Result<Vec<(u32, Vec<u8>)>, Broken> {
+/// Reads the replies to one option, up to `ACK`.
+fn replies(stream: &mut UnixStream, option: u32) -> Result<Vec<(u32, Vec<u8>)>, ConnectionError> {
     let mut all = Vec::new();
     loop {
         let mut header = [0; 20];
         stream.read_exact(&mut header)?;
-        let (kind, len) = (word(&header[12..]), word(&header[16..]) as usize);
-        if long(&header) != OPTION_REPLY_MAGIC || word(&header[8..]) != option || len > CHUNK_MAX_BYTES {
-            return Err(Broken::Wrong(format!("reply to option {option}: {header:x?}")));
+        let (kind, len) = (u32_at(&header[12..]), u32_at(&header[16..]) as usize);
+        if u64_at(&header) != OPTION_REPLY_MAGIC || u32_at(&header[8..]) != option || len > CHUNK_MAX_BYTES {
+            return Err(ConnectionError::Protocol(format!("reply to option {option}: {header:x?}")));
         }
         let mut data = vec![0; len];
         stream.read_exact(&mut data)?;
         match kind {
             1 => return Ok(all),
             _ if kind & ERR_BIT != 0 => {
-                return Err(Broken::Refused(kind, String::from_utf8_lossy(&data).into_owned()));
+                return Err(ConnectionError::Refused(kind, String::from_utf8_lossy(&data).into_owned()));
             }
             _ => all.push((kind, data)),
         }
@@ -119,13 +119,13 @@ fn replies(stream: &mut UnixStream, option: u32) -> Result<Vec<(u32, Vec<u8>)>, 
 }
 
 impl Wire {
-    /// Chooses an export, in one of the ways that there are.
-    pub fn connect(path: &Path, name: &str, rng: &mut Rng) -> Result<Self, Broken> {
+    /// Connects and chooses an export, in one of the possible ways.
+    pub fn connect(path: &Path, name: &str, rng: &mut Rng) -> Result<Self, ConnectionError> {
         Self::over(UnixStream::connect(path)?, name, rng)
     }
 
-    /// Chooses an export on a connection that was just made.
-    pub fn over(mut stream: UnixStream, name: &str, rng: &mut Rng) -> Result<Self, Broken> {
+    /// Chooses an export on a new connection.
+    pub fn over(mut stream: UnixStream, name: &str, rng: &mut Rng) -> Result<Self, ConnectionError> {
         let no_zeroes = rng.chance(70);
         greet(&mut stream, no_zeroes)?;
         let (mut structured, mut contexts) = (false, false);
@@ -150,14 +150,16 @@ impl Wire {
             let export =
                 all.iter().find(|(kind, data)| *kind == 3 && data.len() == 12 && data[..2] == [0, 0]);
             let Some((_, data)) = export else {
-                return Err(Broken::Wrong(format!("GO is answered without the export: {all:x?}")));
+                return Err(ConnectionError::Protocol(format!(
+                    "the reply to GO has no export information: {all:x?}"
+                )));
             };
-            (long(&data[2..]), u16::from_be_bytes([data[10], data[11]]))
+            (u64_at(&data[2..]), u16::from_be_bytes([data[10], data[11]]))
         } else {
             stream.write_all(&option(1, name.as_bytes()))?;
             let mut reply = vec![0; if no_zeroes { 10 } else { 134 }];
             stream.read_exact(&mut reply)?;
-            (long(&reply), u16::from_be_bytes([reply[8], reply[9]]))
+            (u64_at(&reply), u16::from_be_bytes([reply[8], reply[9]]))
         };
         stream.set_nonblocking(true)?;
         Ok(Self {
@@ -168,28 +170,28 @@ impl Wire {
             pending: HashMap::new(),
             next_cookie: rng.word(),
             structured,
-            offers: Offers {
+            properties: Properties {
                 size,
                 writable: flags & READ_ONLY == 0,
                 zeroes: flags & SEND_WRITE_ZEROES != 0,
                 trims: flags & SEND_TRIM != 0,
                 contexts,
-                ..Offers::default()
+                ..Properties::default()
             },
         })
     }
 
-    /// How many requests have no answer yet.
-    pub fn on_the_way(&self) -> usize {
+    /// Returns the number of requests in flight.
+    pub fn in_flight(&self) -> usize {
         self.pending.len()
     }
 
-    /// The cookie of the request that is sent next.
+    /// Returns the cookie of the next request.
     pub fn next(&self) -> u64 {
         self.next_cookie
     }
 
-    /// Sends a request as far as that goes without waiting; its cookie.
+    /// Sends a request as far as possible without waiting. Returns its cookie.
     pub fn send(
         &mut self,
         flags: u16,
@@ -197,12 +199,12 @@ impl Wire {
         offset: u64,
         len: u32,
         data: &[u8],
-    ) -> Result<u64, Broken> {
+    ) -> Result<u64, ConnectionError> {
         let cookie = self.next_cookie;
         self.next_cookie = self.next_cookie.wrapping_add(0x1_0001);
         self.out.extend(request(flags, command, cookie, offset, len));
         self.out.extend(data);
-        // More is refused.
+        // The server refuses longer reads.
         let room = if command == READ && len as usize <= CHUNK_MAX_BYTES { len as usize } else { 0 };
         let pending =
             Pending { command, offset, data: vec![0xa5; room], covered: 0, error: 0, extents: Vec::new() };
@@ -211,8 +213,8 @@ impl Wire {
         Ok(cookie)
     }
 
-    /// The end of the conversation, as it should be.
-    pub fn leave(mut self) -> Result<(), Broken> {
+    /// Ends the connection in order.
+    pub fn leave(mut self) -> Result<(), ConnectionError> {
         self.out.extend(request(0, DISC, 0, 0, 0));
         while !self.out.is_empty() {
             self.wait()?;
@@ -221,8 +223,8 @@ impl Wire {
         Ok(())
     }
 
-    /// The next answer, whichever request's it is.
-    pub fn reply(&mut self) -> Result<Reply, Broken> {
+    /// Returns the next reply, to any request.
+    pub fn reply(&mut self) -> Result<Reply, ConnectionError> {
         loop {
             if let Some(reply) = self.parse()? {
                 return Ok(reply);
@@ -233,18 +235,18 @@ impl Wire {
         }
     }
 
-    fn wait(&self) -> Result<(), Broken> {
+    fn wait(&self) -> Result<(), ConnectionError> {
         let mut wanted = PollFlags::IN;
         if !self.out.is_empty() {
             wanted |= PollFlags::OUT;
         }
         match poll(&mut [PollFd::new(&self.stream, wanted)], None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(error) => Err(Broken::Ended(error.to_string())),
+            Err(error) => Err(ConnectionError::Ended(error.to_string())),
         }
     }
 
-    fn push(&mut self) -> Result<(), Broken> {
+    fn push(&mut self) -> Result<(), ConnectionError> {
         while !self.out.is_empty() {
             match self.stream.write(&self.out) {
                 Ok(sent) => {
@@ -258,11 +260,11 @@ impl Wire {
         Ok(())
     }
 
-    fn pull(&mut self) -> Result<(), Broken> {
+    fn pull(&mut self) -> Result<(), ConnectionError> {
         let mut buffer = [0; 16 << 10];
         loop {
             match self.stream.read(&mut buffer) {
-                Ok(0) => return Err(Broken::Ended("the server closed it".into())),
+                Ok(0) => return Err(ConnectionError::Ended("the server closed the connection".into())),
                 Ok(got) => {
                     self.received.extend(&buffer[..got]);
                     if got < buffer.len() {
@@ -276,23 +278,26 @@ impl Wire {
         }
     }
 
-    /// Takes one reply out of what was received, if there is a whole one.
-    fn parse(&mut self) -> Result<Option<Reply>, Broken> {
+    /// Parses one reply from the received bytes, if they contain a whole one.
+    fn parse(&mut self) -> Result<Option<Reply>, ConnectionError> {
         loop {
             let bytes = &self.received[self.taken..];
             if bytes.len() < 16 {
                 break;
             }
-            let magic = word(bytes);
+            let magic = u32_at(bytes);
             let done = match magic {
                 SIMPLE_MAGIC => {
-                    let (error, cookie) = (word(&bytes[4..]), long(&bytes[8..]));
+                    let (error, cookie) = (u32_at(&bytes[4..]), u64_at(&bytes[8..]));
                     let Some(pending) = self.pending.get_mut(&cookie) else {
-                        return Err(Broken::Wrong(format!("an answer to nothing: {:x?}", &bytes[..16])));
+                        return Err(ConnectionError::Protocol(format!(
+                            "a reply with an unknown cookie: {:x?}",
+                            &bytes[..16]
+                        )));
                     };
                     if self.structured && pending.command == READ {
-                        return Err(Broken::Wrong(
-                            "a simple reply to a read where structured ones were agreed".into(),
+                        return Err(ConnectionError::Protocol(
+                            "a simple reply to a read although structured replies were negotiated".into(),
                         ));
                     }
                     let len = if error == 0 { pending.data.len() } else { 0 };
@@ -309,40 +314,45 @@ impl Wire {
                     if bytes.len() < 20 {
                         break;
                     }
-                    let len = word(&bytes[16..]) as usize;
+                    let len = u32_at(&bytes[16..]) as usize;
                     if len > CHUNK_MAX_BYTES {
-                        return Err(Broken::Wrong(format!("a chunk of {len} bytes")));
+                        return Err(ConnectionError::Protocol(format!("a chunk of {len} bytes")));
                     }
                     if bytes.len() < 20 + len {
                         break;
                     }
-                    let (cookie, last) = (long(&bytes[8..]), bytes[5] & 1 != 0);
+                    let (cookie, last) = (u64_at(&bytes[8..]), bytes[5] & 1 != 0);
                     let kind = u16::from_be_bytes([bytes[6], bytes[7]]);
                     let Some(pending) = self.pending.get_mut(&cookie) else {
-                        return Err(Broken::Wrong(format!("a chunk for nothing: {:x?}", &bytes[..20])));
+                        return Err(ConnectionError::Protocol(format!(
+                            "a chunk with an unknown cookie: {:x?}",
+                            &bytes[..20]
+                        )));
                     };
-                    pending.chunk(kind, &bytes[20..20 + len]).map_err(Broken::Wrong)?;
+                    pending.chunk(kind, &bytes[20..20 + len]).map_err(ConnectionError::Protocol)?;
                     self.taken += 20 + len;
                     last.then_some(cookie)
                 }
-                _ => return Err(Broken::Wrong(format!("not a reply: {:x?}", &bytes[..16]))),
+                _ => return Err(ConnectionError::Protocol(format!("not a reply: {:x?}", &bytes[..16]))),
             };
             if let Some(cookie) = done {
-                self.tidy();
+                self.discard_parsed();
                 let pending = self.pending.remove(&cookie).expect("it was there");
                 if pending.error == 0 && pending.covered != pending.data.len() {
                     let (got, all) = (pending.covered, pending.data.len());
-                    return Err(Broken::Wrong(format!("a read of {all} bytes was answered with {got}")));
+                    return Err(ConnectionError::Protocol(format!(
+                        "a read of {all} bytes returned {got} bytes"
+                    )));
                 }
                 let Pending { error, data, extents, .. } = pending;
                 return Ok(Some(Reply { cookie, error, data, extents }));
             }
         }
-        self.tidy();
+        self.discard_parsed();
         Ok(None)
     }
 
-    fn tidy(&mut self) {
+    fn discard_parsed(&mut self) {
         self.received.drain(..self.taken);
         self.taken = 0;
     }
@@ -353,7 +363,7 @@ trait CopyIf {
 }
 
 impl CopyIf for Vec<u8> {
-    /// Nothing came with an error.
+    /// Copies unless `from` is empty: a reply with an error has no data.
     fn copy_from_slice_if(&mut self, from: &[u8]) {
         if !from.is_empty() {
             self.copy_from_slice(from);
@@ -362,7 +372,7 @@ impl CopyIf for Vec<u8> {
 }
 
 impl Pending {
-    fn place(&mut self, offset: u64, len: usize) -> Result<&mut [u8], String> {
+    fn data_at(&mut self, offset: u64, len: usize) -> Result<&mut [u8], String> {
         let at = offset.checked_sub(self.offset).map(|at| at as usize);
         let all = self.data.len();
         self.covered += len;
@@ -373,13 +383,13 @@ impl Pending {
     fn chunk(&mut self, kind: u16, body: &[u8]) -> Result<(), String> {
         match (kind, body.len()) {
             (0, 0) => {}
-            (1, 9..) => self.place(long(body), body.len() - 8)?.copy_from_slice(&body[8..]),
-            (2, 12) => self.place(long(body), word(&body[8..]) as usize)?.fill(0),
+            (1, 9..) => self.data_at(u64_at(body), body.len() - 8)?.copy_from_slice(&body[8..]),
+            (2, 12) => self.data_at(u64_at(body), u32_at(&body[8..]) as usize)?.fill(0),
             (5, 12..) => {
                 let extents = body[4..].chunks_exact(8);
-                self.extents.extend(extents.map(|e| (word(e), word(&e[4..]) & HOLE_OR_ZERO != 0)));
+                self.extents.extend(extents.map(|e| (u32_at(e), u32_at(&e[4..]) & HOLE_OR_ZERO != 0)));
             }
-            (0x8001 | 0x8002, 6..) => self.error = word(body),
+            (0x8001 | 0x8002, 6..) => self.error = u32_at(body),
             _ => return Err(format!("a chunk of kind {kind:#x} with {} bytes", body.len())),
         }
         Ok(())

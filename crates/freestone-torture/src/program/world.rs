@@ -1,4 +1,4 @@
-//! What all threads of a run share.
+//! The state shared by all threads of a run.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
@@ -6,26 +6,26 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use super::asleep::Asleep;
-pub use super::disk::{Disk, Held, Kind, Known, Mark, May, TAGS};
-use super::flight::{Answers, Flight};
+use super::cut_off::{Completions, CutOffVerb};
+pub use super::disk::{ConnectionMark, DeferredRead, Disk, Kind, KnownState, PossibleImage, TAGS};
+use super::requests::WaitingMachine;
 use super::watch::Watch;
 use crate::oracle::Fill;
 
-/// Verbs that are told with a failure.
+/// Number of verbs printed with a failure.
 const HISTORY_MAX: usize = 60;
-/// Machines that wait for their disk at most.
+/// Maximum number of machines that wait for their disk.
 const ASLEEP_MAX: usize = 8;
 
-/// What went wrong first.
+/// The first failure.
 #[derive(Debug, Clone)]
-pub struct Trouble {
+pub struct FirstFailure {
     pub what: String,
-    /// What all threads did just then.
+    /// Operations of all threads at that moment.
     pub running: String,
 }
 
-/// Counts of what happened.
+/// Counters of events, by group and name.
 #[derive(Default)]
 pub struct Counts(Mutex<BTreeMap<(&'static str, String), u64>>);
 
@@ -35,8 +35,8 @@ impl Counts {
         *counts.entry((group, name.into())).or_default() += count;
     }
 
-    /// The largest number that was told.
-    pub fn most(&self, group: &'static str, name: &str, number: u64) {
+    /// Raises the counter to `number`.
+    pub fn raise(&self, group: &'static str, name: &str, number: u64) {
         let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let most = counts.entry((group, name.to_owned())).or_default();
         *most = number.max(*most);
@@ -52,34 +52,34 @@ impl Counts {
     }
 }
 
-/// What the threads of a run share.
+/// The state shared by the threads of a run.
 pub struct World {
     pub program: PathBuf,
-    /// The kernel has block devices for us.
+    /// The kernel supports ublk block devices.
     pub has_ublk: bool,
-    /// The servers keep a state.
+    /// The servers have a state directory.
     pub has_state: bool,
-    /// The directory of this round.
+    /// Directory of this round.
     pub dir: Mutex<PathBuf>,
     disks: Mutex<Vec<Arc<Disk>>>,
-    /// What the tags of the store may say; locked by who pushes there.
-    pub tags: [Mutex<Vec<May>>; TAGS.len()],
+    /// Possible images of the tags of the store; locked during a push.
+    pub tags: [Mutex<Vec<PossibleImage>>; TAGS.len()],
     /// Machines that wait for their disk.
-    asleep: Mutex<Vec<Asleep>>,
-    /// Threads begin nothing any more.
+    waiting: Mutex<Vec<WaitingMachine>>,
+    /// Threads must not start anything.
     stop: AtomicBool,
-    /// The server is being killed or ended: connections end for no other reason.
-    dying: AtomicBool,
-    /// Held for reading by a verb in the middle of which nobody may kill the server.
-    pub steady: RwLock<()>,
-    /// Those that a server could not make again.
+    /// The server is being killed or ended, the only reason for connections to end.
+    server_ending: AtomicBool,
+    /// Held for reading by a verb during which the server must not be killed.
+    pub no_kill: RwLock<()>,
+    /// Devices that a server could not create again.
     missing: Mutex<Vec<Arc<Disk>>>,
-    /// Verbs that had no answer when the server was killed.
-    flights: Mutex<Vec<Flight>>,
-    /// Of requests and verbs.
-    pub answers: Answers,
-    trouble: Mutex<Option<Trouble>>,
-    /// The last verbs.
+    /// Verbs without an answer when the server was killed.
+    cut_off: Mutex<Vec<CutOffVerb>>,
+    /// Number of requests and verbs completed.
+    pub completions: Completions,
+    first_failure: Mutex<Option<FirstFailure>>,
+    /// The most recent verbs.
     history: Mutex<VecDeque<String>>,
     pub counts: Counts,
     pub watch: Watch,
@@ -95,14 +95,14 @@ impl World {
             dir: Mutex::new(PathBuf::new()),
             disks: Mutex::new(Vec::new()),
             tags: Default::default(),
-            asleep: Mutex::new(Vec::new()),
+            waiting: Mutex::new(Vec::new()),
             stop: AtomicBool::new(false),
-            dying: AtomicBool::new(false),
-            steady: RwLock::new(()),
+            server_ending: AtomicBool::new(false),
+            no_kill: RwLock::new(()),
             missing: Mutex::new(Vec::new()),
-            flights: Mutex::new(Vec::new()),
-            answers: Answers::default(),
-            trouble: Mutex::new(None),
+            cut_off: Mutex::new(Vec::new()),
+            completions: Completions::default(),
+            first_failure: Mutex::new(None),
             history: Mutex::new(VecDeque::new()),
             counts: Counts::default(),
             watch: Watch::default(),
@@ -110,7 +110,7 @@ impl World {
         }
     }
 
-    /// The same with servers that keep a state.
+    /// Creates the state of a run whose servers have a state directory.
     pub fn with_state(program: &Path) -> Self {
         Self { has_state: true, has_ublk: false, ..Self::new(program) }
     }
@@ -127,32 +127,32 @@ impl World {
         self.dir().join(super::server::CONTROL)
     }
 
-    fn list(&self) -> MutexGuard<'_, Vec<Arc<Disk>>> {
+    fn lock_disks(&self) -> MutexGuard<'_, Vec<Arc<Disk>>> {
         self.disks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Those that `fits` likes.
+    /// Returns the devices for which `fits` is true.
     pub fn disks(&self, fits: impl Fn(&Disk) -> bool) -> Vec<Arc<Disk>> {
-        self.list().iter().filter(|disk| fits(disk)).cloned().collect()
+        self.lock_disks().iter().filter(|disk| fits(disk)).cloned().collect()
     }
 
     pub fn set_disks(&self, disks: Vec<Arc<Disk>>) {
-        *self.list() = disks;
+        *self.lock_disks() = disks;
     }
 
     pub fn add(&self, disk: Disk) -> Arc<Disk> {
         let disk = Arc::new(disk);
-        self.list().push(Arc::clone(&disk));
+        self.lock_disks().push(Arc::clone(&disk));
         disk
     }
 
     pub fn forget(&self, disk: &Arc<Disk>) {
-        disk.remove();
-        self.list().retain(|other| !Arc::ptr_eq(other, disk));
+        disk.set_removed();
+        self.lock_disks().retain(|other| !Arc::ptr_eq(other, disk));
     }
 
-    /// A server could not make this one again.
-    pub fn miss(&self, disk: &Arc<Disk>) {
+    /// Records that a server could not create this device again.
+    pub fn add_missing(&self, disk: &Arc<Disk>) {
         self.missing.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(disk));
     }
 
@@ -160,51 +160,51 @@ impl World {
         self.missing.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A verb had no answer when the server was killed.
-    pub fn in_flight(&self, flight: Flight) {
-        self.flights.lock().unwrap_or_else(PoisonError::into_inner).push(flight);
+    /// Records a verb without an answer when the server was killed.
+    pub fn add_cut_off(&self, flight: CutOffVerb) {
+        self.cut_off.lock().unwrap_or_else(PoisonError::into_inner).push(flight);
     }
 
-    pub fn take_flights(&self) -> Vec<Flight> {
-        std::mem::take(&mut *self.flights.lock().unwrap_or_else(PoisonError::into_inner))
+    pub fn take_cut_off(&self) -> Vec<CutOffVerb> {
+        std::mem::take(&mut *self.cut_off.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// A machine whose connection was ended waits until it can connect again. Those that have waited
-    /// longest give up.
-    pub fn falls_asleep(&self, machine: Asleep) {
-        let mut asleep = self.asleep.lock().unwrap_or_else(PoisonError::into_inner);
-        if asleep.len() == ASLEEP_MAX {
-            asleep.remove(0);
+    /// Adds a machine whose connection ended; it waits until it can connect again. The machine that
+    /// has waited longest gives up if there are too many.
+    pub fn add_waiting_machine(&self, machine: WaitingMachine) {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        if waiting.len() == ASLEEP_MAX {
+            waiting.remove(0);
         }
-        asleep.push(machine);
+        waiting.push(machine);
     }
 
-    /// One that waits for this device.
-    pub fn wakes(&self, disk: &str) -> Option<Asleep> {
-        let mut asleep = self.asleep.lock().unwrap_or_else(PoisonError::into_inner);
-        let at = asleep.iter().position(|machine| machine.disk == disk)?;
-        Some(asleep.remove(at))
+    /// Takes a machine that waits for this device.
+    pub fn take_waiting_machine(&self, disk: &str) -> Option<WaitingMachine> {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = waiting.iter().position(|machine| machine.disk == disk)?;
+        Some(waiting.remove(at))
     }
 
-    /// Whether one waits for this device.
-    pub fn is_missed(&self, disk: &Disk) -> bool {
-        let asleep = self.asleep.lock().unwrap_or_else(PoisonError::into_inner);
-        asleep.iter().any(|machine| machine.disk == disk.name)
+    /// Returns true if a machine waits for this device.
+    pub fn has_waiting_machine(&self, disk: &Disk) -> bool {
+        let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.iter().any(|machine| machine.disk == disk.name)
     }
 
-    /// All give up: there are other devices now.
+    /// Drops all waiting machines: the next round has other devices.
     pub fn forget_machines(&self) {
-        self.asleep.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
-    /// A number that nobody had yet.
-    pub fn number(&self) -> u64 {
+    /// Returns a unique number.
+    pub fn next_number(&self) -> u64 {
         self.numbers.fetch_add(1, Ordering::SeqCst) + 1
     }
 
-    /// The id of a write that nobody had yet.
+    /// Returns a unique id of a write.
     pub fn write_id(&self, fill: Fill) -> u64 {
-        fill.id(self.number())
+        fill.id(self.next_number())
     }
 
     pub fn stopped(&self) -> bool {
@@ -215,27 +215,27 @@ impl World {
         self.stop.store(stop, Ordering::SeqCst);
     }
 
-    pub fn dying(&self) -> bool {
-        self.dying.load(Ordering::SeqCst)
+    pub fn server_ending(&self) -> bool {
+        self.server_ending.load(Ordering::SeqCst)
     }
 
-    pub fn set_dying(&self, dying: bool) {
-        self.dying.store(dying, Ordering::SeqCst);
+    pub fn set_server_ending(&self, server_ending: bool) {
+        self.server_ending.store(server_ending, Ordering::SeqCst);
     }
 
-    /// Something is wrong; the first to say so is heard.
+    /// Reports a failure; only the first one is kept.
     pub fn fail(&self, what: impl Into<String>) {
-        let mut trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
-        if trouble.is_none() {
-            *trouble = Some(Trouble { what: what.into(), running: self.running() });
+        let mut first_failure = self.first_failure.lock().unwrap_or_else(PoisonError::into_inner);
+        if first_failure.is_none() {
+            *first_failure = Some(FirstFailure { what: what.into(), running: self.running() });
         }
-        drop(trouble);
+        drop(first_failure);
         self.set_stop(true);
     }
 
-    /// What all threads do, and the last verbs.
+    /// Describes what all threads do, and the last verbs.
     pub fn running(&self) -> String {
-        let mut running = self.watch.all();
+        let mut running = self.watch.describe_all();
         running += "  the last verbs:\n";
         for verb in self.history.lock().unwrap_or_else(PoisonError::into_inner).iter() {
             let _ = writeln!(running, "    {verb}");
@@ -243,7 +243,7 @@ impl World {
         running
     }
 
-    /// A verb was answered.
+    /// Records the answer to a verb.
     pub fn note(&self, verb: String) {
         let mut history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
         if history.len() == HISTORY_MAX {
@@ -252,7 +252,7 @@ impl World {
         history.push_back(verb);
     }
 
-    pub fn trouble(&self) -> Option<Trouble> {
-        self.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn first_failure(&self) -> Option<FirstFailure> {
+        self.first_failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }

@@ -1,7 +1,8 @@
-//! Runs ops on a stack, one after the other, with some requests in flight, and judges what comes of
-//! them.
+//! Executes the ops of a run on a stack, one after the other with some requests in flight, and
+//! judges the outcome. One thread, the runner, knows the state of all devices ([`World`]); other
+//! threads send it events.
 
-mod ask;
+mod issue;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,30 +15,31 @@ use crate::ops::{self, Op};
 use crate::rt::sync::{Arc, mpsc};
 use crate::rt::thread::{self, JoinHandle};
 use crate::rt::time::{Duration, Instant};
-use crate::stack::{About, Act, Finish, NodeId, Task, World, Wrong};
-use ask::{Ask, Asked, Asker, Hands};
+use crate::stack::{Finding, NodeId, Scope, Task, VerbResult, VerbTask, World};
+use issue::{DeviceRequest, RequestThread, TryOutcome, WorkerUser};
 
-/// Requests in flight at one time.
-const FLIGHTS_MAX: usize = 8;
-/// How long one wait for events is.
-const SLICE: Duration = Duration::from_millis(20);
-/// Bytes that one read of a check has.
+/// Maximum number of requests in flight.
+const IN_FLIGHT_MAX: usize = 8;
+/// Longest wait for one event.
+const EVENT_WAIT: Duration = Duration::from_millis(20);
+/// Bytes per read of a check.
 const CHECK_BYTES: u64 = 128 << 10;
-/// Threads to which requests are handed on.
+/// Worker threads that some requests are handed to.
 const WORKERS: usize = 2;
-/// Ops that are done beside a verb at most.
-const BESIDE_MAX: u32 = 16;
+/// Maximum number of ops that run beside one verb.
+const CONCURRENT_OPS_MAX: u32 = 16;
 
-/// What a run is judged by.
+/// Limits and settings of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Judge {
-    /// So long may a request or a verb take, after all that hangs was let go.
+    /// Longest duration of a request or a verb, after everything that hangs was released.
     pub bound: Duration,
-    /// So long what hangs below is left hanging when something is waited for.
+    /// How long hanging requests stay held while the runner waits for something.
     pub patience: Duration,
-    /// Each op is told, on standard error.
+    /// Prints each op on standard error.
     pub trace: bool,
-    /// Threads and descriptors of the process are counted: nothing else may run in it.
+    /// Checks that the run leaves no threads or descriptors behind. Nothing else may run in the
+    /// process.
     pub process: bool,
 }
 
@@ -52,336 +54,344 @@ impl Default for Judge {
     }
 }
 
-/// What a run did.
+/// Statistics of a run.
 #[derive(Debug, Clone, Default)]
 pub struct Report {
-    /// How often what happened.
+    /// Number of occurrences of each kind of event.
     pub tally: BTreeMap<&'static str, u64>,
 }
 
-/// What a run met.
+/// The failure of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// In this op of those of the stack and the run together, counted from 1; behind the last one
-    /// it is the end.
+    /// Number of the failing op, counted from 1 over the ops of the stack and the run. One more
+    /// than the last op stands for the end of the run.
     pub op: usize,
-    /// What must not be.
-    pub wrong: Wrong,
+    /// The finding.
+    pub finding: Finding,
 }
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "op {}: {}", self.op, self.wrong)
+        write!(f, "op {}: {}", self.op, self.finding)
     }
 }
 
-/// Runs `ops` on the stack of this seed; `None` is an empty one.
+/// Runs `ops` on the stack of this seed, or on an empty stack if the seed is `None`.
 ///
 /// # Errors
-/// The first thing that must not be.
+/// Returns the first finding.
 pub fn run(stack_seed: Option<u64>, ops: &[Op], judge: Judge) -> Result<Report, Failure> {
     let before = judge.process.then(Process::now);
     let stack = stack_seed.map(ops::stack).unwrap_or_default();
     let mut runner = Runner::new(judge);
     let outcome = stack.iter().chain(ops).try_for_each(|op| runner.step(op));
     let outcome = outcome.and_then(|()| {
-        runner.at += 1;
+        runner.op_number += 1;
         runner.end()
     });
-    let at = runner.at;
+    let op_number = runner.op_number;
     let report = Report { tally: runner.world.tally().clone() };
     let ended = match outcome {
-        Ok(()) => runner.close().and_then(|()| before.map_or(Ok(()), |before| before.is_again(judge.bound))),
-        Err(wrong) => {
-            // What hangs in it is left alone.
+        Ok(()) => {
+            runner.close().and_then(|()| before.map_or(Ok(()), |before| before.wait_restored(judge.bound)))
+        }
+        Err(finding) => {
+            // Parts of the run may still hang, so nothing is joined.
             runner.abandon();
-            Err(wrong)
+            Err(finding)
         }
     };
-    ended.map(|()| report).map_err(|wrong| Failure { op: at, wrong })
+    ended.map(|()| report).map_err(|finding| Failure { op: op_number, finding })
 }
 
-/// What comes back to the one thread that knows the world.
+/// An event for the runner, the one thread that knows the state of all devices.
 enum Event {
-    /// Of the request with this number, with what was read.
-    Answer(u64, Answer<()>, Vec<u8>),
-    /// Who asked has let go of the device.
-    Asked(u64),
-    Finish(Finish),
-    /// Something went wrong on another thread.
-    Wrong(Wrong),
+    /// Completion of the request with this number, with the bytes read.
+    Completed(u64, Answer<()>, Vec<u8>),
+    /// The issuing thread released the device of the request with this number.
+    Released(u64),
+    VerbResult(VerbResult),
+    /// A finding of another thread.
+    Finding(Finding),
 }
 
-/// A request that was begun and not answered.
-struct Flight {
+/// A request that was issued and not yet judged.
+struct InFlight {
     task: Task,
     began: Instant,
-    /// Who asks still holds the device, so that what is removed would outlive its removal.
-    is_asking: bool,
+    /// The issuing thread still holds the device. Judging the request waits for it, since a removed
+    /// device would otherwise outlive its removal.
+    is_device_held: bool,
     answer: Option<(Answer<()>, Vec<u8>)>,
-    /// Where a worker has it: what is begun by it ends with it.
-    _by: Option<Arc<Hands>>,
+    /// Keeps the user of a worker alive: its requests do not start after it is dropped.
+    _worker: Option<Arc<WorkerUser>>,
 }
 
-impl Flight {
-    fn new(task: Task, is_asking: bool, by: Option<Arc<Hands>>) -> Self {
-        Self { task, began: Instant::now(), is_asking, answer: None, _by: by }
+impl InFlight {
+    fn new(task: Task, is_device_held: bool, worker: Option<Arc<WorkerUser>>) -> Self {
+        Self { task, began: Instant::now(), is_device_held, answer: None, _worker: worker }
     }
 }
 
-/// A verb that is under way.
-struct Acting {
+/// A verb in progress.
+struct RunningVerb {
     what: String,
-    about: About,
+    scope: Scope,
     began: Instant,
-    /// Ops that were begun beside it.
-    beside: u32,
+    /// Ops started beside the verb.
+    concurrent: u32,
 }
 
 struct Runner {
     judge: Judge,
-    /// Ops so far.
-    at: usize,
+    /// Number of the current op.
+    op_number: usize,
     world: World,
     events: mpsc::Receiver<Event>,
-    sender: mpsc::Sender<Event>,
-    flights: BTreeMap<u64, Flight>,
-    acting: Option<Acting>,
-    next: u64,
-    acts: Option<mpsc::Sender<Act>>,
-    actor: Option<JoinHandle<()>>,
-    /// Threads that ask devices; without any the runner does.
-    askers: Vec<Asker>,
-    /// To whom some requests are handed on.
+    event_sender: mpsc::Sender<Event>,
+    in_flight: BTreeMap<u64, InFlight>,
+    running_verb: Option<RunningVerb>,
+    next_id: u64,
+    verb_sender: Option<mpsc::Sender<VerbTask>>,
+    verb_thread: Option<JoinHandle<()>>,
+    /// Threads that issue requests. Without any, the runner issues them itself.
+    request_threads: Vec<RequestThread>,
+    /// Workers that some requests are handed to.
     workers: Workers,
 }
 
 impl Runner {
     fn new(judge: Judge) -> Self {
-        let (sender, events) = mpsc::channel();
-        let (acts, todo) = mpsc::channel::<Act>();
-        let finished = sender.clone();
-        let actor = thread::spawn(move || {
-            while let Ok(act) = todo.recv() {
-                let finish = panic::catch_unwind(AssertUnwindSafe(act))
-                    .unwrap_or_else(|_| Box::new(|_| Err(Wrong::Said("a verb panicked".into()))));
-                if finished.send(Event::Finish(finish)).is_err() {
+        let (event_sender, events) = mpsc::channel();
+        let (verb_sender, todo) = mpsc::channel::<VerbTask>();
+        let finished = event_sender.clone();
+        let verb_thread = thread::spawn(move || {
+            while let Ok(task) = todo.recv() {
+                let verb_result = panic::catch_unwind(AssertUnwindSafe(task))
+                    .unwrap_or_else(|_| Box::new(|_| Err(Finding::Message("a verb panicked".into()))));
+                if finished.send(Event::VerbResult(verb_result)).is_err() {
                     return;
                 }
             }
         });
         Self {
             judge,
-            at: 0,
+            op_number: 0,
             world: World::new(),
             events,
-            sender,
-            flights: BTreeMap::new(),
-            acting: None,
-            next: 0,
-            acts: Some(acts),
-            actor: Some(actor),
-            askers: Vec::new(),
+            event_sender,
+            in_flight: BTreeMap::new(),
+            running_verb: None,
+            next_id: 0,
+            verb_sender: Some(verb_sender),
+            verb_thread: Some(verb_thread),
+            request_threads: Vec::new(),
             workers: Workers::new(WORKERS),
         }
     }
 
-    fn step(&mut self, op: &Op) -> Result<(), Wrong> {
-        self.at += 1;
+    fn step(&mut self, op: &Op) -> Result<(), Finding> {
+        self.op_number += 1;
         while let Ok(event) = self.events.try_recv() {
-            self.take(event)?;
+            self.handle_event(event)?;
         }
-        self.beside(op)?;
+        self.wait_unless_concurrent(op)?;
         match op {
             Op::Io(io) => {
                 let Some((task, device)) = self.world.begin_io(io) else { return Ok(()) };
                 self.trace(|runner| format!("{} {:?} {io:?}", runner.world.name(task.node), task.request));
                 let id = self.issue(task, device, io.submit)?;
                 if io.wait {
-                    self.until("a request", |runner| !runner.flights.contains_key(&id))?;
+                    self.wait_until("a request", |runner| !runner.in_flight.contains_key(&id))?;
                 }
-                self.until("a request", |runner| runner.flights.len() < FLIGHTS_MAX)?;
+                self.wait_until("a request", |runner| runner.in_flight.len() < IN_FLIGHT_MAX)?;
             }
             Op::Check(number) => {
                 let all = self.world.targets();
                 if let Some(node) = self.world.choose(&all, *number) {
                     self.trace(|runner| format!("check {}", runner.world.name(node)));
-                    self.check(node)?;
+                    self.check_content(node)?;
                 }
             }
-            Op::Await => self.quiet()?,
+            Op::Await => self.wait_idle()?,
             Op::Focus(on) => self.world.focus(*on),
-            Op::Askers(count) => {
-                while self.askers.len() < usize::from(*count) {
-                    self.askers.push(Asker::new(&self.sender));
+            Op::RequestThreads(count) => {
+                while self.request_threads.len() < usize::from(*count) {
+                    self.request_threads.push(RequestThread::new(&self.event_sender));
                 }
             }
             op => {
-                let Some(about) = self.world.about(op) else { return Ok(()) };
-                self.trace(|runner| format!("{op:?} of {}", runner.world.names(&about)));
-                self.verb(op, about)?;
+                let Some(scope) = self.world.scope(op) else { return Ok(()) };
+                self.trace(|runner| format!("{op:?} of {}", runner.world.names(&scope)));
+                self.prepare_verb(op, scope)?;
             }
         }
         let complaints = self.world.complaints();
-        if complaints.is_empty() { Ok(()) } else { Err(Wrong::Said(complaints.join("; "))) }
+        if complaints.is_empty() { Ok(()) } else { Err(Finding::Message(complaints.join("; "))) }
     }
 
-    /// Waits for the verb that is under way, where this op cannot be done beside it.
-    fn beside(&mut self, op: &Op) -> Result<(), Wrong> {
-        let can = self.acting.as_mut().is_none_or(|acting| {
-            acting.beside += 1;
-            op.is_beside() && acting.beside <= BESIDE_MAX
+    /// Waits for the running verb, unless this op can run beside that verb.
+    fn wait_unless_concurrent(&mut self, op: &Op) -> Result<(), Finding> {
+        let can = self.running_verb.as_mut().is_none_or(|verb| {
+            verb.concurrent += 1;
+            op.is_concurrent() && verb.concurrent <= CONCURRENT_OPS_MAX
         });
-        if can { Ok(()) } else { self.settle() }
+        if can { Ok(()) } else { self.wait_verb() }
     }
 
-    /// Waits for the verb that is under way.
-    fn settle(&mut self) -> Result<(), Wrong> {
-        self.until("a verb", |runner| runner.acting.is_none())
+    /// Waits for the running verb.
+    fn wait_verb(&mut self) -> Result<(), Finding> {
+        self.wait_until("a verb", |runner| runner.running_verb.is_none())
     }
 
     fn trace(&self, what: impl FnOnce(&Self) -> String) {
         if self.judge.trace {
-            eprintln!("{:>5} {}", self.at, what(self));
+            eprintln!("{:>5} {}", self.op_number, what(self));
         }
     }
 
-    /// Begins a verb, which goes on beside the next ops.
-    fn verb(&mut self, op: &Op, about: About) -> Result<(), Wrong> {
-        self.world.prelude(op, &about);
-        let quiet = about.quiet.clone();
-        self.until("the requests before a verb", |runner| quiet.iter().all(|&id| runner.world.is_quiet(id)))?;
-        self.world.hold(&about);
-        if let Some(act) = self.world.begin(op, &about) {
-            return self.act(format!("{op:?}"), about, act);
+    /// Starts a verb, which continues beside the next ops.
+    fn prepare_verb(&mut self, op: &Op, scope: Scope) -> Result<(), Finding> {
+        self.world.before_wait(op, &scope);
+        let idle = scope.idle.clone();
+        self.wait_until("the requests before a verb", |runner| {
+            idle.iter().all(|&id| runner.world.is_idle(id))
+        })?;
+        self.world.pause_nodes(&scope);
+        if let Some(verb_task) = self.world.begin(op, &scope) {
+            return self.start_verb(format!("{op:?}"), scope, verb_task);
         }
-        self.world.let_go(&about);
+        self.world.resume_nodes(&scope);
         Ok(())
     }
 
-    fn act(&mut self, what: String, about: About, act: Act) -> Result<(), Wrong> {
-        let sent = self.acts.as_ref().is_some_and(|acts| acts.send(act).is_ok());
+    fn start_verb(&mut self, what: String, scope: Scope, verb_task: VerbTask) -> Result<(), Finding> {
+        let sent = self.verb_sender.as_ref().is_some_and(|verb_sender| verb_sender.send(verb_task).is_ok());
         if !sent {
-            return Err(Wrong::Said(format!("{what}: the thread of the verbs is gone")));
+            return Err(Finding::Message(format!("{what}: the verb thread has ended")));
         }
-        self.acting = Some(Acting { what, about, began: Instant::now(), beside: 0 });
+        self.running_verb = Some(RunningVerb { what, scope, began: Instant::now(), concurrent: 0 });
         Ok(())
     }
 
     // ---- requests -------------------------------------------------------------------------------
 
-    /// Asks a device, as an export does, and returns the flight's number; what is done at once is
-    /// none.
-    fn issue(&mut self, mut task: Task, device: Arc<dyn Device>, submit: bool) -> Result<u64, Wrong> {
-        let id = self.next;
-        self.next += 1;
+    /// Issues a request as an export does, and returns its number. A request that completes at once
+    /// does not enter `in_flight`.
+    fn issue(&mut self, mut task: Task, device: Arc<dyn Device>, submit: bool) -> Result<u64, Finding> {
+        let id = self.next_id;
+        self.next_id += 1;
         let (request, data) = (task.request, std::mem::take(&mut task.data));
-        // Of those that are only submitted, every other one is a worker's.
-        let by = (submit && id % 2 == 1).then(|| Hands::new(&device, &self.workers));
-        let ask = Ask { id, request, data, device, submit, by: by.clone() };
-        if !self.askers.is_empty() {
-            self.flights.insert(id, Flight::new(task, true, by));
-            let asker = &self.askers[id as usize % self.askers.len()];
-            return match asker.asks.send(ask) {
+        // Every other request that skips the try goes to a worker.
+        let worker = (submit && id % 2 == 1).then(|| WorkerUser::new(&device, &self.workers));
+        let device_request = DeviceRequest { id, request, data, device, submit, worker: worker.clone() };
+        if !self.request_threads.is_empty() {
+            self.in_flight.insert(id, InFlight::new(task, true, worker));
+            let request_thread = &self.request_threads[id as usize % self.request_threads.len()];
+            return match request_thread.requests.send(device_request) {
                 Ok(()) => Ok(id),
-                Err(_) => Err(Wrong::Said("a thread of the requests is gone".into())),
+                Err(_) => Err(Finding::Message("a request thread has ended".into())),
             };
         }
-        match ask.tries()? {
-            Asked::Answered(answer, bytes) => self.world.end_io(task, answer, &bytes)?,
-            Asked::Waits(rest) => {
-                self.flights.insert(id, Flight::new(task, false, by));
-                rest.submit(self.sender.clone());
+        match device_request.try_inline()? {
+            TryOutcome::Completed(answer, bytes) => self.world.end_io(task, answer, &bytes)?,
+            TryOutcome::Blocked(remainder) => {
+                self.in_flight.insert(id, InFlight::new(task, false, worker));
+                remainder.submit(self.event_sender.clone());
             }
         }
         Ok(id)
     }
 
-    /// Reads all of a node, and waits for it.
-    fn check(&mut self, node: NodeId) -> Result<(), Wrong> {
-        let mut at = 0;
-        while let Some((task, device)) = self.world.begin_check(node, at, CHECK_BYTES) {
-            at += task.request.len;
+    /// Reads all of a node and waits for each read.
+    fn check_content(&mut self, node: NodeId) -> Result<(), Finding> {
+        let mut op_number = 0;
+        while let Some((task, device)) = self.world.begin_check(node, op_number, CHECK_BYTES) {
+            op_number += task.request.len;
             let id = self.issue(task, device, false)?;
-            self.until("a read", |runner| !runner.flights.contains_key(&id))?;
+            self.wait_until("a read", |runner| !runner.in_flight.contains_key(&id))?;
         }
         Ok(())
     }
 
-    fn quiet(&mut self) -> Result<(), Wrong> {
-        self.until("what is in flight", |runner| runner.flights.is_empty())
+    fn wait_idle(&mut self) -> Result<(), Finding> {
+        self.wait_until("requests in flight", |runner| runner.in_flight.is_empty())
     }
 
     // ---- waiting --------------------------------------------------------------------------------
 
-    fn take(&mut self, event: Event) -> Result<(), Wrong> {
+    fn handle_event(&mut self, event: Event) -> Result<(), Finding> {
         match event {
-            Event::Answer(id, answer, bytes) => {
-                let Some(flight) = self.flights.get_mut(&id).filter(|flight| flight.answer.is_none()) else {
-                    return Err(Wrong::Said(format!("flight {id} was answered twice")));
+            Event::Completed(id, answer, bytes) => {
+                let Some(request) = self.in_flight.get_mut(&id).filter(|request| request.answer.is_none())
+                else {
+                    return Err(Finding::Message(format!("request {id} completed twice")));
                 };
-                let took = flight.began.elapsed();
+                let took = request.began.elapsed();
                 if took > self.judge.bound {
-                    let request = flight.task.request;
-                    return Err(Wrong::Said(format!("{request:?} was answered only after {took:?}")));
+                    let request = request.task.request;
+                    return Err(Finding::Message(format!("{request:?} completed only after {took:?}")));
                 }
-                flight.answer = Some((answer, bytes));
-                self.landed(id)
+                request.answer = Some((answer, bytes));
+                self.judge_completed(id)
             }
-            Event::Asked(id) => {
-                self.flights.get_mut(&id).into_iter().for_each(|flight| flight.is_asking = false);
-                self.landed(id)
+            Event::Released(id) => {
+                self.in_flight.get_mut(&id).into_iter().for_each(|request| request.is_device_held = false);
+                self.judge_completed(id)
             }
-            Event::Finish(finish) => {
-                let Some(Acting { what, about, began, .. }) = self.acting.take() else {
-                    return Err(Wrong::Said("a verb ended twice".into()));
+            Event::VerbResult(verb_result) => {
+                let Some(RunningVerb { what, scope, began, .. }) = self.running_verb.take() else {
+                    return Err(Finding::Message("a verb ended twice".into()));
                 };
-                finish(&mut self.world)?;
-                self.world.let_go(&about);
+                verb_result(&mut self.world)?;
+                self.world.resume_nodes(&scope);
                 let took = began.elapsed();
                 if took > self.judge.bound {
-                    return Err(Wrong::Said(format!("{what}: ended only after {took:?}")));
+                    return Err(Finding::Message(format!("{what}: ended only after {took:?}")));
                 }
                 Ok(())
             }
-            Event::Wrong(wrong) => Err(wrong),
+            Event::Finding(finding) => Err(finding),
         }
     }
 
-    /// Judges a request that is answered, once nobody holds its device for it.
-    fn landed(&mut self, id: u64) -> Result<(), Wrong> {
-        let is_over = |flight: &Flight| flight.answer.is_some() && !flight.is_asking;
-        if !self.flights.get(&id).is_some_and(is_over) {
+    /// Judges a completed request once its issuing thread has released the device.
+    fn judge_completed(&mut self, id: u64) -> Result<(), Finding> {
+        let is_over = |request: &InFlight| request.answer.is_some() && !request.is_device_held;
+        if !self.in_flight.get(&id).is_some_and(is_over) {
             return Ok(());
         }
-        let Some(Flight { task, answer: Some((answer, bytes)), .. }) = self.flights.remove(&id) else {
+        let Some(InFlight { task, answer: Some((answer, bytes)), .. }) = self.in_flight.remove(&id) else {
             return Ok(());
         };
         self.world.end_io(task, answer, &bytes)
     }
 
-    /// Takes what comes until something is so. What hangs below is let go after a while.
-    fn until(&mut self, what: &str, is: impl Fn(&Self) -> bool) -> Result<(), Wrong> {
+    /// Handles events until the condition holds. Releases hanging requests after `patience`.
+    fn wait_until(&mut self, what: &str, is: impl Fn(&Self) -> bool) -> Result<(), Finding> {
         let began = Instant::now();
         while !is(self) {
             let waited = began.elapsed();
             if waited > self.judge.bound {
-                let flights: Vec<String> = self
-                    .flights
+                let in_flight: Vec<String> = self
+                    .in_flight
                     .values()
-                    .map(|flight| format!("{}: {:?}", self.world.name(flight.task.node), flight.task.request))
+                    .map(|request| {
+                        format!("{}: {:?}", self.world.name(request.task.node), request.task.request)
+                    })
                     .collect();
-                let verb = self.acting.as_ref().map_or("none", |acting| &acting.what);
-                return Err(Wrong::Said(format!(
+                let verb = self.running_verb.as_ref().map_or("none", |verb| &verb.what);
+                return Err(Finding::Message(format!(
                     "{what}: no end after {waited:?}; verb: {verb}; in flight: {}",
-                    flights.join(", ")
+                    in_flight.join(", ")
                 )));
             }
             if waited >= self.judge.patience {
                 self.world.release();
             }
-            if let Ok(event) = self.events.recv_timeout(SLICE) {
-                self.take(event)?;
+            if let Ok(event) = self.events.recv_timeout(EVENT_WAIT) {
+                self.handle_event(event)?;
             }
         }
         Ok(())
@@ -389,68 +399,68 @@ impl Runner {
 
     // ---- the end --------------------------------------------------------------------------------
 
-    /// All is well below, everything is looked at, and goes.
-    fn end(&mut self) -> Result<(), Wrong> {
+    /// Ends all faults, checks all content, and removes every node.
+    fn end(&mut self) -> Result<(), Finding> {
         self.world.heal();
-        self.settle()?;
-        self.quiet()?;
-        self.world.outlast();
-        self.world.images_are_whole()?;
+        self.wait_verb()?;
+        self.wait_idle()?;
+        self.world.wait_store_faults_over();
+        self.world.check_images()?;
         for node in self.world.targets() {
-            self.check(node)?;
+            self.check_content(node)?;
         }
-        while let Some(last) = self.world.last() {
-            let act = self.world.remove(last);
-            self.act("a removal".into(), About::default(), act)?;
-            self.settle()?;
+        while let Some(last) = self.world.any_removable() {
+            let verb_task = self.world.remove(last);
+            self.start_verb("a removal".into(), Scope::default(), verb_task)?;
+            self.wait_verb()?;
         }
         let began = Instant::now();
         loop {
-            match self.world.accounts() {
+            match self.world.check_released() {
                 Ok(()) => return Ok(()),
-                Err(wrong) if began.elapsed() > self.judge.bound => return Err(wrong),
+                Err(finding) if began.elapsed() > self.judge.bound => return Err(finding),
                 Err(_) => thread::sleep(Duration::from_millis(1)),
             }
         }
     }
 
-    /// Everything is dropped.
-    fn close(mut self) -> Result<(), Wrong> {
+    /// Drops everything that remains.
+    fn close(mut self) -> Result<(), Finding> {
         let world = std::mem::take(&mut self.world);
-        let dropped: Act = Box::new(move || {
+        let dropped: VerbTask = Box::new(move || {
             drop(world);
             Box::new(|_| Ok(()))
         });
-        self.act("the end of the families".into(), About::default(), dropped)?;
-        self.settle()?;
-        self.acts = None;
-        self.askers.drain(..).for_each(Asker::end);
+        self.start_verb("the end of the families".into(), Scope::default(), dropped)?;
+        self.wait_verb()?;
+        self.verb_sender = None;
+        self.request_threads.drain(..).for_each(RequestThread::end);
         self.workers.stop();
-        if let Some(actor) = self.actor.take() {
-            // What panicked there was told.
-            let _ = actor.join();
+        if let Some(verb_thread) = self.verb_thread.take() {
+            // A panic of that thread was already reported.
+            let _ = verb_thread.join();
         }
         Ok(())
     }
 
-    /// After a failure: nothing is waited for, since it may never end.
+    /// Cleans up after a failure. Waits for nothing, since it may never end.
     fn abandon(mut self) {
         self.world.heal();
         let world = std::mem::take(&mut self.world);
-        let flights = std::mem::take(&mut self.flights);
-        // Not joined.
-        self.askers.clear();
-        if let Some(acts) = self.acts.take() {
-            let left: Act = Box::new(move || {
-                drop((flights, world));
+        let in_flight = std::mem::take(&mut self.in_flight);
+        // Dropped without joining.
+        self.request_threads.clear();
+        if let Some(verb_sender) = self.verb_sender.take() {
+            let left: VerbTask = Box::new(move || {
+                drop((in_flight, world));
                 Box::new(|_| Ok(()))
             });
-            let _ = acts.send(left);
+            let _ = verb_sender.send(left);
         }
     }
 }
 
-/// What the process has.
+/// Number of threads and descriptors of the process.
 struct Process {
     threads: usize,
     descriptors: usize,
@@ -462,8 +472,9 @@ impl Process {
         Self { threads: count("/proc/self/task"), descriptors: count("/proc/self/fd") }
     }
 
-    /// Threads end a moment after those who wait for them were told.
-    fn is_again(&self, bound: Duration) -> Result<(), Wrong> {
+    /// Waits until the counts are the same as before. Threads end a moment after their completion
+    /// was reported.
+    fn wait_restored(&self, bound: Duration) -> Result<(), Finding> {
         let began = Instant::now();
         loop {
             let now = Self::now();
@@ -471,7 +482,7 @@ impl Process {
                 return Ok(());
             }
             if began.elapsed() > bound {
-                return Err(Wrong::Said(format!(
+                return Err(Finding::Message(format!(
                     "the process had {} threads and {} descriptors, and has {} and {}",
                     self.threads, self.descriptors, now.threads, now.descriptors
                 )));
@@ -491,7 +502,7 @@ mod tests {
     use super::*;
     use crate::rt::sync::Mutex;
 
-    /// A device that forgets one write of so many.
+    /// A device that ignores every 20th write.
     struct Forgetful(Model, Mutex<u32>);
 
     impl Device for Forgetful {
@@ -517,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_end_well() {
+    fn seeded_runs_pass() {
         for seed in [2, 5, 8, 12] {
             let report = run(Some(seed), &ops::draw(seed, 150), Judge::default());
             let report = report.unwrap_or_else(|failure| panic!("seed {seed}: {failure}"));
@@ -526,20 +537,20 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_forgets_is_found() {
+    fn forgetful_device_is_found() {
         let broken = Forgetful(Model::new(1 << 20, 512), Mutex::new(20));
         broken.0.write_zeroes(0, 512, freestone::device::Flags::empty()).unwrap();
         let mut runner = Runner::new(Judge::default());
         runner.world.add_device("forgetful", Arc::new(broken));
-        // Verbs might take it away.
+        // No verbs: one might remove the device.
         let ops = ops::draw(1, 400).into_iter().filter(|op| matches!(op, Op::Io(_) | Op::Await));
         let found = ops.into_iter().try_for_each(|op| runner.step(&op)).and_then(|()| runner.end());
-        assert!(matches!(found, Err(Wrong::Content(_))), "{found:?}");
+        assert!(matches!(found, Err(Finding::Content(_))), "{found:?}");
         runner.abandon();
     }
 
     #[test]
-    fn a_device_that_never_answers_is_found() {
+    fn hanging_device_is_found() {
         let disk = crate::disk::SimDisk::new(crate::disk::DiskConfig::default(), 1);
         let hangs = crate::disk::Chances { hang: 1000, ..Default::default() };
         disk.control().set_plan(crate::disk::Plan { read: hangs, write: hangs, ..Default::default() });
@@ -548,7 +559,7 @@ mod tests {
         runner.world.add_device("silent", Arc::new(disk));
         let mut ops = ops::draw(1, 100).into_iter().filter(|op| matches!(op, Op::Io(_) | Op::Await));
         let found = ops.try_for_each(|op| runner.step(&op));
-        assert!(matches!(&found, Err(Wrong::Said(what)) if what.contains("no end")), "{found:?}");
+        assert!(matches!(&found, Err(Finding::Message(what)) if what.contains("no end")), "{found:?}");
         runner.abandon();
     }
 }

@@ -1,35 +1,35 @@
-//! Ops other than requests: which nodes each is about, what has to be quiet for it, and who does
-//! it.
+//! Dispatches ops other than requests: chooses the nodes of each op, determines which of them must
+//! be idle, and starts the op.
 
-use super::{Act, FAMILIES_MAX, Kind, NODES_MAX, Node, NodeId, World};
+use super::{FAMILIES_MAX, Kind, NODES_MAX, Node, NodeId, VerbTask, World};
 use crate::disk::DiskControl;
 use crate::ops::{CowOp, Op};
 
-/// The nodes that an op is about, in the order in which it names them.
+/// The nodes of an op, in the order of the op.
 #[derive(Debug, Clone, Default)]
-pub struct About {
+pub struct Scope {
     nodes: Vec<NodeId>,
-    /// These must have no requests in flight, and get none until the op is finished.
-    pub quiet: Vec<NodeId>,
-    /// These get none either, but what is in flight goes on.
-    held: Vec<NodeId>,
+    /// Nodes that must have no requests in flight, and receive none until the op is finished.
+    pub idle: Vec<NodeId>,
+    /// Nodes that receive no new requests, while those in flight continue.
+    paused: Vec<NodeId>,
     /// See [`Op::frees`].
-    frees: bool,
+    freeing_verbs: bool,
 }
 
 impl World {
-    /// The names of what an op is about.
-    pub fn names(&self, about: &About) -> String {
-        let names: Vec<String> = about.nodes.iter().map(|&id| self.name(id)).collect();
+    /// Returns the names of the nodes of an op.
+    pub fn names(&self, scope: &Scope) -> String {
+        let names: Vec<String> = scope.nodes.iter().map(|&id| self.name(id)).collect();
         names.join(", ")
     }
 
-    /// Which nodes an op is about. `None`: there is nothing for it to do.
-    pub fn about(&self, op: &Op) -> Option<About> {
+    /// Chooses the nodes of an op. Returns `None` if the op has nothing to do.
+    pub fn scope(&self, op: &Op) -> Option<Scope> {
         let one = |all: Vec<NodeId>, number: u16| self.choose(&all, number).map(|id| vec![id]);
         let has_room = self.nodes.len() < NODES_MAX;
         let (nodes, possible) = match op {
-            Op::Io(_) | Op::Check(_) | Op::Await | Op::Askers(_) | Op::Focus(_) => return None,
+            Op::Io(_) | Op::Check(_) | Op::Await | Op::RequestThreads(_) | Op::Focus(_) => return None,
             Op::Family { .. } => (Vec::new(), self.families.len() < FAMILIES_MAX),
             Op::Ram { .. } => (Vec::new(), has_room && !self.families.is_empty()),
             Op::Disk(_) | Op::Memory { .. } | Op::File { .. } | Op::Base { .. } | Op::Image { .. } => {
@@ -66,10 +66,12 @@ impl World {
             | Op::Faults { node, .. }
             | Op::BadBlocks { node, .. } => (one(self.coverable(), *node)?, has_room),
             Op::CowSnapshot { origin, .. } => (one(self.origins(), *origin)?, has_room),
-            Op::Merge(node) | Op::StopMerge(node) | Op::WaitMerge(node) => (one(self.cows(), *node)?, true),
-            Op::PowerCut { node, .. } => (one(self.powers(), *node)?, true),
+            Op::Merge(node) | Op::StopMerge(node) | Op::WaitMerge(node) => {
+                (one(self.cow_snapshots(), *node)?, true)
+            }
+            Op::PowerCut { node, .. } => (one(self.power_layers(), *node)?, true),
             Op::Delta { node, .. } => (one(self.overlays(), *node)?, has_room),
-            Op::Changes(node) => (one(self.changing(), *node)?, true),
+            Op::Changes(node) => (one(self.with_changes(), *node)?, true),
             Op::Extents(node) => (one(self.targets(), *node)?, true),
             Op::Save { nodes, .. } => {
                 let nodes = self.several(&self.savable(), nodes);
@@ -84,22 +86,22 @@ impl World {
         {
             return None;
         }
-        let (quiet, held) = (self.must_be_quiet(op, &nodes), self.must_be_held(op, &nodes));
-        Some(About { nodes, quiet, held, frees: op.frees() })
+        let (idle, paused) = (self.must_be_idle(op, &nodes), self.must_be_paused(op, &nodes));
+        Some(Scope { nodes, idle, paused, freeing_verbs: op.frees() })
     }
 
-    fn must_be_quiet(&self, op: &Op, nodes: &[NodeId]) -> Vec<NodeId> {
+    fn must_be_idle(&self, op: &Op, nodes: &[NodeId]) -> Vec<NodeId> {
         match op {
             Op::Origin(_) | Op::Power(_) | Op::Wrap { .. } | Op::Faults { .. } | Op::BadBlocks { .. } => {
                 nodes.to_vec()
             }
-            Op::Changes(_) => self.compared(nodes[0]),
-            // A snapshot that is being merged, and its origin, are one.
+            Op::Changes(_) => self.nodes_to_pause(nodes[0]),
+            // A merging snapshot and its origin share an oracle.
             Op::Extents(_) => {
                 let oracle = self.nodes[&nodes[0]].oracle;
                 self.nodes_that(|node| node.oracle == oracle)
             }
-            // With the origin all that was merged into it before, which shows the same.
+            // Includes snapshots merged into the origin before, which show the same content.
             Op::Merge(_) => {
                 let origin = self.nodes.get(&nodes[0]).and_then(|node| self.nodes.get(node.on.first()?));
                 let oracle = origin.map(|origin| origin.oracle);
@@ -109,7 +111,7 @@ impl World {
                     .map(|(id, _)| *id)
                     .collect()
             }
-            // What is written through a cover is not to arrive when the cover is gone.
+            // A write through a cover must not arrive after the cover is gone.
             Op::Remove(_) if self.nodes.get(&nodes[0]).is_some_and(|node| !node.on.is_empty()) => {
                 nodes.to_vec()
             }
@@ -118,11 +120,11 @@ impl World {
         }
     }
 
-    /// What new requests would find is not known before the op is finished.
-    fn must_be_held(&self, op: &Op, nodes: &[NodeId]) -> Vec<NodeId> {
+    /// Until the op is finished, the content that new requests would find is unknown.
+    fn must_be_paused(&self, op: &Op, nodes: &[NodeId]) -> Vec<NodeId> {
         match op {
             Op::PowerCut { .. } => nodes.to_vec(),
-            // It writes what it kept back while it goes.
+            // A removed power layer writes its unflushed data below.
             Op::Remove(_) => match self.nodes.get(&nodes[0]) {
                 Some(Node { kind: Kind::Power(_), on, .. }) => on.clone(),
                 _ => Vec::new(),
@@ -131,32 +133,32 @@ impl World {
         }
     }
 
-    /// Nodes that are held get no requests until [`let_go`](Self::let_go).
-    pub fn hold(&mut self, about: &About) {
-        self.held.extend(about.quiet.iter().chain(&about.held));
+    /// Withholds requests from the nodes of an op until [`resume_nodes`](Self::resume_nodes).
+    pub fn pause_nodes(&mut self, scope: &Scope) {
+        self.paused.extend(scope.idle.iter().chain(&scope.paused));
     }
 
-    /// The op is finished.
-    pub fn let_go(&mut self, about: &About) {
-        self.frees += u64::from(about.frees);
-        for id in about.quiet.iter().chain(&about.held) {
-            self.held.remove(id);
+    /// Finishes an op.
+    pub fn resume_nodes(&mut self, scope: &Scope) {
+        self.freeing_verbs += u64::from(scope.freeing_verbs);
+        for id in scope.idle.iter().chain(&scope.paused) {
+            self.paused.remove(id);
         }
     }
 
-    /// What is done before the nodes are waited for.
-    pub fn prelude(&mut self, op: &Op, about: &About) {
+    /// Does what must happen before waiting for the nodes.
+    pub fn before_wait(&mut self, op: &Op, scope: &Scope) {
         if let Op::Crash { power, seed, .. } = op {
-            self.tree_dies(about.nodes[0], *power, *seed);
+            self.tree_dies(scope.nodes[0], *power, *seed);
         }
     }
 
-    /// Begins an op other than requests.
-    pub fn begin(&mut self, op: &Op, about: &About) -> Option<Act> {
-        let nodes = &about.nodes;
-        self.frees += u64::from(about.frees);
+    /// Starts an op other than a request.
+    pub fn begin(&mut self, op: &Op, scope: &Scope) -> Option<VerbTask> {
+        let nodes = &scope.nodes;
+        self.freeing_verbs += u64::from(scope.freeing_verbs);
         match op {
-            Op::Io(_) | Op::Check(_) | Op::Await | Op::Askers(_) | Op::Focus(_) => None,
+            Op::Io(_) | Op::Check(_) | Op::Await | Op::RequestThreads(_) | Op::Focus(_) => None,
             Op::Family { limit_kib, algorithm, backing, auto } => {
                 self.make_family(*limit_kib, *algorithm, *backing, *auto)
             }
@@ -227,7 +229,7 @@ impl World {
         }
     }
 
-    fn with_disk(&self, number: u16, change: impl FnOnce(&DiskControl)) -> Option<Act> {
+    fn with_disk(&self, number: u16, change: impl FnOnce(&DiskControl)) -> Option<VerbTask> {
         if let Some(disk) = self.disk_of(number).and_then(|id| self.disks.get(&id)) {
             change(disk);
         }

@@ -1,19 +1,19 @@
-//! Snapshots with exception stores, and merges.
+//! Snapshots with COW devices, and merges.
 
 use freestone::cow::{self, MergeSetupError, MergeStatus, Origin, SetupError, Snapshot, StoreKind};
 use freestone::device::{Blocking, Device, Flags};
 
-use super::{Act, Causes, CowNode, Kind, NodeId, OracleId, World, Wrong, act, finish, pick, wrong};
+use super::{Causes, CowNode, Finding, Kind, NodeId, OracleId, VerbTask, World, act, finding, finish, pick};
 use crate::disk::{DiskConfig, SimDisk};
 use crate::ops::CowOp;
 use crate::oracle::{Durability, ReadToken};
 use crate::rt::sync::Arc;
 
-/// Bytes that make a device look like a new store.
+/// Bytes to zero so that a device looks like a new COW device.
 const HEADER_BYTES: u64 = 4096;
 
-/// A snapshot that is being made.
-pub(super) struct Making {
+/// A snapshot being created.
+pub(super) struct PreparedCow {
     id: NodeId,
     cow: NodeId,
     ample: bool,
@@ -26,8 +26,8 @@ pub(super) struct Making {
     before: Causes,
 }
 
-impl Making {
-    /// Waits for the COW device.
+impl PreparedCow {
+    /// Blanks the COW device and prepares the snapshot; waits for the COW device.
     pub fn prepare(&self) -> Result<cow::PendingSnapshot, SetupError> {
         let blank = self.device.write_zeroes(0, HEADER_BYTES, Flags::FUA);
         blank.map_err(|source| SetupError::Device { what: "blanking", source })?;
@@ -36,19 +36,19 @@ impl Making {
 }
 
 impl World {
-    /// Origins that can be given snapshots.
+    /// Returns the origins that can have snapshots.
     pub(super) fn origins(&self) -> Vec<NodeId> {
         let mut all = self.nodes_that(|node| matches!(&node.kind, Kind::Origin(origin) if !origin.is_half));
-        all.retain(|&id| self.is_shown(id));
+        all.retain(|&id| self.is_content_visible(id));
         all
     }
 
-    pub(super) fn cows(&self) -> Vec<NodeId> {
+    pub(super) fn cow_snapshots(&self) -> Vec<NodeId> {
         self.nodes_that(|node| matches!(node.kind, Kind::Cow(_)))
     }
 
-    /// Chooses the COW device of a snapshot; it is none that lies on any of `set`.
-    pub(super) fn prepare_cow(&mut self, id: NodeId, op: CowOp, set: &[NodeId]) -> Option<Making> {
+    /// Chooses the COW device of a snapshot; the device must not lie on any node of `set`.
+    pub(super) fn prepare_cow(&mut self, id: NodeId, op: CowOp, set: &[NodeId]) -> Option<PreparedCow> {
         let CowOp { store, chunk, ample, on } = op;
         let Kind::Origin(origin) = &self.nodes.get(&id)?.kind else { return None };
         let origin = origin.origin.clone();
@@ -59,12 +59,12 @@ impl World {
         let chunks = geometry.size.div_ceil(chunk);
         let wanted =
             if ample { 2 * (chunks + chunks.div_ceil(chunk / 16) + 2) } else { 4 + chunks / 8 } * chunk;
-        // A device of the stack as the COW device, where one is free and large enough.
+        // Prefer a device of the stack as the COW device, if one is free and large enough.
         let mut free = self.coverable();
         free.retain(|&other| {
             self.can_hold(other, id, wanted) && !self.below(other).iter().any(|below| set.contains(below))
         });
-        let cow = on.and_then(|number| pick(&free, number)).filter(|other| self.is_quiet(*other));
+        let cow = on.and_then(|number| pick(&free, number)).filter(|other| self.is_idle(*other));
         let cow = cow.unwrap_or_else(|| {
             let config = DiskConfig {
                 size: wanted,
@@ -86,12 +86,12 @@ impl World {
         let durability = if is_persistent { Durability::Flushed } else { Durability::Nothing };
         let token = self.oracles.get_mut(&oracle)?.begin_read();
         let config = cow::Config { kind, chunk_bytes: Some(chunk), force: true, ..cow::Config::default() };
-        Some(Making { id, cow, ample, config, durability, device, origin, oracle, token, before })
+        Some(PreparedCow { id, cow, ample, config, durability, device, origin, oracle, token, before })
     }
 
-    /// A snapshot has begun.
-    pub(super) fn add_cow(&mut self, making: Making, snapshot: Snapshot) {
-        let Making { id, cow, ample, config, durability, oracle, token, .. } = making;
+    /// Adds the node of a new snapshot.
+    pub(super) fn add_cow(&mut self, prepared: PreparedCow, snapshot: Snapshot) {
+        let PreparedCow { id, cow, ample, config, durability, oracle, token, .. } = prepared;
         let Some(below) = self.oracles.get_mut(&oracle) else { return };
         let shown = below.snapshot_since(token, "snapshot", durability);
         let shown = self.add_oracle(shown);
@@ -110,32 +110,32 @@ impl World {
         self.rename(made);
     }
 
-    /// Whether there is a cause for a snapshot that could not be prepared.
-    pub(super) fn judge_cow(&self, making: &Making, error: &SetupError) -> Result<(), Wrong> {
-        let &Making { id, cow, before, .. } = making;
+    /// Checks that a failed preparation of a snapshot has a cause.
+    pub(super) fn judge_cow(&self, prepared: &PreparedCow, error: &SetupError) -> Result<(), Finding> {
+        let &PreparedCow { id, cow, before, .. } = prepared;
         let now = self.causes(&self.cow_disks(id, cow));
         let causes = now != before || now.hung > 0;
         let nodes = || [id, cow].into_iter().filter_map(|id| self.nodes.get(&id));
         let limited = nodes().any(|node| self.is_limited(node));
-        // A snapshot that it is to lie on may have been lost before.
-        let worse_off =
-            nodes().any(|node| self.remembers(node) && (self.had_trouble(node) || self.is_short(node)));
+        // A snapshot below may have been lost before.
+        let worse_off = nodes()
+            .any(|node| self.can_be_damaged(node) && (self.may_be_damaged(node) || self.may_overflow(node)));
         match error {
             SetupError::Merging if self.has_merge(id) => Ok(()),
             SetupError::NotInTime(_) if self.has_hung() => Ok(()),
             SetupError::Device { .. } if causes || limited || worse_off => Ok(()),
             SetupError::TooSmall { .. } | SetupError::OddSize { .. } | SetupError::Block { .. } => Ok(()),
-            error => wrong(format!("a snapshot could not be made: {error}")),
+            error => finding(format!("a snapshot could not be made: {error}")),
         }
     }
 
-    /// A snapshot was not made: nobody needs its COW device, nor what that lies on.
-    pub(super) fn give_up(&mut self, making: Making) {
-        self.abandon(making.oracle, making.token);
+    /// Cleans up after a failed snapshot: removes its COW device and the nodes below.
+    pub(super) fn discard_prepared(&mut self, prepared: PreparedCow) {
+        self.abandon(prepared.oracle, prepared.token);
         let mut gone = Vec::new();
-        // What it lies on has its content: a part of a store, perhaps.
-        for id in self.below(making.cow) {
-            self.take(id, &mut gone);
+        // The nodes below have its content, possibly parts of exceptions.
+        for id in self.below(prepared.cow) {
+            self.remove_node(id, &mut gone);
         }
         self.sweep();
     }
@@ -152,7 +152,7 @@ impl World {
         node.is_some_and(|node| matches!(&node.kind, Kind::Origin(origin) if origin.is_half))
     }
 
-    /// Whether a node can be the COW device of an origin: nothing of the one lies on the other.
+    /// Returns true if a node can be the COW device of an origin: neither lies on the other.
     fn can_hold(&self, cow: NodeId, origin: NodeId, bytes: u64) -> bool {
         let node = &self.nodes[&cow];
         let is_plain =
@@ -163,7 +163,7 @@ impl World {
             && !self.below(cow).contains(&origin)
     }
 
-    /// A node, and all that it lies on.
+    /// Returns a node and all nodes below it.
     pub(super) fn below(&self, id: NodeId) -> Vec<NodeId> {
         let mut all = vec![id];
         let mut at = 0;
@@ -176,17 +176,17 @@ impl World {
         all
     }
 
-    /// Whether this is an origin that lies on a disk itself, which can be opened again.
+    /// Returns true if this origin lies directly on a disk, which can be opened again.
     pub(super) fn lies_on_disk(&self, id: NodeId) -> bool {
         let below = self.nodes.get(&id).and_then(|node| self.nodes.get(node.on.first()?));
         below.is_some_and(|below| matches!(below.kind, Kind::Disk(_)))
     }
 
-    pub(super) fn merge(&mut self, id: NodeId) -> Option<Act> {
+    pub(super) fn merge(&mut self, id: NodeId) -> Option<VerbTask> {
         let (node, Kind::Cow(cow)) = (&self.nodes[&id], &self.nodes[&id].kind) else { return None };
         let (snapshot, origin, merging) = (cow.snapshot.clone(), cow.origin, cow.merging);
         let is_covered = node.covered;
-        // What is over the snapshot would have to share its oracle with the origin's covers.
+        // A cover of the snapshot would have to share its oracle with the covers of the origin.
         if is_covered || self.nodes.get(&origin).is_none_or(|origin| origin.covered) {
             return None;
         }
@@ -197,9 +197,9 @@ impl World {
             finish(move |world| {
                 world.count("merges");
                 let Some(node) = world.nodes.get(&id) else { return Ok(()) };
-                let had_trouble = world.had_trouble(node) || world.is_short(node);
+                let may_be_damaged = world.may_be_damaged(node) || world.may_overflow(node);
                 if begun.is_ok() && !merging {
-                    world.plays_origin(id, Some(token));
+                    world.record_merge(id, Some(token));
                 } else if let Some(oracle) = world.oracles.get_mut(&oracle) {
                     oracle.abandon(token);
                 }
@@ -207,20 +207,20 @@ impl World {
                     Ok(()) | Err(MergeSetupError::Transient) => Ok(()),
                     Err(MergeSetupError::Other) if world.has_merge(origin) || world.is_half(origin) => Ok(()),
                     Err(MergeSetupError::NotInTime(_)) if world.has_hung() => Ok(()),
-                    Err(MergeSetupError::Invalid | MergeSetupError::Mark(_)) if had_trouble => {
+                    Err(MergeSetupError::Invalid | MergeSetupError::Mark(_)) if may_be_damaged => {
                         if let Some(Kind::Cow(cow)) = world.nodes.get_mut(&id).map(|node| &mut node.kind) {
                             cow.maybe_marked = true;
                         }
                         Ok(())
                     }
-                    Err(error) => wrong(format!("a merge did not begin: {error}")),
+                    Err(error) => finding(format!("a merge did not begin: {error}")),
                 }
             })
         })
     }
 
-    /// From now on the origin shows what this snapshot shows, and they are one.
-    pub(super) fn plays_origin(&mut self, id: NodeId, token: Option<ReadToken>) {
+    /// Records a merge: from now on the origin shows the content of this snapshot.
+    pub(super) fn record_merge(&mut self, id: NodeId, token: Option<ReadToken>) {
         let Some(node) = self.nodes.get_mut(&id) else { return };
         let (own, disks, families) = (node.oracle, node.disks.clone(), node.families.clone());
         let Kind::Cow(cow) = &mut node.kind else { return };
@@ -233,8 +233,8 @@ impl World {
         let Some(shown) = self.oracles.get(&own).cloned() else { return };
         if let Some(oracle) = self.oracles.get_mut(&below) {
             let token = token.unwrap_or_else(|| oracle.begin_read());
-            // What an origin has grown by is no affair of the snapshot.
-            oracle.turn_head_into(token, shown.size(), &shown, false);
+            // The snapshot does not cover what the origin has grown by.
+            oracle.replace_head(token, shown.size(), &shown, false);
         }
         if let Some(node) = self.nodes.get_mut(&id) {
             node.oracle = below;
@@ -242,8 +242,8 @@ impl World {
         self.sweep();
     }
 
-    /// Waits for the end of a merge, which is brought about where `stop` says so.
-    pub(super) fn end_merge(&mut self, id: NodeId, stop: bool) -> Option<Act> {
+    /// Waits for the end of a merge, after stopping it if `stop` is set.
+    pub(super) fn end_merge(&mut self, id: NodeId, stop: bool) -> Option<VerbTask> {
         let Kind::Cow(cow) = &self.nodes[&id].kind else { return None };
         let (snapshot, merging) = (cow.snapshot.clone(), cow.merging);
         act(move || {
@@ -253,18 +253,18 @@ impl World {
             let status = snapshot.wait_merge();
             finish(move |world| {
                 let Some(node) = world.nodes.get(&id) else { return Ok(()) };
-                let had_trouble = world.had_trouble(node) || world.is_short(node);
+                let may_be_damaged = world.may_be_damaged(node) || world.may_overflow(node);
                 world.count(match status {
                     MergeStatus::Finished => "merges that finished",
                     MergeStatus::Failed(_) => "merges that failed",
                     _ => "merges that stopped",
                 });
                 match status {
-                    MergeStatus::Failed(failure) if !had_trouble => {
-                        wrong(format!("a merge failed without a cause: {failure}"))
+                    MergeStatus::Failed(failure) if !may_be_damaged => {
+                        finding(format!("a merge failed without a cause: {failure}"))
                     }
-                    MergeStatus::None if merging => wrong("a merge that began is none"),
-                    MergeStatus::Running => wrong("a merge that was waited for is still running"),
+                    MergeStatus::None if merging => finding("a merge was started, but its status is none"),
+                    MergeStatus::Running => finding("a merge is still running after its end was waited for"),
                     _ => Ok(()),
                 }
             })

@@ -1,7 +1,9 @@
-//! What uses a disk dies, with the power or without, and is opened again.
+//! Crashes: the users of a disk die, with or without a power loss, and everything persistent is
+//! opened again.
 //!
-//! A **tree** is a disk and all that lies on it. An origin over the disk, and snapshots of it whose
-//! stores persist on disks of their own, come back; the rest of the tree ends with the process.
+//! A **tree** is a disk and all nodes on it. An origin over the disk, and its snapshots with
+//! persistent COW devices on disks of their own, survive a crash; the rest of the tree ends with
+//! the process.
 
 use std::collections::BTreeSet;
 
@@ -9,22 +11,22 @@ use freestone::cow::{self, MergeStatus, Origin, Snapshot, Status};
 use freestone::device::Device;
 use freestone::null::{Config, Memory};
 
-use super::{Act, CowNode, Kind, Node, NodeId, OriginNode, World, Wrong, act, finish, wrong};
+use super::{CowNode, Finding, Kind, Node, NodeId, OriginNode, VerbTask, World, act, finding, finish};
 use crate::disk::{DiskControl, SimDisk};
 use crate::oracle::{Durability, Oracle};
 use crate::rt::sync::Arc;
 
-/// A snapshot that comes back.
-struct Store {
+/// A snapshot that survives.
+struct SurvivingSnapshot {
     id: NodeId,
     control: DiskControl,
     config: cow::Config,
-    node: Option<Before>,
+    node: Option<SnapshotState>,
 }
 
-/// What is known of it.
+/// The state of a snapshot before the crash.
 #[expect(clippy::struct_excessive_bools, reason = "independent facts")]
-struct Before {
+struct SnapshotState {
     origin: NodeId,
     cow: NodeId,
     ample: bool,
@@ -33,27 +35,27 @@ struct Before {
     unmarked: bool,
 }
 
-/// A disk that was opened again.
-struct Again {
+/// A disk opened again.
+struct ReopenedDisk {
     id: NodeId,
     control: DiskControl,
     device: Arc<dyn Device>,
 }
 
-impl Again {
+impl ReopenedDisk {
     fn open(id: NodeId, control: &DiskControl, seed: u64) -> Self {
         let disk: SimDisk = control.reopened(seed);
         Self { id, control: disk.control(), device: Arc::new(disk) }
     }
 }
 
-/// Stands where a device will be again; nobody asks it.
-fn gone_device() -> Arc<dyn Device> {
+/// Returns a placeholder for a device that will be opened again; it receives no requests.
+fn placeholder_device() -> Arc<dyn Device> {
     Arc::new(Memory::new(Config::plain(4096, 512)).expect("a page"))
 }
 
 impl World {
-    /// Disks whose tree can be opened again.
+    /// Returns the disks whose tree can be opened again.
     pub(super) fn crashable(&self) -> Vec<NodeId> {
         let all = self.nodes_that(|node| matches!(node.kind, Kind::Disk(_)));
         all.into_iter().filter(|&id| self.can_reopen(id)).collect()
@@ -63,14 +65,14 @@ impl World {
         let Some(node) = self.nodes.get(&id) else { return false };
         let origin = self.origin_on(id).and_then(|id| self.nodes.get(&id));
         let is_half = origin.is_some_and(|node| matches!(&node.kind, Kind::Origin(origin) if origin.is_half));
-        // Merges whose store does not come back would leave an origin of which nobody knows what it
-        // holds.
+        // If the COW device of a merging snapshot did not survive, the content of the origin would
+        // be unknown.
         let persistent = self.persistent(id);
         let lost_merge = self.tree(id).into_iter().any(|id| {
             let is_merging = |node: &Node| matches!(&node.kind, Kind::Cow(cow) if cow.merging);
             self.nodes.get(&id).is_some_and(is_merging) && !persistent.contains(&id)
         });
-        // Below something else than an origin there is nothing that could be opened.
+        // Only an origin can be opened again over a disk.
         !self.is_cow_device(id) && !is_half && !lost_merge && (!node.covered || origin.is_some())
     }
 
@@ -83,8 +85,8 @@ impl World {
         self.nodes.iter().find(|(_, node)| is(node)).map(|(id, _)| *id)
     }
 
-    /// A disk and all that lies on it, and the COW devices of that: what lies on others comes after
-    /// them.
+    /// Returns a disk, all nodes on it, and the COW devices of snapshots among them. A node comes
+    /// after the nodes that it lies on.
     pub(super) fn tree(&self, disk: NodeId) -> Vec<NodeId> {
         let mut all = vec![disk];
         let mut at = 0;
@@ -105,7 +107,7 @@ impl World {
         all
     }
 
-    /// Snapshots of a tree that come back.
+    /// Returns the snapshots of a tree that survive a crash.
     fn persistent(&self, disk: NodeId) -> Vec<NodeId> {
         let origin = self.origin_on(disk);
         let all = self.tree(disk);
@@ -124,7 +126,7 @@ impl World {
         persistent
     }
 
-    /// The disks of a tree die at one moment.
+    /// Kills the disks of a tree at one moment.
     pub(super) fn tree_dies(&mut self, disk: NodeId, power: bool, seed: u64) {
         let mut controls = Vec::new();
         for id in self.tree(disk) {
@@ -133,7 +135,7 @@ impl World {
             }
         }
         DiskControl::all_die(&controls, seed, power);
-        // Not later: a disk that is dead does not say so either.
+        // Read this now: a dead disk cannot record it either.
         for id in self.persistent(disk) {
             if let Some(Kind::Cow(cow)) = self.nodes.get_mut(&id).map(|node| &mut node.kind) {
                 cow.unmarked = cow.snapshot.is_unmarked();
@@ -141,79 +143,79 @@ impl World {
         }
     }
 
-    /// Ends what is left of the tree and opens it again. Its requests were answered.
-    pub(super) fn reopen(&mut self, disk: NodeId, power: bool, seed: u64) -> Option<Act> {
+    /// Ends the remains of the tree and opens it again. Its requests have completed.
+    pub(super) fn reopen(&mut self, disk: NodeId, power: bool, seed: u64) -> Option<VerbTask> {
         self.count(if power { "crashes with the power" } else { "crashes" });
         let origin = self.origin_on(disk);
         let control = self.control(disk)?;
         let mut stores = Vec::new();
-        let mut kept: Vec<NodeId> = vec![disk];
-        kept.extend(origin);
+        let mut survivors: Vec<NodeId> = vec![disk];
+        survivors.extend(origin);
         for id in self.persistent(disk) {
             let Kind::Cow(node) = &self.nodes.get(&id)?.kind else { continue };
             let CowNode { origin, cow, ample, merging, maybe_marked, unmarked, .. } = *node;
-            let before = Before { origin, cow, ample, merging, maybe_marked, unmarked };
+            let before = SnapshotState { origin, cow, ample, merging, maybe_marked, unmarked };
             let (control, config) = (self.control(cow)?, node.snapshot.config());
-            stores.push(Store { id, control, config, node: Some(before) });
-            kept.extend([id, cow]);
+            stores.push(SurvivingSnapshot { id, control, config, node: Some(before) });
+            survivors.extend([id, cow]);
         }
         let mut gone = Vec::new();
-        for id in self.tree(disk).into_iter().rev().filter(|id| !kept.contains(id)) {
-            // A COW device goes with its snapshot.
+        for id in self.tree(disk).into_iter().rev().filter(|id| !survivors.contains(id)) {
+            // A COW device is removed with its snapshot.
             if !self.is_cow_device(id) {
-                self.take(id, &mut gone);
+                self.remove_node(id, &mut gone);
             }
         }
-        // Their handles go as well, those on top first.
+        // Drop the handles of surviving nodes as well, topmost first.
         let mut handles: Vec<(Kind, Arc<dyn Device>)> = Vec::new();
-        for id in kept.iter().rev() {
-            let trouble = self.nodes.get(id).is_some_and(|node| self.had_trouble(node));
+        for id in survivors.iter().rev() {
+            let had_failure = self.nodes.get(id).is_some_and(|node| self.may_be_damaged(node));
             if let Some(node) = self.nodes.get_mut(id) {
-                node.trouble = trouble;
-                let none: Arc<dyn Device> = gone_device();
+                node.had_failure = had_failure;
+                let none: Arc<dyn Device> = placeholder_device();
                 let kind = std::mem::replace(&mut node.kind, Kind::Layer);
                 handles.push((kind, std::mem::replace(&mut node.device, none)));
             }
         }
-        // What a power layer had not written below dies with the process.
+        // Data that a power layer had not written below dies with the process.
         let loses = power || gone.iter().any(|node| matches!(node.kind, Kind::Power(_)));
         let oracles: BTreeSet<u32> =
-            kept.iter().filter_map(|id| self.nodes.get(id)).map(|node| node.oracle).collect();
+            survivors.iter().filter_map(|id| self.nodes.get(id)).map(|node| node.oracle).collect();
         for id in oracles {
             if let Some(oracle) = self.oracles.get_mut(&id) {
                 if loses { oracle.crash() } else { oracle.die() }
             }
         }
         self.sweep();
-        self.leaving.begins();
+        self.removals.start();
         act(move || {
             drop(gone);
             handles.into_iter().for_each(drop);
-            let below = Again::open(disk, &control, seed ^ 1);
+            let below = ReopenedDisk::open(disk, &control, seed ^ 1);
             let opened = origin.map(|id| (id, Origin::new(Arc::clone(&below.device))));
             let mut snapshots = Vec::new();
             for (store, seed) in stores.into_iter().zip(seed.wrapping_add(2)..) {
                 let cow = store.node.as_ref().map_or(0, |node| node.cow);
-                let again = Again::open(cow, &store.control, seed);
+                let reopened = ReopenedDisk::open(cow, &store.control, seed);
                 let config = cow::Config { chunk_bytes: None, ..store.config };
                 let snapshot =
-                    opened.as_ref().map(|(_, origin)| origin.snapshot(Arc::clone(&again.device), &config));
-                snapshots.push((store, again, snapshot));
+                    opened.as_ref().map(|(_, origin)| origin.snapshot(Arc::clone(&reopened.device), &config));
+                snapshots.push((store, reopened, snapshot));
             }
             finish(move |world| {
-                world.leaving.ends();
-                world.disk_is_back(below, origin.is_some());
+                world.removals.finish();
+                world.restore_disk(below, origin.is_some());
                 if let Some((id, origin)) = opened {
                     let device: Arc<dyn Device> = Arc::new(origin.clone());
-                    world.is_back(id, Kind::Origin(OriginNode { origin, is_half: false }), device);
+                    world.restore_node(id, Kind::Origin(OriginNode { origin, is_half: false }), device);
                 }
                 let mut opened = Vec::new();
-                for (store, again, snapshot) in snapshots {
-                    world.disk_is_back(again, true);
+                for (store, reopened, snapshot) in snapshots {
+                    world.restore_disk(reopened, true);
                     match (snapshot, store.node) {
                         (Some(Ok(snapshot)), Some(before)) => opened.push((store.id, snapshot, before)),
                         (Some(Err(error)), _) => {
-                            return wrong(format!(
+                            return finding(format!(
                                 "{} could not be opened again: {error}",
                                 world.name(store.id)
                             ));
@@ -221,11 +223,11 @@ impl World {
                         _ => {}
                     }
                 }
-                // All of them, since the merge of one is the origin's content.
+                // Of all snapshots, since a stopped merge of one affects the content of the origin.
                 let is_half =
                     opened.iter().any(|(_, snapshot, _)| snapshot.merge_status() == MergeStatus::Stopped);
                 opened.into_iter().try_for_each(|(id, snapshot, before)| {
-                    world.store_is_back(id, snapshot, &before, is_half)
+                    world.restore_snapshot(id, snapshot, &before, is_half)
                 })
             })
         })
@@ -238,7 +240,7 @@ impl World {
         }
     }
 
-    fn is_back(&mut self, id: NodeId, kind: Kind, device: Arc<dyn Device>) {
+    fn restore_node(&mut self, id: NodeId, kind: Kind, device: Arc<dyn Device>) {
         let disks = self.nodes.get(&id).map(|node| node.disks.clone()).unwrap_or_default();
         let since = self.causes(&disks);
         if let Some(node) = self.nodes.get_mut(&id) {
@@ -246,51 +248,51 @@ impl World {
         }
     }
 
-    fn disk_is_back(&mut self, Again { id, control, device }: Again, covered: bool) {
+    fn restore_disk(&mut self, ReopenedDisk { id, control, device }: ReopenedDisk, covered: bool) {
         let Some(node) = self.nodes.get_mut(&id) else { return };
         node.covered = covered;
         let Some(&number) = node.disks.first() else { return };
         self.disks.insert(number, control);
-        self.is_back(id, Kind::Disk(number), device);
+        self.restore_node(id, Kind::Disk(number), device);
     }
 
-    /// `is_half`: the origin below is half merged.
-    fn store_is_back(
+    /// Restores the node of a snapshot. `is_half`: the origin below is half merged.
+    fn restore_snapshot(
         &mut self,
         id: NodeId,
         snapshot: Snapshot,
-        before: &Before,
+        before: &SnapshotState,
         is_half: bool,
-    ) -> Result<(), Wrong> {
+    ) -> Result<(), Finding> {
         let status = snapshot.merge_status();
-        let &Before { origin, cow, ample, merging, maybe_marked, unmarked } = before;
+        let &SnapshotState { origin, cow, ample, merging, maybe_marked, unmarked } = before;
         let device: Arc<dyn Device> = Arc::new(snapshot.clone());
         let plays = status == MergeStatus::Stopped;
         let merges = merging && plays;
         let kind = CowNode { snapshot, origin, cow, ample, merging: merges, maybe_marked, unmarked: false };
         let is_valid = kind.snapshot.status() != Status::Invalid;
-        self.is_back(id, Kind::Cow(kind), device);
+        self.restore_node(id, Kind::Cow(kind), device);
         if unmarked && is_valid && !merging {
-            // Where the header that says so could not be written for two seconds, the origin was
-            // written all the same, and so the snapshot shows anything.
+            // If the header could not be marked invalid for two seconds, the origin was written all
+            // the same. The snapshot then has undefined content.
             self.count("lost snapshots that came back");
-            self.take(id, &mut Vec::new());
+            self.remove_node(id, &mut Vec::new());
             return Ok(());
         }
         if plays && !merging {
             if !maybe_marked {
-                return wrong(format!("{} plays its origin's part, and no merge was begun", self.name(id)));
+                return finding(format!("{} is merging, but no merge was started", self.name(id)));
             }
-            self.plays_origin(id, None);
+            self.record_merge(id, None);
         }
         if merging && !plays && is_half {
-            // It was merged to its end before another one began to be: now it is a new snapshot of
-            // what is half merged, which only an origin with notes would refuse.
-            self.take(id, &mut Vec::new());
+            // Its merge ended before another one started. The snapshot now belongs to a half merged
+            // origin, which only an origin that keeps records could refuse.
+            self.remove_node(id, &mut Vec::new());
             return Ok(());
         }
         if merging && !plays {
-            // It was merged to its end: it is a new snapshot of the origin.
+            // Its merge had ended: the COW device now holds a new snapshot of the origin.
             let shown = self.nodes.get(&origin).and_then(|origin| self.oracles.get_mut(&origin.oracle));
             let Some(shown) =
                 shown.map(|oracle: &mut Oracle| oracle.snapshot("snapshot", Durability::Flushed))

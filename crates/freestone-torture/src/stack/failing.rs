@@ -1,7 +1,7 @@
-//! What fails on purpose beside simulated disks: the library's faults, its bad blocks, and files
-//! that are cut off below.
+//! Sources of failures besides simulated disks: the library's fault rules, its bad blocks,
+//! truncated files and stores.
 //!
-//! Each has a number as a disk has, under which what it did is counted as a cause.
+//! Each source has a number like a disk, under which its failures are counted as causes.
 
 use std::cell::Cell;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use freestone::null::{BadBlocks, BadConfig, BadError};
 use freestone_testkit::objects::Memory;
 
 use super::images::StoreFaults;
-use super::{Act, Causes, DiskId, Kind, NodeId, World, act, finish, pick, wrong};
+use super::{Causes, DiskId, Kind, NodeId, VerbTask, World, act, finding, finish, pick};
 use crate::disk::DiskControl;
 use crate::oracle::{self, Outcome, SECTOR_BYTES};
 use crate::rt::sync::Arc;
@@ -23,62 +23,62 @@ use crate::rt::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 const SECTOR: u64 = SECTOR_BYTES as u64;
 
-/// Something that makes requests fail.
+/// A source of failures.
 pub(super) struct Injector {
-    what: What,
-    /// What it did under rules that it has no more.
+    what: Source,
+    /// Failures counted under rules that were replaced.
     past: Causes,
-    /// What it had done when it was last looked at: it may be gone.
-    seen: Cell<Causes>,
+    /// Last known count, since the layer may be gone.
+    last_known: Cell<Causes>,
 }
 
-enum What {
+enum Source {
     Faults(Weak<Faults>),
     Bad(Weak<BadBlocks>, Arc<Count>),
-    Cut(Arc<Cut>, Arc<Count>),
+    Cut(Arc<Truncation>, Arc<Count>),
     Store(Arc<Memory>, Arc<StoreFaults>),
-    /// Not zero where what is read may be gone for good.
-    Fate(Arc<AtomicU32>),
+    /// Non-zero if the data of an image may be gone for good.
+    LostImage(Arc<AtomicU32>),
 }
 
 impl Injector {
-    fn new(what: What) -> Self {
-        Self { what, past: Causes::default(), seen: Cell::default() }
+    fn new(what: Source) -> Self {
+        Self { what, past: Causes::default(), last_known: Cell::default() }
     }
 
     pub fn causes(&self) -> Causes {
         let now = match &self.what {
-            What::Faults(faults) => faults.upgrade().map(|faults| fired(&faults)),
-            What::Bad(_, count) | What::Cut(_, count) => {
+            Source::Faults(faults) => faults.upgrade().map(|faults| fired(&faults)),
+            Source::Bad(_, count) | Source::Cut(_, count) => {
                 Some(Causes { errors: count.failed.load(Ordering::SeqCst), hung: 0 })
             }
-            What::Store(_, faults) => Some(faults.causes()),
-            // Each look finds another cause.
-            What::Fate(lost) => {
+            Source::Store(_, faults) => Some(faults.causes()),
+            // Each query counts one more cause.
+            Source::LostImage(lost) => {
                 let more = u64::from(lost.load(Ordering::SeqCst) > 0);
-                Some(Causes { errors: self.seen.get().errors + more, hung: 0 })
+                Some(Causes { errors: self.last_known.get().errors + more, hung: 0 })
             }
         };
         if let Some(now) = now {
             let past = self.past;
-            self.seen.set(Causes { errors: past.errors + now.errors, hung: past.hung + now.hung });
+            self.last_known.set(Causes { errors: past.errors + now.errors, hung: past.hung + now.hung });
         }
-        self.seen.get()
+        self.last_known.get()
     }
 
     fn set(&mut self, rules: Rules) {
-        if let What::Faults(faults) = &self.what
+        if let Source::Faults(faults) = &self.what
             && let Some(faults) = faults.upgrade()
         {
             self.past = self.causes();
-            // What is decided while they are replaced is counted nowhere.
+            // Failures decided during the replacement are counted nowhere.
             self.past.errors += u64::from(faults.rules() != Rules::default());
             faults.set(rules, None);
         }
     }
 
     pub fn release(&self) {
-        if let What::Faults(faults) = &self.what
+        if let Source::Faults(faults) = &self.what
             && let Some(faults) = faults.upgrade()
         {
             faults.release();
@@ -89,18 +89,18 @@ impl Injector {
         self.set(Rules::default());
         self.release();
         match &self.what {
-            What::Faults(_) | What::Fate(_) => {}
-            What::Store(memory, _) => memory.heal(),
-            What::Bad(bad, count) => {
+            Source::Faults(_) | Source::LostImage(_) => {}
+            Source::Store(memory, _) => memory.heal(),
+            Source::Bad(bad, count) => {
                 let bad = bad.upgrade();
                 let ranges = bad.iter().flat_map(|bad| bad.ranges());
                 for (first, last) in ranges {
                     count.changes.fetch_add(1, Ordering::SeqCst);
-                    // It was there; if it is good by now, so much the better.
+                    // The range was bad a moment ago. If it is good by now, nothing is left to do.
                     let _ = bad.as_ref().map(|bad| bad.change(&format!("-{first}-{last}")));
                 }
             }
-            What::Cut(cut, count) => {
+            Source::Cut(cut, count) => {
                 if cut.at.load(Ordering::SeqCst) < cut.size {
                     cut.set(cut.size, count);
                 }
@@ -109,7 +109,7 @@ impl Injector {
     }
 }
 
-/// How often rules fired that give an error, or have something hang.
+/// Counts how often rules with an error or a hang have fired.
 fn fired(faults: &Faults) -> Causes {
     let mut causes = Causes::default();
     for count in faults.counts() {
@@ -119,15 +119,15 @@ fn fired(faults: &Faults) -> Causes {
     causes
 }
 
-/// A file that may end before its device does.
-struct Cut {
+/// A file that may be shorter than its device.
+struct Truncation {
     path: PathBuf,
     size: u64,
-    /// Where it ends.
+    /// Current size of the file.
     at: AtomicU64,
 }
 
-impl Cut {
+impl Truncation {
     fn set(&self, size: u64, count: &Count) {
         count.changes.fetch_add(1, Ordering::SeqCst);
         self.at.fetch_min(size, Ordering::SeqCst);
@@ -138,65 +138,66 @@ impl Cut {
     }
 }
 
-/// Errors that had a cause.
+/// Count of the failures with a cause.
 #[derive(Default)]
 struct Count {
     failed: AtomicU64,
-    /// Changes of what has a cause.
+    /// Number of changes of the conditions under which requests fail.
     changes: AtomicU64,
 }
 
-/// Counts the errors of a device that it was made to answer.
-struct Counting {
+/// Counts the injected errors of a device.
+struct CountingLayer {
     inner: Arc<dyn Device>,
     count: Arc<Count>,
-    /// Whether a request has a cause to fail, as things are.
+    /// Returns true if a request has a cause to fail under the current conditions.
     has_cause: Box<dyn Fn(u64, u64) -> bool + Send + Sync>,
 }
 
-/// What was so when a request began.
+/// The conditions when a request started.
 #[derive(Clone, Copy)]
-struct Began {
+struct Conditions {
     has_cause: bool,
     changes: u64,
 }
 
 impl Count {
-    /// Where things changed meanwhile, an error may come from that.
-    fn judge(&self, began: Began, error: Error) {
-        let is_caused = began.has_cause || self.changes.load(Ordering::SeqCst) != began.changes;
+    /// Counts an error if it has a cause. If the conditions changed meanwhile, the change may be
+    /// the cause.
+    fn judge(&self, conditions: Conditions, error: Error) {
+        let is_caused = conditions.has_cause || self.changes.load(Ordering::SeqCst) != conditions.changes;
         self.failed.fetch_add(u64::from(is_caused && error == Error::Media), Ordering::SeqCst);
     }
 }
 
-impl Counting {
-    fn begin(&self, offset: u64, len: u64) -> Began {
+impl CountingLayer {
+    fn begin(&self, offset: u64, len: u64) -> Conditions {
         let changes = self.count.changes.load(Ordering::SeqCst);
-        Began { has_cause: (self.has_cause)(offset, len), changes }
+        Conditions { has_cause: (self.has_cause)(offset, len), changes }
     }
 }
 
-impl Device for Counting {
+impl Device for CountingLayer {
     fn geometry(&self) -> Geometry {
         self.inner.geometry()
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Answer<Tried> {
-        let began = self.begin(request.offset, request.len);
-        self.inner.try_io(request, buffer).inspect_err(|&error| self.count.judge(began, error))
+        let conditions = self.begin(request.offset, request.len);
+        self.inner.try_io(request, buffer).inspect_err(|&error| self.count.judge(conditions, error))
     }
 
     fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
-        let (began, count) = (self.begin(request.offset, request.len), Arc::clone(&self.count));
+        let (conditions, count) = (self.begin(request.offset, request.len), Arc::clone(&self.count));
         let done = Completion::new(move |answer: Answer<()>, buffer| {
-            done.complete(answer.inspect_err(|&error| count.judge(began, error)), buffer);
+            done.complete(answer.inspect_err(|&error| count.judge(conditions, error)), buffer);
         });
         self.inner.submit(request, buffer, done);
     }
 
     fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Answer<u64> {
-        let began = self.begin(offset, len);
-        self.inner.extents(offset, len, row).inspect_err(|&error| self.count.judge(began, error))
+        let conditions = self.begin(offset, len);
+        self.inner.extents(offset, len, row).inspect_err(|&error| self.count.judge(conditions, error))
     }
 
     fn prefetch(&self, offset: u64, len: u64) {
@@ -209,98 +210,98 @@ impl Device for Counting {
 }
 
 impl World {
-    fn add_injector(&mut self, what: What) -> DiskId {
+    fn add_injector(&mut self, what: Source) -> DiskId {
         let id = self.new_id();
         self.injectors.insert(id, Injector::new(what));
         id
     }
 
     pub(super) fn add_store(&mut self, memory: &Arc<Memory>, faults: &Arc<StoreFaults>) -> DiskId {
-        self.add_injector(What::Store(Arc::clone(memory), Arc::clone(faults)))
+        self.add_injector(Source::Store(Arc::clone(memory), Arc::clone(faults)))
     }
 
-    pub(super) fn add_fate(&mut self, lost: Arc<AtomicU32>) -> DiskId {
-        self.add_injector(What::Fate(lost))
+    pub(super) fn add_lost_image(&mut self, lost: Arc<AtomicU32>) -> DiskId {
+        self.add_injector(Source::LostImage(lost))
     }
 
-    /// What fails on the way to a node is a cause.
-    pub(super) fn fails_by(&mut self, node: NodeId, injector: Option<DiskId>) {
+    /// Counts failures of the injector as causes for the node.
+    pub(super) fn add_cause(&mut self, node: NodeId, injector: Option<DiskId>) {
         if let Some(node) = self.nodes.get_mut(&node) {
             node.disks.extend(injector);
         }
     }
 
-    /// Puts faults over a device; without rules so far.
+    /// Puts a fault layer without rules over a device.
     pub(super) fn with_faults(
         &mut self,
         device: Arc<dyn Device>,
         seed: u64,
     ) -> std::io::Result<(DiskId, Arc<dyn Device>)> {
         let faults = Arc::new(Faults::new(device, Rules::default(), seed)?);
-        Ok((self.add_injector(What::Faults(Arc::downgrade(&faults))), faults))
+        Ok((self.add_injector(Source::Faults(Arc::downgrade(&faults))), faults))
     }
 
-    /// Counts what a file that is cut off fails.
+    /// Puts a layer over a file that counts the failures of truncation.
     pub(super) fn with_cuts(&mut self, file: Arc<dyn Device>, path: PathBuf) -> (DiskId, Arc<dyn Device>) {
         let size = file.geometry().size;
-        let cut = Arc::new(Cut { path, size, at: AtomicU64::new(size) });
+        let cut = Arc::new(Truncation { path, size, at: AtomicU64::new(size) });
         let count = Arc::<Count>::default();
-        let id = self.add_injector(What::Cut(Arc::clone(&cut), Arc::clone(&count)));
+        let id = self.add_injector(Source::Cut(Arc::clone(&cut), Arc::clone(&count)));
         let has_cause =
             Box::new(move |offset: u64, len: u64| offset.saturating_add(len) > cut.at.load(Ordering::SeqCst));
-        (id, Arc::new(Counting { inner: file, count, has_cause }))
+        (id, Arc::new(CountingLayer { inner: file, count, has_cause }))
     }
 
-    /// Puts a layer that fails by rule over a device.
-    pub(super) fn make_faults(&mut self, below: NodeId, seed: u64) -> Option<Act> {
+    /// Puts a layer over a device that fails by rule.
+    pub(super) fn make_faults(&mut self, below: NodeId, seed: u64) -> Option<VerbTask> {
         let (device, oracle) = (Arc::clone(&self.nodes[&below].device), self.nodes[&below].oracle);
         match self.with_faults(device, seed) {
             Ok((injector, device)) => {
                 let node = self.add("faults", Kind::Layer, device, oracle, vec![below]);
-                self.fails_by(node, Some(injector));
+                self.add_cause(node, Some(injector));
                 None
             }
             Err(error) => {
-                act(move || finish(move |_| wrong(format!("no faults could be put there: {error}"))))
+                act(move || finish(move |_| finding(format!("a fault layer could not be created: {error}"))))
             }
         }
     }
 
     /// Puts a layer with bad blocks over a device.
-    pub(super) fn make_bad_blocks(&mut self, below: NodeId, how: u8) -> Option<Act> {
+    pub(super) fn make_bad_blocks(&mut self, below: NodeId, how: u8) -> Option<VerbTask> {
         let (device, oracle) = (Arc::clone(&self.nodes[&below].device), self.nodes[&below].oracle);
         let config = BadConfig { once: how.is_multiple_of(2), partial_io: how % 4 < 2 };
         let (bad, count) = (Arc::new(BadBlocks::new(device, config)), Arc::<Count>::default());
-        let injector = self.add_injector(What::Bad(Arc::downgrade(&bad), Arc::clone(&count)));
+        let injector = self.add_injector(Source::Bad(Arc::downgrade(&bad), Arc::clone(&count)));
         let inner: Arc<dyn Device> = Arc::clone(&bad) as _;
         let has_cause = Box::new(move |offset, len| bad.verdict(offset, len).is_some());
-        let device = Arc::new(Counting { inner, count, has_cause });
+        let device = Arc::new(CountingLayer { inner, count, has_cause });
         let node = self.add("bad blocks", Kind::Layer, device, oracle, vec![below]);
-        self.fails_by(node, Some(injector));
+        self.add_cause(node, Some(injector));
         None
     }
 
-    /// Other rules for one of the faults.
-    pub(super) fn rules(&mut self, layer: u16, text: &str) -> Option<Act> {
+    /// Replaces the rules of a fault layer.
+    pub(super) fn rules(&mut self, layer: u16, text: &str) -> Option<VerbTask> {
         let rules = match text.parse::<Rules>() {
             Ok(rules) => rules,
             Err(error) => {
                 let error = error.to_string();
-                return act(move || finish(move |_| wrong(error)));
+                return act(move || finish(move |_| finding(error)));
             }
         };
-        let is = |what: &What| matches!(what, What::Faults(faults) if faults.strong_count() > 0);
+        let is = |what: &Source| matches!(what, Source::Faults(faults) if faults.strong_count() > 0);
         let id = self.injector(layer, is)?;
         self.injectors.get_mut(&id)?.set(rules);
         self.count("rules");
         None
     }
 
-    /// Blocks of a layer become bad, or good.
-    pub(super) fn bad_blocks(&mut self, layer: u16, at: u32, sectors: u16, good: bool) -> Option<Act> {
-        let is = |what: &What| matches!(what, What::Bad(bad, _) if bad.strong_count() > 0);
+    /// Makes blocks of a layer bad, or good.
+    pub(super) fn bad_blocks(&mut self, layer: u16, at: u32, sectors: u16, good: bool) -> Option<VerbTask> {
+        let is = |what: &Source| matches!(what, Source::Bad(bad, _) if bad.strong_count() > 0);
         let id = self.injector(layer, is)?;
-        let What::Bad(bad, count) = &self.injectors.get(&id)?.what else { return None };
+        let Source::Bad(bad, count) = &self.injectors.get(&id)?.what else { return None };
         let bad = bad.upgrade()?;
         let size = bad.geometry().size / SECTOR;
         let first = u64::from(at) % size;
@@ -310,22 +311,23 @@ impl World {
         self.count("bad blocks");
         match changed {
             Ok(()) | Err(BadError::TooMany) => None,
-            Err(error) => act(move || finish(move |_| wrong(format!("no bad blocks: {error}")))),
+            Err(error) => act(move || finish(move |_| finding(format!("no bad blocks: {error}")))),
         }
     }
 
-    /// Files that can be cut off: those of which nothing else shows what they hold.
+    /// Returns the files that can be truncated: no other node shows their content.
     fn cuttable(&self) -> Vec<NodeId> {
         self.nodes_that(|node| matches!(node.kind, Kind::File(_)) && !node.covered)
     }
 
-    /// A file loses its end: it has fewer bytes until it is healed, and zeroes there from then on.
-    pub(super) fn cut(&mut self, file: u16, parts: u16) -> Option<Act> {
+    /// Truncates a file. The lost range fails until the file is healed, and reads as zeroes from
+    /// then on.
+    pub(super) fn cut(&mut self, file: u16, parts: u16) -> Option<VerbTask> {
         let id = pick(&self.cuttable(), file)?;
         let node = &self.nodes[&id];
         let Kind::File(injector) = node.kind else { return None };
         let (cut, count) = match &self.injectors.get(&injector)?.what {
-            What::Cut(cut, count) => (Arc::clone(cut), Arc::clone(count)),
+            Source::Cut(cut, count) => (Arc::clone(cut), Arc::clone(count)),
             _ => return None,
         };
         let sectors = cut.size / SECTOR;
@@ -342,18 +344,18 @@ impl World {
         None
     }
 
-    fn injector(&self, number: u16, is: impl Fn(&What) -> bool) -> Option<DiskId> {
+    fn injector(&self, number: u16, is: impl Fn(&Source) -> bool) -> Option<DiskId> {
         let all = self.injectors.iter().filter(|(_, injector)| is(&injector.what));
         pick(&all.map(|(id, _)| *id).collect::<Vec<_>>(), number)
     }
 
-    /// What hangs below goes on.
+    /// Releases hanging requests.
     pub fn release(&self) {
         self.disks.values().for_each(DiskControl::release);
         self.injectors.values().for_each(Injector::release);
     }
 
-    /// All is well with one thing that fails.
+    /// Ends the faults of one disk or injector.
     pub(super) fn heal_one(&mut self, number: u16) {
         let all: Vec<DiskId> = self.disks.keys().chain(self.injectors.keys()).copied().collect();
         let Some(id) = pick(&all, number) else { return };
@@ -361,7 +363,7 @@ impl World {
         self.injectors.get_mut(&id).into_iter().for_each(Injector::heal);
     }
 
-    /// All is well below.
+    /// Ends all faults.
     pub fn heal(&mut self) {
         self.disks.values().for_each(DiskControl::heal);
         self.injectors.values_mut().for_each(Injector::heal);
@@ -376,14 +378,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_bad_blocks_fail_is_counted() {
+    fn only_failures_of_bad_blocks_are_counted() {
         let below = Arc::new(Model::new(1 << 16, 512));
         let bad = Arc::new(BadBlocks::new(below, BadConfig { once: false, partial_io: false }));
         bad.change("+8-15").unwrap();
         let count = Arc::<Count>::default();
         let inner: Arc<dyn Device> = Arc::clone(&bad) as _;
         let has_cause = Box::new(move |offset, len| bad.verdict(offset, len).is_some());
-        let device = Counting { inner, count: Arc::clone(&count), has_cause };
+        let device = CountingLayer { inner, count: Arc::clone(&count), has_cause };
         device.write_at(0, &[1; 4096], Flags::empty()).unwrap();
         assert_eq!(count.failed.load(Ordering::SeqCst), 0);
         assert_eq!(device.write_at(4096, &[1; 512], Flags::empty()), Err(Error::Media));
@@ -393,11 +395,11 @@ mod tests {
     }
 
     #[test]
-    fn what_faults_did_is_known_when_they_have_other_rules_and_when_they_are_gone() {
+    fn fault_counts_survive_new_rules_and_removal() {
         let faults = Arc::new(
             Faults::new(Arc::new(Model::new(1 << 16, 512)), "read error=EIO".parse().unwrap(), 1).unwrap(),
         );
-        let mut injector = Injector::new(What::Faults(Arc::downgrade(&faults)));
+        let mut injector = Injector::new(Source::Faults(Arc::downgrade(&faults)));
         assert_eq!(faults.read_at(0, &mut [0; 512]), Err(Error::Media));
         assert_eq!(injector.causes(), Causes { errors: 1, hung: 0 });
         injector.set("write delay=1us".parse().unwrap());

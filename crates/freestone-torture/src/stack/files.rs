@@ -1,5 +1,5 @@
-//! Files: as devices, as bases of forks, and what forks of them hold as qcow2 images over them,
-//! which are bases again.
+//! Files: as devices, as bases of forks, and deltas of forks saved as qcow2 overlays, which are
+//! bases again.
 
 use std::path::Path;
 
@@ -11,16 +11,16 @@ use freestone::ram::{Family, ForkConfig, Ram, SetupError};
 use freestone_testkit::Rng;
 
 use super::look::read_all;
-use super::{Act, Bottom, Kind, NODES_MAX, NodeId, World, act, finish, wrong};
+use super::{BaseSource, Kind, NODES_MAX, NodeId, VerbTask, World, act, finding, finish};
 use crate::oracle::{self, Durability, Fill, Kind as Write, Oracle, Outcome, SECTOR_BYTES};
 use crate::rt::sync::Arc;
 
-/// Writes of which the content of a base is made.
+/// Maximum number of writes in the content of a base.
 const WRITES_MAX: u64 = 24;
 
 impl World {
-    /// A file as a device, all zeroes.
-    pub(super) fn make_file(&mut self, kib: u32) -> Option<Act> {
+    /// Creates a file as a device, all zeroes.
+    pub(super) fn make_file(&mut self, kib: u32) -> Option<VerbTask> {
         let size = (u64::from(kib) << 10).max(4096);
         let path = self.new_path("file")?;
         act(move || {
@@ -31,17 +31,17 @@ impl World {
                     let oracle = world.add_oracle(oracle);
                     let (injector, device) = world.with_cuts(Arc::new(file), path);
                     let id = world.add("file", Kind::File(injector), device, oracle, Vec::new());
-                    world.fails_by(id, Some(injector));
+                    world.add_cause(id, Some(injector));
                     world.rename(id);
                     Ok(())
                 }
-                Err(error) => wrong(format!("a file could not be opened: {error}")),
+                Err(error) => finding(format!("a file could not be opened: {error}")),
             })
         })
     }
 
-    /// A file that is only read, with something in it; what reads it may fail by rules.
-    pub(super) fn make_base(&mut self, kib: u32, seed: u64, faults: bool) -> Option<Act> {
+    /// Creates a read-only file with content; a fault layer above may make its reads fail.
+    pub(super) fn make_base(&mut self, kib: u32, seed: u64, faults: bool) -> Option<VerbTask> {
         let size = (u64::from(kib) << 10).max(4096);
         let path = self.new_path("base")?;
         let (bytes, shows) = self.content_of_base(size, seed);
@@ -52,24 +52,29 @@ impl World {
             finish(move |world| {
                 let device: Arc<dyn Device> = match opened {
                     Ok(file) => Arc::new(file),
-                    Err(error) => return wrong(format!("a base could not be opened: {error}")),
+                    Err(error) => return finding(format!("a base could not be opened: {error}")),
                 };
                 let (injector, device) = if faults {
                     match world.with_faults(device, seed) {
                         Ok((injector, device)) => (Some(injector), device),
-                        Err(error) => return wrong(format!("no faults could be put over a base: {error}")),
+                        Err(error) => {
+                            return finding(format!(
+                                "the fault layer of a base could not be created: {error}"
+                            ));
+                        }
                     }
                 } else {
                     (None, device)
                 };
-                let id = world.add_base("base", device, shows, Bottom::File { path, format: Format::Raw });
-                world.fails_by(id, injector);
+                let id =
+                    world.add_base("base", device, shows, BaseSource::File { path, format: Format::Raw });
+                world.add_cause(id, injector);
                 Ok(())
             })
         })
     }
 
-    /// Some writes, here and there.
+    /// Generates the content of a base: some writes at random addresses.
     pub(super) fn content_of_base(&mut self, size: u64, seed: u64) -> (Vec<u8>, Oracle) {
         let mut shows = self.new_oracle("base", size, Durability::Nothing);
         let mut bytes = vec![0; size as usize];
@@ -91,7 +96,7 @@ impl World {
         name: &str,
         device: Arc<dyn Device>,
         shows: Oracle,
-        file: Bottom,
+        file: BaseSource,
     ) -> NodeId {
         let oracle = self.add_oracle(shows);
         let id = self.add(name, Kind::Base(file), device, oracle, Vec::new());
@@ -99,24 +104,24 @@ impl World {
         id
     }
 
-    /// Snapshots of forks of files and images.
+    /// Returns the snapshots of forks of files.
     pub(super) fn overlays(&self) -> Vec<NodeId> {
         self.nodes_that(|node| match &node.kind {
             Kind::Ram(ram) => {
                 let file = ram.below.as_ref().and_then(|below| below.file.as_ref());
-                ram.ram.is_snapshot() && matches!(file, Some(Bottom::File { .. }))
+                ram.ram.is_snapshot() && matches!(file, Some(BaseSource::File { .. }))
             }
             _ => false,
         })
     }
 
-    /// Saves what a snapshot holds over its base as an image over that, which is a new base; where
-    /// `as_fork` says so, it is applied to a new fork of the base as well.
-    pub(super) fn save_delta(&mut self, id: NodeId, as_fork: bool) -> Option<Act> {
+    /// Saves the changes of a snapshot as a qcow2 overlay, which is a new base. `as_fork` also
+    /// applies the overlay to a new fork of the old base.
+    pub(super) fn save_delta(&mut self, id: NodeId, as_fork: bool) -> Option<VerbTask> {
         let node = &self.nodes[&id];
         let Kind::Ram(ram) = &node.kind else { return None };
         let (into, below) = (ram.family, ram.below.clone()?);
-        let Bottom::File { path: base, format } = below.file.clone()? else { return None };
+        let BaseSource::File { path: base, format } = below.file.clone()? else { return None };
         let device = below.device.clone()?;
         let (oracle, before) = (node.oracle, self.before(node));
         let over_base = ram.ram.over_base().ok()?;
@@ -130,7 +135,7 @@ impl World {
             drop(over_base);
             let opened = saved.and_then(|_| {
                 let image = Image::open(&qcow2::Config::new(&path))?;
-                // It reads the files themselves, where nothing fails.
+                // The image reads the files directly, below the fault layers.
                 let bytes = read_all(&image);
                 Ok((image, bytes))
             });
@@ -140,12 +145,12 @@ impl World {
                 world.count("deltas");
                 let (image, bytes) = match opened {
                     Ok((image, Ok(bytes))) => (image, bytes),
-                    Ok((_, Err(error))) => return wrong(format!("a delta cannot be read: {error}")),
+                    Ok((_, Err(error))) => return finding(format!("a delta cannot be read: {error}")),
                     Err(error) => {
                         world.abandon(oracle, token);
                         return match error {
                             DeltaError::Read { error, .. } => world.judge_look(id, error, before),
-                            error => wrong(format!("a delta could not be saved: {error}")),
+                            error => finding(format!("a delta could not be saved: {error}")),
                         };
                     }
                 };
@@ -157,7 +162,7 @@ impl World {
                     "delta",
                     Arc::new(image),
                     shown.clone(),
-                    Bottom::File { path, format: Format::Qcow2 },
+                    BaseSource::File { path, format: Format::Qcow2 },
                 );
                 match applied {
                     None => Ok(()),
@@ -173,14 +178,14 @@ impl World {
                         Ok(())
                     }
                     Some(Err(DeltaError::Apply { error, .. })) => world.judge_look(id, error, before),
-                    Some(Err(error)) => wrong(format!("a delta could not be applied: {error}")),
+                    Some(Err(error)) => finding(format!("a delta could not be applied: {error}")),
                 }
             })
         })
     }
 }
 
-/// A new fork with the delta in `path`.
+/// Creates a fork and applies the delta in `path`.
 fn apply(
     family: &Family,
     device: Arc<dyn Device>,

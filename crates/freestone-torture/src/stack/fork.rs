@@ -1,38 +1,40 @@
-//! Forks of what does not change: snapshots, files and images.
+//! Forks of read-only content: snapshots, files and images.
 //!
-//! Some stay, as nodes. Others are those of a template: one for each client, for as long as he
-//! stays, several at once.
+//! Some forks are nodes. Others belong to clients of a template: one fork per client, as long as
+//! the client is connected, several at once.
 
 use freestone::device::{Blocking as _, Device, Error, Flags, Result as Answer};
 use freestone::ram::{Family, ForkConfig, Ram, SetupError};
 use freestone_testkit::Rng;
 
 use super::look::read_all;
-use super::{Act, Below, Bottom, Causes, DiskId, Kind, NodeId, World, Wrong, act, finish, pick, wrong};
+use super::{
+    BaseSource, Below, Causes, DiskId, Finding, Kind, NodeId, VerbTask, World, act, finding, finish, pick,
+};
 use crate::oracle::{self, Fill, Kind as Write, Oracle, Outcome, SECTOR_BYTES};
 use crate::rt::sync::Arc;
 use crate::rt::thread::{self, JoinHandle};
 
-/// What a client of a template does at most.
+/// Maximum number of requests of a client.
 const STEPS_MAX: u64 = 24;
-/// Clients at one time.
+/// Maximum number of clients.
 const CLIENTS_MAX: u8 = 3;
-/// Sectors of one of their requests.
+/// Maximum sectors per request of a client.
 const SECTORS_MAX: u64 = 200;
 
-/// What is forked.
-struct Frozen {
+/// A device to fork.
+struct ForkBase {
     /// A snapshot that is forked within its family.
     snapshot: Option<Ram>,
     device: Arc<dyn Device>,
-    /// Which family the forks are of.
+    /// Family of the forks.
     into: usize,
     family: Family,
     shown: Oracle,
     below: Below,
 }
 
-impl Frozen {
+impl ForkBase {
     fn fork(&self, config: &ForkConfig) -> Result<Ram, SetupError> {
         match &self.snapshot {
             Some(snapshot) => snapshot.fork(config),
@@ -42,7 +44,7 @@ impl Frozen {
 }
 
 impl World {
-    /// What can be forked.
+    /// Returns the nodes that can be forked.
     pub(super) fn forkable(&self) -> Vec<NodeId> {
         self.nodes_that(|node| match &node.kind {
             Kind::Ram(ram) => ram.ram.is_snapshot(),
@@ -51,8 +53,8 @@ impl World {
         })
     }
 
-    /// `family` is where forks of a snapshot go instead of its own, and those of a base.
-    fn frozen(&self, id: NodeId, family: Option<u16>) -> Option<Frozen> {
+    /// Prepares forking a node. `family` defaults to that of a snapshot, or to the first one for a base.
+    fn fork_base(&self, id: NodeId, family: Option<u16>) -> Option<ForkBase> {
         let node = self.nodes.get(&id)?;
         let shown = self.oracles.get(&node.oracle)?.clone();
         let all: Vec<usize> = (0..self.families.len()).collect();
@@ -71,7 +73,7 @@ impl World {
         };
         let below = Below { shows: Arc::new(shown.clone()), device: bottom.cloned(), file: file.cloned() };
         let family = self.families.get(into)?.family.clone();
-        Some(Frozen { snapshot, device: Arc::clone(&node.device), into, family, shown, below })
+        Some(ForkBase { snapshot, device: Arc::clone(&node.device), into, family, shown, below })
     }
 
     pub(super) fn fork(
@@ -80,24 +82,24 @@ impl World {
         more_sectors: u32,
         cap_kib: u32,
         family: Option<u16>,
-    ) -> Option<Act> {
-        let frozen = self.frozen(id, family)?;
-        let size = frozen.device.geometry().size + u64::from(more_sectors) * SECTOR_BYTES as u64;
+    ) -> Option<VerbTask> {
+        let fork_base = self.fork_base(id, family)?;
+        let size = fork_base.device.geometry().size + u64::from(more_sectors) * SECTOR_BYTES as u64;
         let cap = u64::from(cap_kib) << 10;
         let config = ForkConfig { size: Some(size), mem_limit: cap, mem_min: 0 };
         act(move || {
-            let made = frozen.fork(&config);
-            let Frozen { into, shown, below, .. } = frozen;
+            let made = fork_base.fork(&config);
+            let ForkBase { into, shown, below, .. } = fork_base;
             finish(move |world| {
                 world.count(match below.file {
-                    Some(Bottom::File { .. }) => "forks of files",
-                    Some(Bottom::Image(_)) => "forks of images",
+                    Some(BaseSource::File { .. }) => "forks of files",
+                    Some(BaseSource::Image(_)) => "forks of images",
                     None => "forks",
                 });
                 let made = match made {
                     Ok(made) => made,
                     Err(SetupError::TooDeep) => return Ok(()),
-                    Err(error) => return wrong(format!("a fork could not be made: {error}")),
+                    Err(error) => return finding(format!("a fork could not be made: {error}")),
                 };
                 let fork = world.add_ram("fork", made, into, Some(shown), Some(below));
                 world.inherit(fork, id);
@@ -107,28 +109,28 @@ impl World {
         })
     }
 
-    /// Forks as a template makes them: each is used by a client of its own, and goes with him.
+    /// Creates forks as a template does: each for one client, and removed with it.
     pub(super) fn template(
         &mut self,
         id: NodeId,
         clients: u8,
         seed: u64,
         family: Option<u16>,
-    ) -> Option<Act> {
-        let frozen = self.frozen(id, family)?;
+    ) -> Option<VerbTask> {
+        let fork_base = self.fork_base(id, family)?;
         let clients = 1 + clients % CLIENTS_MAX;
         let mut disks = self.nodes[&id].disks.clone();
-        disks.extend(self.families[frozen.into].backing);
+        disks.extend(self.families[fork_base.into].backing);
         let before = self.causes(&disks);
         let first = self.writes + 1;
         self.writes += u64::from(clients) * STEPS_MAX;
         act(move || {
-            let into = frozen.into;
-            let ended: Vec<Ended> = {
-                let frozen = Arc::new(frozen);
+            let into = fork_base.into;
+            let ended: Vec<ClientOutcome> = {
+                let fork_base = Arc::new(fork_base);
                 let started = (0..u64::from(clients)).map(|number| {
-                    let frozen = Arc::clone(&frozen);
-                    thread::spawn(move || Client::run(&frozen, seed ^ number, first + number * STEPS_MAX))
+                    let fork_base = Arc::clone(&fork_base);
+                    thread::spawn(move || Client::run(&fork_base, seed ^ number, first + number * STEPS_MAX))
                 });
                 let started: Vec<_> = started.collect();
                 let ended = started.into_iter().map(JoinHandle::join);
@@ -152,7 +154,7 @@ impl World {
         before: Causes,
         what: &str,
         error: Error,
-    ) -> Result<(), Wrong> {
+    ) -> Result<(), Finding> {
         let now = self.causes(disks);
         let is_caused = now.errors > before.errors || now.hung > 0;
         let has_cause = match error {
@@ -163,37 +165,37 @@ impl World {
         if has_cause {
             return Ok(());
         }
-        wrong(format!("a client of a template over {}: {what}: \"{error}\" without a cause", self.name(id)))
+        finding(format!("a client of a template over {}: {what}: \"{error}\" without a cause", self.name(id)))
     }
 }
 
-/// What ended a client before his time, and the error.
-type Ended = Result<Option<(String, Error)>, Wrong>;
+/// The description and error of the request that ended a client early.
+type ClientOutcome = Result<Option<(String, Error)>, Finding>;
 
-impl From<&str> for Wrong {
+impl From<&str> for Finding {
     fn from(what: &str) -> Self {
-        Self::Said(what.to_owned())
+        Self::Message(what.to_owned())
     }
 }
 
-/// Somebody who has a fork for himself.
+/// A client with a fork of its own.
 struct Client {
     fork: Ram,
     oracle: Oracle,
-    /// What the fork is rewound to.
+    /// Content after a rewind.
     base: Arc<Oracle>,
     rng: Rng,
 }
 
 impl Client {
-    fn run(frozen: &Frozen, seed: u64, first_write: u64) -> Ended {
+    fn run(fork_base: &ForkBase, seed: u64, first_write: u64) -> ClientOutcome {
         let mut rng = Rng::new(seed);
-        let fork = match frozen.fork(&ForkConfig::default()) {
+        let fork = match fork_base.fork(&ForkConfig::default()) {
             Ok(fork) => fork,
             Err(SetupError::TooDeep) => return Ok(None),
-            Err(error) => return wrong(format!("a template has no fork: {error}")),
+            Err(error) => return finding(format!("a template has no fork: {error}")),
         };
-        let (mut oracle, base) = (frozen.shown.clone(), Arc::new(frozen.shown.clone()));
+        let (mut oracle, base) = (fork_base.shown.clone(), Arc::new(fork_base.shown.clone()));
         oracle.rename("the fork of a template's client");
         oracle.grow(fork.geometry().size / SECTOR_BYTES as u64);
         let steps = rng.below(STEPS_MAX);
@@ -203,10 +205,10 @@ impl Client {
                 return Ok(Some(failed));
             }
         }
-        client.look()
+        client.check_all()
     }
 
-    fn step(&mut self, number: u64) -> Ended {
+    fn step(&mut self, number: u64) -> ClientOutcome {
         let sectors = self.oracle.size();
         let first = self.rng.below(sectors);
         let end = (first + 1 + self.rng.below(SECTORS_MAX)).min(sectors);
@@ -216,7 +218,7 @@ impl Client {
             10..12 => ("zeroes", Write::Zeroes),
             12..14 => ("a discard", Write::Discard { zeroing: false }),
             14 => return self.rewind(),
-            15 => return self.look(),
+            15 => return self.check_all(),
             16 => return Ok(self.fork.flush().err().map(|error| ("a flush".into(), error))),
             _ => {
                 let token = self.oracle.begin_read();
@@ -242,25 +244,30 @@ impl Client {
         Ok(answer.err().map(|error| (format!("{what} of {len} bytes at {offset}"), error)))
     }
 
-    /// The next one has the same fork, as if it were new.
-    fn rewind(&mut self) -> Ended {
-        let token = self.oracle.begin_turn(&self.base);
+    /// Rewinds the fork: the next client uses it as a new one.
+    fn rewind(&mut self) -> ClientOutcome {
+        let token = self.oracle.begin_replacement(&self.base);
         let done = if self.rng.chance(50) { self.fork.rewind() } else { self.fork.reset() };
-        self.oracle.turn_into(token, &self.base, false);
+        self.oracle.replace_content(token, &self.base, false);
         if let Err(error) = done {
-            return wrong(format!("the fork of a template's client was not rewound: {error}"));
+            return finding(format!("the fork of a template's client was not rewound: {error}"));
         }
-        self.look()
+        self.check_all()
     }
 
-    /// Reads all of it.
-    fn look(&mut self) -> Ended {
+    /// Reads and judges all of the fork.
+    fn check_all(&mut self) -> ClientOutcome {
         let token = self.oracle.begin_read();
         let bytes = read_all(&self.fork);
         self.judge_read(token, 0, bytes)
     }
 
-    fn judge_read(&mut self, token: oracle::ReadToken, offset: u64, answer: Answer<Vec<u8>>) -> Ended {
+    fn judge_read(
+        &mut self,
+        token: oracle::ReadToken,
+        offset: u64,
+        answer: Answer<Vec<u8>>,
+    ) -> ClientOutcome {
         match answer {
             Ok(bytes) => {
                 self.oracle.check_read(token, offset / SECTOR_BYTES as u64, &bytes)?;
@@ -281,9 +288,9 @@ mod tests {
     use super::*;
     use crate::oracle::Durability;
 
-    /// A base that shows other than what its oracle says is found by who forks it.
+    /// A fork detects a base whose content is not what its oracle says.
     #[test]
-    fn a_client_sees_what_lies_below_him() {
+    fn template_client_detects_wrong_base() {
         let family = Family::new(Config::default()).unwrap();
         let disk = family.ram(1 << 20).unwrap();
         let mut shown = Oracle::new("disk", (1 << 20) / SECTOR_BYTES as u64, Durability::Nothing);
@@ -294,7 +301,7 @@ mod tests {
         disk.write_at(8 * SECTOR_BYTES as u64, &data, Flags::empty()).unwrap();
         shown.end(write, Outcome::Done { fua: false });
         let snapshot = disk.snapshot().unwrap();
-        let frozen = |shown: Oracle| Frozen {
+        let fork_base = |shown: Oracle| ForkBase {
             device: Arc::new(snapshot.clone()),
             snapshot: Some(snapshot.clone()),
             into: 0,
@@ -302,13 +309,13 @@ mod tests {
             below: Below { shows: Arc::new(shown.clone()), device: None, file: None },
             shown,
         };
-        let good = frozen(shown.clone());
+        let good = fork_base(shown.clone());
         for seed in 0..20 {
             assert_eq!(Client::run(&good, seed, 100), Ok(None));
         }
         let write = shown.begin_write(Fill::Text.id(2), 8..16, Write::Write);
         shown.end(write, Outcome::Done { fua: false });
-        let found = Client::run(&frozen(shown), 1, 100);
-        assert!(matches!(found, Err(Wrong::Content(_))), "{found:?}");
+        let found = Client::run(&fork_base(shown), 1, 100);
+        assert!(matches!(found, Err(Finding::Content(_))), "{found:?}");
     }
 }

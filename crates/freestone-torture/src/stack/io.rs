@@ -1,12 +1,12 @@
-//! Requests: how they begin, and how their answers are judged.
+//! Requests: how they start, and how their completions are judged.
 
 use std::time::Duration;
 
 use freestone::device::{Device, Error, Flags, Geometry, Op as DeviceOp, Request, Result as Answer};
 
-use super::{Causes, Kind, Node, NodeId, OracleId, World, Wrong, wrong};
+use super::{Causes, Finding, Kind, Node, NodeId, OracleId, World, finding};
 use crate::disk::DiskControl;
-use crate::ops::{Io, What};
+use crate::ops::{Io, IoKind};
 use crate::oracle::{self, Fill, FlushToken, Outcome, ReadToken, SECTOR_BYTES, WriteToken};
 use crate::rt::sync::Arc;
 use crate::rt::thread;
@@ -14,64 +14,65 @@ use crate::rt::thread;
 const SECTOR: u64 = SECTOR_BYTES as u64;
 const PAGE: u64 = 4096;
 
-/// Bytes by which a pool may miss its limit when it says that there is no room: the span that it
-/// would have to begin, and what CPUs have in hand.
+/// Bytes below its limit at which a pool may report that memory is full: the span that it would
+/// have to start, and memory reserved by CPUs.
 const LIMIT_SLACK_BYTES: u64 = 192 << 10;
-/// As much for a device's own cap, by which it is charged in steps of 64 KiB for each CPU.
+/// The same for the cap of one device, which is charged in steps of 64 KiB per CPU.
 const CAP_SLACK_BYTES: u64 = 256 << 10;
 
-/// Time in which what was removed is freed.
-const SETTLES: Duration = Duration::from_secs(5);
+/// Time within which the memory of removed devices is freed.
+const RELEASE_WAIT: Duration = Duration::from_secs(5);
 
-/// A request that was begun.
+/// A request in progress.
 pub struct Task {
-    /// Where it goes.
+    /// Node.
     pub node: NodeId,
-    /// What it is.
+    /// The request.
     pub request: Request,
-    /// What is written.
+    /// Data to write.
     pub data: Vec<u8>,
     oracle: OracleId,
     token: Token,
-    before: Before,
+    before: StartState,
 }
 
-/// What was so when a request began.
+/// The state when a request started, against which an error is judged.
 #[derive(Clone, Copy)]
-pub(super) struct Before {
+pub(super) struct StartState {
     causes: Causes,
-    /// A limit was reached that it can meet.
+    /// A limit that the request can meet was reached.
     full: bool,
-    /// Verbs that make room, as [`World::frees`] counts them.
-    frees: u64,
-    /// Of the families below: bytes in use.
+    /// Value of [`World::freeing_verbs`].
+    freeing_verbs: u64,
+    /// Bytes in use in the families below.
     used: u64,
-    /// Of a RAM disk's family: what has memory, and the bytes of it that belong to nodes.
+    /// Number of layers with memory in the family of a RAM disk, and the bytes of it that belong to
+    /// nodes.
     layers: u64,
-    live: u64,
-    /// See [`Leaving::settled`].
-    leaving: Option<u64>,
+    live_bytes: u64,
+    /// Value of [`Removals::settled`].
+    removals: Option<u64>,
 }
 
-/// Which removals there were, and whether one is under way.
+/// Number of removals, and true while one is in progress.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Leaving {
+pub(super) struct Removals {
     begun: u64,
-    under_way: bool,
+    in_progress: bool,
 }
 
-impl Leaving {
-    pub fn begins(&mut self) {
-        *self = Self { begun: self.begun + 1, under_way: true };
+impl Removals {
+    pub fn start(&mut self) {
+        *self = Self { begun: self.begun + 1, in_progress: true };
     }
 
-    pub fn ends(&mut self) {
-        self.under_way = false;
+    pub fn finish(&mut self) {
+        self.in_progress = false;
     }
 
-    /// A number that is the same as long as no removal begins; none while one is under way.
+    /// Returns a number that stays the same until the next removal starts; `None` during a removal.
     fn settled(self) -> Option<u64> {
-        (!self.under_way).then_some(self.begun)
+        (!self.in_progress).then_some(self.begun)
     }
 }
 
@@ -82,30 +83,30 @@ enum Token {
 }
 
 impl World {
-    /// Begins a request; its device is to be asked next. `None` where there is no node for it.
+    /// Starts a request. The caller then issues it to the device. Returns `None` if no node fits.
     pub fn begin_io(&mut self, io: &Io) -> Option<(Task, Arc<dyn Device>)> {
         let all: Vec<NodeId> = match io.what {
-            What::Read | What::Flush => self.targets(),
+            IoKind::Read | IoKind::Flush => self.targets(),
             _ => self.nodes_that(|node| !node.covered && !is_read_only(&node.kind)),
         };
         let id = self.choose(&all, io.node)?;
         let geometry = self.nodes[&id].device.geometry();
-        let (offset, len) = place(io, &geometry);
+        let (offset, len) = range_of(io, &geometry);
         let fua = if io.fua { Flags::FUA } else { Flags::empty() };
         let request = match io.what {
-            What::Read => Request::read(offset, len),
-            What::Write => Request::write(offset, len).with(fua),
-            What::Zeroes => {
+            IoKind::Read => Request::read(offset, len),
+            IoKind::Write => Request::write(offset, len).with(fua),
+            IoKind::Zeroes => {
                 let may_free = if io.fill.is_multiple_of(2) { Flags::MAY_FREE } else { Flags::empty() };
                 Request::new(DeviceOp::WriteZeroes, offset, len).with(fua | may_free)
             }
-            What::Discard => Request::new(DeviceOp::Discard, offset, len).with(fua),
-            What::Flush => Request::flush(),
+            IoKind::Discard => Request::new(DeviceOp::Discard, offset, len).with(fua),
+            IoKind::Flush => Request::flush(),
         };
         self.begin_request(id, request, io.fill)
     }
 
-    /// Begins a read of at most `len` bytes of a node; `None` behind its end.
+    /// Starts a read of at most `len` bytes of a node; `None` beyond its end.
     pub fn begin_check(&mut self, id: NodeId, offset: u64, len: u64) -> Option<(Task, Arc<dyn Device>)> {
         let left =
             self.nodes.get(&id)?.device.geometry().size.checked_sub(offset).filter(|&left| left > 0)?;
@@ -140,11 +141,11 @@ impl World {
         Some((Task { node: id, request, data, oracle: oracle_id, token, before }, device))
     }
 
-    /// A request was answered; of a read, with these bytes.
+    /// Judges the completion of a request, with the bytes of a read.
     ///
     /// # Errors
-    /// The bytes are not allowed, or the answer is an error that has no cause.
-    pub fn end_io(&mut self, task: Task, answer: Answer<()>, bytes: &[u8]) -> Result<(), Wrong> {
+    /// Fails if the bytes are not allowed, or if an error has no cause.
+    pub fn end_io(&mut self, task: Task, answer: Answer<()>, bytes: &[u8]) -> Result<(), Finding> {
         let Task { node: id, request, oracle, token, .. } = task;
         if let Some(node) = self.nodes.get_mut(&id) {
             node.users -= 1;
@@ -177,37 +178,39 @@ impl World {
         }
     }
 
-    /// What an error will be judged by.
-    pub(super) fn before(&self, node: &Node) -> Before {
+    /// Captures the state against which an error will be judged.
+    pub(super) fn before(&self, node: &Node) -> StartState {
         let (causes, used) = (self.causes(&node.disks), self.used(node));
-        let (layers, live) = match &node.kind {
-            Kind::Ram(ram) => (self.families[ram.family].family.stat().layers, self.live(ram.family)),
+        let (layers, live_bytes) = match &node.kind {
+            Kind::Ram(ram) => (self.families[ram.family].family.stat().layers, self.live_bytes(ram.family)),
             _ => (0, 0),
         };
-        let (full, leaving) = (self.is_full(node, used), self.leaving.settled());
-        Before { causes, full, frees: self.frees, used, layers, live, leaving }
+        let (full, removals) = (self.is_full(node, used), self.removals.settled());
+        StartState { causes, full, freeing_verbs: self.freeing_verbs, used, layers, live_bytes, removals }
     }
 
-    /// Whether an error has a cause.
+    /// Checks that an error has a cause.
     pub(super) fn judge(
         &self,
         id: NodeId,
         request: Request,
         error: Error,
-        before: Before,
-    ) -> Result<(), Wrong> {
-        // What is removed may answer that it is gone.
+        before: StartState,
+    ) -> Result<(), Finding> {
+        // A removed node may fail with "gone".
         let Some(node) = self.nodes.get(&id) else { return Ok(()) };
         let now = self.causes(&node.disks);
         let caused = now.errors > before.causes.errors || now.hung > 0;
         let has_cause = match error {
-            // What failed before can show now.
-            Error::Media if self.remembers(node) => caused || self.had_trouble(node) || self.is_short(node),
+            // An earlier failure can show now.
+            Error::Media if self.can_be_damaged(node) => {
+                caused || self.may_be_damaged(node) || self.may_overflow(node)
+            }
             Error::Media => caused,
             Error::NoSpace => {
-                let freed = self.frees != before.frees && self.is_limited(node);
+                let freed = self.freeing_verbs != before.freeing_verbs && self.is_limited(node);
                 let full = before.full || self.is_full(node, before.used);
-                caused || freed || full && !self.was_leaving(node, before)
+                caused || freed || full && !self.was_filled_by_removals(node, before)
             }
             Error::Gone => self.is_dead(node) || matches!(node.kind, Kind::Power(_)),
             _ => false,
@@ -215,27 +218,27 @@ impl World {
         if has_cause {
             return Ok(());
         }
-        wrong(format!("{}: {request:?} was answered \"{error}\" without a cause", node.name))
+        finding(format!("{}: {request:?} failed with \"{error}\" without a cause", node.name))
     }
 
-    /// Whether it, or what it lies on, can be worse off for good after a failure.
-    pub(super) fn remembers(&self, node: &Node) -> bool {
+    /// Returns true if a failure can damage the node, or a node below it, permanently.
+    pub(super) fn can_be_damaged(&self, node: &Node) -> bool {
         matches!(node.kind, Kind::Cow(_) | Kind::Origin(_) | Kind::Power(_))
-            || node.on.iter().filter_map(|id| self.nodes.get(id)).any(|on| self.remembers(on))
+            || node.on.iter().filter_map(|id| self.nodes.get(id)).any(|on| self.can_be_damaged(on))
     }
 
-    /// Whether a snapshot of its own or below it can be lost for want of room.
-    pub(super) fn is_short(&self, node: &Node) -> bool {
+    /// Returns true if the snapshot, or one below it, can be lost for lack of space.
+    pub(super) fn may_overflow(&self, node: &Node) -> bool {
         let short = match &node.kind {
             Kind::Cow(cow) => !cow.ample,
             _ => false,
         };
         short
             || self.is_limited(node)
-            || node.on.iter().filter_map(|id| self.nodes.get(id)).any(|on| self.is_short(on))
+            || node.on.iter().filter_map(|id| self.nodes.get(id)).any(|on| self.may_overflow(on))
     }
 
-    /// Whether a limit is reached that a node's writes can meet.
+    /// Returns true if a limit that writes to the node can meet is reached.
     fn is_full(&self, node: &Node, used: u64) -> bool {
         match &node.kind {
             Kind::Ram(ram) => {
@@ -248,32 +251,33 @@ impl World {
                     || cap > 0 && charged + CAP_SLACK_BYTES >= cap
             }
             Kind::Disk(_) | Kind::Memory | Kind::File(_) | Kind::Base(_) => false,
-            Kind::Cow(_) | Kind::Origin(_) | Kind::Power(_) | Kind::Layer => self.is_short(node),
+            Kind::Cow(_) | Kind::Origin(_) | Kind::Power(_) | Kind::Layer => self.may_overflow(node),
         }
     }
 
-    /// Whether what filled a RAM disk's family was what removed devices had left: writes wait for
-    /// that. Where time is virtual it is let pass, and what goes with a layer since the request
-    /// began was theirs, but for what nodes gave up meanwhile. Nothing may have been removed beside
-    /// the request: it may have come before.
-    fn was_leaving(&self, node: &Node, before: Before) -> bool {
+    /// Returns true if the memory of removed devices filled the family of a RAM disk, so the write
+    /// should have waited for it to be freed. In virtual time this function waits until such memory
+    /// is freed. Memory freed with a layer since the start of the request belonged to removed
+    /// devices, except for memory that nodes released meanwhile. No removal may have run beside the
+    /// request: the request may have come before it.
+    fn was_filled_by_removals(&self, node: &Node, before: StartState) -> bool {
         let Kind::Ram(ram) = &node.kind else { return false };
         let stat = || self.families[ram.family].family.stat();
         let then = stat();
-        let alone = before.leaving.is_some() && before.leaving == self.leaving.settled();
-        if !cfg!(freestone_sim) || !alone || then.mem_limit == 0 || ram.ram.own_limits().0 > 0 {
+        let no_other_removal = before.removals.is_some() && before.removals == self.removals.settled();
+        if !cfg!(freestone_sim) || !no_other_removal || then.mem_limit == 0 || ram.ram.own_limits().0 > 0 {
             return false;
         }
-        let live = self.live(ram.family).max(before.live);
-        thread::sleep(SETTLES);
+        let live_bytes = self.live_bytes(ram.family).max(before.live_bytes);
+        thread::sleep(RELEASE_WAIT);
         let now = stat();
-        let used = now.mem_used_total + live.saturating_sub(self.live(ram.family));
+        let used = now.mem_used_total + live_bytes.saturating_sub(self.live_bytes(ram.family));
         now.layers < then.layers.max(before.layers)
             && used + now.guaranteed * 9 / 8 + LIMIT_SLACK_BYTES < now.mem_limit
     }
 
-    /// Bytes that the nodes of a family have in memory.
-    fn live(&self, family: usize) -> u64 {
+    /// Returns the bytes that the nodes of a family have in memory.
+    fn live_bytes(&self, family: usize) -> u64 {
         let charged = |node: &Node| match &node.kind {
             Kind::Ram(ram) if ram.family == family => ram.ram.over_stat().charged,
             _ => 0,
@@ -281,8 +285,8 @@ impl World {
         self.nodes.values().map(charged).sum()
     }
 
-    /// Whether a disk below it has died. That may be told by another one that died with it: a
-    /// request can wait for a copy to the store of a snapshot beside its own.
+    /// Returns true if a disk below the node has died. Another disk that died with it may be the
+    /// reason: a request can wait for a copy to the COW device of a snapshot next to its own.
     fn is_dead(&self, node: &Node) -> bool {
         node.disks.iter().filter_map(|id| self.disks.get(id)).any(DiskControl::is_dead)
     }
@@ -297,8 +301,8 @@ fn is_read_only(kind: &Kind) -> bool {
     matches!(kind, Kind::Base(_)) || matches!(kind, Kind::Ram(ram) if ram.ram.is_snapshot())
 }
 
-/// Where on a device of this geometry a request lies.
-fn place(io: &Io, geometry: &Geometry) -> (u64, u64) {
+/// Returns offset and length of a request on a device of this geometry.
+fn range_of(io: &Io, geometry: &Geometry) -> (u64, u64) {
     let block = u64::from(geometry.logical_block);
     let unit = if io.pages && geometry.size >= PAGE { PAGE } else { block };
     let units = geometry.size / unit;

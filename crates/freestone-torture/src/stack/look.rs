@@ -1,23 +1,23 @@
-//! What devices say of themselves, held against their content: where they are zeroes, and what they
-//! hold over what they were made from.
+//! Checks the descriptions that devices give of themselves against their content: extents, and
+//! changes relative to a parent.
 
 use freestone::device::{
     Blocking as _, Change, Device, Error, Extent, ExtentKind, Request, Result as Answer,
 };
 use freestone::qcow2::delta::{self, DeltaError};
 
-use super::io::Before;
-use super::{Act, Kind, Node, NodeId, World, Wrong, act, finish, wrong};
+use super::io::StartState;
+use super::{Finding, Kind, Node, NodeId, VerbTask, World, act, finding, finish};
 use crate::oracle::{Durability, Oracle, SECTOR_BYTES};
 use crate::rt::sync::Arc;
 
-/// Bytes that are read at once.
+/// Bytes per read.
 const READ_BYTES: usize = 256 << 10;
 
 impl World {
-    /// What can say what it holds over something that is known: forks and snapshots of RAM disks,
-    /// and snapshots with a store of origins that are not being merged into.
-    pub(super) fn changing(&self) -> Vec<NodeId> {
+    /// Returns the devices whose changes can be checked: forks and snapshots of RAM disks, and
+    /// snapshots with COW devices of origins without a merge.
+    pub(super) fn with_changes(&self) -> Vec<NodeId> {
         let mut all = self.nodes_that(|node| match &node.kind {
             Kind::Ram(ram) => ram.ram.is_snapshot() || ram.ram.is_fork() && !node.covered,
             Kind::Cow(cow) => {
@@ -28,18 +28,18 @@ impl World {
             }
             _ => false,
         });
-        all.retain(|id| !self.held.contains(id));
+        all.retain(|id| !self.paused.contains(id));
         all
     }
 
-    /// Whether requests to an origin show what its snapshots are snapshots of.
+    /// Returns true if the content of an origin is the one that its snapshots are taken of.
     fn is_whole(&self, id: NodeId, origin: &Node) -> bool {
         let is_half = matches!(&origin.kind, Kind::Origin(origin) if origin.is_half);
-        !is_half && !origin.covered && !self.held.contains(&id) && !self.has_merge(id)
+        !is_half && !origin.covered && !self.paused.contains(&id) && !self.has_merge(id)
     }
 
-    /// What must not change while a device is asked what it changed.
-    pub(super) fn compared(&self, id: NodeId) -> Vec<NodeId> {
+    /// Returns the nodes that must not change while the changes of a device are listed.
+    pub(super) fn nodes_to_pause(&self, id: NodeId) -> Vec<NodeId> {
         match self.nodes.get(&id).map(|node| &node.kind) {
             Some(Kind::Ram(ram)) if ram.ram.is_snapshot() => Vec::new(),
             Some(Kind::Cow(cow)) => vec![id, cow.origin],
@@ -47,9 +47,10 @@ impl World {
         }
     }
 
-    /// Whatever a device does not call its own is what lies below it, or its origin, has there; so
-    /// a delta of it gives its content, also behind the end of that.
-    pub(super) fn changes(&mut self, id: NodeId) -> Option<Act> {
+    /// Checks the changes of a device. Any range that the device does not list as changed must have
+    /// the content of its parent or origin. A delta then reproduces the content of the device,
+    /// beyond the end of the parent as well.
+    pub(super) fn changes(&mut self, id: NodeId) -> Option<VerbTask> {
         let node = &self.nodes[&id];
         let device = Arc::clone(&node.device);
         let (listed, base): (Arc<dyn Device>, _) = match &node.kind {
@@ -69,11 +70,11 @@ impl World {
             let shown = delta::show(&*listed, &mut |_| true);
             all_changes(&*listed).map(|rows| (shown, rows))
         };
-        self.look(id, "changes", ask, move |world, (shown, rows), bytes, before| {
+        self.query_and_read(id, "changes", ask, move |world, (shown, rows), bytes, before| {
             let name = world.name(id);
             let mut own = 0;
             let mut base = (*base).clone();
-            base.rename(&format!("what {name} does not call its own"));
+            base.rename(&format!("the unchanged ranges of {name}"));
             for row in &rows {
                 let range = row.offset as usize..(row.offset + row.len) as usize;
                 if row.own {
@@ -85,34 +86,39 @@ impl World {
             }
             match shown {
                 Ok(summary) if summary.bytes == own => Ok(()),
-                Ok(summary) => wrong(format!("{name} has {own} bytes of its own, and shows {summary:?}")),
+                Ok(summary) => {
+                    finding(format!("{name} has {own} changed bytes, but its summary is {summary:?}"))
+                }
                 Err(DeltaError::Read { error, .. }) => world.judge_look(id, error, before),
-                Err(error) => wrong(format!("the changes of {name} cannot be shown: {error}")),
+                Err(error) => finding(format!("the changes of {name} cannot be shown: {error}")),
             }
         })
     }
 
-    /// What a device calls a hole, or zeroes, reads as zeroes.
-    pub(super) fn extents(&mut self, id: NodeId) -> Option<Act> {
-        self.look(id, "extents", all_extents, move |world, rows, bytes, _| {
+    /// Checks that ranges described as holes or zeroes read as zeroes.
+    pub(super) fn extents(&mut self, id: NodeId) -> Option<VerbTask> {
+        self.query_and_read(id, "extents", all_extents, move |world, rows, bytes, _| {
             for row in rows.iter().filter(|row| row.kind != ExtentKind::Data) {
                 let range = row.offset as usize..(row.offset + row.len) as usize;
                 if bytes[range].iter().any(|&byte| byte != 0) {
-                    return wrong(format!("{} says {row:?}, and it is not zeroes", world.name(id)));
+                    return finding(format!(
+                        "{} reports {row:?}, but the range is not zeroes",
+                        world.name(id)
+                    ));
                 }
             }
             Ok(())
         })
     }
 
-    /// Has a device say something of itself, reads all of it, and has both judged.
-    fn look<T: Send + 'static>(
+    /// Queries a description of a device, reads all of its content, and judges both.
+    fn query_and_read<T: Send + 'static>(
         &mut self,
         id: NodeId,
         what: &'static str,
         ask: impl FnOnce(&dyn Device) -> Answer<T> + Send + 'static,
-        judge: impl FnOnce(&World, T, &[u8], Before) -> Result<(), Wrong> + Send + 'static,
-    ) -> Option<Act> {
+        judge: impl FnOnce(&World, T, &[u8], StartState) -> Result<(), Finding> + Send + 'static,
+    ) -> Option<VerbTask> {
         let node = &self.nodes[&id];
         let (before, oracle, device) = (self.before(node), node.oracle, Arc::clone(&node.device));
         let token = self.oracles.get_mut(&oracle)?.begin_read();
@@ -135,17 +141,17 @@ impl World {
         })
     }
 
-    /// Whether a device had a cause not to tell, or not to be read.
-    pub(super) fn judge_look(&self, id: NodeId, error: Error, before: Before) -> Result<(), Wrong> {
+    /// Checks that a failure of the query or of the read has a cause.
+    pub(super) fn judge_look(&self, id: NodeId, error: Error, before: StartState) -> Result<(), Finding> {
         let Some(node) = self.nodes.get(&id) else { return Ok(()) };
-        if error == Error::Gone && (self.had_trouble(node) || self.is_short(node)) {
+        if error == Error::Gone && (self.may_be_damaged(node) || self.may_overflow(node)) {
             return Ok(());
         }
         self.judge(id, Request::read(0, node.device.geometry().size), error, before)
     }
 }
 
-/// All bytes of a device.
+/// Reads all bytes of a device.
 pub(super) fn read_all(device: &dyn Device) -> Answer<Vec<u8>> {
     let mut bytes = vec![0; device.geometry().size as usize];
     let mut at = 0;
@@ -156,7 +162,7 @@ pub(super) fn read_all(device: &dyn Device) -> Answer<Vec<u8>> {
     Ok(bytes)
 }
 
-/// What a device says of all of itself, and that the rows follow each other.
+/// Collects the rows of a query over a whole device, and checks that they are contiguous.
 fn all_rows<T: Copy>(
     device: &dyn Device,
     ask: impl Fn(u64, u64, &mut dyn FnMut(T) -> bool) -> Answer<u64>,

@@ -1,4 +1,4 @@
-//! Making nodes that are no snapshots, and taking nodes away.
+//! Creates nodes other than snapshots, and removes nodes.
 
 use std::collections::BTreeSet;
 
@@ -11,8 +11,8 @@ use freestone::quiesce::Quiesce;
 use freestone::ram::{self, Secondary};
 
 use super::{
-    Act, Below, DiskId, FamilyNode, Kind, Node, NodeId, OriginNode, PowerNode, RamNode, World, Wrong, act,
-    finish, wrong,
+    Below, DiskId, FamilyNode, Finding, Kind, Node, NodeId, OriginNode, PowerNode, RamNode, VerbTask, World,
+    act, finding, finish,
 };
 use crate::disk::{DiskConfig, SimDisk};
 use crate::ops::{Backing, DiskOp};
@@ -20,15 +20,15 @@ use crate::oracle::{Durability, Oracle, SECTOR_BYTES};
 use crate::rt::sync::Arc;
 use crate::rt::time::Duration;
 
-/// How long a backing device may be silent.
+/// Timeout of a backing device.
 const BACKING_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What is to be said of the node below a power layer that goes.
-pub(super) struct PowerGone {
+/// State of the node below a removed power layer, for the judge.
+pub(super) struct RemovedPower {
     below: NodeId,
     disks: BTreeSet<DiskId>,
     may_fail: bool,
-    was: Durability,
+    durability_below: Durability,
 }
 
 impl World {
@@ -38,7 +38,7 @@ impl World {
         algorithm: u8,
         backing: Option<Backing>,
         auto: bool,
-    ) -> Option<Act> {
+    ) -> Option<VerbTask> {
         let secondary = Secondary { algorithm: Algorithm::Zstd, params: Params::default() };
         let config = ram::Config {
             comp_algorithm: Algorithm::ALL[usize::from(algorithm) % Algorithm::ALL.len()],
@@ -64,7 +64,7 @@ impl World {
             finish(move |world| {
                 let (probe, family, backing) = match made {
                     Ok(made) => made,
-                    Err(error) => return wrong(format!("a family could not be made: {error}")),
+                    Err(error) => return finding(format!("a family could not be made: {error}")),
                 };
                 probe.set_backing_timeout(BACKING_TIMEOUT);
                 let backing = backing.map(|control| {
@@ -78,7 +78,7 @@ impl World {
         })
     }
 
-    pub(super) fn make_ram(&mut self, family: u16, kib: u32) -> Option<Act> {
+    pub(super) fn make_ram(&mut self, family: u16, kib: u32) -> Option<VerbTask> {
         let at = self.family_of(family)?;
         let made = self.families[at].family.ram(u64::from(kib.max(4)) << 10);
         act(move || {
@@ -87,12 +87,12 @@ impl World {
                     world.add_ram("ram", ram, at, None, None);
                     Ok(())
                 }
-                Err(error) => wrong(format!("a RAM disk could not be made: {error}")),
+                Err(error) => finding(format!("a RAM disk could not be made: {error}")),
             })
         })
     }
 
-    /// A disk, fork or snapshot which shows this, or zeroes.
+    /// Adds the node of a disk, fork or snapshot with this content, or zeroes.
     pub(super) fn add_ram(
         &mut self,
         name: &str,
@@ -113,7 +113,7 @@ impl World {
         id
     }
 
-    /// The oracle speaks of the node by its name.
+    /// Gives the oracle the name of the node.
     pub(super) fn rename(&mut self, id: NodeId) {
         let node = &self.nodes[&id];
         if let Some(oracle) = self.oracles.get_mut(&node.oracle) {
@@ -121,13 +121,13 @@ impl World {
         }
     }
 
-    pub(super) fn make_disk(&mut self, op: DiskOp) -> Option<Act> {
+    pub(super) fn make_disk(&mut self, op: DiskOp) -> Option<VerbTask> {
         let config = DiskConfig {
             size: (u64::from(op.kib) << 10).next_multiple_of(4096).max(4096),
             logical_block: 512 << (op.block % 4),
             volatile_cache: op.volatile,
             inline: op.inline,
-            // What clients ask of an origin comes here.
+            // Client requests to an origin pass through to the disk.
             overlap: true,
             ..DiskConfig::default()
         };
@@ -136,10 +136,10 @@ impl World {
         None
     }
 
-    /// A node of a disk, all zeroes.
+    /// Adds the node of a disk, all zeroes.
     pub(super) fn add_disk_node(&mut self, name: &str, disk: SimDisk) -> NodeId {
         let geometry = disk.geometry();
-        let durability = if geometry.volatile_cache { Durability::Flushed } else { Durability::Answered };
+        let durability = if geometry.volatile_cache { Durability::Flushed } else { Durability::Completed };
         let oracle = self.new_oracle(name, geometry.size, durability);
         let oracle = self.add_oracle(oracle);
         let number = self.add_disk(&disk);
@@ -148,7 +148,7 @@ impl World {
         id
     }
 
-    pub(super) fn make_memory(kib: u32) -> Option<Act> {
+    pub(super) fn make_memory(kib: u32) -> Option<VerbTask> {
         let size = (u64::from(kib) << 10).max(4096);
         let made = Memory::new(null::Config::plain(size, 512));
         act(move || {
@@ -160,12 +160,12 @@ impl World {
                     world.rename(id);
                     Ok(())
                 }
-                Err(error) => wrong(format!("a memory could not be made: {error}")),
+                Err(error) => finding(format!("a memory device could not be made: {error}")),
             })
         })
     }
 
-    /// A node of a device that is none of the stack's, all zeroes.
+    /// Adds a node for any device, all zeroes.
     #[cfg(test)]
     pub fn add_device(&mut self, name: &str, device: Arc<dyn Device>) {
         let oracle = self.new_oracle(name, device.geometry().size, Durability::Nothing);
@@ -175,7 +175,7 @@ impl World {
 
     // ---- covers ---------------------------------------------------------------------------------
 
-    /// What another device can be put over.
+    /// Returns the nodes that can be covered.
     pub(super) fn coverable(&self) -> Vec<NodeId> {
         let mut all = self.nodes_that(|node| {
             let is_plain = match &node.kind {
@@ -187,12 +187,12 @@ impl World {
             };
             is_plain && !node.covered
         });
-        // A snapshot that plays an origin's part is another way to what would lie below.
+        // A merging snapshot is another path to the content below.
         all.retain(|&id| !self.has_merge(id));
         all
     }
 
-    pub(super) fn make_origin(&mut self, below: NodeId) -> Option<Act> {
+    pub(super) fn make_origin(&mut self, below: NodeId) -> Option<VerbTask> {
         let node = &self.nodes[&below];
         let (origin, oracle) = (cow::Origin::new(Arc::clone(&node.device)), node.oracle);
         let device: Arc<dyn Device> = Arc::new(origin.clone());
@@ -201,7 +201,7 @@ impl World {
         None
     }
 
-    pub(super) fn make_layer(&mut self, below: NodeId, layer: u8) -> Option<Act> {
+    pub(super) fn make_layer(&mut self, below: NodeId, layer: u8) -> Option<VerbTask> {
         let node = &self.nodes[&below];
         let (device, oracle) = (Arc::clone(&node.device), node.oracle);
         let made: std::io::Result<Arc<dyn Device>> = match layer % 3 {
@@ -218,30 +218,38 @@ impl World {
                 self.add("layer", Kind::Layer, device, oracle, vec![below]);
                 None
             }
-            Err(error) => act(move || finish(move |_| wrong(format!("a layer could not be made: {error}")))),
+            Err(error) => {
+                act(move || finish(move |_| finding(format!("a layer could not be made: {error}"))))
+            }
         }
     }
 
-    pub(super) fn make_power(&mut self, below: NodeId) -> Option<Act> {
+    pub(super) fn make_power(&mut self, below: NodeId) -> Option<VerbTask> {
         let device = Arc::clone(&self.nodes[&below].device);
         act(move || {
             let made = Power::new(device, power::Config { capacity: 1 << 20, ..power::Config::default() });
             finish(move |world| {
                 let power = match made {
                     Ok(power) => Arc::new(power),
-                    Err(error) => return wrong(format!("a power layer could not be made: {error}")),
+                    Err(error) => return finding(format!("a power layer could not be made: {error}")),
                 };
                 let id = world.nodes[&below].oracle;
-                let was = world.oracles.get(&id).map_or(Durability::Nothing, Oracle::durability);
+                let durability_below = world.oracles.get(&id).map_or(Durability::Nothing, Oracle::durability);
                 world.replace_oracle(id, Durability::Flushed);
                 let device: Arc<dyn Device> = Arc::clone(&power) as _;
-                world.add("power", Kind::Power(PowerNode { power, was }), device, id, vec![below]);
+                world.add(
+                    "power",
+                    Kind::Power(PowerNode { power, durability_below }),
+                    device,
+                    id,
+                    vec![below],
+                );
                 Ok(())
             })
         })
     }
 
-    /// The content stays, and what a crash leaves of it is something else from now on.
+    /// Changes what survives a crash; the content stays.
     fn replace_oracle(&mut self, id: u32, durability: Durability) {
         if let Some(oracle) = self.oracles.get_mut(&id) {
             let name = oracle.name().to_owned();
@@ -249,11 +257,11 @@ impl World {
         }
     }
 
-    pub(super) fn powers(&self) -> Vec<NodeId> {
+    pub(super) fn power_layers(&self) -> Vec<NodeId> {
         self.nodes_that(|node| matches!(node.kind, Kind::Power(_)) && !node.covered)
     }
 
-    pub(super) fn power_cut(&mut self, id: NodeId, seed: u64) -> Option<Act> {
+    pub(super) fn power_cut(&mut self, id: NodeId, seed: u64) -> Option<VerbTask> {
         let node = &self.nodes[&id];
         let Kind::Power(power) = &node.kind else { return None };
         let power = Arc::clone(&power.power);
@@ -263,14 +271,14 @@ impl World {
             finish(move |world| {
                 let Some(node) = world.nodes.get(&id) else { return Ok(()) };
                 let now = world.causes(&node.disks);
-                let may_fail = world.had_trouble(node) || world.is_short(node);
+                let may_fail = world.may_be_damaged(node) || world.may_overflow(node);
                 if let Some(oracle) = world.oracles.get_mut(&node.oracle) {
                     oracle.cut();
                 }
                 world.count("power cuts");
                 match cut {
                     Err(error) if now == before && now.hung == 0 && !may_fail => {
-                        wrong(format!("a power cut failed without a cause: {error}"))
+                        finding(format!("a power cut failed without a cause: {error}"))
                     }
                     _ => Ok(()),
                 }
@@ -278,60 +286,68 @@ impl World {
         })
     }
 
-    // ---- the end of nodes -----------------------------------------------------------------------
+    // ---- removal --------------------------------------------------------------------------------
 
-    /// Nodes on which nothing lies.
+    /// Returns the nodes that no other node lies on.
     pub(super) fn removable(&self) -> Vec<NodeId> {
         let used: BTreeSet<NodeId> = self.nodes.values().flat_map(|node| node.on.iter().copied()).collect();
         let all = self.nodes_that(|_| true);
         all.into_iter().filter(|id| !used.contains(id)).collect()
     }
 
-    /// Any node that can go, if there is one.
-    pub fn last(&self) -> Option<NodeId> {
+    /// Returns a node that can be removed, if there is one.
+    pub fn any_removable(&self) -> Option<NodeId> {
         self.removable().last().copied()
     }
 
-    /// Takes a node away, and what means nothing without it. What it covered shows what it showed.
-    pub fn remove(&mut self, id: NodeId) -> Act {
+    /// Removes a node, and nodes that are useless without it. A covered node keeps its content.
+    pub fn remove(&mut self, id: NodeId) -> VerbTask {
         let mut gone = Vec::new();
         let before = self.nodes.get(&id).map(|node| self.causes(&node.disks));
-        let power = self.take(id, &mut gone);
+        let power = self.remove_node(id, &mut gone);
         self.sweep();
         self.count("removals");
-        self.leaving.begins();
+        self.removals.start();
         Box::new(move || {
             drop(gone);
             finish(move |world| {
-                world.leaving.ends();
-                // Its last flush may have failed.
-                let Some(PowerGone { below, disks, may_fail, was }) = power else { return Ok(()) };
+                world.removals.finish();
+                // The last flush of the power layer may have failed.
+                let Some(RemovedPower { below, disks, may_fail, durability_below }) = power else {
+                    return Ok(());
+                };
                 let causes = world.causes(&disks);
                 if let Some(below) = world.nodes.get(&below) {
-                    // A limit may have been set meanwhile.
-                    let may_fail = may_fail || world.is_short(below);
+                    // A limit may have been set since then.
+                    let may_fail = may_fail || world.may_overflow(below);
                     let oracle = below.oracle;
                     if before != Some(causes) || causes.hung > 0 || may_fail {
                         world.oracles.get_mut(&oracle).map(Oracle::crash);
                     }
-                    world.replace_oracle(oracle, was);
+                    world.replace_oracle(oracle, durability_below);
                 }
                 Ok(())
             })
         })
     }
 
-    /// Takes a node out of the world. Of a power layer: what it lay on.
-    pub(super) fn take(&mut self, id: NodeId, gone: &mut Vec<Node>) -> Option<PowerGone> {
+    /// Removes a node from the world. Returns the state of the node below a power layer.
+    pub(super) fn remove_node(&mut self, id: NodeId, gone: &mut Vec<Node>) -> Option<RemovedPower> {
         let node = self.nodes.remove(&id)?;
         let mut power = None;
         let mut useless = Vec::new();
         match &node.kind {
-            Kind::Power(PowerNode { was, .. }) => {
-                let (disks, may_fail) = (node.disks.clone(), self.had_trouble(&node) || self.is_short(&node));
-                power = Some(PowerGone { below: node.on[0], disks, may_fail, was: *was });
+            Kind::Power(PowerNode { durability_below, .. }) => {
+                let (disks, may_fail) =
+                    (node.disks.clone(), self.may_be_damaged(&node) || self.may_overflow(&node));
+                power = Some(RemovedPower {
+                    below: node.on[0],
+                    disks,
+                    may_fail,
+                    durability_below: *durability_below,
+                });
             }
-            // What is on a COW device is nobody's content.
+            // The content of a COW device is not judged.
             Kind::Cow(cow) => {
                 useless.push(cow.cow);
                 let finished = cow.snapshot.merge_status() == cow::MergeStatus::Finished;
@@ -354,15 +370,15 @@ impl World {
         }
         gone.push(node);
         while let Some(below) = useless.pop() {
-            // What that lies on has its content.
+            // The nodes below have the same content.
             useless.extend(self.nodes.get(&below).into_iter().flat_map(|node| &node.on));
-            self.take(below, gone);
+            self.remove_node(below, gone);
         }
         power
     }
 
-    /// Whether all that families held has been given back, when there are no nodes any more.
-    pub fn accounts(&self) -> Result<(), Wrong> {
+    /// Checks that the families have released all resources after the last node was removed.
+    pub fn check_released(&self) -> Result<(), Finding> {
         for (at, family) in self.families.iter().enumerate() {
             let (stat, memory) = (family.family.stat(), family.probe.memory());
             let backing = family.probe.backing().unwrap_or_default();
@@ -379,7 +395,9 @@ impl World {
                 u64::from(backing.unanswered_writes),
             ];
             if left != [0; 10] {
-                return wrong(format!("family {at} left something behind: {stat:?} {memory:?} {backing:?}"));
+                return finding(format!(
+                    "family {at} did not release everything: {stat:?} {memory:?} {backing:?}"
+                ));
             }
         }
         Ok(())

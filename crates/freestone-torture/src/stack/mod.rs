@@ -1,12 +1,12 @@
-//! A stack of devices, and what each of them may hold.
+//! A stack of devices, and the content that each of them may hold.
 //!
-//! A **node** is a device that requests go to, or that others lie on. What lies under another node
-//! is **covered**: it gets no requests of its own, since all that writes it goes through its cover.
-//! Each node has an oracle; a cover that changes nothing has that of the node below.
+//! A **node** is a device that receives requests or that other nodes lie on. A node under another
+//! is **covered**: it receives no requests of its own, since all writes go through its cover. Each
+//! node has an oracle; a cover that does not change content shares the oracle of the node below.
 //!
-//! An op is done in three steps, so that the same world serves one thread and many:
-//! [`World::begin_io`] and [`World::begin`] look at the world and tell the oracles; what they
-//! return is then done without the world; and what came of it is judged with the world again.
+//! An op runs in three steps, so that one [`World`] serves one thread or many: [`World::begin_io`]
+//! and [`World::begin`] read the world and inform the oracles; the task that they return runs
+//! without the world; the result is then judged with the world again.
 
 mod begin;
 mod cow;
@@ -38,112 +38,112 @@ use tempfile::TempDir;
 use crate::disk::{DiskControl, SimDisk};
 use crate::oracle::{Clock, Durability, Oracle, ReadToken, SECTOR_BYTES, Violation};
 use crate::rt::sync::Arc;
-pub use begin::About;
+pub use begin::Scope;
 use failing::Injector;
-use focus::Focused;
+use focus::CurrentFocus;
 use images::Images;
-use io::Leaving;
+use io::Removals;
 pub use io::Task;
 
-/// Nodes at one time; ops that would make more do nothing.
+/// Maximum number of nodes; an op that would add more does nothing.
 const NODES_MAX: usize = 24;
-/// Families at one time.
+/// Maximum number of families.
 const FAMILIES_MAX: usize = 3;
 
-/// Number of a node; never used again.
+/// Number of a node; never reused.
 pub type NodeId = u32;
-/// Number of a disk, also after it was opened again.
+/// Number of a disk; stays the same when the disk is opened again.
 pub type DiskId = u32;
 /// Number of an oracle.
 type OracleId = u32;
 
-/// Something that must not be.
+/// A finding: behaviour that the judge does not accept.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Wrong {
-    /// A read found what it must not find.
+pub enum Finding {
+    /// A read returned content that was not allowed.
     Content(Violation),
-    /// Anything else.
-    Said(String),
+    /// Any other finding, as a message.
+    Message(String),
 }
 
-impl fmt::Display for Wrong {
+impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Content(violation) => violation.fmt(f),
-            Self::Said(what) => f.write_str(what),
+            Self::Message(what) => f.write_str(what),
         }
     }
 }
 
-impl From<Violation> for Wrong {
+impl From<Violation> for Finding {
     fn from(violation: Violation) -> Self {
         Self::Content(violation)
     }
 }
 
-/// Says what is wrong.
-pub(crate) fn wrong<T>(what: impl Into<String>) -> Result<T, Wrong> {
-    Err(Wrong::Said(what.into()))
+/// Returns a finding with this message.
+pub(crate) fn finding<T>(what: impl Into<String>) -> Result<T, Finding> {
+    Err(Finding::Message(what.into()))
 }
 
-/// What is to be done without the world; it may wait for devices.
-pub type Act = Box<dyn FnOnce() -> Finish + Send>;
-/// What is to be done with the world when that has ended.
-pub type Finish = Box<dyn FnOnce(&mut World) -> Result<(), Wrong> + Send>;
+/// Work without the world, which may wait for devices.
+pub type VerbTask = Box<dyn FnOnce() -> VerbResult + Send>;
+/// Work with the world after that.
+pub type VerbResult = Box<dyn FnOnce(&mut World) -> Result<(), Finding> + Send>;
 
-#[expect(clippy::unnecessary_wraps, reason = "as those that use it return it")]
-fn act(act: impl FnOnce() -> Finish + Send + 'static) -> Option<Act> {
+#[expect(clippy::unnecessary_wraps, reason = "the callers return an Option")]
+fn act(act: impl FnOnce() -> VerbResult + Send + 'static) -> Option<VerbTask> {
     Some(Box::new(act))
 }
 
-fn finish(finish: impl FnOnce(&mut World) -> Result<(), Wrong> + Send + 'static) -> Finish {
+fn finish(finish: impl FnOnce(&mut World) -> Result<(), Finding> + Send + 'static) -> VerbResult {
     Box::new(finish)
 }
 
-/// The devices of one run, and what they stand on.
+/// The devices of one run and everything they stand on.
 #[derive(Default)]
 pub struct World {
     nodes: BTreeMap<NodeId, Node>,
     oracles: BTreeMap<OracleId, Oracle>,
-    /// Of all of them, so that what happened on several can be put in order.
+    /// Shared by all oracles, so that events on several devices have an order.
     clock: Clock,
     families: Vec<FamilyNode>,
     disks: BTreeMap<DiskId, DiskControl>,
-    /// What else has causes of failures.
+    /// Sources of failures other than disks.
     injectors: BTreeMap<DiskId, Injector>,
-    /// Numbers that were given out.
+    /// Numbers given out so far.
     ids: u32,
     writes: u64,
-    /// Where files lie, once there are any.
+    /// Directory of files, once there are any.
     dir: Option<TempDir>,
     images: Option<Images>,
-    /// Nodes that are being changed get no requests.
-    held: BTreeSet<NodeId>,
-    /// Verbs that make room, or change limits: those that began, and those that ended.
-    frees: u64,
-    leaving: Leaving,
-    focused: Option<Focused>,
-    /// What happened, for the report.
+    /// Nodes being changed; these receive no requests.
+    paused: BTreeSet<NodeId>,
+    /// Number of starts and ends of verbs that free memory or change limits.
+    freeing_verbs: u64,
+    removals: Removals,
+    current_focus: Option<CurrentFocus>,
+    /// Number of occurrences of each kind of event, for the report.
     tally: BTreeMap<&'static str, u64>,
 }
 
-/// A device, see the module.
+/// A device of the stack, see the module.
 struct Node {
     name: String,
     kind: Kind,
     device: Arc<dyn Device>,
     oracle: OracleId,
-    /// What it lies on.
+    /// Nodes that this node lies on.
     on: Vec<NodeId>,
     covered: bool,
-    /// The disks that its requests may come to, and what else may fail on their way.
+    /// Disks that its requests may reach, and other sources of failures on the way.
     disks: BTreeSet<DiskId>,
-    /// Likewise the families.
+    /// Families that its requests may reach.
     families: BTreeSet<usize>,
-    /// The causes of failures when it was made.
+    /// Causes of failures when the node was created.
     since: Causes,
-    /// Something had gone wrong before that, in its former life.
-    trouble: bool,
+    /// A cause of failures existed before `since`, before a crash.
+    had_failure: bool,
     /// Requests in flight.
     users: u32,
 }
@@ -151,105 +151,105 @@ struct Node {
 enum Kind {
     Disk(DiskId),
     Memory,
-    /// With the number under which its failures are counted.
+    /// The number under which its failures are counted.
     File(DiskId),
     Ram(RamNode),
     Origin(OriginNode),
     Cow(CowNode),
     Power(PowerNode),
-    /// A file or image that is only read.
-    Base(Bottom),
-    /// Changes nothing; it may fail.
+    /// A read-only file or image.
+    Base(BaseSource),
+    /// A layer that does not change content, but may fail.
     Layer,
 }
 
 struct RamNode {
     ram: Ram,
     family: usize,
-    /// What it was made over, also of a snapshot its origin; `None` is zeroes.
+    /// The base of a fork, or of the origin of a snapshot; `None` reads as zeroes.
     below: Option<Below>,
 }
 
-/// What lies below a fork, and below its snapshots.
+/// The base below a fork and its snapshots.
 #[derive(Clone)]
 struct Below {
     shows: Arc<Oracle>,
-    /// At the bottom of it, where that is none of the family's.
+    /// Device at the bottom, if it does not belong to the family.
     device: Option<Arc<dyn Device>>,
-    /// The file or image that this is.
-    file: Option<Bottom>,
+    /// The file or image that the base is.
+    file: Option<BaseSource>,
 }
 
-/// What forks stand on that is none of their family's.
+/// A base outside the family of its forks.
 #[derive(Clone)]
-enum Bottom {
-    /// Can be named as the base of a delta.
+enum BaseSource {
+    /// A file, which can be named as the base of a delta.
     File { path: PathBuf, format: Format },
-    /// In a store.
-    Image(Stored),
+    /// An image in a store.
+    Image(StoredImage),
 }
 
-/// The image that a node is, or lies over.
+/// An image that a node is, or lies over.
 #[derive(Clone)]
-struct Stored {
+struct StoredImage {
     name: Name,
     tag: &'static str,
 }
 
 struct OriginNode {
     origin: Origin,
-    /// A snapshot was removed in the midst of its merge: what lies below is half old, half new.
+    /// A snapshot was removed during its merge: the content below is half old, half new.
     is_half: bool,
 }
 
 struct PowerNode {
     power: Arc<Power>,
-    /// What a crash leaves of the node below.
-    was: Durability,
+    /// Durability of the node below.
+    durability_below: Durability,
 }
 
 #[expect(clippy::struct_excessive_bools, reason = "four independent facts, each with a name")]
 struct CowNode {
     snapshot: Snapshot,
     origin: NodeId,
-    /// The COW device.
+    /// COW device.
     cow: NodeId,
-    /// There is room for all that could be copied.
+    /// The COW device has room for all possible copies.
     ample: bool,
-    /// It plays the origin's part.
+    /// The snapshot is merging: the origin shows its content.
     merging: bool,
-    /// A merge may have been marked, though it was answered with an error.
+    /// A merge may be recorded on the COW device, although starting it failed.
     maybe_marked: bool,
-    /// When its disks died it was lost, its COW device did not say so, and the origin did not wait
-    /// for that any more.
+    /// The snapshot was lost when its disks died, the COW device does not record that, and the
+    /// origin no longer waited for that record.
     unmarked: bool,
 }
 
 struct FamilyNode {
     family: Family,
-    /// Holds nothing; asked for numbers.
+    /// An empty disk, used to query statistics.
     probe: Ram,
     backing: Option<DiskId>,
-    /// It had a limit at some time.
+    /// The family had a limit at some time.
     limited: bool,
 }
 
-/// Causes of failures so far, of some disks.
+/// Number of causes of failures so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Causes {
     errors: u64,
     hung: u64,
 }
 
-// ---- looking at it ------------------------------------------------------------------------------
+// ---- queries --------------------------------------------------------------------------------
 
 impl World {
-    /// Empty.
+    /// Creates an empty world.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// How often what happened.
+    /// Returns the number of occurrences of each kind of event.
     pub fn tally(&self) -> &BTreeMap<&'static str, u64> {
         &self.tally
     }
@@ -258,22 +258,22 @@ impl World {
         *self.tally.entry(what).or_default() += 1;
     }
 
-    /// All nodes that get requests.
+    /// Returns all nodes that receive requests.
     pub fn targets(&self) -> Vec<NodeId> {
         self.nodes_that(|node| !node.covered)
     }
 
-    /// Its name.
+    /// Returns the name of a node.
     pub fn name(&self, id: NodeId) -> String {
         self.nodes.get(&id).map_or_else(|| format!("node {id} (gone)"), |node| node.name.clone())
     }
 
-    /// Whether requests to it are in flight.
-    pub fn is_quiet(&self, id: NodeId) -> bool {
+    /// Returns true if no request to the node is in flight.
+    pub fn is_idle(&self, id: NodeId) -> bool {
         self.nodes.get(&id).is_none_or(|node| node.users == 0)
     }
 
-    /// What the disks' users did wrong.
+    /// Returns the contract violations that the disks observed.
     pub fn complaints(&self) -> Vec<String> {
         self.disks.iter().flat_map(|(id, disk)| named(*id, disk.complaints())).collect()
     }
@@ -281,12 +281,12 @@ impl World {
     fn nodes_that(&self, is: impl Fn(&Node) -> bool) -> Vec<NodeId> {
         self.nodes
             .iter()
-            .filter(|(id, node)| !self.held.contains(id) && is(node))
+            .filter(|(id, node)| !self.paused.contains(id) && is(node))
             .map(|(id, _)| *id)
             .collect()
     }
 
-    /// The causes so far of failures of what lies on these disks.
+    /// Counts the causes so far of failures on these disks.
     fn causes(&self, disks: &BTreeSet<DiskId>) -> Causes {
         let mut causes = Causes::default();
         for injected in disks.iter().filter_map(|id| self.disks.get(id)).map(DiskControl::injected) {
@@ -300,19 +300,20 @@ impl World {
         causes
     }
 
-    /// Whether something went wrong below a node since it was made, so that it may be worse off for
-    /// good.
-    fn had_trouble(&self, node: &Node) -> bool {
+    /// Returns true if a failure below the node since its creation may have damaged it permanently.
+    fn may_be_damaged(&self, node: &Node) -> bool {
         let below = || node.on.iter().filter_map(|id| self.nodes.get(id));
-        node.trouble || self.causes(&node.disks) != node.since || below().any(|below| self.had_trouble(below))
+        node.had_failure
+            || self.causes(&node.disks) != node.since
+            || below().any(|below| self.may_be_damaged(below))
     }
 
-    /// Whether a node lies on memory that has, or had, a limit.
+    /// Returns true if the node uses memory that has or had a limit.
     fn is_limited(&self, node: &Node) -> bool {
         node.families.iter().any(|&family| self.families[family].limited)
     }
 
-    // ---- changing it ----------------------------------------------------------------------------
+    // ---- changes --------------------------------------------------------------------------------
 
     fn new_id(&mut self) -> u32 {
         self.ids += 1;
@@ -335,7 +336,7 @@ impl World {
         id
     }
 
-    /// A node over others, which it covers.
+    /// Adds a node over others, which it covers.
     fn add(
         &mut self,
         name: &str,
@@ -381,27 +382,27 @@ impl World {
                 disks,
                 families,
                 since,
-                trouble: false,
+                had_failure: false,
                 users: 0,
             },
         );
         id
     }
 
-    /// A verb gave nothing to judge.
+    /// Ends a verb without anything to judge.
     fn abandon(&mut self, oracle: OracleId, token: ReadToken) {
         if let Some(oracle) = self.oracles.get_mut(&oracle) {
             oracle.abandon(token);
         }
     }
 
-    /// Drops oracles that no node has.
+    /// Drops oracles that no node uses.
     fn sweep(&mut self) {
         let used: BTreeSet<OracleId> = self.nodes.values().map(|node| node.oracle).collect();
         self.oracles.retain(|id, _| used.contains(id));
     }
 
-    /// A file that is not there yet.
+    /// Returns a new path for a file.
     fn new_path(&mut self, name: &str) -> Option<PathBuf> {
         let number = self.new_id();
         if self.dir.is_none() {
@@ -410,7 +411,7 @@ impl World {
         self.dir.as_ref().map(|dir| dir.path().join(format!("{name}-{number}")))
     }
 
-    /// The next number of a write.
+    /// Returns the next write number.
     fn next_write(&mut self) -> u64 {
         self.writes += 1;
         self.writes
@@ -421,7 +422,7 @@ fn named(id: DiskId, complaints: Vec<String>) -> impl Iterator<Item = String> {
     complaints.into_iter().map(move |complaint| format!("disk {id}: {complaint}"))
 }
 
-/// One of these, if there is one; the largest number is the last of them.
+/// Picks one of these, if there are any; `u16::MAX` picks the last.
 fn pick<T: Copy>(all: &[T], number: u16) -> Option<T> {
     if number == u16::MAX {
         all.last().copied()

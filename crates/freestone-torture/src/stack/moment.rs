@@ -1,17 +1,18 @@
-//! Snapshots of several devices at one moment: of RAM disks and forks, and of origins with stores.
+//! Snapshots of several devices at one moment: of RAM disks, forks, and origins with COW devices.
 //!
-//! Each shows a moment of its device that lies within the verb. That it is the same moment for all
-//! of them is judged by what they show: where one has a write that began after another was
-//! answered, that other one is in the snapshots, too, on whatever device of the set it was.
+//! Each snapshot shows its device at a moment within the verb. The content shown proves that the
+//! moment is the same for all: if a snapshot has a write that started after another write had
+//! completed, then that other write must be in the snapshots as well, on whichever device of the
+//! set.
 
 use freestone::consistency_group::{self, Pending};
 use freestone::cow::{self, Snapshot};
 use freestone::device::Result as Answer;
 use freestone::ram::{Ram, SetupError};
 
-use super::cow::Making;
+use super::cow::PreparedCow;
 use super::look::read_all;
-use super::{Act, Kind, NodeId, OracleId, World, Wrong, act, finish, wrong};
+use super::{Finding, Kind, NodeId, OracleId, VerbTask, World, act, finding, finish};
 use crate::ops::CowOp;
 use crate::oracle::{Durability, ReadToken};
 
@@ -24,24 +25,24 @@ struct Member {
     token: ReadToken,
 }
 
-/// What was taken, and what it shows where that was looked at.
-struct Taken<T> {
+/// A snapshot, and its content if it was read.
+struct TakenSnapshot<T> {
     snapshot: T,
-    shows: Option<Answer<Vec<u8>>>,
+    content: Option<Answer<Vec<u8>>>,
 }
 
-/// Why there are no snapshots.
-enum Failed {
+/// Why taking the snapshots failed.
+enum SnapshotFailure {
     Ram(SetupError),
     Cow(usize, cow::SetupError),
-    Late,
+    TimedOut,
 }
 
-type Set = (Vec<Taken<Ram>>, Vec<Taken<Snapshot>>);
+type SnapshotSet = (Vec<TakenSnapshot<Ram>>, Vec<TakenSnapshot<Snapshot>>);
 
 impl World {
-    /// Of all of these; each origin has its own op.
-    pub(super) fn snapshots(&mut self, rams: &[NodeId], origins: &[(NodeId, CowOp)]) -> Option<Act> {
+    /// Takes snapshots of all these devices; each origin has its own settings.
+    pub(super) fn snapshots(&mut self, rams: &[NodeId], origins: &[(NodeId, CowOp)]) -> Option<VerbTask> {
         let all: Vec<NodeId> =
             rams.iter().copied().chain(origins.iter().map(|(origin, _)| *origin)).collect();
         let mut members = Vec::new();
@@ -51,43 +52,48 @@ impl World {
             let token = self.oracles.get_mut(&oracle)?.begin_read();
             members.push(Member { id, ram, family, oracle, token });
         }
-        // Of two of which one lies on the other the upper one comes first.
+        // If one origin lies on another, the upper one comes first.
         let mut origins = origins.to_vec();
         origins.sort_by_key(|(id, _)| std::cmp::Reverse(self.below(*id).len()));
-        let makings: Vec<Making> =
+        let all_prepared: Vec<PreparedCow> =
             origins.iter().filter_map(|(id, op)| self.prepare_cow(*id, *op, &all)).collect();
-        let looks = all.len() > 1 || self.writes.is_multiple_of(4);
+        let reads_content = all.len() > 1 || self.writes.is_multiple_of(4);
         act(move || {
-            let taken = take(&members, &makings, looks);
+            let taken = take(&members, &all_prepared, reads_content);
             finish(move |world| {
-                world.count(if makings.is_empty() { "snapshots" } else { "snapshots with a store" });
-                if members.len() + makings.len() > 1 {
+                world.count(if all_prepared.is_empty() { "snapshots" } else { "snapshots with a store" });
+                if members.len() + all_prepared.len() > 1 {
                     world.count("sets of snapshots");
                 }
                 match taken {
-                    Ok(taken) => world.are_taken(members, makings, taken),
-                    Err(failed) => world.are_not_taken(members, makings, &failed),
+                    Ok(taken) => world.add_snapshots(members, all_prepared, taken),
+                    Err(failed) => world.judge_snapshot_failure(members, all_prepared, &failed),
                 }
             })
         })
     }
 
-    fn are_taken(&mut self, members: Vec<Member>, makings: Vec<Making>, taken: Set) -> Result<(), Wrong> {
+    fn add_snapshots(
+        &mut self,
+        members: Vec<Member>,
+        all_prepared: Vec<PreparedCow>,
+        taken: SnapshotSet,
+    ) -> Result<(), Finding> {
         let (rams, snapshots) = taken;
-        let of_rams = members.iter().zip(&rams).map(|(one, taken)| (one.oracle, &one.token, &taken.shows));
+        let of_rams = members.iter().zip(&rams).map(|(one, taken)| (one.oracle, &one.token, &taken.content));
         let of_cows =
-            makings.iter().zip(&snapshots).map(|(one, taken)| (one.oracle, &one.token, &taken.shows));
-        let looked: Vec<_> = of_rams
+            all_prepared.iter().zip(&snapshots).map(|(one, taken)| (one.oracle, &one.token, &taken.content));
+        let contents: Vec<_> = of_rams
             .chain(of_cows)
-            .filter_map(|(oracle, token, shows)| {
-                Some((self.oracles.get(&oracle)?, token, shows.as_ref()?.as_ref().ok()?))
+            .filter_map(|(oracle, token, content)| {
+                Some((self.oracles.get(&oracle)?, token, content.as_ref()?.as_ref().ok()?))
             })
             .collect();
-        let moment = looked.iter().map(|(oracle, token, bytes)| oracle.latest(token, bytes)).max();
-        for (oracle, token, bytes) in &looked {
+        let moment = contents.iter().map(|(oracle, token, bytes)| oracle.latest(token, bytes)).max();
+        for (oracle, token, bytes) in &contents {
             oracle.check_moment(token, moment.unwrap_or(0), bytes)?;
         }
-        for (Member { id, ram, family, oracle, token }, Taken { snapshot, .. }) in
+        for (Member { id, ram, family, oracle, token }, TakenSnapshot { snapshot, .. }) in
             members.into_iter().zip(rams)
         {
             drop(ram);
@@ -97,52 +103,58 @@ impl World {
             let made = self.add_ram("snapshot", snapshot, family, Some(shown), below);
             self.inherit(made, id);
         }
-        for (making, Taken { snapshot, .. }) in makings.into_iter().zip(snapshots) {
-            self.add_cow(making, snapshot);
+        for (prepared, TakenSnapshot { snapshot, .. }) in all_prepared.into_iter().zip(snapshots) {
+            self.add_cow(prepared, snapshot);
         }
         Ok(())
     }
 
-    fn are_not_taken(
+    fn judge_snapshot_failure(
         &mut self,
         members: Vec<Member>,
-        makings: Vec<Making>,
-        failed: &Failed,
-    ) -> Result<(), Wrong> {
+        all_prepared: Vec<PreparedCow>,
+        failed: &SnapshotFailure,
+    ) -> Result<(), Finding> {
         let judged = match failed {
-            Failed::Ram(SetupError::NotInTime(_)) | Failed::Late if self.has_hung() => Ok(()),
-            Failed::Ram(error) => wrong(format!("a snapshot could not be taken: {error}")),
-            Failed::Late => wrong("snapshots could not be taken in time"),
-            Failed::Cow(at, error) => self.judge_cow(&makings[*at], error),
+            SnapshotFailure::Ram(SetupError::NotInTime(_)) | SnapshotFailure::TimedOut if self.has_hung() => {
+                Ok(())
+            }
+            SnapshotFailure::Ram(error) => finding(format!("a snapshot could not be taken: {error}")),
+            SnapshotFailure::TimedOut => finding("snapshots could not be taken in time"),
+            SnapshotFailure::Cow(at, error) => self.judge_cow(&all_prepared[*at], error),
         };
         for Member { oracle, token, .. } in members {
             self.abandon(oracle, token);
         }
-        for making in makings {
-            self.give_up(making);
+        for prepared in all_prepared {
+            self.discard_prepared(prepared);
         }
         judged
     }
 }
 
-fn take(members: &[Member], makings: &[Making], looks: bool) -> Result<Set, Failed> {
-    let cows = makings.iter().enumerate();
-    let cows = cows.map(|(at, making)| making.prepare().map_err(|error| Failed::Cow(at, error)));
+fn take(
+    members: &[Member],
+    all_prepared: &[PreparedCow],
+    reads_content: bool,
+) -> Result<SnapshotSet, SnapshotFailure> {
+    let cows = all_prepared.iter().enumerate();
+    let cows = cows.map(|(at, prepared)| prepared.prepare().map_err(|error| SnapshotFailure::Cow(at, error)));
     let mut cows = cows.collect::<Result<Vec<_>, _>>()?;
-    let rams = members.iter().map(|one| one.ram.prepare_snapshot().map_err(Failed::Ram));
+    let rams = members.iter().map(|one| one.ram.prepare_snapshot().map_err(SnapshotFailure::Ram));
     let mut rams = rams.collect::<Result<Vec<_>, _>>()?;
     let mut all: Vec<&mut dyn Pending> = cows.iter_mut().map(|one| one as _).collect();
     all.extend(rams.iter_mut().map(|one| one as &mut dyn Pending));
-    consistency_group::take(&mut all).map_err(|_| Failed::Late)?;
+    consistency_group::take(&mut all).map_err(|_| SnapshotFailure::TimedOut)?;
     let rams = rams.into_iter().map(|one| {
         let snapshot = one.into_snapshot();
-        let shows = looks.then(|| read_all(&snapshot));
-        Taken { snapshot, shows }
+        let content = reads_content.then(|| read_all(&snapshot));
+        TakenSnapshot { snapshot, content }
     });
     let cows = cows.into_iter().map(|one| {
         let snapshot = one.into_snapshot();
-        let shows = looks.then(|| read_all(&snapshot));
-        Taken { snapshot, shows }
+        let content = reads_content.then(|| read_all(&snapshot));
+        TakenSnapshot { snapshot, content }
     });
     Ok((rams.collect(), cows.collect()))
 }

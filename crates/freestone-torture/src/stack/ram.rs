@@ -5,7 +5,7 @@ use freestone::ram::{
     Idle, Ram, Recompress, RecompressError, RecompressKind, SetupError, Writeback, WritebackError,
 };
 
-use super::{Act, Below, Kind, Node, NodeId, RamNode, World, act, finish, wrong};
+use super::{Below, Kind, Node, NodeId, RamNode, VerbTask, World, act, finding, finish};
 use crate::oracle::{Durability, Oracle, SECTOR_BYTES};
 use crate::rt::sync::Arc;
 
@@ -14,12 +14,12 @@ impl World {
         self.nodes_that(|node| matches!(&node.kind, Kind::Ram(ram) if is(node, ram)))
     }
 
-    /// All of them.
+    /// Returns all RAM disks, forks and snapshots.
     pub(super) fn rams(&self) -> Vec<NodeId> {
         self.ram_nodes(|_, _| true)
     }
 
-    /// Disks and forks that nothing covers.
+    /// Returns disks and forks without a cover.
     pub(super) fn ram_live(&self) -> Vec<NodeId> {
         self.ram_nodes(|node, ram| !node.covered && !ram.ram.is_snapshot())
     }
@@ -28,33 +28,36 @@ impl World {
         self.ram_nodes(|_, ram| ram.ram.is_snapshot())
     }
 
-    /// Disks and forks that show what their oracle says: nothing covers them, or layers that keep
-    /// nothing back.
+    /// Returns disks and forks whose content is what their oracle says: without a cover, or under
+    /// layers that hold no writes back.
     pub(super) fn ram_origins(&self) -> Vec<NodeId> {
         let mut all = self.ram_nodes(|_, ram| !ram.ram.is_snapshot());
-        all.retain(|&id| self.is_shown(id));
+        all.retain(|&id| self.is_content_visible(id));
         all
     }
 
-    /// Those whose size may change under what covers them.
+    /// Returns disks and forks that may grow under their covers.
     pub(super) fn ram_growing(&self) -> Vec<NodeId> {
         self.ram_origins()
     }
 
-    /// Whether what covers a node hands on everything at once.
-    pub(super) fn is_shown(&self, id: NodeId) -> bool {
+    /// Returns true if all covers of a node pass every write through at once.
+    pub(super) fn is_content_visible(&self, id: NodeId) -> bool {
         let covers = self.nodes.iter().filter(|(_, node)| node.on.contains(&id));
         covers.into_iter().all(|(&over, node)| match &node.kind {
-            Kind::Layer => self.is_shown(over),
+            Kind::Layer => self.is_content_visible(over),
             Kind::Origin(origin) => {
-                !origin.is_half && !self.has_merge(over) && !self.held.contains(&over) && self.is_shown(over)
+                !origin.is_half
+                    && !self.has_merge(over)
+                    && !self.paused.contains(&over)
+                    && self.is_content_visible(over)
             }
             Kind::Cow(cow) => cow.origin == id,
             _ => false,
         })
     }
 
-    /// Whether a snapshot of this origin plays its part.
+    /// Returns true if a snapshot of this origin is merging.
     pub(super) fn has_merge(&self, origin: NodeId) -> bool {
         self.nodes
             .values()
@@ -68,7 +71,7 @@ impl World {
         }
     }
 
-    /// What lies below a disk, fork or snapshot.
+    /// Returns the base of a disk, fork or snapshot.
     pub(super) fn below_ram(&self, id: NodeId) -> Option<Below> {
         match &self.nodes.get(&id)?.kind {
             Kind::Ram(node) => node.below.clone(),
@@ -76,7 +79,7 @@ impl World {
         }
     }
 
-    /// What a node was made from lies below it.
+    /// Adds the sources of failures of `from` to those of `made`, which was made from it.
     pub(super) fn inherit(&mut self, made: NodeId, from: NodeId) {
         let Some(from) = self.nodes.get(&from) else { return };
         let (disks, families) = (from.disks.clone(), from.families.clone());
@@ -86,49 +89,49 @@ impl World {
         }
     }
 
-    /// Whether anything hung so far: what waits for writes may have given up.
+    /// Returns true if any request hung so far: verbs that wait for writes may then have timed out.
     pub(super) fn has_hung(&self) -> bool {
         self.disks.values().any(|disk| disk.injected().hung > 0)
             || self.injectors.values().any(|injector| injector.causes().hung > 0)
     }
 
-    pub(super) fn rewind(&mut self, id: NodeId, reset: bool) -> Option<Act> {
+    pub(super) fn rewind(&mut self, id: NodeId, reset: bool) -> Option<VerbTask> {
         let (ram, _) = self.ram(id)?;
         let oracle = self.nodes[&id].oracle;
         let below = self.below_ram(id).map(|below| below.shows);
         let shown = self.oracles.get_mut(&oracle)?;
         let base =
             below.unwrap_or_else(|| Arc::new(Oracle::new("zeroes", shown.size(), Durability::Nothing)));
-        let token = shown.begin_turn(&base);
+        let token = shown.begin_replacement(&base);
         act(move || {
             let done = if reset { ram.reset() } else { ram.rewind() };
             finish(move |world| {
                 world.count("rewinds");
                 if let Some(oracle) = world.oracles.get_mut(&oracle) {
-                    oracle.turn_into(token, &base, false);
+                    oracle.replace_content(token, &base, false);
                 }
-                done.or_else(|error| wrong(format!("a rewind failed: {error}")))
+                done.or_else(|error| finding(format!("a rewind failed: {error}")))
             })
         })
     }
 
-    pub(super) fn grow(&mut self, id: NodeId, kib: u32) -> Option<Act> {
+    pub(super) fn grow(&mut self, id: NodeId, kib: u32) -> Option<VerbTask> {
         let (ram, _) = self.ram(id)?;
         let before = ram.geometry().size;
         let size = (before + (u64::from(kib) << 10)).min(16 << 20).max(before);
-        // Requests may come to what is new before the verb is over.
+        // Requests may reach the new range before the verb ends.
         let oracle = self.nodes[&id].oracle;
         self.oracles.get_mut(&oracle)?.grow(size / SECTOR_BYTES as u64);
         act(move || {
             let grown = if size > before { ram.grow(size) } else { Ok(()) };
             finish(move |world| {
                 world.count("growths");
-                grown.or_else(|error| wrong(format!("a device did not grow: {error}")))
+                grown.or_else(|error| finding(format!("a device did not grow: {error}")))
             })
         })
     }
 
-    pub(super) fn writeback(&mut self, id: NodeId, which: u8) -> Option<Act> {
+    pub(super) fn writeback(&mut self, id: NodeId, which: u8) -> Option<VerbTask> {
         let (ram, family) = self.ram(id)?;
         let disks = self.nodes[&id].disks.clone();
         let before = self.causes(&disks);
@@ -152,16 +155,16 @@ impl World {
                 let now = world.causes(&disks);
                 match outcome {
                     Err((_, WritebackError::NoBacking)) if !has_backing => Ok(()),
-                    // How full it is when it says so depends on how pages pack.
+                    // The fill level at which the backing device is full depends on how pages pack.
                     Ok(_) | Err((_, WritebackError::NoSpace)) => Ok(()),
                     Err((_, WritebackError::Device(_))) if now != before || now.hung > 0 => Ok(()),
-                    Err((_, error)) => wrong(format!("a writeback failed without a cause: {error}")),
+                    Err((_, error)) => finding(format!("a writeback failed without a cause: {error}")),
                 }
             })
         })
     }
 
-    pub(super) fn recompress(&mut self, id: NodeId) -> Option<Act> {
+    pub(super) fn recompress(&mut self, id: NodeId) -> Option<VerbTask> {
         let (ram, family) = self.ram(id)?;
         act(move || {
             let kind = Some(RecompressKind::Huge).filter(|_| id.is_multiple_of(2));
@@ -171,13 +174,13 @@ impl World {
                 match outcome {
                     Ok(_) => Ok(()),
                     Err((_, RecompressError::NoSpace)) if world.families[family].limited => Ok(()),
-                    Err((_, error)) => wrong(format!("a recompression failed: {error}")),
+                    Err((_, error)) => finding(format!("a recompression failed: {error}")),
                 }
             })
         })
     }
 
-    pub(super) fn compact(&mut self, id: NodeId) -> Option<Act> {
+    pub(super) fn compact(&mut self, id: NodeId) -> Option<VerbTask> {
         let (ram, _) = self.ram(id)?;
         act(move || {
             ram.compact();
@@ -188,7 +191,7 @@ impl World {
         })
     }
 
-    pub(super) fn limit(&mut self, family: u16, kib: u32) -> Option<Act> {
+    pub(super) fn limit(&mut self, family: u16, kib: u32) -> Option<VerbTask> {
         let at = self.family_of(family)?;
         let family = &mut self.families[at];
         family.limited |= kib > 0;
@@ -197,10 +200,10 @@ impl World {
         None
     }
 
-    pub(super) fn own_limits(&mut self, id: NodeId, cap_kib: u32, least_kib: u32) -> Option<Act> {
+    pub(super) fn own_limits(&mut self, id: NodeId, cap_kib: u32, least_kib: u32) -> Option<VerbTask> {
         let (ram, family) = self.ram(id)?;
         let (cap, least) = (u64::from(cap_kib) << 10, u64::from(least_kib) << 10);
-        // A guarantee to one is a limit for the others.
+        // A guarantee for one device limits the others.
         self.families[family].limited |= cap > 0 || least > 0;
         act(move || {
             let set = ram.set_own_limits(cap, least);
@@ -210,7 +213,7 @@ impl World {
                     Ok(()) | Err(SetupError::GuaranteeAboveCap { .. } | SetupError::Guarantee { .. }) => {
                         Ok(())
                     }
-                    Err(error) => wrong(format!("limits could not be set: {error}")),
+                    Err(error) => finding(format!("limits could not be set: {error}")),
                 }
             })
         })

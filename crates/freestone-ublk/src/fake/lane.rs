@@ -1,6 +1,6 @@
-//! A queue of the driver's.
+//! A queue of the fake driver.
 #![expect(unsafe_code)]
-// UNSAFETY: copies to and from buffers by the addresses that it was given, as the driver does.
+// UNSAFETY: copies to and from the server's buffers by address, like the driver.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
@@ -16,25 +16,23 @@ pub struct Lane {
     pub queued: VecDeque<Pending>,
     pub done: HashMap<u64, Outcome>,
     pub arrived: VecDeque<Arrived>,
-    /// Of data, not yet told.
+    /// Completed data fetches that are not delivered yet.
     pub fetched: VecDeque<Arrived>,
     pub bell: OwnedFd,
-    /// How often it was entered, and how many requests it had.
+    /// Number of calls to `enter`, and of requests.
     pub enters: u64,
     pub requests: u64,
     pub is_open: bool,
     pub aborted: bool,
-    /// The server copies data by itself.
     pub user_copy: bool,
 }
 
 #[derive(Default)]
 pub struct Tag {
-    /// The buffer it was fetched with, while no request has come.
+    /// The address that the tag was fetched with, until it gets a request.
     pub fetched: Option<u64>,
     pub busy: Option<u64>,
     pub descriptor: IoDesc,
-    /// Of the request: what is written, or was read.
     data: Vec<u8>,
 }
 
@@ -48,7 +46,6 @@ pub fn ring_bell(bell: &OwnedFd) {
     let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
 }
 
-/// Bytes that a request reads.
 fn read_bytes(descriptor: &IoDesc) -> usize {
     match descriptor.op() {
         op::READ => descriptor.nr_sectors as usize * 512,
@@ -78,7 +75,7 @@ impl Lane {
         !self.queued.is_empty() || self.tags.iter().any(|tag| tag.busy.is_some())
     }
 
-    /// Gives requests to tags that are fetched.
+    /// Assigns queued requests to fetched tags.
     pub fn dispatch(&mut self) {
         for (number, tag) in self.tags.iter_mut().enumerate() {
             if tag.fetched.is_none() {
@@ -92,7 +89,8 @@ impl Lane {
                 tag.data = pending.data;
             } else if pending.descriptor.op() == op::WRITE {
                 let to = std::ptr::with_exposed_provenance_mut::<u8>(addr as usize);
-                // SAFETY: the server keeps a buffer of the largest request there until the tag arrives.
+                // SAFETY: the server keeps a buffer of the largest request at this address until
+                // the tag completes.
                 unsafe { to.copy_from_nonoverlapping(pending.data.as_ptr(), pending.data.len()) };
             }
             self.requests += 1;
@@ -103,15 +101,15 @@ impl Lane {
 
     pub fn commit(&mut self, number: u16, result: i32, addr: u64) {
         let tag = &mut self.tags[usize::from(number)];
-        let ticket = tag.busy.take().expect("a commit without a request");
+        let ticket = tag.busy.take().expect("the tag has no request");
         let len = read_bytes(&tag.descriptor);
         let is_append = tag.descriptor.op() == op::ZONE_APPEND;
         let mut data = Vec::new();
         if self.user_copy {
-            assert!(addr == 0 || is_append, "a buffer where there is none");
+            assert!(addr == 0 || is_append, "user copy must not pass a buffer");
             if len > 0 && result > 0 {
                 data = std::mem::take(&mut tag.data);
-                assert_eq!(data.len(), len, "what is told to be read was sent");
+                assert_eq!(data.len(), len, "read data must be sent before its commit");
                 assert!(result as usize >= len, "short results loop");
             } else if is_append && result >= 0 {
                 data = addr.to_ne_bytes().to_vec();
@@ -122,7 +120,7 @@ impl Lane {
                 assert_eq!(result as usize, len, "short results loop");
                 data = vec![0; len];
                 let from = std::ptr::with_exposed_provenance::<u8>(addr as usize);
-                // SAFETY: as above; the server has not got the tag back.
+                // SAFETY: as in `dispatch`; the server does not own the tag yet.
                 unsafe { from.copy_to_nonoverlapping(data.as_mut_ptr(), len) };
             }
         }
@@ -136,27 +134,27 @@ impl Lane {
             return ring_bell(&self.bell);
         }
         let tag = &mut self.tags[usize::from(number)];
-        assert!(tag.fetched.is_none() && tag.busy.is_none(), "a tag that is the kernel's");
+        assert!(tag.fetched.is_none() && tag.busy.is_none(), "the kernel already owns the tag");
         assert_eq!(addr == 0, self.user_copy);
         tag.fetched = Some(addr);
     }
 
-    /// Copies what a request writes to the server; so much of it as `fault` says, or it fails.
+    /// Copies a request's data to the server. `fault` limits the length or fails the copy.
     pub fn fetch_data(&mut self, number: u16, to: u64, len: usize, fault: Option<i32>) -> i32 {
         let tag = &mut self.tags[usize::from(number)];
         assert!(tag.busy.is_some() && matches!(tag.descriptor.op(), op::WRITE | op::ZONE_APPEND));
-        // Where a test does not say, it is zeroes.
+        // Tests without data write zeroes.
         tag.data.resize(tag.descriptor.nr_sectors as usize * 512, 0);
         let moved = fault.unwrap_or(i32::MAX).min(tag.data.len().min(len) as i32);
         if moved > 0 {
             let to = std::ptr::with_exposed_provenance_mut::<u8>(to as usize);
-            // SAFETY: the server keeps so many bytes there until it is told.
+            // SAFETY: the server keeps `len` bytes at this address until the copy completes.
             unsafe { to.copy_from_nonoverlapping(tag.data[..moved as usize].as_ptr(), moved as usize) };
         }
         moved
     }
 
-    /// Copies what was read from the server, the same way.
+    /// Copies read data from the server. `fault` limits the length or fails the copy.
     pub fn send_data(&mut self, number: u16, from: u64, len: usize, fault: Option<i32>) -> i32 {
         let tag = &mut self.tags[usize::from(number)];
         assert!(tag.busy.is_some());
@@ -164,7 +162,7 @@ impl Lane {
         let moved = fault.unwrap_or(i32::MAX).min(tag.data.len().min(len) as i32);
         if moved > 0 {
             let from = std::ptr::with_exposed_provenance::<u8>(from as usize);
-            // SAFETY: as above.
+            // SAFETY: as in `fetch_data`.
             unsafe { from.copy_to_nonoverlapping(tag.data.as_mut_ptr(), moved as usize) };
         }
         moved

@@ -1,5 +1,5 @@
-//! A driver for tests: takes the same commands, keeps the same rules, and gives requests to the
-//! queues as the block layer does.
+//! A fake ublk driver for tests. It accepts the same commands, enforces the same rules, and
+//! delivers requests to the queues like the block layer.
 
 mod lane;
 
@@ -15,18 +15,17 @@ use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::abi::{CtrlCmd, DevInfo, IoDesc, Params, ZoneRow, control, feature, op, param, state};
-use crate::kernel::{Arrived, BlockDevice, CharDevice, Event, Kernel, NOT_DONE, Ring, Wait};
+use crate::kernel::{Arrived, BlockDevice, CharDevice, Claimed, Event, Kernel, NOT_DONE, Ring, Wait};
 use lane::{Lane, Pending, ring_bell};
 
 pub const ID: u32 = 7;
-/// Who makes devices.
+/// User and group that create devices.
 pub const OWNER: (u32, u32) = (1000, 100);
 pub const PATIENCE: Duration = Duration::from_secs(20);
 pub const ABORT: i32 = -19;
-/// Zones that it asks for at once, as one that is short of memory.
+/// Zones per report request; small, like those of a kernel that is short of memory.
 const ROWS_ASKED: u32 = 5;
 
-/// A request's outcome, and what was read.
 pub type Outcome = (i32, Vec<u8>);
 
 #[derive(Clone, Default)]
@@ -38,40 +37,38 @@ struct Inner {
     changed: Condvar,
 }
 
-/// What is set by tests, and what they look at.
+/// Settings and observations of tests.
 #[derive(Default)]
 #[expect(clippy::struct_excessive_bools, reason = "independent faults, each with a name")]
 pub struct State {
     pub is_absent: bool,
-    /// Bits that it lacks.
+    /// Features that the driver lacks.
     pub lacks: u64,
-    /// Commands that fail.
     pub refused: HashMap<u32, Errno>,
-    /// Nodes that cannot be opened.
     pub no_node: bool,
-    /// A fetch fails.
     pub no_fetch: bool,
-    /// Reads a sector while it starts.
+    /// `START_DEV` reads a sector, like a partition scan.
     pub scans: bool,
-    /// It is built without zones.
+    /// The kernel is built without zones.
     pub no_zones: bool,
-    /// Bits that it does not grant, though it has them.
+    /// Features that the driver has but does not grant.
     pub withholds: u64,
-    /// What the next copies of data come to: so many bytes, or a negative errno.
+    /// Results of the next data copies: a number of bytes or a negative errno.
     pub copies: VecDeque<i32>,
-    /// Data that was fetched is told of by [`Driver::tell_fetched`] only.
+    /// Completed data fetches are delivered only by [`Driver::deliver_fetched`].
     pub holds_fetched: bool,
     pub claimed: bool,
-    /// Who asks has no privileges.
+    pub mounted_at: Option<PathBuf>,
+    pub cache_drops: u32,
+    /// The caller has no privileges.
     pub is_user: bool,
-    /// Nodes are not its user's.
+    /// The nodes do not belong to the user.
     pub not_given: bool,
-    /// All commands that came.
     pub log: Vec<u32>,
     pub info: Option<DevInfo>,
     pub params: Option<Params>,
     pub sectors: u64,
-    /// As of the start.
+    /// The zone report at the start.
     pub zones: Vec<ZoneRow>,
     pub lanes: Vec<Lane>,
     next_ticket: u64,
@@ -82,7 +79,7 @@ impl Driver {
         self.0.state.lock().unwrap()
     }
 
-    /// Waits until something is so.
+    /// Waits until `look` returns a value.
     pub fn wait_for<T>(&self, look: impl Fn(&mut State) -> Option<T>) -> T {
         let end = Instant::now() + PATIENCE;
         let mut state = self.state();
@@ -91,12 +88,11 @@ impl Driver {
                 return found;
             }
             let left = end.saturating_duration_since(Instant::now());
-            assert!(!left.is_zero(), "it never comes");
+            assert!(!left.is_zero(), "timed out waiting for the fake driver");
             state = self.0.changed.wait_timeout(state, left).unwrap().0;
         }
     }
 
-    /// A request, as the block layer has it.
     pub fn submit(&self, lane: usize, op_flags: u32, sector: u64, sectors: u32, data: &[u8]) -> u64 {
         let mut state = self.state();
         let ticket = state.add(lane, op_flags, sector, sectors, data);
@@ -104,7 +100,6 @@ impl Driver {
         ticket
     }
 
-    /// Many at once.
     pub fn submit_all(&self, lane: usize, requests: impl Iterator<Item = (u32, u64, u32)>) -> Vec<u64> {
         let mut state = self.state();
         let tickets =
@@ -126,7 +121,7 @@ impl Driver {
         self.wait(0, ticket)
     }
 
-    /// The zones, as a report has them; `Err`: it fails, or is none.
+    /// Returns all zones. Fails if a report fails or is inconsistent.
     pub fn report(&self) -> Result<Vec<ZoneRow>, Errno> {
         let (sectors, zone) = {
             let state = self.state();
@@ -138,9 +133,10 @@ impl Driver {
             if result < 0 {
                 return Err(Errno::from_raw_os_error(-result));
             }
-            let told = data.chunks(size_of::<ZoneRow>()).map(|row| ZoneRow::read_from_bytes(row).unwrap());
+            let rows_read =
+                data.chunks(size_of::<ZoneRow>()).map(|row| ZoneRow::read_from_bytes(row).unwrap());
             let before = rows.len();
-            rows.extend(told.take_while(|row| row.len > 0));
+            rows.extend(rows_read.take_while(|row| row.len > 0));
             if rows.len() == before {
                 return Err(Errno::NODEV);
             }
@@ -149,20 +145,20 @@ impl Driver {
         if ends.count() == rows.len() { Ok(rows) } else { Err(Errno::NODEV) }
     }
 
-    /// Tells of data that was fetched, of so many requests, the last first.
-    pub fn tell_fetched(&self, lane: usize, most: usize) {
+    /// Delivers up to `most` completed data fetches, the last first.
+    pub fn deliver_fetched(&self, lane: usize, most: usize) {
         let lane = &mut self.state().lanes[lane];
         let rest = lane.fetched.len().saturating_sub(most);
         lane.arrived.extend(lane.fetched.drain(rest..).rev());
         ring_bell(&lane.bell);
     }
 
-    pub fn has_come(&self, command: u32) -> bool {
+    pub fn has_received(&self, command: u32) -> bool {
         self.state().log.contains(&command)
     }
 
     fn stop(&self) {
-        // New ones fail; those that are there are waited for.
+        // Waits for open requests, then fails new ones.
         self.wait_for(|state| (!state.lanes.iter().any(Lane::is_busy)).then_some(()));
         let mut state = self.state();
         for lane in &mut state.lanes {
@@ -231,7 +227,7 @@ impl Kernel for Driver {
                     return Err(Errno::ACCESS);
                 }
             } else {
-                assert!(path.is_empty(), "it would be taken for what the command carries");
+                assert!(path.is_empty(), "the driver would read a path as payload");
                 if !is_new && state.is_user {
                     return Err(Errno::PERM);
                 }
@@ -333,8 +329,37 @@ impl BlockDevice for Driver {
         format!("/dev/ublkb{ID}").into()
     }
 
-    fn is_claimed(&self) -> io::Result<bool> {
-        Ok(self.state().claimed)
+    fn claim(&self) -> io::Result<Option<Box<dyn Claimed>>> {
+        if std::mem::replace(&mut self.state().claimed, true) {
+            return Err(Errno::BUSY.into());
+        }
+        Ok(Some(Box::new(FakeClaim(self.clone()))))
+    }
+
+    fn mount_point(&self) -> Option<PathBuf> {
+        self.state().mounted_at.clone()
+    }
+}
+
+/// A claim on the block device. `sync` sends a flush to the driver, and `drop_cache` counts its
+/// calls.
+struct FakeClaim(Driver);
+
+impl Claimed for FakeClaim {
+    fn sync(&self) -> io::Result<()> {
+        let result = self.0.io(op::FLUSH.into(), 0, 0, &[]).0;
+        if result == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(-result)) }
+    }
+
+    fn drop_cache(&self) -> io::Result<()> {
+        self.0.state().cache_drops += 1;
+        Ok(())
+    }
+}
+
+impl Drop for FakeClaim {
+    fn drop(&mut self) {
+        self.0.state().claimed = false;
     }
 }
 
@@ -391,7 +416,7 @@ impl Ring for FakeRing {
             let mut copies = std::mem::take(&mut state.copies);
             let lane = &mut state.lanes[self.lane];
             lane.enters += 1;
-            // The tag whose data was not taken: its commit follows.
+            // The tag whose send failed; its commit follows and is canceled.
             let mut broken = None;
             for entry in self.queued.drain(..) {
                 let arrived = |tag, event, result| Arrived { tag, event, result };
@@ -457,7 +482,7 @@ impl Drop for FakeRing {
         let mut state = self.driver.state();
         let lane = &mut state.lanes[self.lane];
         (lane.is_open, lane.aborted) = (false, true);
-        // What the server has then fails.
+        // Requests that the server has then fail.
         for tag in &mut lane.tags {
             tag.fetched = None;
             if let Some(ticket) = tag.busy.take() {

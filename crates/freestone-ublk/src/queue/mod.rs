@@ -1,10 +1,10 @@
-//! One queue: the loop of its thread. Each turn takes what the device has finished, works through
-//! what has arrived, and hands all that is done to the kernel with one system call, which also
-//! waits for more.
+//! The loop of a queue's thread. Each turn completes what the device has finished, begins requests
+//! that have arrived, and enters the ring once. This system call submits all completions and waits
+//! for events.
 
-mod answering;
-mod copying;
-mod doing;
+mod complete;
+mod execute;
+mod user_copy;
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,72 +18,70 @@ use freestone_core::plug::Plug;
 use freestone_core::workers::Costs;
 use rustix::io::Errno;
 
-use crate::aside::Aside;
 use crate::kernel::{Arrived, Event, NOT_DONE, Ring, Wait};
 use crate::parts::{Drained, Parts};
 use crate::slots::{Place, Slots};
 use crate::task::Finished;
-use copying::Copying;
+use crate::zone_thread::ZoneThread;
+use user_copy::UserCopies;
 
-/// Bytes of requests that a device may hold at once. One request may have as much on its own.
+/// Bytes in flight at which a queue begins no more requests. The last request may exceed the limit.
 const MAX_IN_FLIGHT_BYTES: usize = 32 << 20;
-/// Outcomes are told after so many bytes of work although there is more to do.
-const TELL_AT_BYTES: usize = 256 << 10;
-/// What a request counts as at least for that.
-const LEAST_WORK_BYTES: usize = 4096;
-/// A queue that has had nothing to do for so long gives the memory of its buffers back.
+/// Completions are submitted after this many bytes of work, even if more requests wait.
+const SUBMIT_AT_BYTES: usize = 256 << 10;
+/// Minimum number of bytes that a request counts as work.
+const MIN_WORK_BYTES: usize = 4096;
+/// A queue without requests for this long frees the memory of its buffers.
 pub const IDLE: Duration = Duration::from_secs(1);
-/// Pause before another try where there is no memory for a buffer.
+/// Retry interval if there is no memory for a buffer.
 const STARVED_PAUSE: Duration = Duration::from_millis(20);
-/// What is told of a request whose time is over.
+/// Result of requests that are failed without the device.
 const CUT: i32 = -Error::Media.errno();
 
 fn no_memory(error: Error) -> io::Error {
     io::Error::new(io::ErrorKind::OutOfMemory, error)
 }
 
-/// Why a tag has come back. A result above zero is nothing that was asked for.
+/// Returns why a tag came back. A positive result is never expected.
 fn errno_of(result: i32) -> Errno {
     if result < 0 { Errno::from_raw_os_error(-result) } else { Errno::INVAL }
 }
 
-/// The queue's thread.
 pub struct Queue {
     parts: Parts,
     ring: Box<dyn Ring>,
     slots: Slots,
     disk: Arc<Disk>,
     device: Bytes,
-    /// Tags whose requests are not begun, in their order.
+    /// Tags whose requests are not begun, in order of arrival.
     waiting: VecDeque<u16>,
-    /// Requests behind them, whose data is on the way.
-    copying: Copying,
-    /// Tags whose outcome could not be told yet.
+    /// User copies. Requests that fetch data precede those in `waiting`.
+    copies: UserCopies,
+    /// Tags whose completion waits for memory for a buffer.
     starved: Vec<(u16, i32)>,
-    /// Tags that will have no request any more.
     gone: usize,
     arrived: Vec<Arrived>,
     finished: Vec<Finished>,
-    /// Requests that the device has, also those that were answered in its place.
+    /// Requests that the device has, including those already failed by the queue.
     in_flight: usize,
-    /// Bytes that those in flight are charged with.
+    /// Bytes charged for requests in flight.
     charged: usize,
     costs: Arc<Costs>,
-    aside: Aside,
+    zone_thread: ZoneThread,
     plug: Option<Plug>,
-    seen: u64,
-    /// Others are to be told what was obeyed.
-    report: bool,
+    applied_version: u64,
+    /// The applied version must be reported to waiting threads.
+    must_report: bool,
     held: bool,
     cuts: u64,
     dead: bool,
 }
 
 impl Queue {
-    /// Asks for the first request of each tag.
+    /// Creates the queue and fetches the first request of each tag.
     ///
     /// # Errors
-    /// No memory for buffers, or the kernel refuses.
+    /// Fails if there is no memory for buffers or if the kernel rejects a fetch.
     pub fn new(parts: Parts, ring: Box<dyn Ring>, disk: Arc<Disk>) -> io::Result<Self> {
         let slots = Slots::new(parts.depth, parts.max_bytes).map_err(no_memory)?;
         let device = Bytes::new(Arc::clone(&disk.device));
@@ -94,7 +92,7 @@ impl Queue {
             disk,
             device,
             waiting: VecDeque::new(),
-            copying: Copying::default(),
+            copies: UserCopies::default(),
             starved: Vec::new(),
             gone: 0,
             arrived: Vec::new(),
@@ -102,11 +100,11 @@ impl Queue {
             in_flight: 0,
             charged: 0,
             costs: Arc::default(),
-            aside: Aside::default(),
+            zone_thread: ZoneThread::default(),
             plug: None,
-            // The first turn looks.
-            seen: u64::MAX,
-            report: false,
+            // The first turn always reads the shared state.
+            applied_version: u64::MAX,
+            must_report: false,
             held: false,
             cuts: 0,
             dead: false,
@@ -135,23 +133,23 @@ impl Queue {
         }
     }
 
-    /// Serves until the kernel has taken all tags back, or the thread is told to end. What the device
-    /// has then is left to [`drain`](Drained::drain).
+    /// Serves requests until the kernel has returned all tags or the thread must end. Requests
+    /// still in flight are left to [`drain`](Drained::drain).
     pub fn serve(mut self) -> Drained {
         loop {
-            self.obey();
-            self.harvest();
-            let mut result = self.work();
+            self.apply_state();
+            self.complete_finished();
+            let mut result = self.process_requests();
             self.plug = None;
-            // What was submitted may have been answered at once.
-            self.harvest();
-            self.feed();
-            self.report();
+            // The device may have completed submitted requests immediately.
+            self.complete_finished();
+            self.retry_starved();
+            self.report_state();
             if self.gone == self.slots.tags().len() || self.parts.answers.is_ended() {
                 break;
             }
             if result.is_ok() {
-                result = self.rest();
+                result = self.wait_for_event();
             }
             if let Err(error) = result {
                 tracing::error!(
@@ -165,41 +163,41 @@ impl Queue {
         self.close()
     }
 
-    /// Looks whether there are orders.
-    fn obey(&mut self) {
-        if self.parts.shared.version() == self.seen {
+    /// Applies changes of the shared state.
+    fn apply_state(&mut self) {
+        if self.parts.shared.version() == self.applied_version {
             return;
         }
-        let standing = self.parts.shared.standing();
-        if let Some(disk) = standing.disk
+        let snapshot = self.parts.shared.snapshot();
+        if let Some(disk) = snapshot.disk
             && !Arc::ptr_eq(&disk, &self.disk)
         {
             self.device = Bytes::new(Arc::clone(&disk.device));
             self.disk = disk;
         }
-        self.held = standing.held;
-        self.dead = standing.dead;
-        if standing.cuts != self.cuts || self.dead {
-            self.cuts = standing.cuts;
+        self.held = snapshot.held;
+        self.dead = snapshot.dead;
+        if snapshot.cuts != self.cuts || self.dead {
+            self.cuts = snapshot.cuts;
             self.cut();
         }
-        self.seen = standing.version;
-        self.report = true;
+        self.applied_version = snapshot.version;
+        self.must_report = true;
     }
 
-    /// Tells what was obeyed, and while requests are held also what is in flight: somebody may wait
-    /// for the last one.
-    fn report(&mut self) {
-        if std::mem::take(&mut self.report) || self.held {
-            self.parts.shared.obeyed(self.parts.index, self.seen, self.in_flight);
+    /// Reports the applied version. While requests are held, also reports the number in flight,
+    /// because a thread may wait for the last one.
+    fn report_state(&mut self) {
+        if std::mem::take(&mut self.must_report) || self.held {
+            self.parts.shared.record_applied(self.parts.index, self.applied_version, self.in_flight);
         }
     }
 
-    /// Answers all that was asked for with an error.
+    /// Fails all requests that have arrived.
     fn cut(&mut self) {
         self.take_arrivals();
         self.waiting.clear();
-        self.copying.cut();
+        self.copies.cut();
         for tag in self.slots.tags() {
             if matches!(self.slots.get(tag).place, Place::Waiting | Place::Device) {
                 self.commit(tag, CUT);
@@ -207,14 +205,13 @@ impl Queue {
         }
     }
 
-    /// Takes what the kernel has brought.
     fn take_arrivals(&mut self) {
         let mut arrived = std::mem::take(&mut self.arrived);
         self.ring.arrived(&mut arrived);
         for Arrived { tag, event, result } in arrived.drain(..) {
             match event {
-                Event::Fetched => self.copying.fetched(tag, result),
-                Event::Sent => self.copying.sent(),
+                Event::Fetched => self.copies.finish_fetch(tag, result),
+                Event::Sent => self.copies.finish_send(),
                 Event::Command => self.take_command(tag, result),
             }
         }
@@ -250,12 +247,12 @@ impl Queue {
         }
     }
 
-    /// Works through what has arrived, as far as there is room.
-    fn work(&mut self) -> io::Result<()> {
+    /// Begins the requests that have arrived, within the in-flight limit.
+    fn process_requests(&mut self) -> io::Result<()> {
         let mut work = 0;
         loop {
-            let done = if let Some(copied) = self.copying.next(self.held) {
-                self.begin_copied(copied)
+            let done = if let Some(fetched) = self.copies.next_ready(self.held) {
+                self.begin_fetched(fetched)
             } else if let Some(&tag) = self.waiting.front()
                 && (self.dead || !(self.held || self.charged >= MAX_IN_FLIGHT_BYTES))
                 && let Some(bytes) = self.begin_next(tag)
@@ -264,56 +261,55 @@ impl Queue {
             } else {
                 return Ok(());
             };
-            work += done.max(LEAST_WORK_BYTES);
-            if work >= TELL_AT_BYTES && !self.waiting.is_empty() {
+            work += done.max(MIN_WORK_BYTES);
+            if work >= SUBMIT_AT_BYTES && !self.waiting.is_empty() {
                 work = 0;
-                self.harvest();
-                self.tell()?;
+                self.complete_finished();
+                self.submit_completions()?;
                 self.take_arrivals();
             }
         }
     }
 
-    /// Hands over what is done, without waiting.
-    fn tell(&mut self) -> io::Result<()> {
+    fn submit_completions(&mut self) -> io::Result<()> {
         if self.ring.has_queued() { self.ring.enter(Wait::No) } else { Ok(()) }
     }
 
-    /// Waits for something to do, and hands over what is done with the same call.
-    fn rest(&mut self) -> io::Result<()> {
-        let has_none = self.in_flight == 0 && self.waiting.is_empty() && self.copying.is_empty();
-        let is_idle = has_none && self.starved.is_empty();
-        if has_none {
+    /// Waits for an event, and submits queued completions with the same call.
+    fn wait_for_event(&mut self) -> io::Result<()> {
+        let is_drained = self.in_flight == 0 && self.waiting.is_empty() && self.copies.is_empty();
+        let is_idle = is_drained && self.starved.is_empty();
+        if is_drained {
             self.parts.share.keep(0);
         }
-        // Where the kernel writes to buffers at any time, nobody knows that one is free.
-        let gives_back = is_idle && self.slots.are_touched() && self.ring.is_deferred();
+        // If the kernel may write to buffers at any time, none is known to be unused.
+        let can_free = is_idle && self.slots.are_touched() && self.ring.is_deferred();
         let wait = if !self.starved.is_empty() {
             Wait::AtMost(STARVED_PAUSE)
-        } else if gives_back {
+        } else if can_free {
             Wait::AtMost(IDLE)
         } else {
             Wait::Forever
         };
-        let began = gives_back.then(Instant::now);
+        let began = can_free.then(Instant::now);
         self.ring.enter(wait)?;
         self.take_arrivals();
         let was_idle = began.is_some_and(|began| began.elapsed() >= IDLE);
-        if was_idle && self.waiting.is_empty() && self.copying.is_empty() && !self.ring.has_queued() {
+        if was_idle && self.waiting.is_empty() && self.copies.is_empty() && !self.ring.has_queued() {
             self.slots.give_back();
         }
         Ok(())
     }
 
-    /// The kernel has the tags back, or is not asked any more.
     fn close(self) -> Drained {
-        let Self { parts, ring, slots, copying, device, in_flight, gone, .. } = self;
+        let Self { parts, ring, slots, copies, device, in_flight, gone, .. } = self;
         let all_back = gone == slots.tags().len();
         drop(ring);
         if !all_back {
-            // The ring goes later than its descriptor does, and may write until then.
+            // The kernel frees a ring later than its file descriptor, and may write to buffers
+            // until then.
             slots.leak();
-            copying.leak();
+            copies.leak();
         }
         Drained::new(parts, device, in_flight)
     }

@@ -1,10 +1,10 @@
-//! Devices of users without privileges.
+//! Tests of unprivileged devices.
 
 use super::*;
 use crate::fake::OWNER;
 use crate::owner::{OwnerError, owner};
 
-/// A driver that a user without privileges asks.
+/// Returns a driver whose caller has no privileges.
 fn of_user() -> Driver {
     let driver = Driver::default();
     driver.state().is_user = true;
@@ -17,7 +17,7 @@ fn refused(driver: &Driver) -> StartError {
 }
 
 #[test]
-fn a_user_names_the_character_device_in_each_command() {
+fn unprivileged_commands_carry_node_path() {
     let driver = of_user();
     let export = start(&driver, ram(), options());
     round_trip(&driver);
@@ -32,7 +32,7 @@ fn a_user_names_the_character_device_in_each_command() {
 }
 
 #[test]
-fn root_gets_a_device_of_its_own_kind() {
+fn root_gets_privileged_device() {
     let (driver, export) = export(ram());
     assert_eq!(owner(&driver, "ublkc7").unwrap(), None);
     let features = driver.state().info.unwrap().flags;
@@ -41,7 +41,7 @@ fn root_gets_a_device_of_its_own_kind() {
 }
 
 #[test]
-fn what_a_user_lacks_is_named() {
+fn unprivileged_start_error_names_cause() {
     let driver = of_user();
     driver.state().lacks = feature::UNPRIVILEGED_DEV;
     assert!(matches!(refused(&driver), StartError::Denied));
@@ -50,18 +50,18 @@ fn what_a_user_lacks_is_named() {
     driver.state().refused.insert(control::ADD_DEV, Errno::ACCESS);
     assert!(matches!(refused(&driver), StartError::TooMany));
 
-    // Without the rule of udev the node stays root's, and so the device cannot be removed either.
+    // Without the udev rule the node stays root's, so the device cannot be removed either.
     let driver = of_user();
     driver.state().not_given = true;
     let error = refused(&driver);
     assert!(matches!(&error, StartError::NotGiven(node) if node == "ublkc7"), "{error}");
     assert!(error.to_string().contains("udev rule"), "{error}");
-    until(|| driver.has_come(control::DEL_DEV_ASYNC));
+    wait_until(|| driver.has_received(control::DEL_DEV_ASYNC));
     assert!(driver.state().info.is_some());
 }
 
 #[test]
-fn what_a_users_killed_server_left_is_removed() {
+fn abandoned_unprivileged_device_is_removed() {
     let driver = of_user();
     assert!(start(&driver, ram(), options()).end(PATIENCE));
     let info = crate::abi::DevInfo {
@@ -72,17 +72,17 @@ fn what_a_users_killed_server_left_is_removed() {
         ..Default::default()
     };
     driver.state().info = Some(info);
-    // Another user's is none of our business.
+    // Devices of other users are ignored.
     driver.state().not_given = true;
-    assert_eq!(ours::remove(driver.clone()).unwrap(), [0; 0]);
+    assert_eq!(leftover::remove(driver.clone()).unwrap(), [0; 0]);
     assert!(matches!(owner(&driver, "ublkb7"), Err(OwnerError::Control { .. })));
     driver.state().not_given = false;
-    assert_eq!(ours::remove(driver.clone()).unwrap(), [ID]);
+    assert_eq!(leftover::remove(driver.clone()).unwrap(), [ID]);
     assert!(driver.state().info.is_none());
 }
 
 #[test]
-fn a_node_that_is_none_of_these_is_refused() {
+fn owner_refuses_other_node_names() {
     let error = owner(&Driver::default(), "sda").unwrap_err();
     assert_eq!(error.to_string(), "sda: must be ublkcN or ublkbN");
 }

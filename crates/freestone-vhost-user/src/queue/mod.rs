@@ -1,7 +1,7 @@
-//! One queue: the loop of its thread. Each turn takes what the device has finished, works through
-//! what is available, and shows the driver all that is done, with one notification at most.
+//! The loop of a queue's thread. Each turn completes what the device has finished, begins the
+//! available requests, and publishes all completions with at most one notification.
 
-mod answering;
+mod complete;
 mod sleep;
 
 use std::os::fd::OwnedFd;
@@ -19,75 +19,71 @@ use freestone_core::workers::{Costs, MIN_BYTES, Workers};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::guest::Guest;
-use crate::inflight::Notes;
+use crate::inflight::QueueLog;
 use crate::memory::Memory;
-use crate::ring::{Addresses, Broken, Chain, Ring};
+use crate::ring::{Addresses, Chain, Ring, RingError};
 use crate::task::{Finished, Kind, Task, gather, scatter};
 use crate::wire::{ID_BYTES, status};
 use crate::zones;
 
 pub use self::sleep::Sleep;
 
-/// Requests of a queue that a device may hold at once.
+/// Maximum requests in flight per queue.
 const MAX_IN_FLIGHT: usize = 256;
-/// Bytes of their buffers. One request may have as much on its own.
+/// Bytes in flight at which a queue begins no more requests. The last request may exceed the limit.
 const MAX_IN_FLIGHT_BYTES: usize = 32 << 20;
-/// So many answers are shown although there is more to do.
+/// Completions are published after this many, even if more requests wait.
 const PUBLISH_AT: u16 = 32;
-/// Bytes of buffers that are kept for the next requests.
+/// Largest buffer kept for the next request, in bytes.
 const MAX_SPARE_BYTES: usize = 512 << 10;
-/// The longest look at the ring before a queue's thread sleeps: as QEMU's iothreads have it.
-const LOOKOUT_MAX: Duration = Duration::from_micros(32);
-const LOOKOUT_MIN: Duration = Duration::from_micros(4);
-/// Looks between two at the clock.
-const LOOKS: u32 = 16;
-/// Buffers have at least so many bytes, so that each fits the next request.
+/// Maximum time of polling the ring before the thread sleeps, as in QEMU's iothreads.
+const POLL_TIME_MAX: Duration = Duration::from_micros(32);
+const POLL_TIME_MIN: Duration = Duration::from_micros(4);
+/// Polls of the ring between two reads of the clock.
+const POLLS_PER_CLOCK_READ: u32 = 16;
+/// Minimum size of a buffer in bytes, so that each buffer fits most requests.
 const MIN_BUFFER_BYTES: usize = 4096;
 
-/// What a queue's thread works with.
+/// Resources of a queue's thread.
 pub struct Parts {
-    /// Which queue.
     pub index: usize,
-    /// The device.
     pub disk: Arc<Disk>,
-    /// What queues share.
+    /// State shared by the queues of the frontend.
     pub guest: Arc<Guest>,
-    /// How its thread is woken.
+    /// Receives completions of the device and wakes the thread.
     pub answers: Arc<Answers<Finished>>,
-    /// Of the process's bytes.
+    /// The queue's share of the in-flight limit.
     pub share: Share,
-    /// For dear requests.
+    /// Threads that run expensive requests.
     pub workers: Workers,
     /// See [`Options`](crate::Options).
     pub look_out: bool,
-    /// The ring in the memory.
     pub ring: Ring,
-    /// Where that lies.
+    /// Addresses of the ring in the frontend's memory.
     pub addresses: Addresses,
-    /// Where it is noted what is in flight, if the frontend wants that.
-    pub notes: Option<Notes>,
-    /// Chains that another connection has begun and not answered, the last one first.
-    pub again: Vec<u16>,
-    /// Ends when the driver has made something available.
+    /// The in-flight log, if the frontend uses one.
+    pub queue_log: Option<QueueLog>,
+    /// Chains that the previous connection began but did not complete, in reverse order.
+    pub resubmit: Vec<u16>,
     pub sleep: Sleep,
-    /// Tells the driver; may change meanwhile, and is locked for one write.
+    /// Notifies the driver. May change at any time; locked for one write.
     pub call: Arc<Mutex<Option<OwnedFd>>>,
-    /// Tells the frontend that the queue has ended by itself.
+    /// Tells the frontend that the queue has ended because of an error.
     pub err: Option<Arc<OwnedFd>>,
 }
 
-/// How long the next look-out is, after one of that length and a wait behind it, which took so long
-/// together. Where both use one CPU, the look-out is what makes it long.
-fn next_lookout(last: Duration, took: Duration) -> Duration {
-    if took > LOOKOUT_MAX { Duration::ZERO } else { (last * 2).clamp(LOOKOUT_MIN, LOOKOUT_MAX) }
+/// Returns the next polling time. `took` is the total time of the last polling (`last`) and the
+/// wait after it. If driver and queue share a CPU, polling itself delays the driver, and the time
+/// drops to zero.
+fn next_poll_time(last: Duration, took: Duration) -> Duration {
+    if took > POLL_TIME_MAX { Duration::ZERO } else { (last * 2).clamp(POLL_TIME_MIN, POLL_TIME_MAX) }
 }
 
-/// What a share of the budget tells when it was granted.
-pub fn granted(answers: &Arc<Answers<Finished>>) -> Arc<dyn Granted> {
+/// Returns the callback that a budget share calls when bytes are granted.
+pub fn grant_callback(answers: &Arc<Answers<Finished>>) -> Arc<dyn Granted> {
     Arc::clone(answers) as Arc<dyn Granted>
 }
 
-/// The queue's thread.
 struct Queue {
     parts: Parts,
     device: Bytes,
@@ -95,22 +91,21 @@ struct Queue {
     generation: u64,
     chain: Chain,
     finished: Vec<Finished>,
-    /// A buffer for the next request.
     spare: IoBuf,
     in_flight: usize,
-    /// Bytes that those in flight are charged with.
+    /// Bytes charged for requests in flight.
     charged: usize,
     costs: Arc<Costs>,
     zoned: bool,
     plug: Option<Plug>,
-    /// How long the ring is looked at before the thread sleeps.
-    lookout: Duration,
-    /// What an answer has found broken.
-    broken: Option<Broken>,
+    /// How long the ring is polled before the thread sleeps.
+    poll_time: Duration,
+    /// An error found while completing a request.
+    broken: Option<RingError>,
 }
 
-/// Serves a queue until it is stopped or broken, and all it has begun is done. Answers where it
-/// would go on.
+/// Serves a queue until it is stopped or broken, and waits for its requests in flight. Returns the
+/// index of the next available entry.
 pub fn run(parts: Parts) -> u16 {
     let device = Bytes::new(Arc::clone(&parts.disk.device));
     let zoned = device.geometry().zones.is_some();
@@ -120,7 +115,7 @@ pub fn run(parts: Parts) -> u16 {
         parts,
         device,
         memory,
-        // The ring may be older than the memory: the first turn looks it up again.
+        // The ring may be older than the memory: the first turn maps it resubmit.
         generation: generation.wrapping_sub(1),
         chain: Chain::default(),
         finished: Vec::new(),
@@ -130,7 +125,7 @@ pub fn run(parts: Parts) -> u16 {
         costs: Arc::default(),
         zoned,
         plug: None,
-        lookout: Duration::ZERO,
+        poll_time: Duration::ZERO,
         broken: None,
     };
     if let Err(broken) = queue.serve() {
@@ -141,12 +136,12 @@ pub fn run(parts: Parts) -> u16 {
 }
 
 impl Queue {
-    fn serve(&mut self) -> Result<(), Broken> {
+    fn serve(&mut self) -> Result<(), RingError> {
         while !self.parts.answers.is_ended() {
-            self.renew()?;
-            self.harvest();
-            // No more than twice the entries of a queue.
-            let ready = self.parts.ring.available()? + self.parts.again.len() as u16;
+            self.apply_memory_change()?;
+            self.complete_finished();
+            // The sum is at most twice the queue size, so it cannot overflow.
+            let ready = self.parts.ring.available()? + self.parts.resubmit.len() as u16;
             for behind in (0..ready).rev() {
                 if self.parts.answers.is_ended() || !self.has_room() {
                     break;
@@ -162,10 +157,10 @@ impl Queue {
                 return Err(broken);
             }
             if self.is_dead() {
-                return Err(Broken::Memory);
+                return Err(RingError::Memory);
             }
             if self.has_room() {
-                self.rest()?;
+                self.wait_for_requests()?;
             } else {
                 self.wait_for_device();
             }
@@ -177,60 +172,60 @@ impl Queue {
         self.in_flight < MAX_IN_FLIGHT && self.charged < MAX_IN_FLIGHT_BYTES
     }
 
-    /// Notices other memory, and memory that is gone.
-    fn renew(&mut self) -> Result<(), Broken> {
+    /// Applies a change of the frontend's memory.
+    fn apply_memory_change(&mut self) -> Result<(), RingError> {
         let generation = self.parts.guest.generation();
         if generation != self.generation {
-            // In this order a change in between is seen in the next turn.
+            // With this order a change in between is applied in the next turn.
             self.generation = generation;
             self.memory = self.parts.guest.memory();
-            self.parts.ring = self.parts.ring.again(&self.memory, &self.parts.addresses)?;
+            self.parts.ring = self.parts.ring.remap(&self.memory, &self.parts.addresses)?;
         }
         Ok(())
     }
 
-    /// Whether the frontend has taken memory away.
+    /// Returns true if the frontend has truncated its memory.
     fn is_dead(&self) -> bool {
-        self.memory.is_dead() || self.parts.notes.as_ref().is_some_and(Notes::is_dead)
+        self.memory.is_dead() || self.parts.queue_log.as_ref().is_some_and(QueueLog::is_dead)
     }
 
-    /// Sleeps where nothing is available.
-    fn rest(&mut self) -> Result<(), Broken> {
-        if self.parts.ring.available()? > 0 || !self.parts.again.is_empty() {
+    /// Sleeps if no request is available.
+    fn wait_for_requests(&mut self) -> Result<(), RingError> {
+        if self.parts.ring.available()? > 0 || !self.parts.resubmit.is_empty() {
             return Ok(());
         }
         let began = Instant::now();
-        if self.look_out()? {
+        if self.poll_ring()? {
             return Ok(());
         }
-        self.parts.ring.want_notification();
+        self.parts.ring.enable_notifications();
         if self.parts.ring.available()? == 0 {
-            // A ring that is gone may look as if nothing were available.
+            // A lost ring reads as zeroes, which may look as if no request were available.
             if self.is_dead() {
-                return Err(Broken::Memory);
+                return Err(RingError::Memory);
             }
             if self.in_flight == 0 {
                 self.parts.share.keep(self.spare.capacity() as u64);
             }
             self.sleep();
             if self.parts.look_out {
-                self.lookout = next_lookout(self.lookout, began.elapsed());
+                self.poll_time = next_poll_time(self.poll_time, began.elapsed());
             }
         }
-        self.parts.ring.want_no_notification();
+        self.parts.ring.disable_notifications();
         Ok(())
     }
 
-    /// Looks at the ring for a while, where the last waits were short: a driver that comes again at once
-    /// need not wake anybody. Whether there is something.
-    fn look_out(&mut self) -> Result<bool, Broken> {
-        // What the device has is not seen here.
-        if self.lookout.is_zero() || self.in_flight > 0 {
+    /// Polls the ring for a while if recent waits were short. A driver that soon submits resubmit then
+    /// needs no notification. Returns true if a request is available.
+    fn poll_ring(&mut self) -> Result<bool, RingError> {
+        // Polling would not see completions of the device.
+        if self.poll_time.is_zero() || self.in_flight > 0 {
             return Ok(false);
         }
         let began = Instant::now();
-        while began.elapsed() < self.lookout {
-            for _ in 0..LOOKS {
+        while began.elapsed() < self.poll_time {
+            for _ in 0..POLLS_PER_CLOCK_READ {
                 if self.parts.ring.available()? > 0 {
                     return Ok(true);
                 }
@@ -243,7 +238,6 @@ impl Queue {
         Ok(false)
     }
 
-    /// Waits until the driver or the device has something.
     fn sleep(&mut self) {
         self.plug = None;
         if self.parts.sleep.wait() {
@@ -251,75 +245,75 @@ impl Queue {
         }
     }
 
-    /// Waits until the device has something.
     fn wait_for_device(&mut self) {
         self.plug = None;
         let answers = &self.parts.answers;
-        // A signal may end the wait early: every caller looks again.
+        // A signal may end the wait early; every caller checks resubmit.
         let _ = poll(&mut [PollFd::new(answers.wake_fd(), PollFlags::IN)], None);
         answers.rearm();
     }
 
-    /// Begins the next request; it stays the next one where the queue is stopped first.
-    fn next_request(&mut self, behind: u16) -> Result<(), Broken> {
-        let again = self.parts.again.last().copied();
-        let head = again.unwrap_or_else(|| self.parts.ring.next_head());
+    /// Begins the next request. If the queue is stopped first, the request stays the next one.
+    fn next_request(&mut self, behind: u16) -> Result<(), RingError> {
+        let resubmit = self.parts.resubmit.last().copied();
+        let head = resubmit.unwrap_or_else(|| self.parts.ring.next_head());
         self.parts.ring.chain(head, &self.memory, &mut self.chain)?;
         let task = Task::parse(head, &mut self.chain, &self.memory)?;
         if task.len > 0 && !self.reserve(task.len) {
             return Ok(());
         }
-        if again.is_some() {
-            self.parts.again.pop();
+        if resubmit.is_some() {
+            self.parts.resubmit.pop();
         } else {
-            if let Some(notes) = &mut self.parts.notes {
-                notes.begin(head);
+            if let Some(queue_log) = &mut self.parts.queue_log {
+                queue_log.begin(head);
             }
             self.parts.ring.take();
         }
         match task.kind {
             Kind::Io(request) => return self.execute(task, request, behind),
             Kind::Append(offset) => return self.append(task, offset),
-            Kind::Refused(status) => self.answer(&task, status, 0),
+            Kind::Refused(status) => self.complete(&task, status, 0),
             Kind::Id => {
                 let mut id = [0; ID_BYTES];
                 let name = self.parts.disk.name.as_bytes();
                 let n = name.len().min(ID_BYTES);
                 id[..n].copy_from_slice(&name[..n]);
-                self.tell(&task, &id[..task.len.min(ID_BYTES)]);
+                self.complete_with(&task, &id[..task.len.min(ID_BYTES)]);
             }
             Kind::Zone(_) if task.changes() && self.parts.disk.read_only => {
                 self.fail(&task, Error::ReadOnly);
             }
             Kind::Zone(request) => match zones::execute(&*self.parts.disk.device, request, task.len) {
                 Err(error) => self.fail(&task, error),
-                Ok(said) => self.tell(&task, &said),
+                Ok(reply) => self.complete_with(&task, &reply),
             },
         }
         Ok(())
     }
 
-    /// Answers with these bytes.
-    fn tell(&mut self, task: &Task, bytes: &[u8]) {
+    /// Completes a request with these bytes.
+    fn complete_with(&mut self, task: &Task, bytes: &[u8]) {
         match scatter(&self.memory, task.room(&self.chain.segments), 0, bytes) {
-            Ok(()) => self.answer(task, status::OK, bytes.len()),
-            Err(_) => self.answer(task, status::IOERR, 0),
+            Ok(()) => self.complete(task, status::OK, bytes.len()),
+            Err(_) => self.complete(task, status::IOERR, 0),
         }
     }
 
-    /// Has bytes for a request, waits for them if need be. False: the queue was stopped first.
+    /// Reserves bytes of the in-flight limit, and waits if it is reached. Returns false if the
+    /// queue is stopped first.
     fn reserve(&mut self, bytes: usize) -> bool {
         let bytes = bytes.max(MIN_BUFFER_BYTES).next_power_of_two();
         while !self.parts.share.reach((self.charged + self.spare.capacity() + bytes) as u64) {
             self.spare = IoBuf::empty();
             self.parts.share.wait_for(self.charged as u64, bytes as u64);
             self.publish();
-            // What was granted meanwhile is noticed by the next look.
+            // A grant in between makes this wait return at once.
             self.wait_for_device();
             if self.parts.answers.is_ended() {
                 return false;
             }
-            self.harvest();
+            self.complete_finished();
         }
         true
     }
@@ -334,26 +328,26 @@ impl Queue {
         Ok(buffer)
     }
 
-    fn keep(&mut self, buffer: IoBuf) {
+    fn keep_buffer(&mut self, buffer: IoBuf) {
         if buffer.capacity() > self.spare.capacity() && buffer.capacity() <= MAX_SPARE_BYTES {
             self.spare = buffer;
         }
     }
 
-    /// Copies what is to be written. False: a part of it is not in the memory.
-    fn gather(&self, task: &Task, buffer: &mut IoBuf) -> Result<bool, Broken> {
+    /// Copies the data of a write. Returns false if part of it is not in the memory.
+    fn gather(&self, task: &Task, buffer: &mut IoBuf) -> Result<bool, RingError> {
         let gathered = gather(&self.memory, task.sent(&self.chain.segments), buffer);
-        // Memory that is gone read as zeroes: they are not written.
-        if self.memory.is_dead() { Err(Broken::Memory) } else { Ok(gathered.is_ok()) }
+        // Lost pages read as zeroes, which must not be written.
+        if self.memory.is_dead() { Err(RingError::Memory) } else { Ok(gathered.is_ok()) }
     }
 
-    /// Whether what changes the device is to be durable when it is answered.
+    /// Returns true if writes must be durable before they complete.
     fn is_write_through(&self) -> bool {
         !self.parts.guest.writeback.load(Ordering::SeqCst)
     }
 
-    /// Does a request, or begins it.
-    fn execute(&mut self, mut task: Task, mut request: Request, behind: u16) -> Result<(), Broken> {
+    /// Executes a request inline or submits it.
+    fn execute(&mut self, mut task: Task, mut request: Request, behind: u16) -> Result<(), RingError> {
         let mut buffer = IoBuf::empty();
         if request.op != Op::Read && task.changes() {
             if self.parts.disk.read_only {
@@ -373,14 +367,14 @@ impl Queue {
                 }
             };
             if request.op == Op::Write && !self.gather(&task, &mut buffer)? {
-                self.answer(&task, status::IOERR, 0);
+                self.complete(&task, status::IOERR, 0);
                 return Ok(());
             }
         }
         let large = task.len as u64 >= MIN_BYTES;
-        if large && self.hands_on(&request, behind) {
-            let done = self.begin(task, &request, &buffer);
-            self.device.hand_on(&self.parts.workers, &self.costs, request, buffer, done);
+        if large && self.should_use_worker(&request, behind) {
+            let done = self.begin_async(task, &request, &buffer);
+            self.device.send_to_worker(&self.parts.workers, &self.costs, request, buffer, done);
             return Ok(());
         }
         let began = if large { self.costs.begin() } else { None };
@@ -398,7 +392,7 @@ impl Queue {
                 }
                 Ok(Tried::Partly(bytes)) => {
                     task.done += bytes as usize;
-                    self.harvest();
+                    self.complete_finished();
                     self.publish();
                 }
                 Ok(Tried::WouldBlock) => {
@@ -406,7 +400,7 @@ impl Queue {
                     return Ok(());
                 }
                 Err(error) => {
-                    self.keep(buffer);
+                    self.keep_buffer(buffer);
                     self.fail(&task, error);
                     return Ok(());
                 }
@@ -414,8 +408,8 @@ impl Queue {
         }
     }
 
-    /// Does an append, or begins it.
-    fn append(&mut self, task: Task, offset: u64) -> Result<(), Broken> {
+    /// Executes an append inline or submits it.
+    fn append(&mut self, task: Task, offset: u64) -> Result<(), RingError> {
         if self.parts.disk.read_only {
             self.fail(&task, Error::ReadOnly);
             return Ok(());
@@ -428,7 +422,7 @@ impl Queue {
             }
         };
         if !self.gather(&task, &mut buffer)? {
-            self.answer(&task, status::IOERR, 0);
+            self.complete(&task, status::IOERR, 0);
             return Ok(());
         }
         let device = Arc::clone(&self.parts.disk.device);
@@ -441,53 +435,53 @@ impl Queue {
             Ok(Some(at)) => self.succeed(&task, buffer, at),
             Ok(None) => {
                 let request = Request::write(offset, buffer.len() as u64);
-                let finish = self.charge(task, &request, &buffer);
+                let finish = self.charge_in_flight(task, &request, &buffer);
                 self.plug.get_or_insert_with(Plug::start);
                 let done = Box::new(move |outcome| finish(outcome, IoBuf::empty()));
                 zones.submit_append(offset, buffer, flags, done);
             }
             Err(error) => {
-                self.keep(buffer);
+                self.keep_buffer(buffer);
                 self.fail(&task, error);
             }
         }
         Ok(())
     }
 
-    /// Whether a worker should do a large request; writes to zones begin in their order.
-    fn hands_on(&self, request: &Request, behind: u16) -> bool {
+    /// Returns true if a worker should run a large request. Writes to zoned devices must begin in
+    /// order, so they stay on this thread.
+    fn should_use_worker(&self, request: &Request, behind: u16) -> bool {
         !(self.zoned && request.op == Op::Write)
-            && self.costs.hand_on(&self.parts.workers, request, behind.into(), self.in_flight > 0)
+            && self.costs.should_use_worker(&self.parts.workers, request, behind.into(), self.in_flight > 0)
     }
 
-    /// Hands what is left of a request to the device.
     fn submit(&mut self, task: Task, rest: Request, buffer: IoBuf) {
         let buffer = if task.done == 0 || buffer.is_empty() {
             buffer
         } else {
             let room = task.room(&self.chain.segments);
             if task.is_read() && scatter(&self.memory, room, 0, &buffer[..task.done]).is_err() {
-                return self.answer(&task, status::IOERR, 0);
+                return self.complete(&task, status::IOERR, 0);
             }
             match IoBuf::copy_of(&buffer[task.done..]) {
                 Ok(buffer) => buffer,
                 Err(error) => return self.fail(&task, error),
             }
         };
-        let done = self.begin(task, &rest, &buffer);
+        let done = self.begin_async(task, &rest, &buffer);
         self.plug.get_or_insert_with(Plug::start);
         self.device.submit(rest, buffer, done);
     }
 
-    /// Accounts for a request that is going to be another's, and says how its outcome comes back.
-    fn begin(&mut self, task: Task, request: &Request, buffer: &IoBuf) -> Completion {
-        let finish = self.charge(task, request, buffer);
+    /// Accounts for a request that leaves this thread. Returns its completion.
+    fn begin_async(&mut self, task: Task, request: &Request, buffer: &IoBuf) -> Completion {
+        let finish = self.charge_in_flight(task, request, buffer);
         Completion::new(move |outcome, buffer| finish(outcome.map(|()| 0), buffer))
     }
 
-    /// Accounts for a request that is going to be another's, with the segments of the chain at hand;
-    /// what it calls with its outcome.
-    fn charge(
+    /// Accounts for a request that leaves this thread, and moves the current chain's segments to
+    /// it. Returns the function to call with the outcome.
+    fn charge_in_flight(
         &mut self,
         mut task: Task,
         request: &Request,
@@ -501,22 +495,22 @@ impl Queue {
         move |outcome, buffer| answers.push(Finished { task, segments, outcome, buffer })
     }
 
-    /// Waits for what the device has.
+    /// Waits until the device has completed all requests.
     fn drain(&mut self) {
         self.plug = None;
         self.parts.share.leave();
-        self.harvest();
+        self.complete_finished();
         self.publish();
         while self.in_flight > 0 {
             self.wait_for_device();
-            self.harvest();
+            self.complete_finished();
             self.publish();
         }
     }
 
-    /// The driver has broken the rules, or the frontend its memory.
+    /// Ends the queue after a protocol violation or the loss of memory.
     #[cold]
-    fn end(&mut self, broken: Broken) {
+    fn end(&mut self, broken: RingError) {
         client_log!(warn, queue = self.parts.index, "{}: vhost-user: {broken}", self.parts.disk.name);
         if let Some(err) = &self.parts.err {
             freestone_core::eventfd::wake(err);
@@ -532,15 +526,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn look_outs_follow_the_waits() {
-        let (short, long) = (LOOKOUT_MAX / 2, LOOKOUT_MAX * 2);
-        assert_eq!(next_lookout(Duration::ZERO, long), Duration::ZERO);
-        assert_eq!(next_lookout(Duration::ZERO, short), LOOKOUT_MIN);
+    fn poll_time_follows_recent_waits() {
+        let (short, long) = (POLL_TIME_MAX / 2, POLL_TIME_MAX * 2);
+        assert_eq!(next_poll_time(Duration::ZERO, long), Duration::ZERO);
+        assert_eq!(next_poll_time(Duration::ZERO, short), POLL_TIME_MIN);
         let mut now = Duration::ZERO;
         for _ in 0..8 {
-            now = next_lookout(now, short);
+            now = next_poll_time(now, short);
         }
-        assert_eq!(now, LOOKOUT_MAX);
-        assert_eq!(next_lookout(now, long), Duration::ZERO);
+        assert_eq!(now, POLL_TIME_MAX);
+        assert_eq!(next_poll_time(now, long), Duration::ZERO);
     }
 }

@@ -1,4 +1,4 @@
-//! How a queue's thread sleeps.
+//! The sleep of a queue's thread.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -8,18 +8,18 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 const KICK: u64 = 0;
 const WAKE: u64 = 1;
 
-/// Waits for the driver and for what else wakes the thread.
+/// Waits for the driver's kick or an internal wakeup.
 ///
-/// Of the driver's eventfd each write is one event, seen once, so that its counter is never read:
-/// a system call less a sleep.
+/// The kick eventfd is registered edge-triggered: each write is one event, and its counter is never
+/// read. This saves a system call per sleep.
 #[derive(Debug)]
 pub struct Sleep(OwnedFd);
 
 impl Sleep {
-    /// Until `kick` is written to, or `wake` is readable.
+    /// Creates a wait for writes to `kick` and for `wake` to be readable.
     ///
     /// # Errors
-    /// No file descriptor is left.
+    /// Fails if no file descriptor is left.
     pub fn new(kick: impl AsFd, wake: impl AsFd) -> io::Result<Self> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, kick, EventData::new_u64(KICK), EventFlags::IN | EventFlags::ET)?;
@@ -27,7 +27,8 @@ impl Sleep {
         Ok(Self(epoll))
     }
 
-    /// Sleeps; whether `wake` was readable. A signal may end it early.
+    /// Sleeps until an event. Returns true if `wake` was readable. A signal may end the sleep
+    /// early.
     pub fn wait(&self) -> bool {
         let nothing = Event { flags: EventFlags::empty(), data: EventData::new_u64(KICK) };
         let mut events = [nothing; 2];
@@ -44,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_write_is_seen_once_and_none_is_lost() {
+    fn kick_ends_one_sleep() {
         let [kick, wake] = [(); 2].map(|()| eventfd(0, EventfdFlags::NONBLOCK).unwrap());
         let add = |fd: &OwnedFd| write(fd, &1_u64.to_ne_bytes()).unwrap();
         add(&kick);
@@ -53,7 +54,8 @@ mod tests {
         add(&kick);
         add(&kick);
         assert!(!sleep.wait());
-        // It would sleep for ever now, if the first were seen again or the next one were not.
+        // The thread would sleep forever if the next write were lost, and wake early if the first
+        // were repeated.
         std::thread::scope(|scope| {
             let sleeper = scope.spawn(|| sleep.wait());
             std::thread::sleep(std::time::Duration::from_millis(50));

@@ -66,8 +66,11 @@ fn reset_driver_that_accepts_nothing_writes_through() {
     let device = Arc::new(LastWrite { device: ram(), was_durable: AtomicBool::new(false) });
     let (_dir, export) = export(device.clone());
     let mut client = Client::connect(&export);
+    assert!(!export.is_driven());
     client.set_up(0);
+    assert!(export.is_connected() && export.is_driven());
     assert!(client.ask(message::RESET_DEVICE, &[], &[]));
+    assert!(!export.is_driven());
     assert!(client.ask(message::SET_FEATURES, &0_u64.to_ne_bytes(), &[]));
     client.put(USED, &[0; 4]);
     client.put(AVAIL, &[0; 4]);

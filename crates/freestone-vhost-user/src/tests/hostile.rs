@@ -1,4 +1,4 @@
-//! What no honest frontend does.
+//! Tests of frontends and drivers that violate the protocol.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -7,11 +7,11 @@ use zerocopy::IntoBytes;
 
 use super::*;
 
-/// A descriptor: address, length, flags.
+/// A descriptor: address, length and flags.
 type Entry = (u64, u32, u16);
 
 #[test]
-fn a_broken_chain_ends_its_queue() {
+fn broken_chain_ends_queue() {
     let (_dir, export) = export(ram());
     let (next, write) = (descriptor::NEXT, descriptor::WRITE);
     let header = (GUEST + HEADERS, 16, next);
@@ -54,11 +54,11 @@ fn a_broken_chain_ends_its_queue() {
         assert!(Client::is_readable(&client.err), "{what}");
         assert!(client.state(message::SET_VRING_ENABLE, 0, 1), "the connection lives");
     }
-    works(&export);
+    assert_served(&export);
 }
 
 #[test]
-fn what_is_no_message_ends_the_connection_only() {
+fn invalid_message_ends_only_its_connection() {
     let (_dir, export) = export(ram());
     let header = |request, flags, size| Header { request, flags, size };
     for header in [header(1, 0, 0), header(1, 1, u32::MAX), header(u32::MAX, 1, 4)] {
@@ -66,22 +66,22 @@ fn what_is_no_message_ends_the_connection_only() {
         client.front.socket.write_all(header.as_bytes()).unwrap();
         let _ = client.front.socket.write_all(&[0; 4]);
         let mut rest = Vec::new();
-        // Closed with unread bytes: a reset, or an end.
+        // A close with unread bytes is a reset or an end of file.
         let _ = client.front.socket.read_to_end(&mut rest);
         assert!(rest.is_empty(), "{rest:?}");
     }
-    // Every message with no body, and with one of zeroes.
+    // Every message number, without a body and with a zeroed one.
     for request in 0..48 {
         for size in [0, 8, 40] {
             let client = Client::connect(&export);
             client.send(request, NEED_REPLY, &vec![0; size], &[]);
         }
     }
-    works(&export);
+    assert_served(&export);
 }
 
 #[test]
-fn memory_that_is_cut_off_ends_its_connection() {
+fn truncated_memory_ends_connection() {
     let (_dir, export) = export(ram());
     let mut client = Client::connect(&export);
     client.set_up(0);
@@ -90,25 +90,25 @@ fn memory_that_is_cut_off_ends_its_connection() {
     rustix::io::write(&client.kick, &1_u64.to_ne_bytes()).unwrap();
     let mut rest = Vec::new();
     assert!(matches!(client.front.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");
-    works(&export);
+    assert_served(&export);
 }
 
 #[test]
-fn memory_that_is_cut_off_before_anything_was_available_ends_its_connection() {
+fn truncated_memory_ends_idle_connection() {
     let (_dir, export) = export(ram());
     let mut client = Client::connect(&export);
     client.set_up(0);
-    // The queue sleeps when its memory goes.
+    // The queue is asleep when its memory is truncated.
     std::thread::sleep(Duration::from_millis(50));
     client.memory.cut(0);
     rustix::io::write(&client.kick, &1_u64.to_ne_bytes()).unwrap();
     let mut rest = Vec::new();
     assert!(matches!(client.front.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");
-    works(&export);
+    assert_served(&export);
 }
 
 #[test]
-fn regions_lie_in_their_files() {
+fn region_beyond_its_file_is_refused() {
     let (_dir, export) = export(ram());
     let mut client = Client::connect(&export);
     client.send(message::SET_PROTOCOL_FEATURES, 0, &protocol::REPLY_ACK.to_ne_bytes(), &[]);

@@ -1,4 +1,4 @@
-//! Servers that are killed, and frontends that come again.
+//! Tests of the in-flight log: a killed server and a frontend that reconnects.
 
 use std::fs::File;
 use std::io::Read;
@@ -10,21 +10,22 @@ use super::*;
 use crate::wire::InflightArea;
 
 impl Client {
-    /// Asks for memory in which it is noted what is in flight.
+    /// Requests an in-flight log.
     fn inflight(&mut self) -> (InflightArea, OwnedFd) {
         let (body, file) = self.front.inflight(1, SIZE).unwrap();
         (InflightArea::read_from_bytes(&body).unwrap(), file)
     }
 
-    /// Connects anew with the same memory, as a frontend does after its server was killed.
-    fn again(&self, export: &Export) -> Self {
+    /// Connects to another export with the same memory, like a frontend after its server was
+    /// killed.
+    fn reconnect(&self, export: &Export) -> Self {
         let mut next = Self::connect(export);
         next.memory = Arc::clone(&self.memory);
         (next.next, next.seen) = (self.next, u16::from_le_bytes(self.get(USED + 2)));
         next
     }
 
-    /// Makes a chain of its own available, which writes one block of this byte.
+    /// Makes a separate chain available, which writes one block filled with `byte`.
     fn offer_write(&mut self, number: u16, sector: u64, byte: u8) {
         let n = u64::from(number);
         let (header, data, done) = (HEADERS + 32 * n, DATA + 512 * n, HEADERS + 0x800 + n);
@@ -46,14 +47,14 @@ impl Client {
     }
 }
 
-/// Waits until so many requests of queue 0 are noted as in flight.
-fn until_noted(file: &OwnedFd, count: usize) -> bool {
+/// Waits until `count` requests of queue 0 are in the in-flight log.
+fn wait_until_logged(file: &OwnedFd, count: usize) -> bool {
     let file = File::from(file.try_clone().unwrap());
     let deadline = Instant::now() + PATIENCE;
     loop {
-        let mut notes = [0; 16 * (SIZE as usize + 1)];
-        file.read_exact_at(&mut notes, 0).unwrap();
-        if notes[16..].chunks(16).filter(|entry| entry[0] == 1).count() == count {
+        let mut log = [0; 16 * (SIZE as usize + 1)];
+        file.read_exact_at(&mut log, 0).unwrap();
+        if log[16..].chunks(16).filter(|entry| entry[0] == 1).count() == count {
             return true;
         }
         if Instant::now() >= deadline {
@@ -64,9 +65,9 @@ fn until_noted(file: &OwnedFd, count: usize) -> bool {
 }
 
 #[test]
-fn what_was_begun_is_done_again_by_the_next_server_in_its_order() {
+fn next_server_repeats_requests_in_order() {
     let ram = ram();
-    let (_dir, first) = export(Arc::new(Never(ram.clone())));
+    let (_dir, first) = export(Arc::new(StalledDevice(ram.clone())));
     let mut client = Client::connect(&first);
     let protocols = client.number(message::GET_PROTOCOL_FEATURES);
     assert_ne!(protocols & protocol::INFLIGHT_SHMFD, 0);
@@ -74,38 +75,38 @@ fn what_was_begun_is_done_again_by_the_next_server_in_its_order() {
     let (area, file) = client.inflight();
     assert!(client.ask(message::SET_INFLIGHT_FD, area.as_bytes(), &[file.as_fd()]));
     client.set_up(0);
-    // All to one place, so their order is seen.
+    // All writes go to one sector, which shows their order.
     for number in 0..4 {
         client.offer_write(number, 8, 10 + number as u8);
     }
-    assert!(until_noted(&file, 4), "they are begun");
+    assert!(wait_until_logged(&file, 4), "all four writes have begun");
     assert_eq!(u16::from_le_bytes(client.get(USED + 2)), 0);
-    // As if it were killed: nothing is answered.
+    // As if the server were killed: no completion is published.
     assert!(first.hold().cut());
 
     let (_dir, second) = export(ram.clone());
-    let mut next = client.again(&second);
+    let mut next = client.reconnect(&second);
     let protocols = next.number(message::GET_PROTOCOL_FEATURES);
     next.send(message::SET_PROTOCOL_FEATURES, 0, &protocols.to_ne_bytes(), &[]);
     assert!(next.ask(message::SET_INFLIGHT_FD, area.as_bytes(), &[file.as_fd()]));
-    // The frontend takes nothing for done that was not answered.
+    // The frontend treats unpublished requests as not completed.
     next.set_up(0);
     for _ in 0..4 {
         next.answer();
     }
     next.offer_write(4, 9, 99);
     next.answer();
-    assert_eq!(u16::from_le_bytes(next.get(USED + 2)), 5, "each once");
+    assert_eq!(u16::from_le_bytes(next.get(USED + 2)), 5, "each request ran once");
     let mut blocks = [0; 1024];
     ram.try_io(&Request::read(8 * 512, 1024), Buffer::Read(&mut blocks)).unwrap();
-    assert_eq!((blocks[0], blocks[512]), (13, 99), "the last one is the last one");
+    assert_eq!((blocks[0], blocks[512]), (13, 99), "the last write wins");
     for number in 0..5 {
         assert_eq!(next.get::<1>(HEADERS + 0x800 + number), [status::OK]);
     }
-    // A third one has nothing to do again.
+    // The third server has no requests to repeat.
     drop(second);
     let (_dir, third) = export(ram);
-    let mut last = next.again(&third);
+    let mut last = next.reconnect(&third);
     last.send(message::SET_PROTOCOL_FEATURES, 0, &protocols.to_ne_bytes(), &[]);
     assert!(last.ask(message::SET_INFLIGHT_FD, &area.as_bytes()[..20], &[file.as_fd()]));
     last.set_up(0);
@@ -115,7 +116,7 @@ fn what_was_begun_is_done_again_by_the_next_server_in_its_order() {
 }
 
 #[test]
-fn memory_for_it_that_is_wrong_is_refused_and_cut_off_ends_the_connection() {
+fn invalid_or_truncated_inflight_log_is_handled() {
     let (_dir, export) = export(ram());
     let mut client = Client::connect(&export);
     let protocols = client.number(message::GET_PROTOCOL_FEATURES);
@@ -140,5 +141,5 @@ fn memory_for_it_that_is_wrong_is_refused_and_cut_off_ends_the_connection() {
     client.offer_write(0, 0, 1);
     let mut rest = Vec::new();
     assert!(matches!(client.front.socket.read_to_end(&mut rest), Ok(0)), "the connection ends");
-    works(&export);
+    assert_served(&export);
 }

@@ -1,4 +1,4 @@
-//! Exports and frontends that come and go.
+//! Tests of how exports and connections start and end.
 
 use std::io::Read;
 use std::os::fd::AsFd;
@@ -6,22 +6,22 @@ use std::os::fd::AsFd;
 use super::*;
 
 #[test]
-fn a_socket_that_is_left_is_replaced_and_one_in_use_is_not() {
+fn only_stale_socket_is_replaced() {
     let (dir, first) = export(ram());
     let path = dir.path().join("v");
-    let again = || Export::new(&path, "disk", ram(), options());
-    assert!(again().unwrap_err().to_string().ends_with("another server listens there"));
+    let try_export = || Export::new(&path, "disk", ram(), options());
+    assert!(try_export().unwrap_err().to_string().contains("another server listens there (pid "));
     assert!(first.end(PATIENCE) && first.end(PATIENCE));
     assert!(!path.exists());
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     assert!(path.exists());
-    works(&again().unwrap());
+    assert_served(&try_export().unwrap());
     std::fs::write(&path, "").unwrap();
-    assert!(again().unwrap_err().to_string().ends_with("that is no socket"));
+    assert!(try_export().unwrap_err().to_string().ends_with("is not a socket"));
 }
 
 #[test]
-fn a_frontend_that_is_there_does_not_hold_up_the_end() {
+fn end_closes_idle_connection() {
     let (_dir, export) = export(ram());
     let mut client = Client::connect(&export);
     client.set_up(0);
@@ -30,8 +30,8 @@ fn a_frontend_that_is_there_does_not_hold_up_the_end() {
     assert_eq!(client.front.socket.read(&mut [0]).unwrap(), 0);
 }
 
-/// A frontend with one flush in flight, which its device does not answer before `PATIENCE`.
-fn waiting(export: &Export) -> Client {
+/// Returns a frontend with one flush in flight.
+fn client_with_flush(export: &Export) -> Client {
     let mut client = Client::connect(export);
     client.set_up(0);
     client.offer_flush();
@@ -39,18 +39,18 @@ fn waiting(export: &Export) -> Client {
 }
 
 #[test]
-fn what_is_cut_is_told_nothing_more_and_the_next_one_waits_until_the_hold_ends() {
-    let (_dir, export) = export(Arc::new(Late(ram())));
-    let client = waiting(&export);
+fn cut_publishes_nothing_and_hold_delays_next_frontend() {
+    let (_dir, export) = export(Arc::new(DelayedDevice(ram())));
+    let client = client_with_flush(&export);
     let held = export.hold();
     assert!(held.is_connected() && held.cut());
     assert!(held.wait_gone(Instant::now() + PATIENCE));
     assert!(!held.cut() && !held.is_connected());
-    assert_eq!(u16::from_le_bytes(client.get(USED + 2)), 0, "it was not answered");
+    assert_eq!(u16::from_le_bytes(client.get(USED + 2)), 0, "the flush was not completed");
     let mut next = Client::connect(&export);
     next.front.socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
     next.send(message::GET_FEATURES, 0, &[], &[]);
-    assert!(next.front.socket.read(&mut [0]).is_err(), "it is not let in");
+    assert!(next.front.socket.read(&mut [0]).is_err(), "the hold delays the frontend");
     let other = ram();
     export.replace(other.clone(), Arc::default());
     drop(held);
@@ -61,21 +61,21 @@ fn what_is_cut_is_told_nothing_more_and_the_next_one_waits_until_the_hold_ends()
     assert_eq!(next.request(request::OUT, 0, 512, false), (status::OK, 1));
     let mut block = [0; 512];
     other.try_io(&Request::read(0, 512), Buffer::Read(&mut block)).unwrap();
-    assert_eq!(block, [5; 512], "it has the other device");
+    assert_eq!(block, [5; 512], "the next frontend has the new device");
 }
 
-/// One whose flush the device has, and keeps for a second.
-fn stuck() -> (TempDir, Export, Client) {
-    let (dir, export) = export(Arc::new(Never(ram())));
-    let client = waiting(&export);
+/// Returns a frontend whose flush the device keeps for a second.
+fn stalled_flush() -> (TempDir, Export, Client) {
+    let (dir, export) = export(Arc::new(StalledDevice(ram())));
+    let client = client_with_flush(&export);
     std::thread::sleep(Duration::from_millis(200));
     (dir, export, client)
 }
 
 #[test]
-fn the_end_is_seen_when_nothing_is_in_flight_any_more() {
+fn connection_ends_after_requests_in_flight() {
     for is_cut in [false, true] {
-        let (_dir, export, mut client) = stuck();
+        let (_dir, export, mut client) = stalled_flush();
         if is_cut {
             assert!(export.hold().cut());
         } else {
@@ -83,14 +83,14 @@ fn the_end_is_seen_when_nothing_is_in_flight_any_more() {
         }
         assert_eq!(client.front.socket.read(&mut [0]).unwrap(), 0);
         let answered = client.memory.word(USED + 2);
-        assert_eq!(answered, u16::from(!is_cut), "it was waited for");
+        assert_eq!(answered, u16::from(!is_cut), "only the orderly end waits for the flush");
     }
 }
 
 #[test]
-fn the_end_is_seen_after_the_grace_although_a_request_is_in_flight() {
+fn connection_ends_after_grace_with_stalled_request() {
     for is_cut in [false, true] {
-        let (_dir, export, mut client) = stuck();
+        let (_dir, export, mut client) = stalled_flush();
         let began = Instant::now();
         if is_cut {
             let held = export.hold();
@@ -104,16 +104,16 @@ fn the_end_is_seen_after_the_grace_although_a_request_is_in_flight() {
 }
 
 #[test]
-fn an_end_does_not_wait_longer_than_its_grace() {
-    let (_dir, export) = export(Arc::new(Late(ram())));
-    let _client = waiting(&export);
+fn end_returns_false_after_grace() {
+    let (_dir, export) = export(Arc::new(DelayedDevice(ram())));
+    let _client = client_with_flush(&export);
     assert!(!export.end(Duration::ZERO), "a request is in flight");
     assert!(export.end(PATIENCE));
     assert!(!export.is_connected() && !export.hold().cut());
 }
 
 #[test]
-fn a_frontend_is_told_that_the_device_has_grown() {
+fn resize_notifies_frontend() {
     let ram = ram();
     let (_dir, export) = export(ram.clone());
     let mut client = Client::connect(&export);
@@ -131,7 +131,7 @@ fn a_frontend_is_told_that_the_device_has_grown() {
     assert_eq!((header.request, header.flags, header.size), (2, 1, 0));
     assert_eq!(client.config().capacity.get(), 128 << 11);
     assert_eq!(client.request(request::IN, (128 << 11) - 1, 512, false), (status::OK, 513));
-    // One that does not read is not waited for.
+    // A frontend that does not read must not block the server.
     for _ in 0..100_000 {
         export.resized();
     }

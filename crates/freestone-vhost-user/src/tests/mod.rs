@@ -1,4 +1,4 @@
-//! A frontend that does what no honest one does: its driver writes each descriptor as a test says.
+//! Tests with a frontend whose driver writes raw descriptors, including invalid ones.
 
 mod features;
 mod hostile;
@@ -32,7 +32,6 @@ const GUEST: u64 = 0x10_0000;
 const USER: u64 = 0x7000_0000;
 const MEMORY_BYTES: u64 = 1 << 20;
 const SIZE: u16 = 16;
-/// Places in the memory.
 const DESC: u64 = 0;
 const AVAIL: u64 = 0x1000;
 const USED: u64 = 0x2000;
@@ -41,10 +40,10 @@ const TABLE: u64 = 0x4000;
 const DATA: u64 = 0x1_0000;
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A device that answers each request later, on another thread.
-struct Late(Arc<dyn Device>);
+/// A device that completes each request later, on another thread.
+struct DelayedDevice(Arc<dyn Device>);
 
-impl Device for Late {
+impl Device for DelayedDevice {
     fn geometry(&self) -> Geometry {
         Geometry { volatile_cache: true, ..self.0.geometry() }
     }
@@ -67,7 +66,7 @@ impl Device for Late {
     }
 }
 
-impl Zoned for Late {
+impl Zoned for DelayedDevice {
     fn report(&self, offset: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
         self.0.zoned().unwrap().report(offset, row)
     }
@@ -89,10 +88,10 @@ impl Zoned for Late {
     }
 }
 
-/// A device that answers nothing before it is gone.
-struct Never(Arc<Ram>);
+/// A device that delays every completion.
+struct StalledDevice(Arc<Ram>);
 
-impl Device for Never {
+impl Device for StalledDevice {
     fn geometry(&self) -> Geometry {
         self.0.geometry()
     }
@@ -157,14 +156,12 @@ impl Client {
         self.front.hear(request).unwrap().0
     }
 
-    /// The configuration space.
     fn config(&mut self) -> BlkConfig {
         let part = ConfigPart { offset: 0, size: 96, flags: 0 };
         self.send(message::GET_CONFIG, 0, &[part.as_bytes(), &[0; 96]].concat(), &[]);
         BlkConfig::read_from_bytes(&self.receive(message::GET_CONFIG)[12..]).unwrap()
     }
 
-    /// Makes a flush available.
     fn offer_flush(&mut self) {
         self.header(request::FLUSH, 0);
         let chain =
@@ -177,7 +174,7 @@ impl Client {
         self.front.number(request).unwrap()
     }
 
-    /// Sends what has no answer of its own; answers whether it was done.
+    /// Sends a message with an acknowledgement. Returns true if it succeeded.
     fn ask(&mut self, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
         self.front.ask(request, body, fds).unwrap()
     }
@@ -186,7 +183,7 @@ impl Client {
         self.ask(request, VringState { index, num }.as_bytes(), &[])
     }
 
-    /// All up to a queue that runs, with these features less.
+    /// Sets up a running queue, with all offered features except `without`.
     fn set_up(&mut self, without: u64) {
         let offered = self.number(message::GET_FEATURES);
         let features = (offered & !without).to_ne_bytes();
@@ -244,7 +241,7 @@ impl Client {
         }
     }
 
-    /// Makes the chain at descriptor 0 available.
+    /// Makes the chain at descriptor `head` available.
     fn offer(&mut self, head: u16) {
         self.put(AVAIL + 4 + 2 * u64::from(self.next % SIZE), &head.to_le_bytes());
         self.next = self.next.wrapping_add(1);
@@ -252,7 +249,7 @@ impl Client {
         rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).unwrap();
     }
 
-    /// Waits for one answer; its length.
+    /// Waits for one completion, and returns its length.
     fn answer(&mut self) -> u32 {
         let deadline = Instant::now() + PATIENCE;
         while u16::from_le_bytes(self.get(USED + 2)) == self.seen {
@@ -270,7 +267,7 @@ impl Client {
         self.put(HEADERS + 0x100, &[0xff]);
     }
 
-    /// The usual chain, with so much data; its status and length.
+    /// Runs a request with `len` bytes of data, and returns its status and length.
     fn request(&mut self, kind: u32, sector: u64, len: u32, indirect: bool) -> (u8, u32) {
         self.header(kind, sector);
         let to_us = matches!(kind, request::IN | request::GET_ID | request::ZONE_REPORT);
@@ -299,8 +296,8 @@ impl Client {
     }
 }
 
-/// A frontend that does nothing wrong finds the device served.
-fn works(export: &Export) {
+/// Checks that a well-behaved frontend is served.
+fn assert_served(export: &Export) {
     let mut client = Client::connect(export);
     client.set_up(0);
     client.put(DATA, &[7; 1024]);
@@ -308,14 +305,14 @@ fn works(export: &Export) {
     client.put(DATA, &[0; 1024]);
     assert_eq!(client.request(request::IN, 1, 1024, true), (status::OK, 1025));
     assert_eq!(client.get::<1024>(DATA), [7; 1024]);
-    assert!(Client::is_readable(&client.call), "it was told");
+    assert!(Client::is_readable(&client.call), "the driver was notified");
 }
 
 #[test]
-fn all_requests_do_what_they_say() {
-    for device in [ram() as Arc<dyn Device>, Arc::new(Late(ram()))] {
+fn all_request_types_work() {
+    for device in [ram() as Arc<dyn Device>, Arc::new(DelayedDevice(ram()))] {
         let (_dir, export) = export(device);
-        works(&export);
+        assert_served(&export);
         let mut client = Client::connect(&export);
         client.set_up(feature::EVENT_IDX);
         client.put(DATA, &[3; 8192]);
@@ -336,14 +333,14 @@ fn all_requests_do_what_they_say() {
         assert_eq!(client.request(request::OUT, 0, 100, false), (status::IOERR, 1));
         let too_much = 33 << 20;
         assert_eq!(client.request(request::IN, 0, too_much, false), (status::IOERR, 1));
-        // Its end is outside of the memory.
+        // The end of the data is outside the memory.
         assert_eq!(client.request(request::OUT, 0, 1 << 20, false), (status::IOERR, 1));
-        assert_eq!(client.request(request::IN, 0, 512, false), (status::OK, 513), "it goes on");
+        assert_eq!(client.request(request::IN, 0, 512, false), (status::OK, 513), "the queue continues");
     }
 }
 
 #[test]
-fn a_read_only_export_is_not_written() {
+fn read_only_export_refuses_writes() {
     let ram = ram();
     let dir = tempfile::tempdir().unwrap();
     let options = Options { read_only: true, ..options() };
@@ -356,8 +353,8 @@ fn a_read_only_export_is_not_written() {
 }
 
 #[test]
-fn what_frontends_send_beside_passes() {
-    let (_dir, export) = export(Arc::new(Late(ram())));
+fn optional_messages_are_accepted() {
+    let (_dir, export) = export(Arc::new(DelayedDevice(ram())));
     let mut client = Client::connect(&export);
     client.set_up(0);
     let spare = event();
@@ -382,14 +379,14 @@ fn what_frontends_send_beside_passes() {
     let writeback = ConfigPart { offset: 32, size: 1, flags: 0 };
     assert!(client.ask(message::SET_CONFIG, &[writeback.as_bytes(), &[0]].concat(), &[]));
     assert_eq!(client.request(request::OUT, 0, 512, false), (status::OK, 1));
-    // Memory that is added, and removed with a file, while the queue runs.
+    // A region is added, and removed with a file, while the queue runs.
     let mut other = region();
     (other.region.guest, other.region.user) = (GUEST << 8, USER << 8);
     let memory = Arc::clone(&client.memory);
     assert!(client.ask(message::ADD_MEM_REG, other.as_bytes(), &[memory.fd()]));
     assert!(!client.ask(message::ADD_MEM_REG, other.as_bytes(), &[memory.fd()]), "it overlaps");
     assert!(client.ask(message::REM_MEM_REG, other.as_bytes(), &[memory.fd()]));
-    assert!(!client.ask(message::REM_MEM_REG, other.as_bytes(), &[]), "it is not there");
+    assert!(!client.ask(message::REM_MEM_REG, other.as_bytes(), &[]), "the region was already removed");
     let table = [&1_u64.to_ne_bytes(), region().region.as_bytes()].concat();
     assert!(client.ask(message::SET_MEM_TABLE, &table, &[memory.fd()]));
     assert_eq!(client.request(request::IN, 0, 512, false), (status::OK, 513));
@@ -401,8 +398,8 @@ fn what_frontends_send_beside_passes() {
 }
 
 #[test]
-fn a_stopped_queue_has_done_what_it_took_and_goes_on_there() {
-    let (_dir, export) = export(Arc::new(Late(ram())));
+fn stopped_queue_resumes_after_last_taken_chain() {
+    let (_dir, export) = export(Arc::new(DelayedDevice(ram())));
     let mut client = Client::connect(&export);
     client.set_up(0);
     client.offer_flush();
@@ -410,7 +407,7 @@ fn a_stopped_queue_has_done_what_it_took_and_goes_on_there() {
     client.send(message::GET_VRING_BASE, 0, VringState { index: 0, num: 0 }.as_bytes(), &[]);
     let state = VringState::read_from_bytes(&client.receive(message::GET_VRING_BASE)).unwrap();
     let used = u16::from_le_bytes(client.get(USED + 2));
-    assert_eq!(u32::from(used), state.num, "what was taken is answered");
+    assert_eq!(u32::from(used), state.num, "every taken chain is used");
     client.start(state.num);
     client.answer();
     client.answer();
@@ -418,8 +415,8 @@ fn a_stopped_queue_has_done_what_it_took_and_goes_on_there() {
 }
 
 #[test]
-fn a_frontend_that_leaves_with_requests_in_flight_makes_room_for_the_next() {
-    let (_dir, export) = export(Arc::new(Late(ram())));
+fn next_frontend_is_served_after_abrupt_disconnect() {
+    let (_dir, export) = export(Arc::new(DelayedDevice(ram())));
     for _ in 0..3 {
         let mut client = Client::connect(&export);
         client.set_up(0);
@@ -428,5 +425,5 @@ fn a_frontend_that_leaves_with_requests_in_flight_makes_room_for_the_next() {
             client.offer(0);
         }
     }
-    works(&export);
+    assert_served(&export);
 }

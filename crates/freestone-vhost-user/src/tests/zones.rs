@@ -1,11 +1,11 @@
-//! Zones over virtio.
+//! Tests of zones over virtio.
 
 use super::*;
 use crate::wire::{ZoneDescriptor, ZoneReport};
 use freestone_drive::null::{self, Memory};
 use freestone_drive::zone::{Config, State, Zones};
 
-/// As VIRTIO numbers them.
+/// Zone types and states, as numbered by VIRTIO.
 mod zone_type {
     pub const CONVENTIONAL: u8 = 1;
     pub const SEQUENTIAL_REQUIRED: u8 = 2;
@@ -19,7 +19,7 @@ mod zone_state {
 }
 
 const ZONE_SECTORS: u64 = 2048;
-/// Where an append is told its sector.
+/// Offset of the sector that an append returns.
 const SECTOR: u64 = HEADERS + 0x200;
 
 fn zoned() -> Arc<dyn Device> {
@@ -35,9 +35,9 @@ fn zoned() -> Arc<dyn Device> {
     Arc::new(Zones::new(Arc::new(memory), config, State::Volatile, None).unwrap())
 }
 
-/// A frontend of such a device; twice, the second time one that answers later.
-fn each(check: fn(&mut Client)) {
-    for device in [zoned(), Arc::new(Late(zoned())) as Arc<dyn Device>] {
+/// Runs `check` on a zoned device, and again with delayed completions.
+fn check_devices(check: fn(&mut Client)) {
+    for device in [zoned(), Arc::new(DelayedDevice(zoned())) as Arc<dyn Device>] {
         let (_dir, export) = export(device);
         let mut client = Client::connect(&export);
         client.set_up(0);
@@ -68,7 +68,7 @@ impl Client {
         self.request(kind, zone * ZONE_SECTORS, 0, false).0
     }
 
-    /// The zones from the one with this sector on, as far as `len` bytes tell.
+    /// Reports zones from `sector` on, in at most `len` bytes.
     fn zones(&mut self, sector: u64, len: u32) -> Vec<ZoneDescriptor> {
         let (told, bytes) = self.request(request::ZONE_REPORT, sector, len, false);
         assert_eq!(told, status::OK);
@@ -81,7 +81,7 @@ impl Client {
 }
 
 #[test]
-fn the_configuration_tells_of_zones() {
+fn config_space_describes_zones() {
     let (_dir, export) = export(zoned());
     let mut client = Client::connect(&export);
     client.set_up(0);
@@ -95,8 +95,8 @@ fn the_configuration_tells_of_zones() {
 }
 
 #[test]
-fn writes_and_appends_go_to_write_pointers() {
-    each(|client| {
+fn writes_and_appends_use_write_pointer() {
+    check_devices(|client| {
         let first = ZONE_SECTORS;
         client.put(DATA, &[1; 8192]);
         assert_eq!(client.request(request::OUT, first, 4096, false).0, status::OK);
@@ -110,7 +110,7 @@ fn writes_and_appends_go_to_write_pointers() {
         assert_eq!(client.request(request::IN, first, 16384, false).0, status::OK);
         let wanted = [&[1; 4096][..], &[2; 8192], &[3; 4096]].concat();
         assert_eq!(client.get::<16384>(DATA)[..], wanted[..]);
-        // A sequential zone only, from its beginning, and not too much.
+        // Appends must start at a sequential zone and must not be too large.
         assert_eq!(client.append(0, 4096, 8).0, status::ZONE_INVALID_CMD);
         assert_eq!(client.append(first + 8, 4096, 8).0, status::ZONE_INVALID_CMD);
         assert_ne!(client.append(first, 128 << 10, 8).0, status::OK);
@@ -122,8 +122,8 @@ fn writes_and_appends_go_to_write_pointers() {
 }
 
 #[test]
-fn zones_are_told_opened_closed_finished_and_reset() {
-    each(|client| {
+fn zone_operations_change_conditions() {
+    check_devices(|client| {
         let rows = client.zones(0, 64 + 64 * 100);
         assert_eq!(rows.len(), 8);
         assert_eq!((rows[0].kind, rows[0].state), (zone_type::CONVENTIONAL, zone_state::NOT_WRITE_POINTER));
@@ -160,7 +160,7 @@ fn zones_are_told_opened_closed_finished_and_reset() {
 }
 
 #[test]
-fn a_device_without_zones_has_no_such_requests() {
+fn zone_requests_without_zones_are_unsupported() {
     let (_dir, export) = export(ram());
     let mut client = Client::connect(&export);
     client.set_up(0);

@@ -1,6 +1,5 @@
-//! Compares two sets of answers. What differs on purpose is listed in [`DIFFERENCES`], with its
-//! reason; a difference that is not in the list is a failure, and so is one in the list that did
-//! not show.
+//! Compares two sets of results. Intended differences are listed in [`DIFFERENCES`] with their reasons.
+//! A difference that is not in the list is a failure, and so is one in the list that did not occur.
 
 use std::collections::BTreeMap;
 
@@ -8,10 +7,10 @@ use crate::ours::Result;
 use crate::scenes;
 use crate::script::{Config, SECTOR_BYTES, UNTOUCHED, sum};
 
-/// What both were told, and an answer (a line of it) of each.
-struct Seen<'a> {
+/// A line of the script, with one line of the result of each side.
+struct ResultPair<'a> {
     device: &'a Config,
-    /// The comment above the line.
+    /// Comment above the line.
     note: Option<&'a str>,
     words: Vec<&'a str>,
     kernel: &'a str,
@@ -21,11 +20,10 @@ struct Seen<'a> {
 struct Difference {
     name: &'static str,
     reason: &'static str,
-    is_this: fn(&Seen<'_>) -> bool,
+    matches: fn(&ResultPair<'_>) -> bool,
 }
 
-/// What the kernel sends to `null_blk` at once where nothing else is said: 255 sectors, in whole
-/// blocks.
+/// Returns the kernel's default limit of a request to `null_blk`: 255 sectors, in whole blocks.
 fn request_max_bytes(device: &Config) -> u64 {
     255 * SECTOR_BYTES / u64::from(device.blocksize) * u64::from(device.blocksize)
 }
@@ -33,56 +31,56 @@ fn request_max_bytes(device: &Config) -> u64 {
 const DIFFERENCES: [Difference; 17] = [
     Difference {
         name: "blocks above 4096 bytes",
-        reason: "ours are 512 to 4096 bytes, as the contract of a device has it",
-        is_this: |seen| seen.verb() == "device" && seen.device.blocksize > 4096 && seen.ours == "EINVAL",
+        reason: "blocks of this crate's devices have 512 to 4096 bytes",
+        matches: |pair| pair.verb() == "device" && pair.device.blocksize > 4096 && pair.ours == "EINVAL",
     },
     Difference {
         name: "append limit",
-        reason: "the kernel cuts it down to the largest request of the queue; ours have none",
-        is_this: |seen| {
+        reason: "the kernel reduces it to the largest request of the queue, which is unlimited in ours",
+        matches: |pair| {
             let most = |answer: &str| answer.strip_prefix("zone_append_max_bytes ")?.parse::<u64>().ok();
-            let (Some(kernel), Some(ours)) = (most(seen.kernel), most(seen.ours)) else { return false };
-            kernel == request_max_bytes(seen.device) && ours > kernel
+            let (Some(kernel), Some(ours)) = (most(pair.kernel), most(pair.ours)) else { return false };
+            kernel == request_max_bytes(pair.device) && ours > kernel
         },
     },
     Difference {
         name: "no append",
-        reason: "with a limit of 0 the kernel's block layer makes writes of appends, and shows the largest request; ours refuses them",
-        is_this: |seen| {
-            let kernel = format!("zone_append_max_bytes {}", request_max_bytes(seen.device));
-            let block = u64::from(seen.device.blocksize);
+        reason: "with a limit of 0 the kernel's block layer converts appends to writes, and reports the largest request; ours refuses appends",
+        matches: |pair| {
+            let kernel = format!("zone_append_max_bytes {}", request_max_bytes(pair.device));
+            let block = u64::from(pair.device.blocksize);
             let unusable =
-                seen.device.zone_append_max_sectors.is_some_and(|most| most * SECTOR_BYTES < block);
-            unusable && seen.answers(&kernel, "zone_append_max_bytes 0")
+                pair.device.zone_append_max_sectors.is_some_and(|most| most * SECTOR_BYTES < block);
+            unusable && pair.answers(&kernel, "zone_append_max_bytes 0")
         },
     },
     Difference {
         name: "beyond the device",
-        reason: "the kernel's block layer answers reads short and writes ENOSPC, as a file's; ours: EINVAL, the request is wrong",
-        is_this: |seen| {
-            let kernel = match seen.verb() {
-                "read" => seen.kernel.starts_with("short "),
-                "write" => seen.kernel == "ENOSPC",
+        reason: "the kernel's block layer returns short reads, and ENOSPC for writes, like a file; ours returns EINVAL",
+        matches: |pair| {
+            let kernel = match pair.verb() {
+                "read" => pair.kernel.starts_with("short "),
+                "write" => pair.kernel == "ENOSPC",
                 _ => false,
             };
-            kernel && seen.beyond() && seen.ours == "EINVAL"
+            kernel && pair.beyond() && pair.ours == "EINVAL"
         },
     },
     Difference {
         name: "report beyond the device",
-        reason: "the kernel reports no zones; ours: EINVAL",
-        is_this: |seen| {
-            seen.verb() == "report"
-                && seen.number(1) >= seen.device.size << 20
-                && seen.answers("ok", "EINVAL")
+        reason: "the kernel reports no zones; ours returns EINVAL",
+        matches: |pair| {
+            pair.verb() == "report"
+                && pair.number(1) >= pair.device.size << 20
+                && pair.answers("ok", "EINVAL")
         },
     },
     Difference {
-        name: "write pointer that is none",
-        reason: "null_blk gives read-only and offline zones the pointer 2^64-1; ours: their end, as the contract says",
-        is_this: |seen| {
+        name: "write pointer without meaning",
+        reason: "null_blk gives read-only and offline zones the pointer 2^64-1; ours reports their end",
+        matches: |pair| {
             let (kernel, ours): (Vec<_>, Vec<_>) =
-                (seen.kernel.split(' ').collect(), seen.ours.split(' ').collect());
+                (pair.kernel.split(' ').collect(), pair.ours.split(' ').collect());
             let &[_, start, len, pointer, _, _, "13" | "15"] = kernel.as_slice() else { return false };
             let none =
                 start.parse().is_ok_and(|start: u64| pointer == u64::MAX.wrapping_sub(start).to_string());
@@ -93,78 +91,78 @@ const DIFFERENCES: [Difference; 17] = [
     },
     Difference {
         name: "reads without backing",
-        reason: "null_blk leaves the reader's memory as it is; ours are zeroes, and nobody sees what was there before",
-        is_this: |seen| {
-            let sum = |byte| format!("ok {:016x}", sum(&vec![byte; seen.number(2) as usize]));
-            seen.verb() == "read" && !seen.device.memory_backed && seen.answers(&sum(UNTOUCHED), &sum(0))
+        reason: "null_blk leaves the buffer unchanged; ours returns zeroes, so that no old memory is visible",
+        matches: |pair| {
+            let sum = |byte| format!("ok {:016x}", sum(&vec![byte; pair.number(2) as usize]));
+            pair.verb() == "read" && !pair.device.memory_backed && pair.answers(&sum(UNTOUCHED), &sum(0))
         },
     },
     Difference {
-        name: "discards that are not offered",
-        reason: "the kernel answers EOPNOTSUPP; ours: ok, for a discard is a hint, and granularity 0 says that it frees nothing",
-        is_this: |seen| seen.verb() == "discard" && seen.answers("EOPNOTSUPP", "ok"),
+        name: "unsupported discards",
+        reason: "the kernel returns EOPNOTSUPP; ours returns ok, because a discard is a hint, and a granularity of 0 means that it frees nothing",
+        matches: |pair| pair.verb() == "discard" && pair.answers("EOPNOTSUPP", "ok"),
     },
     Difference {
         name: "writes into the next zone",
-        reason: "the kernel's block layer cuts them in two and does what can be done; ours: EIO, and nothing is written",
-        is_this: |seen| seen.note == Some(scenes::CROSSING),
+        reason: "the kernel's block layer splits them and executes the valid part; ours returns EIO and writes nothing",
+        matches: |pair| pair.note == Some(scenes::CROSSING),
     },
     Difference {
         name: "first write that failed",
-        reason: "null_blk leaves the zone open though it is empty, so that it can be closed; ours is empty again, and that is EIO",
-        is_this: |seen| seen.note == Some(FIRST_WRITE_FAILED) && seen.answers("ok", "EIO"),
+        reason: "null_blk leaves the empty zone open, so a close succeeds; ours leaves it empty, so a close fails with EIO",
+        matches: |pair| pair.note == Some(FIRST_WRITE_FAILED) && pair.answers("ok", "EIO"),
     },
     Difference {
         name: "bad blocks beyond the device",
-        reason: "null_blk takes them; ours: refused, they would never be met",
-        is_this: |seen| {
-            let last = seen.words.get(1).and_then(|change| change.rsplit('-').next()?.parse::<u64>().ok());
-            let beyond = last.is_some_and(|last| last >= (seen.device.size << 20) / SECTOR_BYTES);
-            seen.verb() == "badblocks" && beyond && seen.answers("ok", "EINVAL")
+        reason: "null_blk accepts them; ours refuses them, because no request can reach them",
+        matches: |pair| {
+            let last = pair.words.get(1).and_then(|change| change.rsplit('-').next()?.parse::<u64>().ok());
+            let beyond = last.is_some_and(|last| last >= (pair.device.size << 20) / SECTOR_BYTES);
+            pair.verb() == "badblocks" && beyond && pair.answers("ok", "EINVAL")
         },
     },
     Difference {
         name: "bad blocks in other notations",
-        reason: "null_blk takes 0x10 and 010; ours: refused, decimal only",
-        is_this: |seen| {
-            let hex = seen.words.get(1).is_some_and(|change| change.contains("0x"));
-            seen.verb() == "badblocks" && hex && seen.answers("ok", "EINVAL")
+        reason: "null_blk accepts 0x10 and 010; ours accepts decimal numbers only",
+        matches: |pair| {
+            let hex = pair.words.get(1).is_some_and(|change| change.contains("0x"));
+            pair.verb() == "badblocks" && hex && pair.answers("ok", "EINVAL")
         },
     },
     Difference {
         name: "zones closed for one that becomes read-only or offline",
-        reason: "null_blk finishes it first, which takes what opening takes, so another is closed; ours takes nothing",
-        is_this: |seen| {
-            seen.note == Some(scenes::VICTIM)
-                && seen.answers("zone 0 2048 8 2048 2 4", "zone 0 2048 8 2048 2 2")
+        reason: "null_blk finishes the zone first, which needs an open zone, so it closes another one; ours needs none",
+        matches: |pair| {
+            pair.note == Some(scenes::VICTIM)
+                && pair.answers("zone 0 2048 8 2048 2 4", "zone 0 2048 8 2048 2 2")
         },
     },
     Difference {
         name: "resources of zones that become read-only or offline",
-        reason: "where finishing fails, null_blk counts a closed zone as active for ever; ours gives its resource back",
-        is_this: |seen| seen.note == Some(scenes::LEAK) && seen.answers("EOVERFLOW", "ok"),
+        reason: "if finishing fails, null_blk counts a closed zone as active for ever; ours releases it",
+        matches: |pair| pair.note == Some(scenes::LEAK) && pair.answers("EOVERFLOW", "ok"),
     },
     Difference {
         name: "long runs of bad blocks",
         reason: "null_blk has entries of up to 512 sectors, of which a failed request clears one with badblocks_once; ours clears the run",
-        is_this: |seen| seen.note == Some(scenes::LONG_RUNS),
+        matches: |pair| pair.note == Some(scenes::LONG_RUNS),
     },
     Difference {
         name: "overwrites and power",
-        reason: "null_blk's cache takes only what has no place in the data yet, and other writes survive; ours holds back all of them",
-        is_this: |seen| seen.note == Some(scenes::OVERWRITE),
+        reason: "null_blk's cache holds only writes to new pages, so overwrites survive; ours holds all writes",
+        matches: |pair| pair.note == Some(scenes::OVERWRITE),
     },
     Difference {
         name: "discards and power",
-        reason: "null_blk's cache does not hold discards back; ours may be lost with the power like any write that was not flushed",
-        is_this: |seen| seen.note == Some(scenes::KEPT_DISCARD),
+        reason: "null_blk's cache does not hold discards; ours can lose them like any unflushed write",
+        matches: |pair| pair.note == Some(scenes::KEPT_DISCARD),
     },
 ];
 
-/// A comment in scripts: the next line closes a zone after a write that failed.
+/// Comment of a line that closes a zone after a failed write.
 pub const FIRST_WRITE_FAILED: &str = "a first write that failed";
 
-impl Seen<'_> {
+impl ResultPair<'_> {
     fn verb(&self) -> &str {
         self.words.first().copied().unwrap_or_default()
     }
@@ -177,13 +175,13 @@ impl Seen<'_> {
         self.kernel == kernel && self.ours == ours
     }
 
-    /// The range ends beyond the device.
+    /// Returns true if the range ends beyond the device.
     fn beyond(&self) -> bool {
         self.number(1) + self.number(2) > self.device.size << 20
     }
 }
 
-/// A line of the script with its answers.
+/// A line of the script with the lines of its result.
 struct Block<'a> {
     line: &'a str,
     answers: Vec<&'a str>,
@@ -201,13 +199,13 @@ fn blocks(text: &str) -> Vec<Block<'_>> {
     blocks
 }
 
-/// Prints what was found; true where all is as it should be.
+/// Prints the comparison. Returns true without failures.
 pub fn compare(script: &str, kernel: &str, ours: &str) -> Result<bool> {
     let (kernel, ours) = (blocks(kernel), blocks(ours));
     let lines: Vec<_> = script.lines().collect();
-    for (who, blocks) in [("the kernel", &kernel), ("ours", &ours)] {
+    for (side, blocks) in [("the kernel", &kernel), ("ours", &ours)] {
         if blocks.len() != lines.len() || blocks.iter().zip(&lines).any(|(block, line)| block.line != *line) {
-            return Err(format!("{who} did not answer each line of the script").into());
+            return Err(format!("{side} does not have a result for each line of the script").into());
         }
     }
     let (mut device, mut note) = (Config::default(), None);
@@ -224,12 +222,13 @@ pub fn compare(script: &str, kernel: &str, ours: &str) -> Result<bool> {
         }
         let note = note.take();
         let words: Vec<_> = kernel.line.split_whitespace().collect();
-        // Its word: the last line's, but a device's limits come after it.
-        let says =
+        // The status is the first word of the last line; of a `device` line, which is followed by limits,
+        // it is in the first line.
+        let status =
             if words.first() == Some(&"device") { kernel.answers.first() } else { kernel.answers.last() };
-        let says = says.and_then(|answer| answer.split_whitespace().next());
+        let status = status.and_then(|answer| answer.split_whitespace().next());
         *outcomes
-            .entry((words.first().copied().unwrap_or_default(), says.unwrap_or("nothing")))
+            .entry((words.first().copied().unwrap_or_default(), status.unwrap_or("nothing")))
             .or_default() += 1;
         let all = (kernel.answers.join(" | "), ours.answers.join(" | "));
         let same_shape = kernel.answers.len() == ours.answers.len();
@@ -239,13 +238,18 @@ pub fn compare(script: &str, kernel: &str, ours: &str) -> Result<bool> {
             vec![(all.0.as_str(), all.1.as_str())]
         };
         answers += pairs.len();
-        for (kernel_says, ours_says) in pairs {
-            if kernel_says == ours_says {
+        for (kernel_line, our_line) in pairs {
+            if kernel_line == our_line {
                 continue;
             }
-            let seen =
-                Seen { device: &device, note, words: words.clone(), kernel: kernel_says, ours: ours_says };
-            if let Some(found) = DIFFERENCES.iter().position(|difference| (difference.is_this)(&seen)) {
+            let pair = ResultPair {
+                device: &device,
+                note,
+                words: words.clone(),
+                kernel: kernel_line,
+                ours: our_line,
+            };
+            if let Some(found) = DIFFERENCES.iter().position(|difference| (difference.matches)(&pair)) {
                 counts[found] += 1;
                 continue;
             }
@@ -256,15 +260,15 @@ pub fn compare(script: &str, kernel: &str, ours: &str) -> Result<bool> {
             }
         }
     }
-    println!("{} lines, {answers} answers compared; what the kernel answered:", lines.len());
+    println!("{} lines, {answers} results compared; results of the kernel:", lines.len());
     for ((verb, answer), count) in outcomes {
         println!("  {count:>6} {verb} {answer}");
     }
-    println!("differences on purpose:");
+    println!("intended differences:");
     for (Difference { name, reason, .. }, count) in DIFFERENCES.iter().zip(counts) {
         println!("  {count:>6} {name}: {reason}");
         if count == 0 {
-            println!("FAIL this difference did not show: the list is wrong, or the script too short");
+            println!("FAIL this difference did not occur: the list is wrong, or the script too short");
             failures += 1;
         }
     }
@@ -272,5 +276,5 @@ pub fn compare(script: &str, kernel: &str, ours: &str) -> Result<bool> {
     Ok(failures == 0)
 }
 
-/// Failures that are shown.
+/// Maximum number of failures that are printed.
 const SHOWN_MAX: u64 = 40;

@@ -1,14 +1,14 @@
-//! The zones and test drives of this crate beside the kernel's `null_blk`: both do the same random
-//! operations, and every answer is compared, as are the conditions and write pointers after each.
-//! `lab/run-zones.sh` runs it.
+//! Compares the zones and test drives of this crate with the kernel's `null_blk`: both execute the same
+//! random operations. Every result is compared, and the zone conditions and write pointers after it.
+//! `lab/run-zones.sh` runs this program.
 //!
 //! ```text
-//! zone_lab make SEED               a script
-//! zone_lab run SCRIPT              what ours answers to it; the kernel's answers come from lab/zone_guest.c
-//! zone_lab compare SCRIPT KERNEL OURS    the answers
+//! zone_lab make SEED                     print a script
+//! zone_lab run SCRIPT                    print the results of this crate; lab/zone_guest.c has those of the kernel
+//! zone_lab compare SCRIPT KERNEL OURS    compare the results
 //! ```
 //!
-//! Exit status: 0, 1 where something differs that should not.
+//! Exit status: 0, or 1 if there is an unexpected difference.
 
 mod compare;
 mod ours;

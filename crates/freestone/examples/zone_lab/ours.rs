@@ -1,4 +1,4 @@
-//! Does on ours what a script says, and answers in the words of `lab/zone_guest.c`.
+//! Executes a script on the devices of this crate. Results have the format of `lab/zone_guest.c`.
 
 use std::sync::Arc;
 
@@ -11,12 +11,12 @@ use freestone::zone::{self, State, Zones};
 use crate::script::{self, Config, SECTOR_BYTES, UNTOUCHED};
 
 const MIB: u64 = 1 << 20;
-/// An append is at most this long where `null_blk` sets no limit: whole `int`s of sectors.
+/// Largest append if `null_blk` sets no limit: the largest `int`, in sectors.
 const APPEND_MAX_SECTORS: u64 = i32::MAX as u64;
 
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// What the lines of a script are done to.
+/// The device of the script.
 #[derive(Default)]
 pub struct Ours {
     stack: Option<Stack>,
@@ -31,7 +31,7 @@ struct Stack {
 
 impl Stack {
     fn new(config: &Config) -> Result<Self> {
-        let below = null::Config {
+        let data_config = null::Config {
             size: config.size * MIB,
             logical_block: config.blocksize,
             rotational: config.rotational,
@@ -39,8 +39,11 @@ impl Stack {
             discard: config.discard && config.memory_backed,
             max_request: config.max_sectors * SECTOR_BYTES as u32,
         };
-        let mut device: Arc<dyn Device> =
-            if config.memory_backed { Arc::new(Memory::new(below)?) } else { Arc::new(Null::new(below)?) };
+        let mut device: Arc<dyn Device> = if config.memory_backed {
+            Arc::new(Memory::new(data_config)?)
+        } else {
+            Arc::new(Null::new(data_config)?)
+        };
         let mut power = None;
         if config.cache_size != 0 && config.memory_backed {
             let cache = Arc::new(Power::new(
@@ -53,7 +56,7 @@ impl Stack {
         let rules = BadConfig { once: config.badblocks_once, partial_io: config.badblocks_partial_io };
         let bad = Arc::new(BadBlocks::new(device, rules));
         let mut top: Arc<dyn Device> = Arc::clone(&bad) as Arc<dyn Device>;
-        let mut made = None;
+        let mut zones_layer = None;
         if config.zoned {
             let limits = zone::Config {
                 zone_size: config.zone_size * MIB,
@@ -67,9 +70,9 @@ impl Stack {
             };
             let zones = Arc::new(Zones::new(top, limits, State::Volatile, Some(Arc::clone(&bad)))?);
             top = Arc::clone(&zones) as Arc<dyn Device>;
-            made = Some(zones);
+            zones_layer = Some(zones);
         }
-        Ok(Self { power, bad, zones: made, top })
+        Ok(Self { power, bad, zones: zones_layer, top })
     }
 
     fn attributes(&self) -> Vec<String> {
@@ -98,8 +101,7 @@ impl Stack {
     fn write(&self, offset: u64, len: u64, seed: u64, fua: bool) -> device::Result<()> {
         let flags = if fua { Flags::FUA } else { Flags::empty() };
         self.top.write_at(offset, &script::data(len, seed), flags)?;
-        // The kernel's block devices flush after a write that is to be durable, also where it was
-        // FUA.
+        // The kernel's block devices flush after a durable write, even after one with FUA.
         if fua { self.top.flush() } else { Ok(()) }
     }
 
@@ -117,8 +119,8 @@ impl Stack {
         })
     }
 
-    /// Zone by zone, all of them whatever happens, as the kernel does it; the last error is the
-    /// answer.
+    /// Executes an operation on each zone of a range, as the kernel does: an error does not stop it, and the
+    /// last error is the result.
     fn zone_ops(&self, op: ZoneOp, offset: u64, len: u64) -> Result<device::Result<()>> {
         let (zones, geometry) = (self.zones()?, self.top.geometry());
         let zone_size = geometry.zones.ok_or("no zones")?.zone_size;
@@ -139,16 +141,16 @@ impl Stack {
             if lines.len() as u64 == count {
                 return false;
             }
-            lines.push(row(&zone));
+            lines.push(zone_line(&zone));
             true
         });
-        lines.push(word(outcome));
+        lines.push(status_word(outcome));
         Ok(lines)
     }
 }
 
-/// A zone as the kernel reports it: sectors, and its numbers for types and conditions.
-fn row(zone: &Zone) -> String {
+/// Formats a zone like the kernel's report: in sectors, with its numbers of types and conditions.
+fn zone_line(zone: &Zone) -> String {
     let sectors = |bytes: u64| bytes / SECTOR_BYTES;
     let kind = match zone.kind {
         ZoneType::Conventional => 1,
@@ -169,7 +171,7 @@ fn row(zone: &Zone) -> String {
     format!("zone {start} {len} {written} {capacity} {kind} {condition}")
 }
 
-fn word(outcome: device::Result<()>) -> String {
+fn status_word(outcome: device::Result<()>) -> String {
     let errno = match outcome {
         Ok(()) => return "ok".into(),
         Err(error) => error.errno(),
@@ -193,7 +195,7 @@ impl Ours {
         Ok(self.stack.as_ref().ok_or("there is no device")?)
     }
 
-    /// All zones.
+    /// Returns all zones.
     pub fn zones(&self) -> Result<Vec<Zone>> {
         let mut zones = Vec::new();
         self.stack()?.zones()?.report(0, &mut |zone| {
@@ -203,18 +205,18 @@ impl Ours {
         Ok(zones)
     }
 
-    /// The longest append, in bytes.
+    /// Returns the largest append, in bytes.
     pub fn max_append(&self) -> u64 {
         let zones = self.stack.as_ref().and_then(|stack| stack.top.geometry().zones);
         zones.map_or(0, |zones| u64::from(zones.max_append))
     }
 
-    /// Does one line, and gives the answer, which may be several lines.
+    /// Executes a line of the script. Returns the lines of the result.
     pub fn line(&mut self, line: &str) -> Result<Vec<String>> {
         if let Some(attributes) = line.strip_prefix("device ") {
             self.stack = None;
             return Ok(match Stack::new(&attributes.parse()?) {
-                // Errors that nobody expects are for the reader of the comparison.
+                // Setup errors are results of the script. Other errors end the program.
                 Err(error) if error.is::<zone::SetupError>() || error.is::<null::SetupError>() => {
                     vec!["EINVAL".into()]
                 }
@@ -240,19 +242,25 @@ impl Ours {
         let numbers: Vec<u64> = rest.iter().map_while(|word| word.parse().ok()).collect();
         let answer = match (verb, numbers.as_slice()) {
             ("write", &[offset, len, seed]) => {
-                word(stack.write(offset, len, seed, rest.last() == Some(&"fua")))
+                status_word(stack.write(offset, len, seed, rest.last() == Some(&"fua")))
             }
-            ("read", &[offset, len]) => stack.read(offset, len).unwrap_or_else(|error| word(Err(error))),
+            ("read", &[offset, len]) => {
+                stack.read(offset, len).unwrap_or_else(|error| status_word(Err(error)))
+            }
             ("append", &[offset, len, seed]) => stack.append(offset, len, seed)?,
-            ("open", &[offset, len]) => word(stack.zone_ops(ZoneOp::Open, offset, len)?),
-            ("close", &[offset, len]) => word(stack.zone_ops(ZoneOp::Close, offset, len)?),
-            ("finish", &[offset, len]) => word(stack.zone_ops(ZoneOp::Finish, offset, len)?),
-            ("reset", &[offset, len]) => word(stack.zone_ops(ZoneOp::Reset, offset, len)?),
-            ("zone_readonly", &[offset]) => word(stack.zones()?.set_read_only(offset).map_err(refused)),
-            ("zone_offline", &[offset]) => word(stack.zones()?.set_offline(offset).map_err(refused)),
-            ("flush", []) => word(stack.top.flush()),
-            ("discard", &[offset, len]) => word(stack.top.discard(offset, len)),
-            ("zeroes", &[offset, len]) => word(stack.top.write_zeroes(offset, len, Flags::empty())),
+            ("open", &[offset, len]) => status_word(stack.zone_ops(ZoneOp::Open, offset, len)?),
+            ("close", &[offset, len]) => status_word(stack.zone_ops(ZoneOp::Close, offset, len)?),
+            ("finish", &[offset, len]) => status_word(stack.zone_ops(ZoneOp::Finish, offset, len)?),
+            ("reset", &[offset, len]) => status_word(stack.zone_ops(ZoneOp::Reset, offset, len)?),
+            ("zone_readonly", &[offset]) => {
+                status_word(stack.zones()?.set_read_only(offset).map_err(configfs_error))
+            }
+            ("zone_offline", &[offset]) => {
+                status_word(stack.zones()?.set_offline(offset).map_err(configfs_error))
+            }
+            ("flush", []) => status_word(stack.top.flush()),
+            ("discard", &[offset, len]) => status_word(stack.top.discard(offset, len)),
+            ("zeroes", &[offset, len]) => status_word(stack.top.write_zeroes(offset, len, Flags::empty())),
             ("report", &[offset, count]) => return stack.report(offset, count),
             ("ranges", []) => {
                 let mut lines: Vec<_> = stack
@@ -264,10 +272,10 @@ impl Ours {
                 lines.push("ok".into());
                 return Ok(lines);
             }
-            // Without power, all that was not flushed is gone.
+            // A power cut loses everything that was not flushed.
             ("power", []) => {
                 let power = stack.power.as_ref().ok_or("the device has no cache")?;
-                word(power.reset(&|| Ok(())))
+                status_word(power.reset(&|| Ok(())))
             }
             _ => return Err(format!("`{line}` is not understood").into()),
         };
@@ -275,7 +283,7 @@ impl Ours {
     }
 }
 
-/// A file of configfs has one word for all that is wrong.
-fn refused(_: Error) -> Error {
+/// Maps an error to the only one that configfs files return.
+fn configfs_error(_: Error) -> Error {
     Error::OutOfRange
 }

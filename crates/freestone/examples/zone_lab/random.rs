@@ -1,6 +1,5 @@
-//! Scripts: what the kernel and we are told to do. Random operations, but such that zones fill,
-//! limits are met, and every condition comes about: ours goes along, and its report shows where the
-//! next write belongs.
+//! Generates scripts of random operations that fill zones, reach limits and produce every condition. The
+//! generator executes each line on this crate's devices, whose zone report gives the next write offset.
 
 use freestone::device::zoned::{Zone, ZoneCondition, ZoneType};
 
@@ -9,13 +8,13 @@ use crate::ours::{Ours, Result};
 use crate::scenes;
 use crate::script::{Config, Random, SECTOR_BYTES};
 
-/// One request of the kernel must be one of ours. `null_blk` takes 255 sectors at once; the block
-/// layer cuts what is longer.
+/// Largest request. The kernel must not split it, so that both sides get the same requests: `null_blk`
+/// accepts 255 sectors.
 const MAX_REQUEST_BYTES: u64 = 64 << 10;
-/// Operations after which all zones are looked at. The zone of an operation is looked at each time.
+/// Operations between reports of all zones. The zone of an operation is reported each time.
 const FULL_REPORT_INTERVAL: u64 = 64;
 
-/// Zoned devices, and how many operations each is to do.
+/// Zoned devices, with the number of operations on each.
 const ZONED: [(&str, u64); 16] = [
     ("size=24 blocksize=4096 memory_backed=1 zone_size=2", 2000),
     ("size=24 blocksize=512 memory_backed=1 zone_size=2 zone_capacity=1 zone_nr_conv=2", 2000),
@@ -47,7 +46,7 @@ const ZONED: [(&str, u64); 16] = [
     ("size=16 blocksize=512 memory_backed=1 zone_size=2 zone_append_max_sectors=64 append=1", 1500),
 ];
 
-/// Devices without zones.
+/// Devices without zones, with the number of operations on each.
 const PLAIN: [(&str, u64); 7] = [
     ("size=4 blocksize=512 memory_backed=1 discard=1", 1500),
     ("size=4 blocksize=4096 memory_backed=1", 1000),
@@ -58,7 +57,7 @@ const PLAIN: [(&str, u64); 7] = [
     ("size=8 blocksize=512 memory_backed=1 cache_size=1 discard=1", 1500),
 ];
 
-/// The whole script of a seed.
+/// Returns the script of a seed.
 pub fn script(seed: u64) -> Result<Vec<String>> {
     let mut writer = Writer {
         ours: Ours::default(),
@@ -67,10 +66,10 @@ pub fn script(seed: u64) -> Result<Vec<String>> {
         config: Config::default(),
     };
     for attributes in scenes::SETUP {
-        writer.say(&format!("device {attributes}"))?;
+        writer.run_line(&format!("device {attributes}"))?;
     }
     for line in scenes::SCENES.lines() {
-        writer.say(line)?;
+        writer.run_line(line)?;
     }
     for (attributes, count) in ZONED {
         writer.zoned(&format!("zoned=1 {attributes}"), count)?;
@@ -85,32 +84,31 @@ struct Writer {
     ours: Ours,
     lines: Vec<String>,
     random: Random,
-    /// Of the device.
+    /// Attributes of the present device.
     config: Config,
 }
 
 impl Writer {
-    /// Adds a line, and does it.
-    fn say(&mut self, line: &str) -> Result<Vec<String>> {
+    /// Adds a line to the script and executes it.
+    fn run_line(&mut self, line: &str) -> Result<Vec<String>> {
         self.lines.push(line.to_owned());
         self.ours.line(line).map_err(|error| format!("{line}: {error}").into())
     }
 
-    /// Adds a write or an append that begins in this zone. If it is the zone's first one and fails,
-    /// `null_blk`'s zone may be open nevertheless, which ours is not: it is closed, so that they
-    /// are alike again.
-    fn say_write(&mut self, zone: &Zone, line: &str) -> Result<Vec<String>> {
-        let answer = self.say(line)?;
+    /// Adds a write or an append in a zone. If the zone is empty and the request fails, `null_blk`'s zone may
+    /// be open, but this crate's is not. A close makes both equal again.
+    fn run_write(&mut self, zone: &Zone, line: &str) -> Result<Vec<String>> {
+        let answer = self.run_line(line)?;
         let failed = matches!(answer[0].as_str(), "EIO" | "failed");
         if failed && zone.condition == ZoneCondition::Empty && self.config.badblocks_used() {
-            self.say(&format!("# {FIRST_WRITE_FAILED}"))?;
-            self.say(&format!("close {} {}", zone.start, zone.len))?;
+            self.run_line(&format!("# {FIRST_WRITE_FAILED}"))?;
+            self.run_line(&format!("close {} {}", zone.start, zone.len))?;
         }
         Ok(answer)
     }
 
     fn device(&mut self, attributes: &str) -> Result<()> {
-        self.say(&format!("device {attributes}"))?;
+        self.run_line(&format!("device {attributes}"))?;
         self.config = attributes.parse()?;
         Ok(())
     }
@@ -119,7 +117,7 @@ impl Writer {
         u64::from(self.config.blocksize)
     }
 
-    /// Bytes of a request, mostly few.
+    /// Returns the length of a request, in most cases a short one.
     fn request_len(&mut self) -> u64 {
         let most = if self.random.chance(70) { 8 << 10 } else { MAX_REQUEST_BYTES };
         (1 + self.random.below(most / self.block())) * self.block()
@@ -137,15 +135,15 @@ impl Writer {
     fn zoned(&mut self, attributes: &str, count: u64) -> Result<()> {
         self.device(attributes)?;
         let zones = self.ours.zones()?;
-        self.say("report 0 256")?;
+        self.run_line("report 0 256")?;
         for number in 1..=count {
-            // Some zones come oftener than others, so that some fill and some are seldom touched.
+            // Some zones are chosen more often, so that some fill and some are rarely used.
             let (one, other) = (self.random.below(zones.len() as u64), self.random.below(zones.len() as u64));
             let at = zones[one.min(other) as usize].start;
             self.zone_step(at)?;
-            self.say(&format!("report {at} 1"))?;
+            self.run_line(&format!("report {at} 1"))?;
             if number % FULL_REPORT_INTERVAL == 0 || number == count {
-                self.say("report 0 256")?;
+                self.run_line("report 0 256")?;
             }
         }
         Ok(())
@@ -158,45 +156,45 @@ impl Writer {
         let bad = self.config.badblocks_used();
         match self.random.below(1000) {
             350..400 | 905..920 if self.config.append => self.append(&zone)?,
-            // To the end of what can be written.
+            // Up to the capacity.
             400..430 => self.fill_up(at)?,
-            // Elsewhere than at the write pointer.
+            // Not at the write pointer.
             430..470 => {
                 let (len, seed) = (self.request_len().min(start + len - within), self.seed());
-                self.say_write(&zone, &format!("write {within} {len} {seed}"))?;
+                self.run_write(&zone, &format!("write {within} {len} {seed}"))?;
             }
             470..620 => self.read_around(&zone)?,
-            620..710 => drop(self.say(&format!("open {start} {len}"))?),
-            710..780 => drop(self.say(&format!("close {start} {len}"))?),
-            780..820 => drop(self.say(&format!("finish {start} {len}"))?),
-            820..890 => drop(self.say(&format!("reset {start} {len}"))?),
+            620..710 => drop(self.run_line(&format!("open {start} {len}"))?),
+            710..780 => drop(self.run_line(&format!("close {start} {len}"))?),
+            780..820 => drop(self.run_line(&format!("finish {start} {len}"))?),
+            820..890 => drop(self.run_line(&format!("reset {start} {len}"))?),
             890..905 if !self.has_side_effects(&zone)? => {
-                let what = if self.random.chance(50) { "zone_readonly" } else { "zone_offline" };
-                self.say(&format!("{what} {within}"))?;
-                self.tell_empty(at)?;
-                self.say(&format!("report {start} 1"))?;
+                let verb = if self.random.chance(50) { "zone_readonly" } else { "zone_offline" };
+                self.run_line(&format!("{verb} {within}"))?;
+                self.reset_if_empty(at)?;
+                self.run_line(&format!("report {start} 1"))?;
                 self.read_around(&zone)?;
-                // Most of them come back.
+                // Most of these zones become writable again.
                 if self.random.chance(70) && !self.has_side_effects(&self.zone(at)?)? {
-                    self.say(&format!("{what} {start}"))?;
-                    self.tell_empty(at)?;
+                    self.run_line(&format!("{verb} {start}"))?;
+                    self.reset_if_empty(at)?;
                 }
             }
             905..950 if bad => self.bad_blocks(&zone)?,
-            950..955 if bad => drop(self.say("ranges")?),
-            920..930 => self.several(&zone)?,
-            955..958 => drop(self.say(&format!("reset 0 {end}"))?),
-            958..965 => drop(self.say("flush")?),
-            965..968 => drop(self.say(&format!("discard {start} {block}"))?),
-            968..976 => self.wrong(&zone, end)?,
-            _ => self.write_on(&zone)?,
+            950..955 if bad => drop(self.run_line("ranges")?),
+            920..930 => self.run_on_zones(&zone)?,
+            955..958 => drop(self.run_line(&format!("reset 0 {end}"))?),
+            958..965 => drop(self.run_line("flush")?),
+            965..968 => drop(self.run_line(&format!("discard {start} {block}"))?),
+            968..976 => self.run_invalid(&zone, end)?,
+            _ => self.write_at_pointer(&zone)?,
         }
         Ok(())
     }
 
-    /// Whether `null_blk` would close another zone, or forget to give back a resource, when this
-    /// one becomes read-only or offline: it finishes it first, and that needs what opening needs.
-    /// There are scenes of both.
+    /// Returns true if making this zone read-only or offline would have a side effect in `null_blk`, which
+    /// finishes the zone first. That can close another zone, or leak an open-zone resource. There are scenes
+    /// of both.
     fn has_side_effects(&self, zone: &Zone) -> Result<bool> {
         use ZoneCondition::{Closed, Empty, ExplicitOpen, ImplicitOpen};
         let zones = self.ours.zones()?;
@@ -205,37 +203,37 @@ impl Writer {
         Ok(matches!(zone.condition, Empty | Closed) && most != 0 && open >= most)
     }
 
-    /// The kernel's block layer knows write pointers, too, and refuses writes elsewhere. It does
-    /// not see it when a zone becomes empty by an attribute, or by a reset of several of which one
-    /// fails: a reset of its own tells it, and is nothing to an empty zone.
-    fn tell_empty(&mut self, at: u64) -> Result<()> {
+    /// Resets a zone that is empty. The kernel's block layer tracks write pointers as well, and does not notice
+    /// if a zone becomes empty through an attribute or a reset of several zones of which one fails. The reset
+    /// updates it, and has no effect on an empty zone.
+    fn reset_if_empty(&mut self, at: u64) -> Result<()> {
         let zone = self.zone(at)?;
         if zone.condition == ZoneCondition::Empty {
-            self.say(&format!("reset {at} {}", zone.len))?;
+            self.run_line(&format!("reset {at} {}", zone.len))?;
         }
         Ok(())
     }
 
-    /// At the write pointer; sometimes more than what is left.
-    fn write_on(&mut self, zone: &Zone) -> Result<()> {
+    /// Writes at the write pointer, sometimes beyond the capacity.
+    fn write_at_pointer(&mut self, zone: &Zone) -> Result<()> {
         let (wanted, seed, block) = (self.request_len(), self.seed(), self.block());
         let end = zone.start + zone.len;
         let offset = match (zone.kind, zone.condition) {
             (ZoneType::Conventional, _) => zone.start + self.random.below(zone.len / block) * block,
             _ => zone.write_pointer.min(end - block),
         };
-        // Beyond the capacity is refused, beyond the zone is another matter.
+        // A write beyond the capacity is refused. Writes into the next zone have a scene of their own.
         let left = (zone.start + zone.capacity).saturating_sub(offset);
         let most = if left != 0 && self.random.chance(80) { left } else { end - offset };
         let fua = if self.random.chance(5) { " fua" } else { "" };
-        self.say_write(zone, &format!("write {offset} {} {seed}{fua}", wanted.min(most)))?;
+        self.run_write(zone, &format!("write {offset} {} {seed}{fua}", wanted.min(most)))?;
         Ok(())
     }
 
     fn append(&mut self, zone: &Zone) -> Result<()> {
-        // NVMe refuses by itself what is longer than the device's limit.
+        // The NVMe target itself refuses appends above the device's limit.
         let (len, seed) = (self.request_len().min(self.ours.max_append()), self.seed());
-        self.say_write(zone, &format!("append {} {len} {seed}", zone.start))?;
+        self.run_write(zone, &format!("append {} {len} {seed}", zone.start))?;
         Ok(())
     }
 
@@ -248,13 +246,13 @@ impl Writer {
             }
             let seed = self.seed();
             let line = format!("write {} {} {seed}", zone.write_pointer, left.min(MAX_REQUEST_BYTES));
-            if self.say_write(&zone, &line)?[0] != "ok" {
+            if self.run_write(&zone, &line)?[0] != "ok" {
                 return Ok(());
             }
         }
     }
 
-    /// Before, over and behind the write pointer, and into the next zone.
+    /// Reads before, across and after the write pointer, and into the next zone.
     fn read_around(&mut self, zone: &Zone) -> Result<()> {
         let (len, block) = (self.request_len(), self.block());
         let (end, zone_size) = (self.config.size << 20, self.config.zone_size << 20);
@@ -265,33 +263,33 @@ impl Writer {
             zone.start + self.random.below(zone.len / block) * block
         };
         let offset = offset.min(end - block);
-        // The kernel's block layer cuts reads at zones and does all parts, also when one fails;
-        // that uses bad blocks up.
+        // The kernel's block layer splits reads at zones and executes all parts, even if one fails. With
+        // badblocks_once, that clears more bad blocks.
         let end = if self.config.badblocks_once { (offset / zone_size + 1) * zone_size } else { end };
-        self.say(&format!("read {offset} {}", len.min(end - offset)))?;
+        self.run_line(&format!("read {offset} {}", len.min(end - offset)))?;
         Ok(())
     }
 
-    /// From this zone to another, or to that from this.
-    fn several(&mut self, zone: &Zone) -> Result<()> {
+    /// Executes an operation on the zones from this one to a random one.
+    fn run_on_zones(&mut self, zone: &Zone) -> Result<()> {
         let zones = self.ours.zones()?;
         let other = zones[self.random.below(zones.len() as u64) as usize];
         let (low, high) = (zone.start.min(other.start), (zone.start + zone.len).max(other.start + other.len));
-        let what = ["open", "close", "finish", "reset", "reset"][self.random.below(5) as usize];
-        let answer = self.say(&format!("{what} {low} {}", high - low))?;
-        if what == "reset" && answer[0] != "ok" {
+        let verb = ["open", "close", "finish", "reset", "reset"][self.random.below(5) as usize];
+        let answer = self.run_line(&format!("{verb} {low} {}", high - low))?;
+        if verb == "reset" && answer[0] != "ok" {
             for zone in zones.iter().filter(|zone| (low..high).contains(&zone.start)) {
-                self.tell_empty(zone.start)?;
+                self.reset_if_empty(zone.start)?;
             }
         }
-        self.say("report 0 256")?;
+        self.run_line("report 0 256")?;
         Ok(())
     }
 
-    /// What lies beyond the device, or is askew.
-    fn wrong(&mut self, zone: &Zone, end: u64) -> Result<()> {
+    /// Executes a misaligned request, or one beyond the device.
+    fn run_invalid(&mut self, zone: &Zone, end: u64) -> Result<()> {
         let (block, seed, len) = (self.block(), self.seed(), zone.len);
-        let askew = zone.write_pointer.min(end - block) + SECTOR_BYTES;
+        let misaligned = zone.write_pointer.min(end - block) + SECTOR_BYTES;
         let line = match self.random.below(8) {
             0 => format!("write {end} {block} {seed}"),
             1 => format!("read {end} {block}"),
@@ -299,14 +297,14 @@ impl Writer {
             3 => format!("report {end} 1"),
             4 => format!("open {end} {len}"),
             5 => format!("reset {} {len}", zone.start + 8 * SECTOR_BYTES),
-            6 if block > SECTOR_BYTES => format!("write {askew} {block} {seed}"),
+            6 if block > SECTOR_BYTES => format!("write {misaligned} {block} {seed}"),
             _ => format!("write {} {} {seed}", zone.start, block + SECTOR_BYTES / 2),
         };
-        self.say(&line)?;
+        self.run_line(&line)?;
         Ok(())
     }
 
-    /// Near the write pointer, so that they are met.
+    /// Changes bad blocks near the write pointer, so that requests reach them.
     fn bad_blocks(&mut self, zone: &Zone) -> Result<()> {
         let near = zone.write_pointer.min(zone.start + zone.len - SECTOR_BYTES) / SECTOR_BYTES;
         let sectors = (self.config.size << 20) / SECTOR_BYTES;
@@ -314,7 +312,7 @@ impl Writer {
         let last =
             if self.random.chance(50) { first } else { (first + self.random.below(24)).min(sectors - 1) };
         let sign = if self.random.chance(65) { '+' } else { '-' };
-        self.say(&format!("badblocks {sign}{first}-{last}"))?;
+        self.run_line(&format!("badblocks {sign}{first}-{last}"))?;
         Ok(())
     }
 
@@ -322,45 +320,45 @@ impl Writer {
         self.device(attributes)?;
         let (block, end) = (self.block(), self.config.size << 20);
         let bad = self.config.badblocks_used();
-        // The kernel refuses a discard that is not offered before anything looks at bad blocks.
+        // The kernel refuses an unsupported discard before it checks bad blocks.
         let discards = self.config.discard || !bad;
         for _ in 0..count {
-            // A small part of it is used again and again.
+            // Requests go to the first MiB only, so that they overlap.
             let offset = self.random.below((1 << 20) / block) * block;
             let (len, seed) = (self.request_len(), self.seed());
             let sector = offset / SECTOR_BYTES;
             match self.random.below(100) {
                 0..35 => {
                     let fua = if self.random.chance(10) { " fua" } else { "" };
-                    self.say(&format!("write {offset} {len} {seed}{fua}"))?;
+                    self.run_line(&format!("write {offset} {len} {seed}{fua}"))?;
                 }
                 35..42 if discards => {
-                    self.say(&format!("discard {offset} {len}"))?;
+                    self.run_line(&format!("discard {offset} {len}"))?;
                     if self.config.cache_size != 0 {
-                        self.say("flush")?;
+                        self.run_line("flush")?;
                     }
                 }
-                42..46 => drop(self.say(&format!("zeroes {offset} {len}"))?),
-                46..48 => drop(self.say("flush")?),
+                42..46 => drop(self.run_line(&format!("zeroes {offset} {len}"))?),
+                46..48 => drop(self.run_line("flush")?),
                 48..53 if bad => {
                     let (sign, last) =
                         (if self.random.chance(65) { '+' } else { '-' }, sector + self.random.below(16));
-                    self.say(&format!("badblocks {sign}{sector}-{last}"))?;
+                    self.run_line(&format!("badblocks {sign}{sector}-{last}"))?;
                 }
-                53..55 if bad => drop(self.say("ranges")?),
-                55 => drop(self.say(&format!("write {end} {block} {seed}"))?),
-                56 => drop(self.say(&format!("read {} {}", end - block, 2 * block))?),
+                53..55 if bad => drop(self.run_line("ranges")?),
+                55 => drop(self.run_line(&format!("write {end} {block} {seed}"))?),
+                56 => drop(self.run_line(&format!("read {} {}", end - block, 2 * block))?),
                 57 if self.config.discard && block > SECTOR_BYTES => {
-                    self.say(&format!("discard {} {block}", offset + SECTOR_BYTES))?;
+                    self.run_line(&format!("discard {} {block}", offset + SECTOR_BYTES))?;
                 }
                 58 if block > SECTOR_BYTES => {
-                    self.say(&format!("write {offset} {} {seed}", block + SECTOR_BYTES))?;
+                    self.run_line(&format!("write {offset} {} {seed}", block + SECTOR_BYTES))?;
                 }
                 59..62 if self.config.cache_size != 0 => {
-                    self.say("flush")?;
-                    self.say("power")?;
+                    self.run_line("flush")?;
+                    self.run_line("power")?;
                 }
-                _ => drop(self.say(&format!("read {offset} {len}"))?),
+                _ => drop(self.run_line(&format!("read {offset} {len}"))?),
             }
         }
         Ok(())

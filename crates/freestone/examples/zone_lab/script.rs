@@ -1,44 +1,45 @@
-//! What a script says, and the numbers that both sides reckon alike: `lab/zone_guest.c` has the
-//! same.
+//! Attributes of devices in a script, and the data and checksums that both sides compute:
+//! `lab/zone_guest.c` has the same functions.
 
 use std::str::FromStr;
 
 pub const SECTOR_BYTES: u64 = 512;
-/// In the buffer before a read: what a driver leaves as it is shows.
+/// Fills the buffer before a read, to show which bytes a driver leaves unchanged.
 pub const UNTOUCHED: u8 = 0x5A;
 
-/// The attributes of a device, named and measured as in the kernel's configfs.
+/// Attributes of a device, with the names and units of the kernel's configfs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "attributes of the kernel's, each with its name")]
 pub struct Config {
-    /// MiB.
+    /// In MiB.
     pub size: u64,
-    /// Bytes.
+    /// In bytes.
     pub blocksize: u32,
-    /// Sectors; 0 is no limit of ours.
+    /// In sectors; 0 is unlimited in this crate.
     pub max_sectors: u32,
     pub memory_backed: bool,
     pub discard: bool,
     pub rotational: bool,
-    /// MiB.
+    /// In MiB.
     pub cache_size: u64,
     pub badblocks_once: bool,
     pub badblocks_partial_io: bool,
     pub zoned: bool,
-    /// MiB.
+    /// In MiB.
     pub zone_size: u64,
-    /// MiB; 0 is `zone_size`.
+    /// In MiB; 0 is `zone_size`.
     pub zone_capacity: u64,
     pub zone_nr_conv: u32,
     pub zone_max_open: u32,
     pub zone_max_active: u32,
-    /// Sectors.
+    /// In sectors.
     pub zone_append_max_sectors: Option<u64>,
     pub zone_full: bool,
-    /// Not the kernel's: the script changes the bad blocks, also where neither of the two above is
-    /// set.
+    /// Not an attribute of the kernel: the script changes the bad blocks even if neither of the two bad-block
+    /// attributes above is set.
     pub bad: bool,
-    /// Not the kernel's: the script appends, so its lab puts an `NVMe` target before the device.
+    /// Not an attribute of the kernel: the script appends, so the lab puts an `NVMe` target in front of the
+    /// device.
     pub append: bool,
 }
 
@@ -85,8 +86,7 @@ impl Config {
     }
 }
 
-/// Random numbers that repeat; also the data that is written, of which word `i` is `mixed(seed +
-/// i)`.
+/// Repeatable random numbers. Written data uses the same function: word `i` is `mixed(seed + i)`.
 pub struct Random(u64);
 
 fn mixed(x: u64) -> u64 {
@@ -100,7 +100,7 @@ impl Random {
         Self(mixed(seed))
     }
 
-    /// One of `0..end`.
+    /// Returns a number of `0..end`.
     pub fn below(&mut self, end: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e3779b97f4a7c15);
         mixed(self.0) % end
@@ -111,12 +111,12 @@ impl Random {
     }
 }
 
-/// The data of a write.
+/// Returns the data of a write.
 pub fn data(len: u64, seed: u64) -> Vec<u8> {
     (0..len / 8).flat_map(|word| mixed(seed.wrapping_add(word)).to_ne_bytes()).collect()
 }
 
-/// A number that stands for what was read.
+/// Returns a checksum of data that was read.
 pub fn sum(data: &[u8]) -> u64 {
     data.as_chunks::<8>().0.iter().fold(data.len() as u64, |sum, word| {
         let sum = (sum ^ u64::from_ne_bytes(*word)).wrapping_mul(0x9e3779b97f4a7c15);

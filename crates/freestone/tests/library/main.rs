@@ -1,8 +1,8 @@
-//! The library's tests, from outside: one program, as each more is linked again with every change
-//! and under each sanitizer. What counts something of the whole process has a program of its own
-//! (resident.rs), or runs itself as a child.
+//! Integration tests of the library in one program, because each further program is linked again
+//! for every change and every sanitizer. Tests that measure the whole process have their own
+//! program (resident.rs) or run themselves as a child process.
 
-// `#[test]` passes if a program is missing and this is not continuous integration.
+// This `#[test]` passes if a program is missing outside continuous integration.
 #[macro_use]
 extern crate freestone_testkit;
 

@@ -1,5 +1,5 @@
-//! No device is called and nothing waits while a thread is pinned: what lies below a device may
-//! wait for a change of something else, and that waits for all pins.
+//! No device is called and nothing waits while a thread is pinned: a device below may wait for a
+//! change of another device, which waits for all pins.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, mpsc};
@@ -18,9 +18,9 @@ use freestone_testkit::{Model, Rng};
 const NONE: Flags = Flags::empty();
 const MIB: u64 = 1 << 20;
 const PAGE: usize = 4096;
-/// Long enough for any machine, short enough to fail.
+/// Deadline far above any duration, so that a hang fails.
 const LONG: Duration = Duration::from_secs(300);
-/// Threads meet for so long at most.
+/// Maximum duration of a race between threads.
 const WHILE: Duration = Duration::from_secs(10);
 
 fn ram(disksize: u64) -> Ram {
@@ -33,10 +33,10 @@ fn noise(seed: u64, len: usize) -> Vec<u8> {
     data
 }
 
-// ---- who calls a device is not pinned -----------------------------------------------------------
+// ---- callers of devices are not pinned ----------------------------------------------------------
 
-/// A device below others. Each call of it waits until a snapshot of something else has been taken,
-/// by another thread: that waits for all pins of the process, the caller's own among them.
+/// A device below others. Each call waits until another thread has taken a snapshot of another
+/// disk, which waits for all pins of the process, including the caller's.
 struct Below {
     inner: Model,
     other: Ram,
@@ -61,18 +61,18 @@ impl Below {
         if self.was_pinned.load(Ordering::SeqCst) {
             return;
         }
-        let (tell, told) = mpsc::channel();
+        let (tx, rx) = mpsc::channel();
         let other = self.other.clone();
         thread::spawn(move || {
             other.snapshot().unwrap();
-            let _ = tell.send(());
+            let _ = tx.send(());
         });
-        if told.recv_timeout(Duration::from_secs(20)).is_err() {
+        if rx.recv_timeout(Duration::from_secs(20)).is_err() {
             self.was_pinned.store(true, Ordering::SeqCst);
         }
     }
 
-    /// How often it was called; panics where a caller was pinned.
+    /// Returns the number of calls. Panics if a caller was pinned.
     fn calls(&self, what: &str) -> u32 {
         assert!(!self.was_pinned.load(Ordering::SeqCst), "{what}: the device below was called under a pin");
         self.calls.swap(0, Ordering::SeqCst)
@@ -97,7 +97,7 @@ impl Device for Below {
     }
 }
 
-/// Every kind of request, tried and submitted, to whole pages and parts of them.
+/// Sends every kind of request, tried and submitted, to whole pages and parts of them.
 fn exercise(device: &dyn Device, below: &Below, what: &str) {
     let mut page = [0; 2 * PAGE];
     let mut calls = 0;
@@ -113,8 +113,8 @@ fn exercise(device: &dyn Device, below: &Below, what: &str) {
                 calls += below.calls(&step("write zeroes"));
                 device.write_at(offset, &noise(offset, len), Flags::FUA).unwrap();
                 calls += below.calls(&step("write with FUA"));
-                let told = submit(device, Request::write(offset, len as u64), &noise(round, len));
-                told.recv_timeout(LONG).unwrap().unwrap();
+                let completion = submit(device, Request::write(offset, len as u64), &noise(round, len));
+                completion.recv_timeout(LONG).unwrap().unwrap();
                 calls += below.calls(&step("submitted write"));
                 device.discard(offset, len as u64).unwrap();
                 calls += below.calls(&step("discard"));
@@ -132,7 +132,7 @@ fn cow() -> CowConfig {
 }
 
 #[test]
-fn an_origin_calls_its_device_unpinned() {
+fn origin_calls_its_device_unpinned() {
     let below = Below::new(MIB, false);
     let origin = Origin::new(Arc::clone(&below) as _);
     exercise(&origin, &below, "an origin without snapshots");
@@ -144,7 +144,7 @@ fn an_origin_calls_its_device_unpinned() {
 }
 
 #[test]
-fn a_snapshot_calls_its_cow_device_unpinned() {
+fn snapshot_calls_its_cow_device_unpinned() {
     let store = Below::new(4 * MIB, false);
     let origin = Origin::new(Arc::new(Model::new(MIB as usize, 512)));
     let snapshot = || origin.snapshot(Arc::clone(&store) as _, &cow()).unwrap();
@@ -155,7 +155,7 @@ fn a_snapshot_calls_its_cow_device_unpinned() {
 }
 
 #[test]
-fn a_merging_snapshot_calls_its_devices_unpinned() {
+fn merging_snapshot_calls_its_devices_unpinned() {
     let (below, store) = (Below::new(MIB, false), Below::new(4 * MIB, false));
     let origin = Origin::new(Arc::clone(&below) as _);
     let config = CowConfig { kind: StoreKind::Persistent, force: true, ..cow() };
@@ -172,9 +172,9 @@ fn a_merging_snapshot_calls_its_devices_unpinned() {
 }
 
 #[test]
-fn a_power_device_calls_what_is_below_unpinned() {
+fn power_layer_calls_its_device_unpinned() {
     let below = Below::new(MIB, false);
-    // So small that writes have to make room.
+    // So small that writes must evict others.
     let power = Power::new(Arc::clone(&below) as _, PowerConfig { capacity: 8192, ..PowerConfig::default() });
     let power = power.unwrap();
     exercise(&power, &below, "a power device");
@@ -186,7 +186,7 @@ fn a_power_device_calls_what_is_below_unpinned() {
 }
 
 #[test]
-fn a_fork_calls_its_base_unpinned() {
+fn fork_calls_its_base_unpinned() {
     let base = Below::new(MIB, true);
     let family = Family::new(Config::default()).unwrap();
     let fork = family.fork(Arc::clone(&base) as _, &ForkConfig { size: Some(2 * MIB), ..Default::default() });
@@ -206,16 +206,16 @@ fn a_fork_calls_its_base_unpinned() {
     assert!(base.calls("a write across the end of the base") > 0);
 }
 
-// ---- a change of one device beside requests of another ------------------------------------------
+// ---- changes of one device during requests of another -------------------------------------------
 
-/// Runs `work` on a thread of its own; panics where it does not end.
-fn ends(what: &str, work: impl FnOnce() + Send + 'static) {
-    let (tell, told) = mpsc::channel();
+/// Runs `work` on its own thread. Panics if it does not end.
+fn check_ends(what: &str, work: impl FnOnce() + Send + 'static) {
+    let (tx, rx) = mpsc::channel();
     thread::spawn(move || {
         work();
-        let _ = tell.send(());
+        let _ = tx.send(());
     });
-    match told.recv_timeout(LONG) {
+    match rx.recv_timeout(LONG) {
         Ok(()) => {}
         Err(mpsc::RecvTimeoutError::Timeout) => panic!("{what}: it hangs"),
         Err(mpsc::RecvTimeoutError::Disconnected) => panic!("{what}: it failed"),
@@ -223,12 +223,12 @@ fn ends(what: &str, work: impl FnOnce() + Send + 'static) {
 }
 
 #[test]
-fn snapshots_of_a_cow_device_beside_writes_to_what_lies_on_it() {
-    ends("snapshots of a RAM disk that is a COW device", || {
+fn snapshots_of_a_cow_device_during_writes_above_it() {
+    check_ends("snapshots of a RAM disk that is a COW device", || {
         let store = ram(16 * MIB);
         let origin = Origin::new(Arc::new(Model::new(4 * MIB as usize, 512)));
         let snapshot = origin.snapshot(Arc::new(store.clone()), &cow()).unwrap();
-        // All of them have exceptions: writes go to the COW device at once.
+        // All chunks have exceptions, so writes go to the COW device directly.
         snapshot.write_at(0, &noise(1, 4 * MIB as usize), NONE).unwrap();
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
@@ -242,7 +242,7 @@ fn snapshots_of_a_cow_device_beside_writes_to_what_lies_on_it() {
                     }
                 });
             }
-            // A sanitizer on a busy machine takes a minute for all of them.
+            // With a sanitizer on a busy machine all of them would take a minute.
             let begun = Instant::now();
             for _ in (0..3000).take_while(|_| begun.elapsed() < WHILE) {
                 drop(store.snapshot().unwrap());
@@ -253,15 +253,15 @@ fn snapshots_of_a_cow_device_beside_writes_to_what_lies_on_it() {
 }
 
 #[test]
-fn a_power_device_over_a_family_at_its_limit_that_drops_a_snapshot() {
-    ends("a family at its limit under a power device", || {
+fn power_layer_over_full_family_dropping_a_snapshot() {
+    check_ends("a family at its limit under a power device", || {
         let disk = Ram::new(Config { disksize: 64 * MIB, mem_limit: 4 * MIB, ..Config::default() }).unwrap();
         let power =
             Power::new(Arc::new(disk.clone()), PowerConfig { capacity: 64 << 10, ..Default::default() });
         let power = power.unwrap();
         for round in 0..20_u64 {
-            // Half of what there is; then the same again, so that the snapshot keeps the first
-            // half.
+            // Fills half of the memory, then writes the same pages again, so that the snapshot
+            // keeps the first half.
             let write = |seed: u64| -> Result<()> {
                 for page in 0..480 {
                     power.write_at(page * PAGE as u64, &noise(seed << 32 | page, PAGE), NONE)?;
@@ -276,22 +276,22 @@ fn a_power_device_over_a_family_at_its_limit_that_drops_a_snapshot() {
     });
 }
 
-// ---- a snapshot that is beginning ---------------------------------------------------------------
+// ---- snapshots that are being taken -------------------------------------------------------------
 
-/// Submits a request; what it was answered, when it was.
+/// Submits a request. Returns the receiver of its result.
 fn submit(device: &dyn Device, request: Request, data: &[u8]) -> mpsc::Receiver<Result<()>> {
-    let (tell, told) = mpsc::channel();
+    let (tx, rx) = mpsc::channel();
     let done = Completion::new(move |outcome, _| {
-        // Whoever gave up waiting does not listen.
-        let _ = tell.send(outcome);
+        // The receiver may have been dropped after a timeout.
+        let _ = tx.send(outcome);
     });
     device.submit(request, IoBuf::copy_of(data).unwrap(), done);
-    told
+    rx
 }
 
 #[test]
-fn writes_are_held_and_no_thread_waits_while_a_snapshot_begins() {
-    ends("a write while a snapshot begins", || {
+fn writes_during_snapshot_are_held_without_blocking() {
+    check_ends("a write while a snapshot begins", || {
         let disk = ram(MIB);
         let old = noise(1, PAGE);
         disk.write_at(0, &old, NONE).unwrap();
@@ -299,7 +299,7 @@ fn writes_are_held_and_no_thread_waits_while_a_snapshot_begins() {
         pending.freeze(Instant::now() + LONG).unwrap();
         let new = noise(2, PAGE);
         let write = Request::write(0, PAGE as u64);
-        // On this thread: if it waited, it would wait for itself.
+        // On this thread: a wait would be for the thread itself.
         assert_eq!(disk.try_io(&write, Buffer::Write(&new)), Ok(Tried::WouldBlock));
         let discard = Request::new(Op::Discard, PAGE as u64, PAGE as u64);
         assert_eq!(disk.try_io(&discard, Buffer::None), Ok(Tried::WouldBlock));
@@ -329,8 +329,8 @@ fn writes_are_held_and_no_thread_waits_while_a_snapshot_begins() {
 }
 
 #[test]
-fn writes_that_are_held_go_on_when_the_device_is_rewound_or_the_snapshot_is_given_up() {
-    ends("a write that is held", || {
+fn held_writes_resume_after_rewind_or_thaw() {
+    check_ends("a write that is held", || {
         let disk = ram(MIB);
         for give_up in [false, true] {
             let mut pending = disk.prepare_snapshot().unwrap();
@@ -340,7 +340,7 @@ fn writes_that_are_held_go_on_when_the_device_is_rewound_or_the_snapshot_is_give
                 drop(pending);
                 assert_eq!(held.recv_timeout(LONG), Ok(Ok(())));
             } else {
-                // It has another chain after that, which nobody has frozen.
+                // After the rewind the disk has a new chain, which is not frozen.
                 disk.rewind().unwrap();
                 assert_eq!(held.recv_timeout(LONG), Ok(Ok(())));
                 pending.thaw();

@@ -1,4 +1,4 @@
-// The page: asks the server while somebody looks, and shows what it says.
+// Main script of the page: polls the JSON API while the page is visible, and shows the responses.
 
 import { History, bytes, count, duration, el, percent, ratio, say, show, uptime, usage } from "./draw.js";
 import * as device from "./device.js";
@@ -6,12 +6,14 @@ import * as map from "./map.js";
 
 /** Pause between two refreshes. */
 const EVERY_MS = 2000;
-/** An answer that takes longer is none. */
-const ANSWER_MAX_MS = 8000;
+/** Timeout of requests, except for maps. */
+const RESPONSE_MAX_MS = 8000;
 const MAP_MAX_MS = 15_000;
-/** Maps are not asked for more often, and rest ten times as long as they take. */
+/** Shortest interval of maps. A map also pauses for ten times as long as drawing took. */
 const MAP_EVERY_MS = 2000;
+/** Devices shown at a time. */
 const DEVICES = 50;
+/** How long the page shows that the server responds again. */
 const BACK_SHOWN_MS = 15_000;
 
 const byId = (id) => document.getElementById(id);
@@ -20,15 +22,15 @@ const state = { chosen: "", by: "requests", prefix: "", from: 0 };
 const server = { goneSince: 0, heard: 0, pid: 0, refreshing: false, drawing: false, mapDue: 0 };
 let timer = 0;
 
-// ---- what is chosen, in the address -------------------------------------------------------------
+// ---- selection, kept in the URL -----------------------------------------------------------------
 
 function readAddress() {
-  const said = new URLSearchParams(location.hash.slice(1));
-  const chosen = said.get("device") ?? "";
-  state.prefix = said.get("prefix") ?? "";
+  const params = new URLSearchParams(location.hash.slice(1));
+  const chosen = params.get("device") ?? "";
+  state.prefix = params.get("prefix") ?? "";
   const orders = [...byId("by").options].map((option) => option.value);
-  state.by = orders.includes(said.get("by")) ? said.get("by") : "requests";
-  state.from = Math.max(0, Number.parseInt(said.get("from"), 10) || 0);
+  state.by = orders.includes(params.get("by")) ? params.get("by") : "requests";
+  state.from = Math.max(0, Number.parseInt(params.get("from"), 10) || 0);
   if (document.activeElement !== byId("prefix")) byId("prefix").value = state.prefix;
   byId("by").value = state.by;
   if (chosen !== state.chosen) choose(chosen);
@@ -36,11 +38,11 @@ function readAddress() {
 
 function address(changes) {
   const wanted = { device: state.chosen, by: state.by, prefix: state.prefix, from: state.from, ...changes };
-  const said = new URLSearchParams();
+  const params = new URLSearchParams();
   for (const [key, value] of Object.entries(wanted)) {
-    if (value && !(key === "by" && value === "requests")) said.set(key, value);
+    if (value && !(key === "by" && value === "requests")) params.set(key, value);
   }
-  return `#${said}`;
+  return `#${params}`;
 }
 
 function go(changes) {
@@ -62,17 +64,17 @@ function choose(name) {
   document.title = name ? `${name} - Freestone` : "Freestone";
 }
 
-// ---- asking -------------------------------------------------------------------------------------
+// ---- requests -----------------------------------------------------------------------------------
 
-/** The answer of the server; an error has `sentence` where it is the server's own. */
-async function ask(path, most = ANSWER_MAX_MS) {
-  const answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(most) });
-  const told = await answer.json();
-  if (!answer.ok) throw Object.assign(new Error(told.error), { sentence: told.error, status: answer.status });
-  return told;
+/** Returns a JSON response of the server. An error reported by the server has its text in `sentence`. */
+async function request(path, most = RESPONSE_MAX_MS) {
+  const response = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(most) });
+  const data = await response.json();
+  if (!response.ok) throw Object.assign(new Error(data.error), { sentence: data.error, status: response.status });
+  return data;
 }
 
-/** One at a time, and the next one when this one has ended. */
+/** Refreshes everything but the map. Runs once at a time; the next run starts after this one. */
 async function refresh() {
   clearTimeout(timer);
   if (document.hidden) return;
@@ -83,13 +85,13 @@ async function refresh() {
   server.refreshing = true;
   server.again = false;
   try {
-    const asked = new URLSearchParams({ by: state.by, count: DEVICES, from: state.from, prefix: state.prefix });
-    const told = await ask(`api/overview?${asked}`);
-    isThere(told);
-    takeOverview(told, Date.now());
+    const query = new URLSearchParams({ by: state.by, count: DEVICES, from: state.from, prefix: state.prefix });
+    const data = await request(`api/overview?${query}`);
+    showOnline(data);
+    takeOverview(data, Date.now());
     if (state.chosen) await refreshDevice(state.chosen);
   } catch (error) {
-    isGone(error);
+    showOffline(error);
   }
   server.refreshing = false;
   timer = setTimeout(refresh, server.again ? 0 : EVERY_MS);
@@ -98,11 +100,11 @@ async function refresh() {
 
 async function refreshDevice(name) {
   try {
-    const told = await ask(`api/device/${encodeURIComponent(name)}`);
+    const data = await request(`api/device/${encodeURIComponent(name)}`);
     if (state.chosen !== name) return;
     show(byId("device-notice"), false);
     show(byId("device-body"), true);
-    device.take(told, Date.now());
+    device.take(data, Date.now());
   } catch (error) {
     if (!error.sentence) throw error;
     if (state.chosen !== name) return;
@@ -113,17 +115,17 @@ async function refreshDevice(name) {
   }
 }
 
-/** Beside the refreshes: a map of a large device takes long. */
+/** Refreshes the map in parallel to `refresh`, because the map of a large device takes long. */
 async function refreshMap() {
   const name = state.chosen;
   if (!name || server.drawing || server.goneSince || document.hidden || Date.now() < server.mapDue) return;
   server.drawing = true;
   const began = Date.now();
   try {
-    const told = await ask(`api/map/${encodeURIComponent(name)}?cells=${map.cellsWanted()}`, MAP_MAX_MS);
-    if (state.chosen === name) map.take(told);
+    const data = await request(`api/map/${encodeURIComponent(name)}?cells=${map.cellsWanted()}`, MAP_MAX_MS);
+    if (state.chosen === name) map.take(data);
   } catch (error) {
-    // Busy with another map: it is asked again. Who is gone is told by the refreshes.
+    // Status 503: another map is being drawn, so try again later. `refresh` shows other failures.
     if (state.chosen === name && error.sentence && error.status !== 503) map.clear(error.sentence);
   }
   server.drawing = false;
@@ -134,26 +136,26 @@ function clock(at) {
   return new Date(at).toLocaleTimeString([], { hour12: false });
 }
 
-function isGone(error) {
+function showOffline(error) {
   server.goneSince ||= Date.now();
-  const why = error.sentence ?? (error.name === "TimeoutError" ? "it takes too long" : "nobody listens there");
-  const heard = server.heard ? ` What is shown is of ${clock(server.heard)}.` : "";
-  say(byId("gone"), `The server has not answered since ${clock(server.goneSince)}: ${why}.${heard}`);
+  const why = error.sentence ?? (error.name === "TimeoutError" ? "the request timed out" : "connection failed");
+  const heard = server.heard ? ` The data shown is from ${clock(server.heard)}.` : "";
+  say(byId("gone"), `The server has not responded since ${clock(server.goneSince)}: ${why}.${heard}`);
   show(byId("gone"), true);
   show(byId("back"), false);
   document.body.classList.add("is-gone");
-  document.title = "Gone - Freestone";
+  document.title = "Offline - Freestone";
 }
 
-function isThere(told) {
-  const isAnother = server.pid !== 0 && server.pid !== told.server.pid;
-  if (isAnother) {
+function showOnline(data) {
+  const isRestarted = server.pid !== 0 && server.pid !== data.server.pid;
+  if (isRestarted) {
     history.clear();
     device.clear();
   }
-  if (server.goneSince || isAnother) {
-    const since = server.goneSince ? ` It had not answered since ${clock(server.goneSince)}.` : "";
-    say(byId("back"), `${isAnother ? "The server was started anew." : "The server is back."}${since}`);
+  if (server.goneSince || isRestarted) {
+    const since = server.goneSince ? ` It had not responded since ${clock(server.goneSince)}.` : "";
+    say(byId("back"), `${isRestarted ? "The server was restarted." : "The server responds again."}${since}`);
     show(byId("back"), true);
     setTimeout(() => show(byId("back"), false), BACK_SHOWN_MS);
     show(byId("gone"), false);
@@ -162,30 +164,30 @@ function isThere(told) {
     server.goneSince = 0;
     server.mapDue = 0;
   }
-  server.pid = told.server.pid;
+  server.pid = data.server.pid;
   server.heard = Date.now();
-  say(byId("age"), `As of ${clock(server.heard)}; rates are of ${told.seconds.toFixed(1)} s. ` +
-    "Every 2 s while this page is in view. A read of a fork that its base answers counts for both. Nothing can be changed here.");
+  say(byId("age"), `As of ${clock(server.heard)}, rates over ${data.seconds.toFixed(1)} s. ` +
+    "Refreshed every 2 s while this page is visible. A read of a fork from its base counts for both. This page is read-only.");
 }
 
-// ---- all of it ----------------------------------------------------------------------------------
+// ---- overview -----------------------------------------------------------------------------------
 
-function takeOverview(told, now) {
-  header(told, now);
-  families(told, now);
-  devices(told, now);
-  const left = told.missing_left_out ? ` And ${told.missing_left_out} more.` : "";
-  const lines = told.missing.map(({ name, why }) => `${name} is not there again: ${why}.`);
+function takeOverview(data, now) {
+  header(data, now);
+  families(data, now);
+  devices(data, now);
+  const left = data.missing_left_out ? ` And ${data.missing_left_out} more.` : "";
+  const lines = data.missing.map(({ name, why }) => `${name} is missing: ${why}.`);
   say(byId("missing"), lines.join(" ") + left);
   show(byId("missing"), lines.length > 0);
 }
 
-function header(told, now) {
-  const { version, uptime_seconds, process_rss_bytes, devices, forks, connections } = told.server;
+function header(data, now) {
+  const { version, uptime_seconds, process_rss_bytes, devices, forks, connections } = data.server;
   say(byId("version"), version);
-  const { total } = told;
+  const { total } = data;
   const rows = [
-    ["up", uptime(uptime_seconds)],
+    ["uptime", uptime(uptime_seconds)],
     ["memory", bytes(process_rss_bytes)],
     ["devices", `${devices}${forks ? `, ${forks} of them forks` : ""}`],
     ["connections", `${connections}`],
@@ -202,22 +204,22 @@ function header(told, now) {
   history.draw(byId("trend"), "", now, [150, 24]);
 }
 
-function families(told, now) {
-  show(byId("families-section"), told.families.length > 0);
-  say(byId("families-more"), told.families_left_out ? `the busiest, without ${told.families_left_out}` : "");
+function families(data, now) {
+  show(byId("families-section"), data.families.length > 0);
+  say(byId("families-more"), data.families_left_out ? `the busiest, ${data.families_left_out} omitted` : "");
   const parent = byId("families");
   const make = (name) => {
     const title = el("h3", {}, el("a", { href: address({ device: name }) }, name), " ", el("small"));
     return el("div", { class: "family" }, title, el("div"), el("p", {}, el("span"), el("span")), el("p", {}, el("span"), el("span")));
   };
-  // Where each is stays the same from one refresh to the next.
-  told.families.sort((a, b) => (a.name < b.name ? -1 : 1));
-  arrange(parent, told.families, (family) => family.name, make, (node, family) => {
+  // Sorted by name, so that families do not change places.
+  data.families.sort((a, b) => (a.name < b.name ? -1 : 1));
+  arrange(parent, data.families, (family) => family.name, make, (node, family) => {
     const [title, memory, stored, rates] = node.children;
     title.firstChild.href = address({ device: family.name });
     const others = [
       many(family.forks, "fork", "forks"),
-      // Without the one that has the name.
+      // Excludes the device that gives the family its name.
       many(family.devices - family.forks - 1, "other disk or snapshot", "other disks and snapshots"),
       many(family.templates, "template", "templates"),
     ].filter(Boolean);
@@ -225,7 +227,7 @@ function families(told, now) {
     show(memory, family.memory !== undefined);
     if (family.memory) usage(memory, `Memory of the family of ${family.name}`, family.memory.mem_used_total, family.memory.mem_limit);
     const times = ratio(family.orig_data_size, family.compr_data_size);
-    say(stored.firstChild, family.orig_data_size ? `${bytes(family.orig_data_size)} stored` : "nothing stored");
+    say(stored.firstChild, family.orig_data_size ? `${bytes(family.orig_data_size)} stored` : "no data stored");
     say(stored.lastChild, times ? `compressed ${times}` : "");
     const { reads_per_second: reads, writes_per_second: writes } = family.rates;
     say(rates.firstChild, `${count(reads)} reads/s, ${count(writes)} writes/s`);
@@ -234,17 +236,17 @@ function families(told, now) {
   });
 }
 
-function devices(told, now) {
-  const { found, from } = told;
-  const last = from + told.devices.length;
-  const range = told.devices.length < found ? `${from + 1} to ${last} of ${found}` : `${found}`;
-  say(byId("found"), told.devices.length ? range : "");
+function devices(data, now) {
+  const { found, from } = data;
+  const last = from + data.devices.length;
+  const range = data.devices.length < found ? `${from + 1} to ${last} of ${found}` : `${found}`;
+  say(byId("found"), data.devices.length ? range : "");
   byId("earlier").disabled = from === 0;
   byId("later").disabled = last >= found;
   show(byId("earlier").parentElement, found > DEVICES || from > 0);
-  const why = state.prefix ? `No device has a name that begins with ${state.prefix}.` : "There is no device.";
-  say(byId("none"), from > 0 ? "There are no more devices." : why);
-  show(byId("none"), told.devices.length === 0);
+  const why = state.prefix ? `No device has a name that begins with ${state.prefix}.` : "No devices.";
+  say(byId("none"), from > 0 ? "No more devices." : why);
+  show(byId("none"), data.devices.length === 0);
   const body = byId("devices").tBodies[0];
   const make = (name) => {
     const link = el("a", { href: address({ device: name }), title: name }, name);
@@ -253,14 +255,14 @@ function devices(told, now) {
     return el("tr", {}, el("td", {}, link), kind, number("wide"), number("wide"), el("td", { class: "memory" }, el("div")),
       number(), number(), number("wide"), number("wide"), number("wide"), el("td", { class: "trend" }));
   };
-  arrange(body, told.devices, (row) => row.state.name, make, (node, row) => fillRow(node, row, now));
+  arrange(body, data.devices, (row) => row.state.name, make, (node, row) => fillRow(node, row, now));
 }
 
 function many(number, one, more) {
   return number > 0 ? `${number} ${number === 1 ? one : more}` : "";
 }
 
-/** What is to be known of a device at once. */
+/** Returns the kind of a device with its most important states. */
 function flags(row) {
   const words = [];
   if (row.zoned) words.push("zoned");
@@ -300,7 +302,7 @@ function fillRow(node, { rates, state: row }, now) {
   history.draw(cells[10], row.name, now);
 }
 
-/** Has `parent` show these in this order, and keeps the nodes of those that it has. */
+/** Shows the items of `wanted` in `parent`, in this order. Reuses the nodes of items that it already shows. */
 function arrange(parent, wanted, nameOf, make, fill) {
   const known = new Map([...parent.children].map((node) => [node.dataset.name, node]));
   const nodes = wanted.map((one) => {
@@ -312,7 +314,7 @@ function arrange(parent, wanted, nameOf, make, fill) {
   });
   const names = new Set(nodes.map((node) => node.dataset.name));
   for (const [name, node] of known) if (!names.has(name)) node.remove();
-  // Under somebody's pointer nothing changes places.
+  // Keep the order while the pointer is over the list.
   if (parent.matches(":hover")) {
     for (const node of nodes) if (!node.parentElement) parent.append(node);
     return;
@@ -324,7 +326,7 @@ function arrange(parent, wanted, nameOf, make, fill) {
   if (focused !== document.activeElement && parent.contains(focused)) focused.focus({ preventScroll: true });
 }
 
-// ---- what people do -----------------------------------------------------------------------------
+// ---- user input ---------------------------------------------------------------------------------
 
 byId("choose").addEventListener("submit", (event) => event.preventDefault());
 byId("prefix").addEventListener("input", (event) => go({ prefix: event.target.value, from: 0 }));

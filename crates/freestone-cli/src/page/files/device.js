@@ -1,10 +1,11 @@
-// The chosen device: facts, latencies, exports, attributes.
+// The selected device: facts, latencies, exports, attributes.
 
 import { bytes, count, duration, el, percent, ratio, say, show, svg, usage } from "./draw.js";
 
 const byId = (id) => document.getElementById(id);
+/** Period of the filled latency histograms. */
 const LIVE_MS = 30_000;
-/** Counts of latencies of the last while, the oldest first. */
+/** Latency histograms of the last refreshes, the oldest first. */
 let samples = [];
 
 export function clear() {
@@ -14,23 +15,23 @@ export function clear() {
   say(byId("device-kind"), "");
 }
 
-export function take(told, now) {
-  const { stat, rates } = told;
+export function take(data, now) {
+  const { stat, rates } = data;
   const words = [stat.kind, stat.zones ? "zoned" : "", stat.base ? `of ${stat.base}` : "", bytes(stat.disksize), stat.comp_algorithm ?? ""];
   say(byId("device-kind"), words.filter(Boolean).join(", "));
   facts(stat, rates);
-  samples.push({ at: now, latency: told.latency });
+  samples.push({ at: now, latency: data.latency });
   while (samples.length > 2 && samples[1].at <= now - LIVE_MS) samples.shift();
-  latencies(told.latency);
+  latencies(data.latency);
   exports(stat.exports ?? []);
-  attributes(told.attributes);
-  // Large, and looked at seldom.
+  attributes(data.attributes);
+  // Large and rarely used, so written only while the section is open.
   if (byId("statistics-all").open) say(byId("statistics"), JSON.stringify(stat, null, 2));
 }
 
 // ---- facts --------------------------------------------------------------------------------------
 
-/** Keeps what is there, as long as it is of the same name. */
+/** Returns the child of `parent` with this key, and creates it if it does not exist. */
 function keyed(parent, key, make) {
   let node = [...parent.children].find((child) => child.dataset.key === key);
   if (!node) {
@@ -53,7 +54,7 @@ function facts(stat, rates) {
     const node = keyed(byId("facts"), "Memory", () => el("div", {}, el("span", {}, "Memory"), el("div")));
     usage(node.lastChild, `Memory of ${stat.name}`, mm.mem_used_total, mm.mem_limit);
     fact("Stored", `${bytes(mm.orig_data_size)}, ${percent(mm.orig_data_size, stat.disksize)} of the disk`);
-    fact("Compression", ratio(mm.orig_data_size, mm.compr_data_size) || "nothing is stored");
+    fact("Compression", ratio(mm.orig_data_size, mm.compr_data_size) || "no data");
   }
   const family = stat.family;
   if (family && (family.mem_used_total !== mm?.mem_used_total || family.mem_limit !== mm?.mem_limit)) {
@@ -69,22 +70,23 @@ function facts(stat, rates) {
     const failed = stat.io?.errors ?? 0;
     fact("Failed", `${failed} requests, ${count(rates.errors_per_second)}/s`, failed > 0);
   }
-  if (stat.progress) fact(`${stat.progress.verb} runs`, percent(stat.progress.done_bytes, stat.progress.total_bytes));
-  if (stat.withheld) fact("Withheld", "its content was lost; see freestone release", true);
-  if (stat.changed) fact("Its file", `${stat.changed.how}: ${stat.changed.file}`, true);
+  if (stat.progress) fact(`${stat.progress.verb} in progress`, percent(stat.progress.done_bytes, stat.progress.total_bytes));
+  if (stat.withheld) fact("Withheld", "its exports are withheld; see freestone publish", true);
+  if (stat.changed) fact("File", `${stat.changed.how}: ${stat.changed.file}`, true);
   for (const [error, many] of Object.entries(stat.failed ?? {})) fact(`Failed: ${error.replaceAll("_", " ")}`, `${many} requests`, true);
 }
 
 // ---- latencies ----------------------------------------------------------------------------------
 
+// Buckets as in the server: PARTS buckets for each power of two of nanoseconds, and one on each side.
 const FIRST_LOG2 = 8;
 const LAST_LOG2 = 36;
 const PARTS = 4;
 const OPS = ["read", "write", "append", "discard", "write_zeroes", "flush"];
 const BUCKETS = (LAST_LOG2 - FIRST_LOG2) * PARTS + 2;
 
-/** The place of a bucket that ends there; the last one has no end. */
-function place(end) {
+/** Returns the index of the bucket with this upper bound; the last bucket has none. */
+function bucketIndex(end) {
   if (end === null) return BUCKETS - 1;
   const log2 = Math.floor(Math.log2(end));
   return (log2 - FIRST_LOG2) * PARTS + Math.round((end / 2 ** log2 - 1) * PARTS);
@@ -97,7 +99,7 @@ function end(bucket) {
 
 function spread(buckets) {
   const counts = new Array(BUCKETS).fill(0);
-  for (const [to, many] of buckets ?? []) counts[place(to)] += many;
+  for (const [to, many] of buckets ?? []) counts[bucketIndex(to)] += many;
   return counts;
 }
 
@@ -113,12 +115,12 @@ function latencies(latency) {
   const before = samples.length > 1 ? samples[0].latency : latency;
   const all = ops.map((op) => [op, spread(latency[op])]);
   const used = all.flatMap(([, counts]) => counts.flatMap((many, bucket) => (many > 0 ? [bucket] : [])));
-  // Whole powers of two, and the same for all operations.
+  // The axis covers whole powers of two, and is the same for all operations.
   const first = Math.max(0, Math.floor((Math.min(...used) - 1) / PARTS) * PARTS - PARTS + 1);
   const last = Math.min(BUCKETS - 1, Math.ceil(Math.max(...used) / PARTS) * PARTS + PARTS);
   for (const child of [...parent.children]) if (!ops.includes(child.dataset.key)) child.remove();
   if (ops.length === 0) {
-    keyed(parent, "", () => el("p", { class: "quiet" }, "Nothing was asked of it yet."));
+    keyed(parent, "", () => el("p", { class: "quiet" }, "No requests yet."));
     return;
   }
   for (const [op, counts] of all) {
@@ -145,7 +147,7 @@ function histogram(op, counts, live, [first, last], width) {
     return of.slice(first, last + 1).map((many) => (many > 0 ? Math.max((many / most) * height, 1.5) : 0));
   };
   const shown = live.some((many) => many > 0) ? live : counts;
-  const words = `${op}: half within ${duration(end(within(shown, 0.5)))}, 99 % within ${duration(end(within(shown, 0.99)))}`;
+  const words = `${op}: p50 ${duration(end(within(shown, 0.5)))}, p99 ${duration(end(within(shown, 0.99)))}`;
   const drawing = svg("svg", {
     viewBox: `0 0 ${width} ${height + foot}`, width: "100%", role: "img", "aria-label": words,
   });
@@ -182,14 +184,14 @@ function exports(list) {
   const parent = byId("exports");
   const keys = list.map((one) => one.address);
   for (const child of [...parent.children]) if (!keys.includes(child.dataset.key)) child.remove();
-  if (list.length === 0) keyed(parent, "", () => el("p", { class: "quiet" }, "It is published nowhere."));
+  if (list.length === 0) keyed(parent, "", () => el("p", { class: "quiet" }, "Not published."));
   for (const one of list) {
     const make = () => el("div", { class: "export" }, el("p", {}, el("code")), el("p", { class: "quiet" }));
     const node = keyed(parent, one.address, make);
     say(node.firstChild.firstChild, one.uri ?? one.address);
     const many = one.connections === 1 ? "1 connection" : `${one.connections} connections`;
-    const asked = one.io ? `${count(one.io.reads)} reads, ${count(one.io.writes)} writes, ${count(one.io.errors)} failed` : "";
-    const words = [many, one.read_only ? "read-only" : "", one.template ? "template" : "", asked];
+    const requests = one.io ? `${count(one.io.reads)} reads, ${count(one.io.writes)} writes, ${count(one.io.errors)} failed` : "";
+    const words = [many, one.read_only ? "read-only" : "", one.template ? "template" : "", requests];
     say(node.lastChild, words.filter(Boolean).join("; "));
   }
 }

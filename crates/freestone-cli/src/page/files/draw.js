@@ -1,8 +1,8 @@
-// What all parts of the page draw with. Texts of the server become text and nothing else.
+// Helpers to draw the page. Text from the server is only ever inserted as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element with attributes and children; texts stay texts. */
+/** Creates an element with attributes and children. Strings become text nodes. */
 export function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
@@ -10,7 +10,7 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** The same of a drawing. */
+/** Creates an SVG element, like `el`. */
 export function svg(tag, attributes = {}, ...children) {
   const node = document.createElementNS(SVG, tag);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
@@ -18,7 +18,7 @@ export function svg(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** Sets a text where it is another: so that nothing flickers, and screen readers stay calm. */
+/** Sets a text if it changed, so that nothing flickers and screen readers do not repeat it. */
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -27,7 +27,7 @@ export function show(node, is) {
   if (node.hidden === is) node.hidden = !is;
 }
 
-/** Bytes, as the program writes them. */
+/** Formats bytes as the program does. */
 export function bytes(count) {
   if (count < 1024) return `${Math.round(count)}B`;
   let unit = -1;
@@ -38,14 +38,14 @@ export function bytes(count) {
   return `${count.toFixed(1).replace(/\.0$/, "")}${"KMGTPE"[unit]}`;
 }
 
-/** A number of requests. */
+/** Formats a number of requests. */
 export function count(number) {
   if (number > 0 && number < 10) return number.toFixed(1).replace(/\.0$/, "");
   if (number < 10_000) return Math.round(number).toString();
   return number < 999_500 ? `${(number / 1e3).toFixed(1)}k` : `${(number / 1e6).toFixed(1)}M`;
 }
 
-/** A duration in nanoseconds. */
+/** Formats a duration in nanoseconds. */
 export function duration(nanoseconds) {
   for (const [unit, word] of [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]]) {
     if (nanoseconds >= unit) {
@@ -74,7 +74,7 @@ export function percent(part, whole) {
   return `${share < 10 ? share.toFixed(1).replace(/\.0$/, "") : Math.floor(share)} %`;
 }
 
-/** How much of a limit is used: figures, and a bar where there is a limit. `what` it is, for screen readers. */
+/** Shows the use of a limit as figures, and as a bar if there is a limit. `what` is the label for screen readers. */
 export function usage(node, what, used, limit) {
   if (!node.firstChild) {
     const bar = el("span", { class: "bar", role: "meter", "aria-valuemin": 0, "aria-valuemax": 100 }, el("span"));
@@ -92,26 +92,26 @@ export function usage(node, what, used, limit) {
   bar.firstChild.style.width = `${Math.max(share * 100, used > 0 ? 1 : 0)}%`;
 }
 
-/** How many times smaller it became. */
+/** Formats a compression ratio. */
 export function ratio(original, compressed) {
   if (!(original > 0)) return "";
-  if (!(compressed > 0)) return "all patterns";
+  if (!(compressed > 0)) return "patterns only";
   const times = original / compressed;
   return `${times < 10 ? times.toFixed(1) : times < 1000 ? Math.round(times) : "over 1000"} : 1`;
 }
 
-// ---- the last minutes ---------------------------------------------------------------------------
+// ---- charts of the last minutes -----------------------------------------------------------------
 
 const KEPT_MS = 300_000;
 const NAMES_MAX = 1000;
 
-/** Rates of the last minutes, of each that was shown. */
+/** Rates of the last minutes, for everything that was shown. */
 export class History {
   #of = new Map();
 
   add(name, now, rates) {
     const points = this.#of.get(name) ?? [];
-    // What was heard of last is forgotten last.
+    // Moves the name to the end of the map, so that the least recently updated name is removed first.
     this.#of.delete(name);
     this.#of.set(name, points);
     points.push({ at: now, read: rates.reads_per_second, write: rates.writes_per_second + rates.others_per_second });
@@ -123,7 +123,7 @@ export class History {
     this.#of.clear();
   }
 
-  /** Draws them into a node: reads as a line, writes dashed. */
+  /** Draws the rates into a node: reads as a solid line, writes and other requests as a dashed line. */
   draw(node, name, now, [width, height] = [110, 22]) {
     const points = this.#of.get(name) ?? [];
     const most = Math.max(1, ...points.map((point) => Math.max(point.read, point.write)));
@@ -142,7 +142,7 @@ export class History {
       for (const point of points) {
         const x = width - (width * (now - point.at)) / KEPT_MS;
         const y = height - 1 - ((height - 3) * point[key]) / most;
-        // Nothing is known of a time when nobody looked.
+        // The line has a gap where the page was not refreshed.
         line += `${point.at - before > 15_000 ? "M" : "L"}${x.toFixed(1)} ${y.toFixed(1)}`;
         before = point.at;
       }
@@ -151,6 +151,6 @@ export class History {
     const drawing = node.firstChild;
     drawing.children[1].setAttribute("d", path("write"));
     drawing.children[2].setAttribute("d", path("read"));
-    drawing.setAttribute("aria-label", `the last 5 minutes, at most ${count(most)} requests a second`);
+    drawing.setAttribute("aria-label", `last 5 minutes, at most ${count(most)} requests per second`);
   }
 }

@@ -1,36 +1,36 @@
-// The map of a device: squares, each an equal part of it, filled from below with what is there.
+// The map of a device: squares (cells), each an equal part of the device, filled from below by kind of content.
 
 import { bytes, count, el, percent, say, show } from "./draw.js";
 
-/** What there is, in the order in which it is drawn from below, and what that means. */
+/** Name and explanation of each kind, in the order in which they are drawn from below. */
 const WORDS = {
   pages: {
     compressed: ["compressed", "in memory"],
-    huge: ["huge", "does not compress: in memory as it is"],
+    huge: ["huge", "does not compress: stored uncompressed in memory"],
     spilled: ["spilled", "on the backing device"],
-    unloaded: ["not loaded yet", "in the file that keeps the device"],
-    same: ["one pattern", "a page that repeats it: takes no memory, or 8 bytes"],
-    zero: ["zeroes", "written, or over what lies below"],
-    below: ["as its base", "read through"],
-    hole: ["hole", "nothing: reads as zeroes"],
+    unloaded: ["not loaded yet", "still in the save file (keep=yes)"],
+    same: ["one pattern", "repeats one pattern: takes at most 8 bytes"],
+    zero: ["zeroes", "written as zeroes, or zeroes that hide data of the base"],
+    below: ["from base", "unchanged: read from the base"],
+    hole: ["hole", "not allocated: reads as zeroes"],
   },
   extents: {
     data: ["data", ""],
-    zero: ["zeroes", "with a place of their own"],
+    zero: ["zeroes", "allocated, reads as zeroes"],
     hole: ["hole", "reads as zeroes"],
   },
   zones: {
     FULL: ["full", ""],
     IMP_OPEN: ["open", "by a write"],
     EXP_OPEN: ["explicitly open", ""],
-    CLOSED: ["closed", "written in part"],
+    CLOSED: ["closed", "partly written"],
     READONLY: ["read-only", ""],
     OFFLINE: ["offline", "cannot be read or written"],
     NOT_WP: ["conventional", "without a write pointer"],
     EMPTY: ["empty", ""],
   },
 };
-/** Drawn though it is less than a pixel: all but what is not there. */
+/** Kinds without data of the device. All other kinds are drawn even if they cover less than a pixel. */
 const FAINT = new Set(["hole", "below", "EMPTY"]);
 const CELL_MIN = 11;
 const CELL_MAX = 34;
@@ -46,7 +46,7 @@ let shown = null;
 let grid = null;
 let cursor = -1;
 
-/** How many parts there is room for. */
+/** Returns the number of cells that fit. */
 export function cellsWanted() {
   const columns = Math.max(8, Math.floor(canvas.parentElement.clientWidth / CELL_MIN));
   return Math.min(columns * ROWS, CELLS_MAX);
@@ -62,12 +62,12 @@ export function clear(why = "") {
   say(readout, why);
 }
 
-/** Takes a new map. */
+/** Shows a new map. */
 export function take(map) {
   if (map.map === "none") return clear(map.why);
   shown = map;
   show(canvas, true);
-  const all = map.looked < map.units ? `the first ${percent(map.looked, map.units)}: there was no time for the rest` : "";
+  const all = map.looked < map.units ? `only the first ${percent(map.looked, map.units)} examined before the deadline` : "";
   const square = `a square is ${cellSize(map)}`;
   say(note, [square, all, map.note].filter(Boolean).join("; "));
   drawLegend(map);
@@ -108,7 +108,7 @@ function drawLegend(map) {
     const figure = `${bytes(sum(map.written))} of ${bytes(sum(map.capacity))} written`;
     items.push(el("li", {}, swatch, el("span", {}, `write pointer: ${figure}`)));
   }
-  // Anew only where it is another: it may just be read.
+  // Replaced only if it changes, because a screen reader may be reading it.
   const texts = items.map((item) => item.textContent).join();
   if (legend.dataset.of !== texts || legend.children.length !== items.length) {
     legend.dataset.of = texts;
@@ -117,7 +117,7 @@ function drawLegend(map) {
   canvas.setAttribute("aria-label", `Map of ${map.name}, ${bytes(map.size)}: ${items.map((i) => i.textContent).join("; ")}`);
 }
 
-/** As large as they fit: few parts are large squares. */
+/** Returns the layout with the largest squares that fit. */
 function layOut(map) {
   const width = canvas.parentElement.clientWidth;
   let side = Math.floor(Math.sqrt((width * CELL_MIN * ROWS) / map.cells));
@@ -166,7 +166,7 @@ function paintCell(paint, map, kinds, cell, [x, y, size], colour) {
   const all = here.reduce((units, [, , counts]) => units + counts[cell], 0);
   if (all === 0) return;
   if (map.map === "zones" && here.length === 1) {
-    // One condition: as high as it is written.
+    // Zones of one condition are filled up to the write pointer.
     const [kind, fill] = here[0];
     const share = map.capacity[cell] > 0 ? map.written[cell] / map.capacity[cell] : 1;
     const height = kind === "EMPTY" ? 0 : Math.max(share * size, 2);
@@ -187,7 +187,7 @@ function paintCell(paint, map, kinds, cell, [x, y, size], colour) {
     }
     return;
   }
-  // What is rare is seen all the same: it is given a pixel and a half, and what there is most of has the rest.
+  // A rare kind gets at least 1.5 pixels, at the expense of the most frequent kind.
   const least = 1.5;
   const heights = here.map(([kind, , counts]) => Math.max((counts[cell] / all) * size, FAINT.has(kind) ? 0 : least));
   const over = heights.reduce((a, b) => a + b, 0) - size;
@@ -200,14 +200,14 @@ function paintCell(paint, map, kinds, cell, [x, y, size], colour) {
   });
 }
 
-/** What is in a part, in words. */
+/** Returns the content of a cell as text. */
 export function describe(map, cell) {
   const start = (unit) => Math.floor((unit * map.units) / map.cells);
   const [from, to] = [start(cell), start(cell + 1)];
   const kinds = kindsOf(map).filter(([kind]) => map.kinds[kind][cell] > 0);
   const units = kinds.reduce((all, [kind]) => all + map.kinds[kind][cell], 0);
   const range = `${bytes(from * map.unit)} to ${bytes(Math.min(to * map.unit, map.size))}`;
-  if (units === 0) return `${range}\nnot looked at`;
+  if (units === 0) return `${range}\nnot examined`;
   if (map.map === "zones") {
     const zones = to - from === 1 ? `zone ${from}` : `zones ${from} to ${to - 1}`;
     const conditions = kinds.map(([kind, word]) => (to - from === 1 ? word : `${map.kinds[kind][cell]} ${word}`));
@@ -254,7 +254,7 @@ canvas.addEventListener("keydown", (event) => {
   else if (!(event.key in steps)) return;
   event.preventDefault();
   point(cell >= 0 && cell < shown.cells ? cell : at);
-  // For who hears the page.
+  // For screen readers.
   say(readout, describe(shown, cursor).replaceAll("\n", "; "));
 });
 new ResizeObserver(draw).observe(canvas.parentElement);

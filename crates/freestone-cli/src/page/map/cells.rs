@@ -1,8 +1,8 @@
-//! Equal parts of something that has units: pages, bytes, zones.
+//! Division of a device's units (pages, bytes or zones) into equal parts (cells).
 
 use std::ops::Range;
 
-/// So many parts, in which sizes differ by one unit at most.
+/// A division into cells whose sizes differ by at most one unit.
 #[derive(Debug, Clone, Copy)]
 pub struct Cells {
     count: u64,
@@ -10,36 +10,36 @@ pub struct Cells {
 }
 
 impl Cells {
-    /// At most so many, and none without a unit. There has to be a unit.
+    /// Divides `units`, at least 1, into at most `most` cells. Each cell has at least one unit.
     pub fn new(units: u64, most: u64) -> Self {
         debug_assert!(units > 0 && most > 0);
         Self { count: most.min(units), units }
     }
 
-    /// How many there are.
+    /// Returns the number of cells.
     pub fn count(self) -> usize {
         self.count as usize
     }
 
-    /// The first unit of a part, or the end of all.
+    /// Returns the first unit of a cell. For the number of cells, returns the number of units.
     pub fn start(self, cell: usize) -> u64 {
         (cell as u128 * u128::from(self.units) / u128::from(self.count)) as u64
     }
 
-    /// The part that a unit is in.
+    /// Returns the cell of a unit.
     pub fn of(self, unit: u64) -> usize {
         debug_assert!(unit < self.units);
         (((u128::from(unit) + 1) * u128::from(self.count) - 1) / u128::from(self.units)) as usize
     }
 
-    /// A run of units, part by part.
-    pub fn each(self, run: Range<u64>, mut row: impl FnMut(usize, u64)) {
+    /// Calls `f` for each cell of a range of units, with the cell and its number of units in the range.
+    pub fn each(self, run: Range<u64>, mut f: impl FnMut(usize, u64)) {
         let mut at = run.start;
         let end = run.end.min(self.units);
         while at < end {
             let cell = self.of(at);
             let stop = self.start(cell + 1).min(end);
-            row(cell, stop - at);
+            f(cell, stop - at);
             at = stop;
         }
     }
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_are_equal_and_hold_each_unit_once() {
+    fn cells_are_equal_and_hold_each_unit_once() {
         for units in [1, 2, 3, 7, 64, 1000, 4097] {
             for most in [1, 2, 3, 10, 64, 4096] {
                 let cells = Cells::new(units, most);

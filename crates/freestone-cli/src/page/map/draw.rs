@@ -1,26 +1,26 @@
-//! Which map a device has.
+//! Choice of the kind of map that a device has.
 
 use serde::Serialize;
 
-use super::super::api::Why;
+use super::super::api::ApiError;
 use super::extents::Extents;
 use super::pages::Pages;
 use super::walk::Walk;
 use super::zones::Zones;
 
-/// A map.
+/// A map of a device.
 #[derive(Serialize)]
 pub struct Map {
     name: String,
-    /// Of the device, in bytes.
+    /// Size of the device, in bytes.
     size: u64,
-    /// How long it was drawn.
+    /// Time that drawing took.
     seconds: f64,
     #[serde(flatten)]
     drawn: Drawn,
 }
 
-/// What is in it.
+/// The content of a map.
 #[derive(Serialize)]
 #[serde(tag = "map", rename_all = "snake_case")]
 enum Drawn {
@@ -30,21 +30,21 @@ enum Drawn {
     Zones(Zones),
     /// Data and holes, as clients see them.
     Extents(Extents),
-    /// There is none.
+    /// The device has no map.
     None {
-        /// A sentence.
+        /// The reason, as a sentence.
         why: String,
     },
 }
 
-/// Draws the map of the device, in at most so many parts.
+/// Draws the map of the device, with at most `cells` cells.
 ///
 /// # Errors
-/// It is gone, nobody waits any more, or the device cannot say.
-pub fn draw(walk: &mut Walk, cells: u64) -> Result<Map, Why> {
+/// The device was removed or does not report its content, or the walk was cancelled.
+pub fn draw(walk: &mut Walk, cells: u64) -> Result<Map, ApiError> {
     let entry = walk.entry()?;
     let size = entry.size();
-    let of_data = entry.layers.power.is_some();
+    let has_unflushed = entry.layers.power.is_some();
     let (is_ram, is_zoned) = (entry.kind.ram().is_some(), entry.layers.zones.is_some());
     let is_template = entry.device().is_none();
     drop(entry);
@@ -52,11 +52,11 @@ pub fn draw(walk: &mut Walk, cells: u64) -> Result<Map, Why> {
     let drawn = if is_template {
         none("a template has no content; each connection gets a fork of its own")
     } else if size == 0 {
-        none("is empty")
+        none("the device is empty")
     } else if is_zoned {
         Drawn::Zones(Zones::draw(walk, cells)?)
     } else if is_ram {
-        Drawn::Pages(Pages::draw(walk, cells, of_data)?)
+        Drawn::Pages(Pages::draw(walk, cells, has_unflushed)?)
     } else {
         Drawn::Extents(Extents::draw(walk, cells)?)
     };

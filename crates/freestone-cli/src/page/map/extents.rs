@@ -1,28 +1,28 @@
-//! The map of a device that tells data from holes, as clients see it: block status.
+//! Map of data and holes, as NBD clients see them by block status.
 
 use std::collections::BTreeMap;
 
 use freestone::device::ExtentKind;
 use serde::Serialize;
 
-use super::super::api::Why;
+use super::super::api::ApiError;
 use super::cells::Cells;
 use super::walk::{Pace, Walk};
 
-/// A look is what a device does in one call, which may read metadata of a disk.
-const PACE: Pace = Pace { looks: 16, looks_per_second: 4096 };
+/// A step is one call of the device, which may read metadata from a disk.
+const PACE: Pace = Pace { steps: 16, steps_per_second: 4096 };
 
 /// Bytes of data and of holes in equal parts of the device.
 #[derive(Serialize)]
 pub struct Extents {
-    /// One byte.
+    /// Bytes of a unit: always 1.
     unit: u64,
-    /// Bytes of the device.
+    /// Size of the device, in bytes.
     units: u64,
-    /// Those that were looked at before the time was over, the first ones.
+    /// Bytes examined before the deadline, from the start of the device.
     looked: u64,
     cells: usize,
-    /// By kind, those that are there: how many bytes each part has.
+    /// Number of bytes in each cell, by kind. Kinds without bytes are omitted.
     kinds: BTreeMap<&'static str, Vec<u64>>,
 }
 
@@ -35,8 +35,8 @@ const fn word(kind: ExtentKind) -> &'static str {
 }
 
 impl Extents {
-    /// Walks over the device.
-    pub fn draw(walk: &mut Walk, most: u64) -> Result<Self, Why> {
+    /// Draws the map, with at most `most` cells.
+    pub fn draw(walk: &mut Walk, most: u64) -> Result<Self, ApiError> {
         let units = walk.entry()?.device().map_or(0, |device| device.geometry().size);
         let cells = Cells::new(units, most);
         let mut kinds = BTreeMap::new();
@@ -45,7 +45,7 @@ impl Extents {
             && let Some(entry) = walk.turn(PACE)?
         {
             let Some(device) = entry.device() else { break };
-            for _ in 0..PACE.looks {
+            for _ in 0..PACE.steps {
                 let described = device.extents(at, units - at, &mut |extent| {
                     let counts = kinds.entry(word(extent.kind)).or_insert_with(|| vec![0; cells.count()]);
                     cells
@@ -53,7 +53,7 @@ impl Extents {
                     true
                 });
                 let why =
-                    |error| Why::Failed(format!("{}: cannot say what lies where: {error}", walk.name()));
+                    |error| ApiError::Failed(format!("{}: cannot read the extents: {error}", walk.name()));
                 let described = described.map_err(why)?;
                 at += described;
                 if at >= units || described == 0 {

@@ -1,8 +1,8 @@
-//! Maps: what lies where on a device, in equal parts of it.
+//! Maps of devices: kinds of content, counted in equal parts (cells) of the device.
 //!
-//! A map is drawn by a thread of its own, one at a time for all who ask, in turns with rests between
-//! them ([`walk`]); it ends when its client leaves. One that a device holds up beyond its time is
-//! left alone, and others are drawn beside it.
+//! A thread of its own draws each map, with pauses ([`walk`]), and stops when the client disconnects. Only one
+//! map is drawn at a time. A map that a device delays beyond its deadline no longer blocks maps of other
+//! devices, but at most [`STALLED_MAX`] such maps may exist.
 
 mod cells;
 mod draw;
@@ -18,107 +18,116 @@ use std::time::{Duration, Instant};
 
 use self::draw::Map;
 use self::walk::{DRAW_MAX, Walk};
-use super::api::{Parameters, Why};
+use super::api::{ApiError, Parameters};
 use super::device::find;
 use crate::http::Client;
 use crate::service::Service;
 
-/// Parts of a map.
+/// Maximum number of cells of a map.
 const CELLS_MAX: u64 = 4096;
-/// And where nothing was said.
+/// Default number of cells.
 const CELLS: u64 = 1024;
-/// How long a device may answer nothing after the time of its map.
+/// Time after [`DRAW_MAX`] until a map counts as stalled: a call of the device has not returned.
 const GRACE: Duration = Duration::from_secs(2);
-/// How often it is looked whether the client is still there.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// Maps that devices hold up, and no more are drawn.
-const HELD_UP_MAX: usize = 4;
+/// Interval of checks whether the client is still connected.
+const CHECK_EVERY: Duration = Duration::from_millis(50);
+/// Maximum number of stalled maps. While this many exist, no map is drawn.
+const STALLED_MAX: usize = 4;
 
 /// The maps of a server.
 pub struct Maps {
     service: Weak<Service>,
-    at_work: Arc<Mutex<Vec<Work>>>,
+    drawings: Arc<Mutex<Vec<Drawing>>>,
 }
 
 /// A map that is being drawn.
-struct Work {
+struct Drawing {
     name: String,
     began: Instant,
 }
 
-/// Its place, which ends with its thread.
-struct Place(Arc<Mutex<Vec<Work>>>, Instant);
+/// Entry of a map in [`Maps::drawings`], by its begin. Dropped when the thread of the map ends.
+struct DrawingSlot(Arc<Mutex<Vec<Drawing>>>, Instant);
 
-impl Drop for Place {
+impl Drop for DrawingSlot {
     fn drop(&mut self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).retain(|work| work.began != self.1);
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).retain(|drawing| drawing.began != self.1);
     }
 }
 
 impl Maps {
-    /// Of a server.
+    /// Creates the maps of a server.
     pub fn new(service: &Arc<Service>) -> Self {
-        Self { service: Arc::downgrade(service), at_work: Arc::default() }
+        Self { service: Arc::downgrade(service), drawings: Arc::default() }
     }
 
-    /// The map of the device of that name.
+    /// Draws the map of the device of this name, and waits for it.
     ///
     /// # Errors
-    /// There is no such device, the parameters cannot be meant, another map is being drawn, or the
-    /// device does not answer.
-    pub fn map(&self, name: &str, mut parameters: Parameters<'_>, client: &Client<'_>) -> Result<Map, Why> {
+    /// The device does not exist, a parameter is invalid, another map is being drawn, the client has
+    /// disconnected, or the device does not respond.
+    pub fn map(
+        &self,
+        name: &str,
+        mut parameters: Parameters<'_>,
+        client: &Client<'_>,
+    ) -> Result<Map, ApiError> {
         let cells = parameters.number("cells", (1, CELLS_MAX), CELLS)?;
         parameters.end()?;
         let uuid = {
-            let service = self.service.upgrade().ok_or_else(|| Why::Busy("the server ends".into()))?;
+            let service =
+                self.service.upgrade().ok_or_else(|| ApiError::Busy("the server is shutting down".into()))?;
             find(&service, name)?.identity.uuid
         };
-        let place = self.begin(name)?;
-        let began = place.1;
+        let slot = self.begin(name)?;
+        let began = slot.1;
         let mut walk = Walk::new(Weak::clone(&self.service), name, uuid);
         let cancel = walk.cancel();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let thread = thread::Builder::new().name("map".into()).spawn(move || {
             let drawn = draw::draw(&mut walk, cells);
-            drop(place);
-            // Nobody may wait for it any more.
-            let _ = tell.send(drawn);
+            drop(slot);
+            // The receiver is gone if the client has disconnected.
+            let _ = sender.send(drawn);
         });
-        thread.map_err(|error| Why::Failed(format!("{name}: no thread for the map: {error}")))?;
+        thread.map_err(|error| {
+            ApiError::Failed(format!("{name}: cannot start a thread for the map: {error}"))
+        })?;
         loop {
-            match told.recv_timeout(LOOK_EVERY) {
+            match receiver.recv_timeout(CHECK_EVERY) {
                 Ok(drawn) => return drawn,
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Why::Failed(format!("{name}: the map cannot be drawn")));
+                    return Err(ApiError::Failed(format!("{name}: the map cannot be drawn")));
                 }
                 Err(RecvTimeoutError::Timeout) if client.is_gone() => {
                     cancel.cancel();
-                    return Err(Why::Busy(format!("{name}: nobody waits for the map")));
+                    return Err(ApiError::Busy(format!("{name}: the client has disconnected")));
                 }
                 Err(RecvTimeoutError::Timeout) if began.elapsed() > DRAW_MAX + GRACE => {
                     cancel.cancel();
-                    let why = "does not say what lies where: something holds up a request of it";
-                    return Err(Why::Failed(format!("{name}: {why}")));
+                    let why = "the map cannot be drawn: a call of the device does not return";
+                    return Err(ApiError::Failed(format!("{name}: {why}")));
                 }
                 Err(RecvTimeoutError::Timeout) => {}
             }
         }
     }
 
-    /// The turn of a map; nobody waits for it, as who asks asks again.
-    fn begin(&self, name: &str) -> Result<Place, Why> {
-        let mut at_work = self.at_work.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Registers a new map. Fails instead of waiting for another map, because the page retries.
+    fn begin(&self, name: &str) -> Result<DrawingSlot, ApiError> {
+        let mut drawings = self.drawings.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        let is_at_work = |work: &&Work| work.name == name || now - work.began < DRAW_MAX + GRACE;
-        if let Some(work) = at_work.iter().find(is_at_work) {
-            return Err(Why::Busy(format!("{name}: a map of {} is being drawn; ask again", work.name)));
+        let blocks = |drawing: &&Drawing| drawing.name == name || now - drawing.began < DRAW_MAX + GRACE;
+        if let Some(drawing) = drawings.iter().find(blocks) {
+            let why = format!("a map of {} is being drawn; try again", drawing.name);
+            return Err(ApiError::Busy(format!("{name}: {why}")));
         }
-        if at_work.len() == HELD_UP_MAX {
-            let why = format!("{HELD_UP_MAX} maps of other devices are held up");
-            return Err(Why::Busy(format!("{name}: {why}; ask again")));
+        if drawings.len() == STALLED_MAX {
+            let why = format!("{STALLED_MAX} maps wait for devices that do not respond");
+            return Err(ApiError::Busy(format!("{name}: {why}; try again")));
         }
-        // They begin at different times, as no two of them begin together.
-        at_work.push(Work { name: name.to_owned(), began: now });
-        Ok(Place(Arc::clone(&self.at_work), now))
+        // `began` is unique, because a new map begins only when all others are older than DRAW_MAX.
+        drawings.push(Drawing { name: name.to_owned(), began: now });
+        Ok(DrawingSlot(Arc::clone(&self.drawings), now))
     }
 }

@@ -1,4 +1,4 @@
-//! The map of a RAM disk, fork or snapshot: what its pages are.
+//! Map of the pages of a RAM disk, fork or snapshot, by kind.
 
 use std::collections::BTreeMap;
 
@@ -6,14 +6,14 @@ use freestone::PAGE_BYTES;
 use freestone::ram::Contents;
 use serde::Serialize;
 
-use super::super::api::Why;
+use super::super::api::ApiError;
 use super::cells::Cells;
 use super::walk::{Pace, Walk};
 
-/// A look is one leaf at most: 512 pages. A disk of a TiB that is full takes 8 s.
-const PACE: Pace = Pace { looks: 1024, looks_per_second: 65_536 };
+/// A step is at most one leaf of the slot table (512 pages). A full disk of 1 TiB takes 8 s.
+const PACE: Pace = Pace { steps: 1024, steps_per_second: 65_536 };
 
-/// What pages are, as the page calls it, and how many of them there are.
+/// Name of a kind of pages in the API, and the function that returns their number.
 type Kind = (&'static str, fn(&Contents) -> u64);
 
 const KINDS: [Kind; 8] = [
@@ -27,26 +27,27 @@ const KINDS: [Kind; 8] = [
     ("hole", |contents| contents.hole),
 ];
 
-/// Counts of pages in equal parts of the device.
+/// Numbers of pages in equal parts of the device.
 #[derive(Serialize)]
 pub struct Pages {
     /// Bytes of a page.
     unit: u64,
-    /// Pages of the device.
+    /// Number of pages of the device.
     units: u64,
-    /// Those that were looked at before the time was over, the first ones.
+    /// Pages examined before the deadline, from the start of the device.
     looked: u64,
     cells: usize,
-    /// By kind, those that are there: how many pages each part has.
+    /// Number of pages in each cell, by kind. Kinds without pages are omitted.
     kinds: BTreeMap<&'static str, Vec<u64>>,
-    /// What is to be known of it.
+    /// Remark for the user.
     #[serde(skip_serializing_if = "Option::is_none")]
     note: Option<&'static str>,
 }
 
 impl Pages {
-    /// Walks over the pages. `apart`: writes that were not flushed are elsewhere.
-    pub fn draw(walk: &mut Walk, most: u64, apart: bool) -> Result<Self, Why> {
+    /// Draws the map, with at most `most` cells. `has_unflushed`: the device holds unflushed writes back, and
+    /// the map does not show them.
+    pub fn draw(walk: &mut Walk, most: u64, has_unflushed: bool) -> Result<Self, ApiError> {
         let unit = PAGE_BYTES as u64;
         let units = walk.entry()?.size().div_ceil(unit);
         let cells = Cells::new(units, most);
@@ -56,7 +57,7 @@ impl Pages {
             && let Some(entry) = walk.turn(PACE)?
         {
             let Some(ram) = entry.kind.ram() else { break };
-            for _ in 0..PACE.looks {
+            for _ in 0..PACE.steps {
                 let end = cells.start(cell + 1);
                 let next = ram.contents(at, end, &mut counts[cell]);
                 if next <= at {
@@ -76,7 +77,7 @@ impl Pages {
             counts.iter().any(|count| *count > 0).then_some((word, counts))
         };
         let kinds = KINDS.into_iter().filter_map(of_kind).collect();
-        let note = apart.then_some("writes that were not flushed yet are kept apart, and are not in the map");
+        let note = has_unflushed.then_some("unflushed writes are not shown");
         Ok(Self { unit, units, looked: at, cells: cells.count(), kinds, note })
     }
 }

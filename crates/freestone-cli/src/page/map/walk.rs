@@ -1,5 +1,6 @@
-//! How a device is walked over: in turns, with rests, not beyond its time, and not when nobody waits
-//! any more. Between two turns nothing of the device is held, so that it can be removed.
+//! Walk over a device for a map: in turns with pauses, until a deadline or a cancellation.
+//!
+//! Nothing refers to the device between two turns, so it can be removed meanwhile.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -9,86 +10,88 @@ use std::time::{Duration, Instant};
 use freestone_spec::kinds::Entry;
 use uuid::Uuid;
 
-use super::super::api::Why;
+use super::super::api::ApiError;
 use crate::service::Service;
 
-/// How long a map is drawn; what was not looked at by then is not in it.
+/// Deadline of a map. The map shows only what was examined until then.
 pub const DRAW_MAX: Duration = Duration::from_secs(10);
-/// The longest rest at one time, so that a cancel is heard.
-const REST_MAX: Duration = Duration::from_millis(20);
+/// Longest single pause, so that a cancellation takes effect soon.
+const PAUSE_MAX: Duration = Duration::from_millis(20);
 
-/// How fast is looked.
+/// Speed of a walk. Each kind of map defines what a step is.
 #[derive(Clone, Copy)]
 pub struct Pace {
-    /// Looks of a turn.
-    pub looks: u32,
-    /// Looks of a second, at most.
-    pub looks_per_second: u32,
+    /// Steps of a turn.
+    pub steps: u32,
+    /// Largest number of steps per second.
+    pub steps_per_second: u32,
 }
 
 /// A walk over a device.
 pub struct Walk {
     service: Weak<Service>,
     name: String,
-    /// Another device may get the name.
+    /// Identity of the device, because a new device may get its name.
     uuid: Uuid,
     began: Instant,
-    looks: u64,
+    steps: u64,
     cancelled: Arc<AtomicBool>,
 }
 
-/// Ends a walk.
+/// Cancels a walk.
 pub struct Cancel(Arc<AtomicBool>);
 
 impl Cancel {
-    /// Nobody waits for it any more.
+    /// Makes the next turn of the walk fail.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::SeqCst);
     }
 }
 
 impl Walk {
-    /// Over the device that has this name and identity.
+    /// Begins a walk over the device of this name and UUID.
     pub fn new(service: Weak<Service>, name: &str, uuid: Uuid) -> Self {
         let name = name.to_owned();
-        Self { service, name, uuid, began: Instant::now(), looks: 0, cancelled: Arc::default() }
+        Self { service, name, uuid, began: Instant::now(), steps: 0, cancelled: Arc::default() }
     }
 
-    /// What ends it.
+    /// Returns a handle that cancels the walk.
     pub fn cancel(&self) -> Cancel {
         Cancel(Arc::clone(&self.cancelled))
     }
 
-    /// The device's name.
+    /// Returns the name of the device.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// How long it has taken.
+    /// Returns the time since the walk began.
     pub fn took(&self) -> Duration {
         self.began.elapsed()
     }
 
-    /// The device.
+    /// Returns the device.
     ///
     /// # Errors
-    /// It is gone, or the server ends.
-    pub fn entry(&self) -> Result<Arc<Entry>, Why> {
-        let service = self.service.upgrade().ok_or_else(|| Why::Busy("the server ends".into()))?;
+    /// The device was removed, or the server is shutting down.
+    pub fn entry(&self) -> Result<Arc<Entry>, ApiError> {
+        let service =
+            self.service.upgrade().ok_or_else(|| ApiError::Busy("the server is shutting down".into()))?;
         let entry = service.registry.find(&self.name).filter(|entry| entry.identity.uuid == self.uuid);
-        entry.ok_or_else(|| Why::NoDevice(format!("{}: was removed meanwhile", self.name)))
+        entry.ok_or_else(|| ApiError::NoDevice(format!("{}: was removed meanwhile", self.name)))
     }
 
-    /// The device for another turn, after a rest where the pace asks for one; `None`: the time is over.
+    /// Returns the device for the next turn, after a pause if the pace needs one. Returns None after the
+    /// deadline.
     ///
     /// # Errors
-    /// As [`entry`](Self::entry), or nobody waits any more.
-    pub fn turn(&mut self, pace: Pace) -> Result<Option<Arc<Entry>>, Why> {
-        let due = Duration::from_secs(self.looks) / pace.looks_per_second;
-        self.looks += u64::from(pace.looks);
+    /// As [`entry`](Self::entry), or the walk was cancelled.
+    pub fn turn(&mut self, pace: Pace) -> Result<Option<Arc<Entry>>, ApiError> {
+        let due = Duration::from_secs(self.steps) / pace.steps_per_second;
+        self.steps += u64::from(pace.steps);
         loop {
             if self.cancelled.load(Ordering::SeqCst) {
-                return Err(Why::Busy(format!("{}: nobody waits for the map", self.name)));
+                return Err(ApiError::Busy(format!("{}: the map was cancelled", self.name)));
             }
             let took = self.took();
             if took >= DRAW_MAX {
@@ -97,7 +100,7 @@ impl Walk {
             if took >= due {
                 return self.entry().map(Some);
             }
-            thread::sleep(due.saturating_sub(took).min(REST_MAX));
+            thread::sleep(due.saturating_sub(took).min(PAUSE_MAX));
         }
     }
 }

@@ -1,37 +1,37 @@
-//! The map of a zoned drive: conditions and write pointers.
+//! Map of a zoned drive: zone conditions and write pointers.
 
 use std::collections::BTreeMap;
 
 use freestone::device::zoned::{Zone, ZoneCondition};
 use serde::Serialize;
 
-use super::super::api::Why;
+use super::super::api::ApiError;
 use super::cells::Cells;
 use super::walk::{Pace, Walk};
 use crate::verbs::zones::condition_word;
 
-/// A look is a zone.
-const PACE: Pace = Pace { looks: 1024, looks_per_second: 65_536 };
+/// A step is one zone.
+const PACE: Pace = Pace { steps: 1024, steps_per_second: 65_536 };
 
-/// Zones in equal parts of the drive; a part of few zones is one of them.
+/// Zones in equal parts of the drive. A drive with few zones has one zone per cell.
 #[derive(Serialize)]
 pub struct Zones {
-    /// Bytes of a zone; the last one may be shorter.
+    /// Bytes of a zone; the last zone may be shorter.
     unit: u64,
-    /// Zones of the drive.
+    /// Number of zones of the drive.
     units: u64,
-    /// Those that were looked at before the time was over, the first ones.
+    /// Zones examined before the deadline, from the start of the drive.
     looked: u64,
     cells: usize,
-    /// By condition, those that are there: how many zones each part has.
+    /// Number of zones in each cell, by condition. Conditions without zones are omitted.
     kinds: BTreeMap<&'static str, Vec<u64>>,
-    /// Bytes before the write pointers of each part; of a zone that is full, all that it can hold.
+    /// Bytes before the write pointers in each cell. A full zone counts with its capacity.
     written: Vec<u64>,
-    /// Bytes that can be written in each part.
+    /// Capacity of the zones in each cell, in bytes.
     capacity: Vec<u64>,
 }
 
-/// What of a zone is written, and can be. One without a write pointer counts for neither.
+/// Returns the written bytes and the capacity of a zone; 0 and 0 for a zone without a write pointer.
 fn filled(zone: &Zone) -> (u64, u64) {
     match zone.condition {
         ZoneCondition::NotWritePointer | ZoneCondition::ReadOnly | ZoneCondition::Offline => (0, 0),
@@ -41,9 +41,9 @@ fn filled(zone: &Zone) -> (u64, u64) {
 }
 
 impl Zones {
-    /// Walks over the zones. It waits where a write to one of them does.
-    pub fn draw(walk: &mut Walk, most: u64) -> Result<Self, Why> {
-        let no_zones = || Why::Failed(format!("{}: has no zones", walk.name()));
+    /// Draws the map, with at most `most` cells.
+    pub fn draw(walk: &mut Walk, most: u64) -> Result<Self, ApiError> {
+        let no_zones = || ApiError::Failed(format!("{}: has no zones", walk.name()));
         let entry = walk.entry()?;
         let geometry = entry.device().and_then(|device| device.geometry().zones).ok_or_else(no_zones)?;
         drop(entry);
@@ -56,7 +56,7 @@ impl Zones {
             && let Some(entry) = walk.turn(PACE)?
         {
             let Some(zoned) = entry.device().and_then(|device| device.zoned()) else { break };
-            let stop = (looked + u64::from(PACE.looks)).min(units);
+            let stop = (looked + u64::from(PACE.steps)).min(units);
             let reported = zoned.report(looked * unit, &mut |zone| {
                 let cell = cells.of(looked);
                 kinds.entry(condition_word(zone.condition)).or_insert_with(none)[cell] += 1;
@@ -66,7 +66,7 @@ impl Zones {
                 looked += 1;
                 looked < stop
             });
-            let why = |error| Why::Failed(format!("{}: cannot say how its zones are: {error}", walk.name()));
+            let why = |error| ApiError::Failed(format!("{}: cannot report the zones: {error}", walk.name()));
             reported.map_err(why)?;
         }
         Ok(Self { unit, units, looked, cells: cells.count(), kinds, written, capacity })

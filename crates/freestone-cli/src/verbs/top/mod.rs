@@ -1,4 +1,4 @@
-//! `top`: the busiest devices, second by second.
+//! `top`: shows the busiest devices at a regular interval.
 
 mod screen;
 mod watch;
@@ -27,29 +27,28 @@ use crate::metrics::rates::{By, Device, Look};
 use crate::process;
 use crate::service::Service;
 
-/// The verb.
 pub struct Top;
 
-/// How many devices an answer can have.
+/// Maximum number of devices in a response.
 const COUNT_MAX: u32 = 1000;
-/// How many it has where nothing was said, and there is no terminal that says it.
-const COUNT: u32 = 20;
-/// Pauses between two looks.
+/// Default number of devices in a response, unless the size of a terminal gives another.
+const COUNT_DEFAULT: u32 = 20;
+/// Range of the refresh interval.
 const EVERY_MIN: Duration = Duration::from_secs(1);
 const EVERY_MAX: Duration = Duration::from_secs(3600);
-/// An answer that takes longer is none.
-const ANSWER_MAX: Duration = Duration::from_secs(30);
+/// Longest wait for a response of the server.
+const RESPONSE_MAX: Duration = Duration::from_secs(30);
 
-/// What devices are chosen and sorted by.
+/// Sort order of the devices, largest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Sorted {
-    /// Requests a second
+    /// Requests per second
     #[default]
     Requests,
-    /// Bytes a second
+    /// Bytes per second
     Bytes,
-    /// The time in which 99 % of the requests are done
+    /// 99th percentile of the latency
     Latency,
 }
 
@@ -66,79 +65,79 @@ impl From<Sorted> for By {
 /// The command line.
 #[derive(Debug, Args)]
 pub struct Line {
-    /// What devices are sorted by, the largest first
+    /// Sort order, largest first
     #[arg(long, value_enum, default_value_t)]
     by: Sorted,
-    /// So many devices, 1 to 1000 [default: as many as the terminal has lines for, elsewhere 20]
+    /// Number of devices to show, 1 to 1000 [default: as many as fit the terminal, otherwise 20]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(COUNT_MAX)))]
     count: Option<u32>,
-    /// How often the server is asked: a whole number with s or m, 1s to 1h
+    /// Refresh interval: a whole number with s or m, 1s to 1h
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = times::parse)]
     every: Duration,
-    /// Show what is done in one second, and end
+    /// Show one interval and exit
     #[arg(long)]
     once: bool,
 }
 
-/// Its parameters.
+/// Parameters of the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
-    /// What devices are chosen by.
+    /// Sort order.
     #[serde(default)]
     by: Sorted,
-    /// How many.
-    #[serde(default = "count")]
+    /// Maximum number of devices.
+    #[serde(default = "default_count")]
     count: u32,
 }
 
-const fn count() -> u32 {
-    COUNT
+const fn default_count() -> u32 {
+    COUNT_DEFAULT
 }
 
-/// The busiest devices, and the sum of all.
+/// Result: the busiest devices, and the sum of all devices.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Reply {
-    /// The time that the numbers are of; 0 where nobody had looked before.
+    /// Length of the measured interval; 0 in the first response.
     seconds: f64,
     /// The server.
     server: Server,
-    /// All devices together.
+    /// Sum of all devices.
     total: Row,
-    /// The busiest first.
+    /// The devices in sort order.
     devices: Vec<Row>,
 }
 
-/// What there is.
+/// Totals of the server.
 #[derive(Debug, Serialize, Deserialize)]
 struct Server {
     version: String,
     devices: usize,
-    /// Of these.
+    /// Number of forks among the devices.
     forks: usize,
     connections: u64,
     process_rss_bytes: u64,
 }
 
-/// A device, or several together.
+/// Rates of a device, or the sum of several devices.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Row {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     name: String,
     #[serde(default, skip_serializing_if = "String::is_empty")]
     kind: String,
-    /// Of a fork.
+    /// Base of a fork.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     base: Option<String>,
     reads_per_second: f64,
     writes_per_second: f64,
-    /// Discards, zeroes, flushes, appends.
+    /// Discards, write zeroes, flushes and zone appends.
     others_per_second: f64,
     read_bytes_per_second: f64,
     written_bytes_per_second: f64,
     errors_per_second: f64,
     in_flight: u64,
-    /// Where something was measured.
+    /// Latency percentiles; omitted if no request was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     p50_ns: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -146,7 +145,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// What was asked in so many seconds, of nobody in particular.
+    /// Returns the rates for requests counted in `seconds`, without a name.
     pub fn new(counted: &Counted, seconds: f64) -> Self {
         let per_second = |count: u64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
         Self {
@@ -167,16 +166,16 @@ impl Row {
         }
     }
 
-    /// What a device was asked in the seconds of a look.
+    /// Returns the rates of a device in the measured interval.
     pub fn of(device: &Device, seconds: f64) -> Self {
-        let within = |thousandths| device.lately.latency.within(thousandths);
+        let percentile = |thousandths| device.lately.latency.within(thousandths);
         let nanoseconds = |took: Duration| took.as_nanos() as u64;
         Self {
             name: device.name.clone(),
             kind: device.kind.to_owned(),
             base: device.fork_of.clone(),
-            p50_ns: within(500).map(nanoseconds),
-            p99_ns: within(990).map(nanoseconds),
+            p50_ns: percentile(500).map(nanoseconds),
+            p99_ns: percentile(990).map(nanoseconds),
             ..Self::new(&device.lately.counted, seconds)
         }
     }
@@ -195,9 +194,9 @@ impl Verb for Top {
         }
         let look: Arc<Look> = service.rates.look(&service.registry);
         let seconds = look.since.as_secs_f64();
-        let mut all = Counted::default();
+        let mut sum = Counted::default();
         for device in &look.devices {
-            all.add(&device.lately.counted);
+            sum.add(&device.lately.counted);
         }
         let busiest = look.busiest(count as usize, by.into(), |_| true);
         let process = process::process_memory().map_err(|e| Fault::internal(format!("{e:#}")))?;
@@ -210,26 +209,31 @@ impl Verb for Top {
                 connections: service.exports.nbd.stats().connections,
                 process_rss_bytes: process.rss_bytes,
             },
-            total: Row::new(&all, seconds),
+            total: Row::new(&sum, seconds),
             devices: busiest.into_iter().map(|device| Row::of(device, seconds)).collect(),
         })
     }
 
     fn show(_: &Params, reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
         writeln!(out, "{}", headline(reply))?;
-        let rows: Vec<_> = std::iter::once(&reply.total).chain(&reply.devices).map(cells).collect();
-        write_table(TITLES, &TEXTS, &rows, out)
+        write_devices(reply, out)
     }
+}
+
+/// Writes the table: the sum of all devices, then each device.
+fn write_devices(reply: &Reply, out: &mut dyn Write) -> io::Result<()> {
+    let rows: Vec<_> = std::iter::once(&reply.total).chain(&reply.devices).map(cells).collect();
+    write_table(TITLES, &TEXTS, &rows, out)
 }
 
 const TITLES: [&str; 12] = [
     "NAME", "KIND", "BASE", "READ/S", "WRITE/S", "OTHER/S", "READ", "WRITTEN", "ERRORS/S", "WAITING", "P50",
     "P99",
 ];
-/// Aligned to the left.
+/// Columns aligned to the left.
 const TEXTS: [&str; 3] = ["NAME", "KIND", "BASE"];
 
-/// The server in a line.
+/// Returns the line about the server.
 fn headline(reply: &Reply) -> String {
     let Server { version, devices, forks, connections, process_rss_bytes } = &reply.server;
     let memory = human(*process_rss_bytes);
@@ -262,36 +266,36 @@ fn cells(row: &Row) -> [String; TITLES.len()] {
     ]
 }
 
-/// Asks a server over one connection.
-struct Asking(Client);
+/// A client that calls `top` repeatedly over one connection.
+struct TopClient(Client);
 
-impl Asking {
+impl TopClient {
     fn new(common: &Common) -> Result<Self> {
         let client = Client::connect(common.control.as_deref())?;
-        client.answers_within(ANSWER_MAX)?;
+        client.set_timeout(RESPONSE_MAX)?;
         Ok(Self(client))
     }
 
-    fn ask(&mut self, params: Params) -> Result<Box<RawValue>> {
+    fn call(&mut self, params: Params) -> Result<Box<RawValue>> {
         self.0.call(Top::METHOD, &serde_json::to_value(params).context("cannot write the request")?)
     }
 }
 
-/// The client's part.
+/// Runs the client: an interactive display on a terminal, else tables or JSON.
 pub fn ask(line: &Line, common: &Common) -> Result<()> {
     if !(EVERY_MIN..=EVERY_MAX).contains(&line.every) {
         return Err(Usage("--every: must be 1s to 1h".into()).into());
     }
-    let mut asking = Asking::new(common)?;
+    let mut client = TopClient::new(common)?;
     if !line.once && !common.json && io::stdout().is_terminal() {
-        return watch(asking, line.by, line.count, line.every);
+        return watch(client, line.by, line.count, line.every);
     }
-    let params = Params { by: line.by, count: line.count.unwrap_or(COUNT) };
-    // What was done before somebody looked is nobody's second.
-    asking.ask(params)?;
+    let params = Params { by: line.by, count: line.count.unwrap_or(COUNT_DEFAULT) };
+    // Starts the measurement: the first response covers no interval.
+    client.call(params)?;
     loop {
         thread::sleep(if line.once { EVERY_MIN } else { line.every });
-        let answer = asking.ask(params)?;
+        let answer = client.call(params)?;
         show::<Top>(&params, &answer, common)?;
         if line.once {
             return Ok(());

@@ -1,76 +1,82 @@
-//! What `top` looks like in a terminal.
+//! The lines that `top` shows in a terminal.
 
-use ratatui::Frame;
-use ratatui::layout::{Constraint, Layout};
-use ratatui::style::{Modifier, Style};
-use ratatui::text::Line;
-use ratatui::widgets::{Cell, Row as Shown, Table};
-use unicode_width::UnicodeWidthStr as _;
+use std::io::{self, Write};
 
-use super::{Reply, Sorted, TEXTS, TITLES, cells, headline};
+use crossterm::cursor::MoveTo;
+use crossterm::queue;
+use crossterm::style::{Attribute, Print, SetAttribute};
+use crossterm::terminal::{BeginSynchronizedUpdate, Clear, ClearType, EndSynchronizedUpdate};
+use unicode_width::UnicodeWidthChar as _;
 
-/// Lines that are no devices: two of the head, the titles, the sum, the keys.
+use super::{Reply, Sorted, headline, write_devices};
+
+/// Lines that are not devices: two at the top, the titles, the sum of all devices, the keys.
 pub const OTHER_LINES: u16 = 5;
-/// Names are cut beyond.
-const TEXT_WIDTH_MAX: usize = 40;
 
-/// Draws an answer, or says that there is none yet; `trouble` is what is wrong with the server.
-pub fn draw(frame: &mut Frame<'_>, reply: Option<&Reply>, by: Sorted, trouble: Option<&str>) {
-    let [head, second, table, keys] = Layout::vertical([
-        Constraint::Length(1),
-        Constraint::Length(1),
-        Constraint::Min(0),
-        Constraint::Length(1),
-    ])
-    .areas(frame.area());
-    let text = reply.map_or_else(|| "freestone: the server is asked".to_owned(), headline);
-    frame.render_widget(Line::from(text), head);
-    if let Some(trouble) = trouble {
-        frame.render_widget(Line::styled(trouble, Style::new().add_modifier(Modifier::BOLD)), second);
+/// Draws a result, or that the first one is missing. `error` is the error if the server does not respond.
+pub fn draw(
+    out: &mut impl Write,
+    (width, height): (u16, u16),
+    reply: Option<&Reply>,
+    by: Sorted,
+    error: Option<&str>,
+) -> io::Result<()> {
+    queue!(out, BeginSynchronizedUpdate)?;
+    for (y, (attribute, line)) in (0..height).zip(lines(height, reply, by, error)?) {
+        queue!(out, MoveTo(0, y), Clear(ClearType::UntilNewLine))?;
+        queue!(out, SetAttribute(attribute), Print(cut(&line, width)), SetAttribute(Attribute::Reset))?;
     }
+    queue!(out, EndSynchronizedUpdate)?;
+    out.flush()
+}
+
+/// Returns `height` lines: the state of the server, as many devices as fit, and the keys.
+fn lines(
+    height: u16,
+    reply: Option<&Reply>,
+    by: Sorted,
+    error: Option<&str>,
+) -> io::Result<Vec<(Attribute, String)>> {
+    let head = reply.map_or_else(|| "freestone: waiting for the server".to_owned(), headline);
+    let mut lines = vec![(Attribute::Reset, head), (Attribute::Bold, error.unwrap_or_default().to_owned())];
     if let Some(reply) = reply {
-        frame.render_widget(devices(reply), table);
+        let mut table = Vec::new();
+        write_devices(reply, &mut table)?;
+        let attributes = std::iter::once(Attribute::Reverse).chain(std::iter::repeat(Attribute::Reset));
+        lines.extend(attributes.zip(String::from_utf8_lossy(&table).lines().map(str::to_owned)));
     }
     let sorted = match by {
         Sorted::Requests => "requests",
         Sorted::Bytes => "bytes",
         Sorted::Latency => "latency",
     };
-    let text = format!("by {sorted}; r, b, l: by requests, bytes, latency; q: end");
-    frame.render_widget(Line::styled(text, Style::new().add_modifier(Modifier::DIM)), keys);
+    let keys = format!("by {sorted}; r, b, l: by requests, bytes, latency; q: end");
+    let above = usize::from(height).saturating_sub(1);
+    lines.resize(above, (Attribute::Reset, String::new()));
+    lines.push((Attribute::Dim, keys));
+    Ok(lines)
 }
 
-fn devices(reply: &Reply) -> Table<'_> {
-    let rows: Vec<_> = std::iter::once(&reply.total).chain(&reply.devices).map(cells).collect();
-    let width = |column: usize| {
-        let widest = rows.iter().map(|row| row[column].width()).max().unwrap_or_default();
-        widest.max(TITLES[column].len()).min(TEXT_WIDTH_MAX) as u16
+/// Returns the part of a line that fits into `columns`. Control characters are omitted.
+fn cut(line: &str, columns: u16) -> String {
+    let mut left = usize::from(columns);
+    let fits = |&(_, width): &(char, usize)| {
+        let fits = width <= left;
+        left = left.saturating_sub(width);
+        fits
     };
-    let widths: Vec<_> = (0..TITLES.len()).map(|column| Constraint::Length(width(column))).collect();
-    let cell = |column: usize, text: String| {
-        let line = Line::from(text);
-        Cell::from(if TEXTS.contains(&TITLES[column]) { line } else { line.right_aligned() })
-    };
-    let titles = Shown::new(TITLES.iter().zip(0..).map(|(title, at)| cell(at, (*title).to_owned())));
-    let shown =
-        rows.into_iter().map(|row| Shown::new(row.into_iter().zip(0..).map(|(text, at)| cell(at, text))));
-    Table::new(shown, widths).header(titles.style(Style::new().add_modifier(Modifier::REVERSED)))
+    line.chars().filter_map(|c| Some((c, c.width()?))).take_while(fits).map(|(c, _)| c).collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use ratatui::Terminal;
-    use ratatui::backend::TestBackend;
     use serde_json::json;
 
     use super::*;
 
-    fn shown(width: u16, height: u16, reply: Option<&Reply>, trouble: Option<&str>) -> Vec<String> {
-        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-        terminal.draw(|frame| draw(frame, reply, Sorted::Bytes, trouble)).unwrap();
-        let buffer = terminal.backend().buffer();
-        let line = |y: u16| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
-        (0..height).map(|y| line(y).trim_end().to_owned()).collect()
+    fn shown(width: u16, height: u16, reply: Option<&Reply>, error: Option<&str>) -> Vec<String> {
+        let lines = lines(height, reply, Sorted::Bytes, error).unwrap();
+        lines.into_iter().map(|(_, line)| cut(&line, width)).collect()
     }
 
     fn reply(devices: usize) -> Reply {
@@ -92,12 +98,12 @@ mod tests {
     }
 
     #[test]
-    fn it_shows_the_server_the_sum_and_the_devices() {
+    fn lines_show_server_sum_and_devices() {
         let lines = shown(120, 8, Some(&reply(2)), None);
         let head = "freestone 1.2.3: devices 20001, forks 20000, NBD connections 7, memory 3M; in 1.0 s:";
         assert_eq!((lines[0].as_str(), lines[1].as_str()), (head, ""));
         let words = |line: usize| lines[line].split_whitespace().collect::<Vec<_>>();
-        assert_eq!(words(2), TITLES);
+        assert_eq!(words(2), super::super::TITLES);
         let numbers = ["fork", "golden", "1234", "0.5", "0", "1M", "0B", "0", "3", "2.6us", "3.1ms"];
         assert_eq!(words(3)[1..], numbers, "{}", lines[3]);
         assert_eq!((words(3)[0], words(4)[0], words(5)[0]), ("(all)", "job-0", "job-1"));
@@ -105,18 +111,35 @@ mod tests {
     }
 
     #[test]
-    fn it_fits_into_any_terminal() {
+    fn draw_fits_into_any_terminal() {
         for (width, height) in [(1, 1), (20, 3), (80, 24), (300, 4)] {
+            let mut drawn = Vec::new();
+            draw(&mut drawn, (width, height), Some(&reply(50)), Sorted::Bytes, Some("no server")).unwrap();
+            let drawn = String::from_utf8(drawn).unwrap();
             let lines = shown(width, height, Some(&reply(50)), Some("no server"));
             assert_eq!(lines.len(), usize::from(height));
+            for line in lines {
+                assert!(line.len() <= usize::from(width) && drawn.contains(&line), "{line:?} in {drawn:?}");
+            }
         }
         let lines = shown(80, 10, None, Some("no answer"));
-        assert_eq!((lines[0].as_str(), lines[1].as_str()), ("freestone: the server is asked", "no answer"));
-        // As many as there is room for.
+        assert_eq!(
+            (lines[0].as_str(), lines[1].as_str()),
+            ("freestone: waiting for the server", "no answer")
+        );
+        // As many devices as fit.
         let lines = shown(120, 10, Some(&reply(50)), None);
         assert_eq!(
             lines.iter().filter(|line| line.starts_with("job-")).count(),
             usize::from(10 - OTHER_LINES)
         );
+    }
+
+    #[test]
+    fn cut_counts_terminal_columns() {
+        assert_eq!(cut("äöü", 2), "äö");
+        assert_eq!(cut("日本", 3), "日");
+        assert_eq!(cut("a\x1b[2Jb\n", 10), "a[2Jb");
+        assert_eq!(cut("日a", 1), "");
     }
 }

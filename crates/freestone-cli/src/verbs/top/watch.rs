@@ -1,4 +1,6 @@
-//! `top` in a terminal: asks, draws, hears keys. However it ends, the terminal is as it was.
+//! `top` on a terminal: polls the server, draws the devices, and handles keys.
+//!
+//! A thread polls, so that keys work while the server does not respond. The terminal is restored in any case.
 
 use std::io;
 use std::sync::Arc;
@@ -8,96 +10,105 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use crossterm::cursor::{Hide, Show};
+use crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use crossterm::execute;
+use crossterm::terminal::{self, EnterAlternateScreen, LeaveAlternateScreen};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::screen::{self, OTHER_LINES};
-use super::{Asking, COUNT_MAX, Params, Reply, Sorted};
+use super::{COUNT_MAX, Params, Reply, Sorted, TopClient};
 
-/// How often it is looked for keys, answers and signals.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Interval at which keys, responses and signals are checked.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Shows the busiest devices until the user has enough.
-pub fn watch(asking: Asking, by: Sorted, count: Option<u32>, every: Duration) -> Result<()> {
+/// Shows the busiest devices until a key or a signal ends the program.
+pub fn watch(client: TopClient, by: Sorted, count: Option<u32>, every: Duration) -> Result<()> {
     let ended = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM, SIGHUP] {
         signal_hook::flag::register(signal, Arc::clone(&ended)).context("cannot listen to signals")?;
     }
-    let terminal = ratatui::try_init().context("the terminal cannot be used; --once gives a table")?;
-    let _restored = Restored;
-    show(terminal, asking, &Asked { by, count, every }, &ended)
+    let _terminal = RawTerminal::enter().context("the terminal cannot be used; --once gives a table")?;
+    show(client, &WatchOptions { by, count, every }, &ended)
 }
 
-/// The terminal is as it was when this goes.
-struct Restored;
+/// The terminal in raw mode, on its alternate screen. Dropping it restores the terminal, also after a panic.
+struct RawTerminal;
 
-impl Drop for Restored {
-    fn drop(&mut self) {
-        ratatui::restore();
+impl RawTerminal {
+    fn enter() -> io::Result<Self> {
+        terminal::enable_raw_mode()?;
+        let terminal = Self;
+        execute!(io::stdout(), EnterAlternateScreen, Hide)?;
+        Ok(terminal)
     }
 }
 
-struct Asked {
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        // The terminal may be gone.
+        let _ = execute!(io::stdout(), Show, LeaveAlternateScreen);
+        let _ = terminal::disable_raw_mode();
+    }
+}
+
+/// Options of the command line.
+struct WatchOptions {
     by: Sorted,
     count: Option<u32>,
     every: Duration,
 }
 
-/// What a key means.
+/// Action of a key.
 #[derive(Debug, PartialEq, Eq)]
-enum Meant {
+enum KeyAction {
     End,
     Sort(Sorted),
     Nothing,
 }
 
-fn meant(key: KeyEvent) -> Meant {
+fn key_action(key: KeyEvent) -> KeyAction {
     if key.kind == KeyEventKind::Release {
-        return Meant::Nothing;
+        return KeyAction::Nothing;
     }
     match key.code {
-        KeyCode::Char('c' | 'd') if key.modifiers.contains(KeyModifiers::CONTROL) => Meant::End,
-        KeyCode::Char('q') | KeyCode::Esc => Meant::End,
-        KeyCode::Char('r') => Meant::Sort(Sorted::Requests),
-        KeyCode::Char('b') => Meant::Sort(Sorted::Bytes),
-        KeyCode::Char('l') => Meant::Sort(Sorted::Latency),
-        _ => Meant::Nothing,
+        KeyCode::Char('c' | 'd') if key.modifiers.contains(KeyModifiers::CONTROL) => KeyAction::End,
+        KeyCode::Char('q') | KeyCode::Esc => KeyAction::End,
+        KeyCode::Char('r') => KeyAction::Sort(Sorted::Requests),
+        KeyCode::Char('b') => KeyAction::Sort(Sorted::Bytes),
+        KeyCode::Char('l') => KeyAction::Sort(Sorted::Latency),
+        _ => KeyAction::Nothing,
     }
 }
 
-fn show(
-    mut terminal: ratatui::DefaultTerminal,
-    asking: Asking,
-    asked: &Asked,
-    ended: &AtomicBool,
-) -> Result<()> {
+fn show(client: TopClient, options: &WatchOptions, ended: &AtomicBool) -> Result<()> {
     let count = |height: u16| {
-        asked.count.unwrap_or_else(|| height.saturating_sub(OTHER_LINES).into()).clamp(1, COUNT_MAX)
+        options.count.unwrap_or_else(|| height.saturating_sub(OTHER_LINES).into()).clamp(1, COUNT_MAX)
     };
-    let height = terminal.size().context("the terminal has no size")?.height;
-    let mut params = Params { by: asked.by, count: count(height) };
-    let (to_asker, wanted) = mpsc::channel();
-    let (answers, answered) = mpsc::channel();
-    let every = asked.every;
-    // A server that does not answer holds up no key. The thread ends with the program at the latest.
-    thread::spawn(move || ask_on(asking, params, every, &wanted, &answers));
-    let (mut reply, mut trouble, mut changed) = (None, None, true);
+    let mut size = terminal::size().context("the terminal has no size")?;
+    let mut params = Params { by: options.by, count: count(size.1) };
+    let (new_params, params_changes) = mpsc::channel();
+    let (replies, received) = mpsc::channel();
+    let every = options.every;
+    // The thread ends with the program at the latest.
+    thread::spawn(move || poll_server(client, params, every, &params_changes, &replies));
+    let (mut reply, mut error, mut changed) = (None, None, true);
     while !ended.load(Ordering::SeqCst) {
         if changed {
-            let draw =
-                terminal.draw(|frame| screen::draw(frame, reply.as_ref(), params.by, trouble.as_deref()));
-            draw.context("cannot draw")?;
+            let drawn = screen::draw(&mut io::stdout(), size, reply.as_ref(), params.by, error.as_deref());
+            drawn.context("cannot draw")?;
         }
         changed = false;
         let before = params;
         if has_event()? {
             match event::read().context("cannot hear keys")? {
-                Event::Key(key) => match meant(key) {
-                    Meant::End => return Ok(()),
-                    Meant::Sort(by) => params.by = by,
-                    Meant::Nothing => {}
+                Event::Key(key) => match key_action(key) {
+                    KeyAction::End => return Ok(()),
+                    KeyAction::Sort(by) => params.by = by,
+                    KeyAction::Nothing => {}
                 },
-                Event::Resize(_, height) => {
+                Event::Resize(width, height) => {
+                    size = (width, height);
                     params.count = count(height);
                     changed = true;
                 }
@@ -105,16 +116,16 @@ fn show(
             }
         }
         if params != before {
-            // Where the asker has ended it has said why.
-            let _ = to_asker.send(params);
+            // The polling thread may have ended; it has sent the error then.
+            let _ = new_params.send(params);
             changed = true;
         }
-        if let Ok(answer) = answered.try_recv() {
-            match answer {
-                Ok(told) => (reply, trouble) = (Some(told), None),
-                // A server that has ended does not come back at the end of this connection.
-                Err(error) if reply.is_none() => return Err(error),
-                Err(error) => trouble = Some(format!("{error:#}")),
+        if let Ok(outcome) = received.try_recv() {
+            match outcome {
+                Ok(new) => (reply, error) = (Some(new), None),
+                Err(failure) if reply.is_none() => return Err(failure),
+                // The last result stays on the screen; the client does not reconnect.
+                Err(failure) => error = Some(format!("{failure:#}")),
             }
             changed = true;
         }
@@ -122,32 +133,32 @@ fn show(
     Ok(())
 }
 
-/// A signal is no error: it is seen in the next round.
+/// Waits for an event. A signal is not an error: the caller checks for it afterwards.
 fn has_event() -> Result<bool> {
-    match event::poll(LOOK_EVERY) {
+    match event::poll(POLL_INTERVAL) {
         Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(false),
         polled => polled.context("cannot hear keys"),
     }
 }
 
-/// Asks again and again, and at once when something else is wanted.
-fn ask_on(
-    mut asking: Asking,
+/// Polls the server at the interval, and at once if the parameters change. Ends at the first error.
+fn poll_server(
+    mut client: TopClient,
     mut params: Params,
     every: Duration,
-    wanted: &Receiver<Params>,
-    answers: &Sender<Result<Reply>>,
+    params_changes: &Receiver<Params>,
+    replies: &Sender<Result<Reply>>,
 ) {
     loop {
-        let answer = asking.ask(params).and_then(|answer| {
+        let reply = client.call(params).and_then(|answer| {
             serde_json::from_str(answer.get()).context("top: the server's answer is not understood")
         });
-        let failed = answer.is_err();
-        if answers.send(answer).is_err() || failed {
+        let failed = reply.is_err();
+        if replies.send(reply).is_err() || failed {
             return;
         }
-        match wanted.recv_timeout(every) {
-            Ok(other) => params = wanted.try_iter().last().unwrap_or(other),
+        match params_changes.recv_timeout(every) {
+            Ok(new) => params = params_changes.try_iter().last().unwrap_or(new),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
         }
@@ -159,14 +170,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_mean_what_the_last_line_says() {
-        let plain = |code| meant(KeyEvent::new(code, KeyModifiers::NONE));
-        assert_eq!(plain(KeyCode::Char('q')), Meant::End);
-        assert_eq!(plain(KeyCode::Esc), Meant::End);
-        assert_eq!(plain(KeyCode::Char('b')), Meant::Sort(Sorted::Bytes));
-        assert_eq!(plain(KeyCode::Char('l')), Meant::Sort(Sorted::Latency));
-        assert_eq!(plain(KeyCode::Char('r')), Meant::Sort(Sorted::Requests));
-        assert_eq!(plain(KeyCode::Char('c')), Meant::Nothing);
-        assert_eq!(meant(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)), Meant::End);
+    fn key_actions_match_the_key_line() {
+        let plain = |code| key_action(KeyEvent::new(code, KeyModifiers::NONE));
+        assert_eq!(plain(KeyCode::Char('q')), KeyAction::End);
+        assert_eq!(plain(KeyCode::Esc), KeyAction::End);
+        assert_eq!(plain(KeyCode::Char('b')), KeyAction::Sort(Sorted::Bytes));
+        assert_eq!(plain(KeyCode::Char('l')), KeyAction::Sort(Sorted::Latency));
+        assert_eq!(plain(KeyCode::Char('r')), KeyAction::Sort(Sorted::Requests));
+        assert_eq!(plain(KeyCode::Char('c')), KeyAction::Nothing);
+        assert_eq!(key_action(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)), KeyAction::End);
     }
 }

@@ -1,4 +1,4 @@
-//! Who may connect to the sockets of a server.
+//! Modes, owners and groups of the server's sockets.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
@@ -10,7 +10,7 @@ use rustix::process::Signal;
 
 use crate::harness::{Serve, finish, freestone, refused, sentence, unprivileged};
 
-/// A user that is not the server's, where the tests run as root.
+/// A user other than the server's, if the tests run as root.
 const NOBODY: u32 = 65534;
 
 fn mode_of(path: &Path) -> u32 {
@@ -18,7 +18,7 @@ fn mode_of(path: &Path) -> u32 {
 }
 
 #[test]
-fn sockets_have_the_mode_and_owner_that_were_asked_for() {
+fn sockets_get_configured_mode_and_owner() {
     let is_root = rustix::process::geteuid().is_root();
     let dir = tempfile::tempdir().unwrap();
     fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
@@ -45,7 +45,7 @@ fn sockets_have_the_mode_and_owner_that_were_asked_for() {
     assert_eq!(control.gid().to_string(), if is_root { NOBODY.to_string() } else { group });
 
     if is_root {
-        // They mean what they say.
+        // Modes and owners have their effect.
         let connects = |socket: &str| {
             let uri = format!("nbd+unix:///?socket={}", serve.path(socket).display());
             finish(
@@ -73,7 +73,7 @@ fn sockets_have_the_mode_and_owner_that_were_asked_for() {
 }
 
 #[test]
-fn a_file_says_so_too() {
+fn config_file_sets_socket_modes() {
     let dir = tempfile::tempdir().unwrap();
     let me = rustix::process::geteuid().as_raw();
     let file = format!(
@@ -87,14 +87,20 @@ fn a_file_says_so_too() {
     let keys = format!("socket_mode = \"0666\"\nsocket_user = \"{me}\"\ncontrol_mode = \"0600\"\n");
     assert!(dumped.contains(&keys), "{dumped}");
     // It is fixed as long as the server runs.
-    let said = serve.refused(1, &["apply", "f.toml"]);
-    assert!(said.ends_with("control_mode: the server has 0600; this changes with a restart only"), "{said}");
+    let message = serve.refused(1, &["apply", "f.toml"]);
+    assert!(
+        message.ends_with("control_mode: the server uses 0600; restart the server to change this"),
+        "{message}"
+    );
     fs::write(serve.path("f.toml"), file.replace("'660'", "'600'")).unwrap();
     assert_eq!(serve.text(&["apply", "f.toml"]), "nothing changes\n");
     fs::write(serve.path("f.toml"), format!("control_group = 'root'\n{}", file.replace("'660'", "'600'")))
         .unwrap();
-    let said = serve.refused(1, &["apply", "f.toml"]);
-    assert!(said.ends_with("control_group: the server has none; this changes with a restart only"), "{said}");
+    let message = serve.refused(1, &["apply", "f.toml"]);
+    assert!(
+        message.ends_with("control_group: the server uses none; restart the server to change this"),
+        "{message}"
+    );
     serve.signal(Signal::TERM);
     let (code, dir) = serve.wait();
     assert_eq!(code, Some(0));
@@ -105,10 +111,10 @@ fn a_file_says_so_too() {
 }
 
 #[test]
-fn what_cannot_be_is_said() {
+fn invalid_socket_owner_or_mode_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path();
-    for (option, value, said) in [
+    for (option, value, message) in [
         ("--socket-user", "no-such-user", "there is no such user"),
         ("--control-group", "no-such-group", "there is no such group"),
         (
@@ -118,7 +124,7 @@ fn what_cannot_be_is_said() {
         ),
     ] {
         let option = format!("{option}={value}");
-        assert_eq!(refused(at, 2, &["serve", "--check", &option]), format!("{option}: {said}"));
+        assert_eq!(refused(at, 2, &["serve", "--check", &option]), format!("{option}: {message}"));
     }
     let (code, _, err) = finish(freestone(at).args(["serve", "--check", "--socket-mode", "0999"]));
     assert_eq!(code, 2);
@@ -129,7 +135,7 @@ fn what_cannot_be_is_said() {
         "f.toml: control_user=no-such-user: there is no such user"
     );
 
-    // Who is not root gives nothing away, and leaves no socket.
+    // Without root rights the server cannot set these owners. It fails and leaves no socket.
     let open = at.join("open");
     fs::create_dir(&open).unwrap();
     fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();
@@ -139,15 +145,17 @@ fn what_cannot_be_is_said() {
         command.args(["serve", "n=null,size=1M", "--nbd", &nbd, "--control"]).arg(&control);
         let (code, out, err) = finish(command.args([option, "root"]));
         assert_eq!((code, out.as_str()), (1, ""), "{err}");
-        let said = sentence(&err);
-        assert!(said.contains(what) && said.contains("cannot be given mode 0600, user 0: "), "{said}");
+        let message = sentence(&err);
+        assert!(message.contains(what) && message.contains("mode 0600, user 0: "), "{message}");
         assert_eq!(fs::read_dir(&open).unwrap().count(), 0, "{option}");
     }
 }
 
 #[test]
-fn a_mode_that_lets_nobody_in_is_warned_of() {
+fn socket_mode_in_private_directory_warns() {
     let serve = Serve::logged_in(tempfile::tempdir().unwrap(), &["n=null,size=1M", "--socket-mode", "0666"]);
     let dir = serve.path("freestone").display().to_string();
-    serve.log_with(&format!("socket_mode=0666: nobody else may enter {dir}; name another place with --nbd"));
+    serve.log_with(&format!(
+        "socket_mode=0666: only the owner may enter {dir}; choose another path with --nbd"
+    ));
 }

@@ -1,4 +1,4 @@
-//! What devices take of the server's memory, what bounds it, and what gives it back.
+//! Memory that devices take from the server: limits, statistics, and its release.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -12,17 +12,17 @@ use crate::clients::tools::{KIB, MIB, noise};
 use crate::drives::raw::{EIO, Raw};
 use crate::harness::{Serve, ask, connect_nbd, finish, freestone};
 
-/// Memory of the server that no file holds, in bytes.
+/// Returns the anonymous memory of the server, in bytes.
 fn anonymous(serve: &Serve) -> u64 {
-    of_status(serve, "RssAnon:")
+    status_field(serve, "RssAnon:")
 }
 
-/// Most memory that the server ever had, in bytes.
+/// Returns the peak memory of the server, in bytes.
 fn peak(serve: &Serve) -> u64 {
-    of_status(serve, "VmHWM:")
+    status_field(serve, "VmHWM:")
 }
 
-fn of_status(serve: &Serve, what: &str) -> u64 {
+fn status_field(serve: &Serve, what: &str) -> u64 {
     let pid = serve.json(&["stat"])["server"]["pid"].as_u64().unwrap();
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix(what)).unwrap();
@@ -30,7 +30,7 @@ fn of_status(serve: &Serve, what: &str) -> u64 {
 }
 
 #[test]
-fn an_empty_disk_takes_32_kib_and_gives_them_back() {
+fn empty_disk_takes_32_kib_until_removed() {
     const DISKS: u64 = 400;
     let serve = Serve::start(&["first=ram,disksize=1G"]);
     let control = serve.control();
@@ -44,7 +44,7 @@ fn an_empty_disk_takes_32_kib_and_gives_them_back() {
     let taken = anonymous(&serve).saturating_sub(begin);
     assert!(taken <= DISKS * 32 * KIB, "{} bytes a disk", taken / DISKS);
     serve.text(&["remove", "r*"]);
-    // It is given back a second later.
+    // The memory is released about a second later.
     let mut left = u64::MAX;
     for _ in 0..100 {
         left = anonymous(&serve).saturating_sub(begin);
@@ -57,7 +57,7 @@ fn an_empty_disk_takes_32_kib_and_gives_them_back() {
 }
 
 #[test]
-fn copies_in_memory_have_a_limit_and_are_shown() {
+fn snapshot_copies_in_memory_are_limited_and_listed() {
     let dir = tempdir().unwrap();
     let file = |name: &str| {
         let path = dir.path().join(name);
@@ -79,11 +79,11 @@ fn copies_in_memory_have_a_limit_and_are_shown() {
     assert!((512 * KIB..=MIB).contains(&used), "{used}");
     assert_eq!(serve.json(&["stat", "s"])["mm_stat"]["mem_used_total"], used);
     assert_eq!(serve.json(&["stat", "s"])["family"]["mem_limit"], MIB);
-    // Its forks share that memory.
+    // Forks of the snapshot share its memory limit.
     serve.text(&["fork", "s", "f"]);
     assert_eq!(serve.json(&["stat", "f"])["family"]["mem_limit"], MIB);
     serve.text(&["remove", "f"]);
-    // Beyond the limit the snapshot is lost, not the write.
+    // At the limit the snapshot overflows, and the origin's write succeeds.
     for n in 0..4 {
         assert_eq!(client.write(0, n * MIB, &noise(3, MIB)), 0);
     }
@@ -94,7 +94,7 @@ fn copies_in_memory_have_a_limit_and_are_shown() {
     assert!(line("w ").contains("snapshot ") && !line("w ").contains("invalid"), "{table}");
     assert_eq!(Raw::connect(&serve, "s").read(0, 4096), Err(EIO));
 
-    // Or the origin's writes wait for room.
+    // With full=wait, the origin's writes wait for memory instead.
     let mut client = Raw::connect(&serve, "other");
     let waiting = client.send_write(0, &noise(4, 2 * MIB));
     while serve.json(&["stat", "w"])["full"]["waiting"] == 0 {
@@ -110,7 +110,7 @@ fn copies_in_memory_have_a_limit_and_are_shown() {
 }
 
 #[test]
-fn the_store_that_is_full_shows_in_the_list() {
+fn full_cow_device_shows_in_list() {
     let dir = tempdir().unwrap();
     fs::write(dir.path().join("disk"), noise(1, 4 * MIB)).unwrap();
     let at = dir.path().display();
@@ -125,7 +125,7 @@ fn the_store_that_is_full_shows_in_the_list() {
 }
 
 #[test]
-fn many_busy_clients_take_no_more_than_the_limits_and_the_budget() {
+fn many_clients_stay_within_memory_limits() {
     const CLIENTS: u64 = 64;
     const EACH: u64 = 4;
     let dir = tempdir().unwrap();
@@ -135,7 +135,7 @@ fn many_busy_clients_take_no_more_than_the_limits_and_the_budget() {
         "d=ram,disksize=512M,mem_limit=48M,backing_dev=spill.img,backing_size=640M",
     ];
     let serve = Serve::start_in(dir, &args, true);
-    // All of it at once would be 256 MiB in flight.
+    // All clients together ask for 256 MiB in flight.
     let data = noise(7, MIB);
     thread::scope(|scope| {
         for number in 0..CLIENTS {
@@ -155,19 +155,19 @@ fn many_busy_clients_take_no_more_than_the_limits_and_the_budget() {
     assert!(peak <= most, "{} of {} MiB", peak / MIB, most / MIB);
 }
 
-/// Of the flags of a thread: it is an I/O flusher (`PF_MEMALLOC_NOIO`, `PF_LOCAL_THROTTLE`).
+/// Flags of a thread that is an I/O flusher (`PF_MEMALLOC_NOIO`, `PF_LOCAL_THROTTLE`).
 const FLUSHER: u64 = 0x18_0000;
 
-/// Whether the thread with these statistics is one.
+/// Returns true if this line of `/proc/PID/stat` has [`FLUSHER`] set.
 fn is_flusher(stat: &str) -> bool {
-    // What follows the name begins with the third field.
+    // The third field follows the name, which may contain spaces.
     let (_, fields) = stat.rsplit_once(") ").unwrap();
     let flags: u64 = fields.split(' ').nth(6).unwrap().parse().unwrap();
     flags & FLUSHER == FLUSHER
 }
 
 #[test]
-fn memory_for_any_thread_is_found_without_writing_to_disks() {
+fn server_threads_are_io_flushers() {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let capabilities = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim();
     let may = u64::from_str_radix(capabilities, 16).unwrap() & (1 << 24) != 0;
@@ -187,13 +187,13 @@ fn memory_for_any_thread_is_found_without_writing_to_disks() {
         assert_eq!(is_flusher(&thread), may, "{thread}");
     }
 
-    // A command is a user of disks.
-    let (status, said, error) = finish(freestone(serve.dir.path()).args([
+    // The command of `--run` is not a flusher, because it uses the disks.
+    let (status, message, error) = finish(freestone(serve.dir.path()).args([
         "serve",
         "r=ram,disksize=1M",
         "--run",
         "cat /proc/self/stat",
     ]));
     assert_eq!((status, error.as_str()), (0, ""));
-    assert!(!is_flusher(&said), "{said}");
+    assert!(!is_flusher(&message), "{message}");
 }

@@ -1,16 +1,17 @@
-//! The whole program: the built binary, its sockets, its sentences and exit statuses.
+//! Tests of the command line: the built program, its sockets, messages and exit statuses.
 
 mod access;
-mod declared;
-mod far;
+mod config_files;
 mod memory;
+mod messages;
 mod read_only;
+mod remote_servers;
 mod scripts;
-mod sentences;
 mod single;
-mod started;
 mod statistics;
+mod supervision;
 mod units;
+mod wait_verb;
 mod writeback;
 
 use std::fs;
@@ -26,6 +27,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::tempdir;
 
+use crate::drives::raw::Raw;
 use crate::harness::{Serve, answer, ask, connect_nbd, finish, freestone, refused, sentence};
 
 fn sockets_in(dir: &Path) -> usize {
@@ -39,8 +41,12 @@ fn devices_are_served_and_listed() {
         "n0=null,size=4G",
         "n1=null,size=1M,publish=no",
     ]);
-    assert!(serve.said.starts_with("ram0: nbdinfo 'nbd+unix:///ram0?socket="), "{}", serve.said);
-    assert_eq!(serve.said.lines().count(), 3, "{}", serve.said);
+    assert!(
+        serve.startup_output.starts_with("ram0: nbdinfo 'nbd+unix:///ram0?socket="),
+        "{}",
+        serve.startup_output
+    );
+    assert_eq!(serve.startup_output.lines().count(), 3, "{}", serve.startup_output);
 
     let connect = |name| connect_nbd(&mut UnixStream::connect(serve.path("nbd")).unwrap(), name);
     assert_eq!(connect("ram0"), 64 << 20);
@@ -52,7 +58,7 @@ fn devices_are_served_and_listed() {
     let rows: Vec<Vec<&str>> = list.lines().map(|line| line.split_whitespace().collect()).collect();
     assert_eq!(
         rows[0][..8],
-        ["NAME", "KIND", "DISKSIZE", "DATA", "COMPR", "ALGORITHM", "TOTAL", "MEM-LIMIT"]
+        ["NAME", "KIND", "DISKSIZE", "DATA", "COMPR", "ALGORITHM", "MEM-USED", "MEM-MAX"]
     );
     assert_eq!(rows[1][..6], ["ram0", "ram", "64M", "0B", "0B", "lz4"]);
     assert_eq!(rows[2][..4], ["n0", "null", "4G", "-"]);
@@ -68,7 +74,7 @@ fn devices_are_served_and_listed() {
 }
 
 #[test]
-fn open_files_are_many_for_the_server_and_as_before_for_its_command() {
+fn open_files_limit_is_raised_for_the_server_only() {
     let dir = tempdir().unwrap();
     let run = |limit: &str| {
         let command = format!(
@@ -81,13 +87,13 @@ fn open_files_are_many_for_the_server_and_as_before_for_its_command() {
         assert_eq!((code, err.as_str()), (0, ""), "{out}");
         out.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
     };
-    let said = run("ulimit -S -n 300; ulimit -H -n 700");
+    let message = run("ulimit -S -n 300; ulimit -H -n 700");
     // The command's own limit; then name, soft and hard limit of the server.
-    assert_eq!([&said[0], &said[4], &said[5]], ["300", "700", "700"], "{said:?}");
+    assert_eq!([&message[0], &message[4], &message[5]], ["300", "700", "700"], "{message:?}");
 }
 
 #[test]
-fn every_verb_shows_examples() {
+fn every_verb_help_has_examples() {
     let dir = tempdir().unwrap();
     for verb in [
         "serve",
@@ -111,6 +117,8 @@ fn every_verb_shows_examples() {
         "recompress",
         "publish",
         "unpublish",
+        "mount",
+        "umount",
         "zones",
         "power-cut",
         "mark",
@@ -122,7 +130,7 @@ fn every_verb_shows_examples() {
 }
 
 #[test]
-fn statistics_have_the_kernels_columns() {
+fn statistics_have_kernel_columns() {
     let serve = Serve::start(&["ram0=ram,disksize=64M", "n0=null,size=1G"]);
     let stat = serve.json(&["stat", "ram0"]);
     let keys =
@@ -135,7 +143,7 @@ fn statistics_have_the_kernels_columns() {
     assert_eq!(keys("io_stat"), "failed_reads failed_writes invalid_io notify_free");
     assert!(stat["memory"]["process_pss_bytes"].as_u64().unwrap() > 0);
     assert!(stat["memory"]["process_rss_bytes"].as_u64() >= stat["memory"]["process_pss_bytes"].as_u64());
-    // Half of the machine.
+    // The default limit is half of the machine's memory.
     assert!(stat["mm_stat"]["mem_limit"].as_u64().unwrap() > 0);
 
     let all = serve.json(&["stat"]);
@@ -157,14 +165,14 @@ fn attributes_are_read_and_set() {
     assert!(serve.text(&["get", "ram0"]).contains("\nmem_limit               0\n"));
     assert_eq!(serve.json(&["get", "ram0", "disksize"]), json!({ "disksize": 64 << 20 }));
 
-    // What was set is shown as `get` has it, rounded up to pages.
+    // The reply shows the new values as `get` does, rounded up to pages.
     let set = serve.text(&["set", "ram0", "disksize=128M", "mem_limit=9K", "mem_used_max=0"]);
     assert_eq!(set, "disksize=134217728\nmem_limit=12288\nmem_used_max=0\n");
     assert_eq!(serve.text(&["set", "ram0", "mem_limit=none"]), "mem_limit=0\n");
     assert_eq!(serve.text(&["get", "ram0", "disksize"]), "134217728\n");
     assert_eq!(serve.json(&["set", "ram0", "mem_limit=16M"]), json!({ "mem_limit": 16 << 20 }));
 
-    // Nothing of a refused set happens.
+    // A refused `set` changes nothing.
     let smaller = "ram0: disksize=64M: smaller than the present 128M; a device only grows";
     assert_eq!(serve.refused(1, &["set", "ram0", "mem_limit=1M", "disksize=64M"]), smaller);
     assert_eq!(serve.json(&["get", "ram0", "mem_limit"]), json!({ "mem_limit": 16 << 20 }));
@@ -191,12 +199,12 @@ fn attributes_are_read_and_set() {
 }
 
 #[test]
-fn devices_come_and_go() {
+fn devices_are_created_and_removed() {
     let serve = Serve::start(&["n0=null,size=1M"]);
     fs::write(serve.path("disk.img"), vec![0; 1 << 20]).unwrap();
-    let said = serve.text(&["create", "r=ram,disksize=64M"]);
-    assert_eq!(said, "r: ram 64M, not published; `freestone publish r --nbd ADDR` does that\n");
-    // A relative path is the client's, wherever the server runs.
+    let output = serve.text(&["create", "r=ram,disksize=64M"]);
+    assert_eq!(output, "r: ram 64M, not published; `freestone publish r --nbd ADDR` does that\n");
+    // A relative path is relative to the client's working directory, not the server's.
     assert_eq!(serve.json(&["create", "f=file,path=disk.img,readonly=yes"])["disksize"], 1 << 20);
     assert_eq!(serve.json(&["create", "h=null,size=1M,publish=yes"])["exports"].as_array().unwrap().len(), 1);
     assert_eq!(serve.json(&["list"])["devices"].as_array().unwrap().len(), 4);
@@ -223,7 +231,7 @@ fn devices_come_and_go() {
     assert_eq!(serve.text(&["reset", "r"]), "");
     assert_eq!(serve.json(&["reset", "n0"]), json!({ "name": "n0" }));
     let file = serve.refused(1, &["reset", "f"]);
-    assert_eq!(file, "f: a file device is not reset; only ram and null devices and forks are");
+    assert_eq!(file, "f: a file device cannot be reset; only ram and null devices and forks can");
 
     assert_eq!(serve.json(&["remove", "h"]), json!({ "name": "h", "connections_ended": 0 }));
     assert_eq!(serve.text(&["remove", "f"]), "");
@@ -232,7 +240,7 @@ fn devices_come_and_go() {
 }
 
 #[test]
-fn exports_come_and_go() {
+fn exports_are_published_and_unpublished() {
     let serve = Serve::start(&["n0=null,size=1M"]);
     let own = format!("unix:{}", serve.path("own").display());
     serve.text(&["create", "r=ram,disksize=64M"]);
@@ -243,14 +251,14 @@ fn exports_come_and_go() {
     assert_eq!(connect_nbd(&mut UnixStream::connect(serve.path("own")).unwrap(), "r"), 64 << 20);
     assert_eq!(serve.refused(1, &["publish", "r", "--nbd", &own]), format!("r: already published at {own}"));
 
-    // Port 0 is answered with the port that it became; the device is read-only there.
+    // For port 0 the reply has the port that was chosen. The device is read-only at this address.
     let reply = serve.json(&["publish", "r", "--nbd", "tcp:127.0.0.1:0", "--read-only"]);
     let tcp = reply["address"].as_str().unwrap().strip_prefix("tcp:").unwrap().to_owned();
     assert_eq!(connect_nbd(&mut TcpStream::connect(&tcp).unwrap(), "r"), 64 << 20);
     assert_eq!(serve.json(&["list", "r"])["devices"][0]["exports"][1]["read_only"], true);
     assert_eq!(serve.text(&["publish", "n0", "--nbd", &own]).lines().count(), 1);
 
-    // An address goes with its last export, and those of the command line stay.
+    // An address closes with its last export. Addresses of the command line stay open.
     serve.text(&["unpublish", "r", "--force"]);
     assert!(TcpStream::connect(&tcp).is_err());
     assert!(serve.path("own").exists());
@@ -270,26 +278,34 @@ fn exports_come_and_go() {
 #[test]
 fn connected_devices_are_busy() {
     let serve = Serve::start(&["r=ram,disksize=64M"]);
-    let mut client = UnixStream::connect(serve.path("nbd")).unwrap();
-    connect_nbd(&mut client, "r");
+    let mut client = Raw::connect(&serve, "r");
     let busy = "r: a client is connected; --force goes ahead";
-    for verb in ["remove", "reset", "unpublish"] {
+    for verb in ["remove", "unpublish"] {
         assert_eq!(serve.refused(1, &[verb, "r"]), busy);
     }
+    assert_eq!(serve.text(&["reset", "r"]), "", "it holds nothing");
+    assert_eq!(client.write(0, 0, &[1; 4096]), 0);
+    let refused = serve.refused(1, &["reset", "r"]);
+    let (who, way) = refused.split_once(" is open; ").expect(&refused);
+    assert!(who.starts_with("r: 1 connection of "), "{refused}");
+    assert!(who.ends_with(&format!("(pid {})", std::process::id())), "{refused}");
+    let why = "1 change since it was made or last wiped, none in the last 200 ms; unmount a file system on it first, as \
+its cached blocks would corrupt the new content; --force goes ahead";
+    assert_eq!(way, why);
     assert_eq!(serve.json(&["list"])["devices"][0]["exports"][0]["connections"], 1);
     serve.text(&["reset", "r", "--force"]);
     assert_eq!(serve.json(&["remove", "r", "--force"])["connections_ended"], 1);
-    assert_eq!(client.read(&mut [0; 1]).unwrap_or(0), 0);
+    assert!(client.reply().is_err());
     assert_eq!(serve.json(&["list"]), json!({ "devices": [] }));
 }
 
 #[test]
-fn who_has_just_left_is_not_connected() {
+fn disconnected_client_does_not_block_reset() {
     let serve = Serve::start(&["r=ram,disksize=64M"]);
     let control = serve.control();
     for id in 0..200 {
-        let mut client = UnixStream::connect(serve.path("nbd")).unwrap();
-        connect_nbd(&mut client, "r");
+        let mut client = Raw::connect(&serve, "r");
+        assert_eq!(client.write(0, 0, &[1; 4096]), 0);
         drop(client);
         let reset = json!({ "jsonrpc": "2.0", "id": id, "method": "reset", "params": { "name": "r" } });
         let answer = ask(&control, reset.to_string().as_bytes());
@@ -298,7 +314,7 @@ fn who_has_just_left_is_not_connected() {
 }
 
 #[test]
-fn signals_end_the_server_and_leave_nothing() {
+fn signal_ends_server_and_removes_sockets() {
     for signal in [Signal::TERM, Signal::INT] {
         let serve = Serve::start(&["r=ram,disksize=64M", "--nbd", "tcp:127.0.0.1:0"]);
         serve.text(&["publish", "r", "--nbd", "unix:own"]);
@@ -316,11 +332,11 @@ fn signals_end_the_server_and_leave_nothing() {
 }
 
 #[test]
-fn a_second_signal_does_not_wait() {
+fn second_signal_ends_server_at_once() {
     let serve = Serve::start(&["r=ram,disksize=64M"]);
     let mut client = UnixStream::connect(serve.path("nbd")).unwrap();
     connect_nbd(&mut client, "r");
-    // Reads whose answers the client does not take: the end waits for it, for some seconds.
+    // The client does not read the replies, so shutdown waits for it for some seconds.
     for cookie in 0..16_u8 {
         let mut read = vec![0x25, 0x60, 0x95, 0x13, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, cookie];
         read.extend([0; 8]);
@@ -332,12 +348,12 @@ fn a_second_signal_does_not_wait() {
     std::thread::sleep(Duration::from_millis(300));
     serve.signal(Signal::TERM);
     let (code, dir) = serve.wait();
-    // The status of an end that did not wait.
+    // Exit status of a shutdown that did not wait.
     assert_eq!((code, sockets_in(dir.path())), (Some(128 + 15), 0));
 }
 
 #[test]
-fn a_killed_servers_sockets_are_replaced() {
+fn sockets_of_a_killed_server_are_replaced() {
     let serve = Serve::start(&["n=null,size=1M"]);
     serve.signal(Signal::KILL);
     let (code, dir) = serve.wait();
@@ -347,7 +363,7 @@ fn a_killed_servers_sockets_are_replaced() {
 }
 
 #[test]
-fn the_default_paths_need_no_options() {
+fn default_paths_need_no_options() {
     let serve = Serve::start_in::<&str>(tempdir().unwrap(), &[], false);
     let private = serve.path("freestone");
     assert_eq!(fs::metadata(&private).unwrap().permissions().mode() & 0o777, 0o700);
@@ -358,7 +374,7 @@ fn the_default_paths_need_no_options() {
 }
 
 #[test]
-fn the_control_socket_speaks_json_rpc() {
+fn control_socket_speaks_json_rpc() {
     let serve = Serve::start(&["r=ram,disksize=64M"]);
     let stream = serve.control();
     let request = |method: &str, params: Value| {
@@ -389,7 +405,7 @@ fn the_control_socket_speaks_json_rpc() {
 }
 
 #[test]
-fn garbage_is_answered_and_ends_nothing() {
+fn control_socket_garbage_returns_errors() {
     let serve = Serve::start(&["n=null,size=1M"]);
     let stream = serve.control();
     let code = |reply: Value| reply["error"]["code"].as_i64().unwrap();
@@ -400,7 +416,8 @@ fn garbage_is_answered_and_ends_nothing() {
     assert_eq!(code(ask(&stream, &vec![b' '; 3 << 20])), -32600);
     let long = format!("{{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"{}\"}}", "x".repeat(2 << 20));
     assert_eq!(code(ask(&stream, long.as_bytes())), -32600);
-    // The same connection still works, and so does one that ends in the middle of a line.
+    // The same connection still works, and a connection that closes in the middle of a line does no
+    // harm.
     let list = br#"{"jsonrpc":"2.0","id":1,"method":"list"}"#;
     assert!(ask(&stream, list)["result"].is_object());
     let mut half = serve.control();
@@ -414,7 +431,7 @@ fn garbage_is_answered_and_ends_nothing() {
 }
 
 #[test]
-fn connections_have_a_limit() {
+fn max_connections_refuses_the_next_client() {
     let dir = tempdir().unwrap();
     fs::write(dir.path().join("one.toml"), "max_connections = 1\n").unwrap();
     fs::write(dir.path().join("many.toml"), "max_connections = 9\n").unwrap();
@@ -435,7 +452,7 @@ fn connections_have_a_limit() {
 }
 
 #[test]
-fn run_ends_with_the_status_of_its_command() {
+fn run_returns_the_status_of_its_command() {
     let dir = tempdir().unwrap();
     let run = |command: &str, args: &[&str]| {
         let mut serve = freestone(dir.path());
@@ -453,7 +470,7 @@ fn run_ends_with_the_status_of_its_command() {
     let words: Vec<&str> = lines[0].split('|').collect();
     assert_eq!(words[0], format!("nbd+unix:///r?socket={}", words[2]));
     assert_eq!((words[1], lines[1]), (words[0], "67108864"));
-    // It was a directory for this one command, and it is gone.
+    // The sockets were in a temporary directory, which was removed.
     assert!(!Path::new(words[2]).exists() && !Path::new(words[3]).exists());
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
 
@@ -463,7 +480,7 @@ fn run_ends_with_the_status_of_its_command() {
 }
 
 #[test]
-fn signals_reach_the_command_of_run() {
+fn run_forwards_signals_to_its_command() {
     let dir = tempdir().unwrap();
     for (command, signals, status) in [
         ("trap 'exit 5' TERM; echo ready; while :; do sleep 0.05; done", 1, 5),
@@ -475,7 +492,7 @@ fn signals_reach_the_command_of_run() {
         child.stdout.as_mut().unwrap().read_exact(&mut [0; 6]).unwrap();
         for _ in 0..signals {
             kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
-            // Two pending signals of one number would be one.
+            // Two pending signals of the same number would be merged.
             std::thread::sleep(Duration::from_millis(100));
         }
         assert_eq!(child.wait().unwrap().code(), Some(status));
@@ -484,7 +501,7 @@ fn signals_reach_the_command_of_run() {
 }
 
 #[test]
-fn a_file_says_the_same_as_the_command_line() {
+fn config_file_equals_command_line() {
     let dir = tempdir().unwrap();
     let conf = dir.path().join("conf");
     fs::create_dir(&conf).unwrap();
@@ -507,7 +524,7 @@ fn a_file_says_the_same_as_the_command_line() {
     let (code, dir) = serve.wait();
     assert_eq!((code, sockets_in(dir.path())), (Some(0), 0));
 
-    // What the command line says replaces addresses, and the rest of the file stays as it is.
+    // `--nbd` replaces the addresses of the file, and the rest of the file applies.
     let serve = Serve::start_in(dir, &[&config[..], &["--nbd", "unix:other"]].concat(), false);
     assert!(serve.path("other").exists() && serve.path("control").exists() && !serve.path("nbd").exists());
     serve.signal(Signal::TERM);

@@ -1,4 +1,4 @@
-//! The control socket that changes nothing.
+//! The read-only control socket.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::harness::{Serve, ask, finish, freestone, refused, unprivileged};
 
-/// All verbs, with parameters by which each would do something.
+/// All verbs that change something, with parameters that would be valid.
 const CHANGES: [(&str, &str); 29] = [
     ("set", r#"{"name":"r","attrs":{"mem_limit":"1M"}}"#),
     ("create", r#"{"device":"x=null,size=1M"}"#),
@@ -47,12 +47,12 @@ fn request(method: &str, params: &str) -> Vec<u8> {
 }
 
 #[test]
-fn it_answers_what_changes_nothing_and_nothing_else() {
+fn read_only_socket_refuses_changing_verbs() {
     let serve = Serve::start(&["r=ram,disksize=16M", "--control-read-only", "looks"]);
     let looks = serve.path("looks");
     assert_eq!(fs::metadata(&looks).unwrap().permissions().mode() & 0o777, 0o600);
-    let said = format!("read-only: freestone list --control '{}'\n", looks.display());
-    assert!(serve.said.contains(&said), "{}", serve.said);
+    let expected = format!("read-only: freestone list --control '{}'\n", looks.display());
+    assert!(serve.startup_output.contains(&expected), "{}", serve.startup_output);
     let stream = UnixStream::connect(&looks).unwrap();
     let before = serve.text(&["dump"]);
     for (method, params) in CHANGES {
@@ -78,7 +78,7 @@ fn it_answers_what_changes_nothing_and_nothing_else() {
         let answer = ask(&stream, &request(method, params));
         assert!(answer["result"].is_object() && answer["error"].is_null(), "{method}: {answer}");
     }
-    // Each verb is in one of both.
+    // The two lists together cover all verbs.
     let known = ask(&stream, &request("no-such-verb", "{}"))["error"]["message"].clone();
     let known = known.as_str().unwrap().split_once("the methods are ").unwrap().1.to_owned();
     let mut known: Vec<_> = known.split(", ").collect();
@@ -88,7 +88,7 @@ fn it_answers_what_changes_nothing_and_nothing_else() {
     assert_eq!(known, ours);
     assert_eq!(serve.text(&["dump"]), before);
 
-    // The program finds it as it finds the other one.
+    // The program uses the read-only socket like the control socket.
     let by = |args: &[&str]| finish(freestone(serve.dir.path()).args(args).arg("--control").arg(&looks));
     let (code, out, err) = by(&["list"]);
     assert_eq!((code, err.as_str()), (0, ""));
@@ -104,7 +104,7 @@ fn it_answers_what_changes_nothing_and_nothing_else() {
 }
 
 #[test]
-fn it_has_a_mode_and_an_owner_of_its_own() {
+fn read_only_socket_has_its_own_mode_and_owner() {
     let is_root = rustix::process::geteuid().is_root();
     let dir = tempfile::tempdir().unwrap();
     fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
@@ -129,8 +129,8 @@ fn it_has_a_mode_and_an_owner_of_its_own() {
     assert!(dumped.contains(&looks), "{dumped}");
     assert_eq!(serve.text(&["apply", "f.toml"]), "nothing changes\n");
     fs::write(serve.path("f.toml"), file.replace("'looks'", "'other'")).unwrap();
-    let said = serve.refused(1, &["apply", "f.toml"]);
-    assert!(said.contains("control_read_only: the server has /"), "{said}");
+    let message = serve.refused(1, &["apply", "f.toml"]);
+    assert!(message.contains("control_read_only: the server uses /"), "{message}");
     drop(serve);
     if is_root {
         let args = ["n=null,size=1M", "--control-read-only", "looks", "--control-read-only-user", "65534"];
@@ -140,10 +140,10 @@ fn it_has_a_mode_and_an_owner_of_its_own() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path();
     let same = ["serve", "--check", "--control", "c", "--control-read-only", "c"];
-    let said = refused(at, 2, &same);
-    assert!(said.ends_with("is the control socket already, which changes what it is asked to"), "{said}");
-    let said = refused(at, 2, &["serve", "--check", "--control-read-only-mode", "0660"]);
-    assert_eq!(said, "--control-read-only-mode: without --control-read-only there is no such socket");
-    let said = refused(at, 2, &["serve", "--check", "--control-read-only-group", "no-such-group"]);
-    assert_eq!(said, "--control-read-only-group=no-such-group: there is no such group");
+    let message = refused(at, 2, &same);
+    assert!(message.ends_with("is already the path of the control socket"), "{message}");
+    let message = refused(at, 2, &["serve", "--check", "--control-read-only-mode", "0660"]);
+    assert_eq!(message, "--control-read-only-mode: needs --control-read-only");
+    let message = refused(at, 2, &["serve", "--check", "--control-read-only-group", "no-such-group"]);
+    assert_eq!(message, "--control-read-only-group=no-such-group: there is no such group");
 }

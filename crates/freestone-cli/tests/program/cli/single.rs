@@ -1,4 +1,4 @@
-//! `serve --single`: the one client that was there before the server.
+//! `serve --single`: serves one client over inherited file descriptors.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -17,8 +17,8 @@ use crate::harness::{connect_nbd, finish, freestone, sentence};
 const PATIENCE: Duration = Duration::from_secs(30);
 const PROGRAM: &str = env!("CARGO_BIN_EXE_freestone");
 
-/// The server, with a client at the other end of what is returned.
-fn served(dir: &Path, args: &[&str]) -> (Child, UnixStream) {
+/// Starts the server with a socket as stdin. Returns the server and the client's end.
+fn start_with_socket(dir: &Path, args: &[&str]) -> (Child, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     ours.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut command = freestone(dir);
@@ -26,8 +26,8 @@ fn served(dir: &Path, args: &[&str]) -> (Child, UnixStream) {
     (command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap(), ours)
 }
 
-/// Waits for the end; status, stdout, stderr.
-fn ended(mut child: Child) -> (Option<i32>, String, String) {
+/// Waits for the end of the server. Returns its status, stdout and stderr.
+fn wait_for_end(mut child: Child) -> (Option<i32>, String, String) {
     let began = Instant::now();
     while child.try_wait().unwrap().is_none() {
         if began.elapsed() > PATIENCE {
@@ -41,7 +41,7 @@ fn ended(mut child: Child) -> (Option<i32>, String, String) {
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
 
-/// A request, with what belongs to it.
+/// Returns an NBD request with its payload.
 fn request(command: u16, offset: u64, len: u32, payload: &[u8]) -> Vec<u8> {
     let mut bytes = 0x2560_9513_u32.to_be_bytes().to_vec();
     bytes.extend([0; 2]);
@@ -69,58 +69,59 @@ fn check_image(path: &Path) {
 }
 
 #[test]
-fn it_serves_its_client_and_ends_with_it() {
+fn single_serves_one_client_and_ends_with_it() {
     let dir = tempfile::tempdir().unwrap();
-    let (child, mut client) = served(dir.path(), &["f=file,path=image,size=1M"]);
+    let (child, mut client) = start_with_socket(dir.path(), &["f=file,path=image,size=1M"]);
     assert_eq!(connect_nbd(&mut client, ""), 1 << 20);
     write_and_leave(&mut client);
-    assert_eq!(ended(child), (Some(0), String::new(), String::new()));
+    assert_eq!(wait_for_end(child), (Some(0), String::new(), String::new()));
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     check_image(&dir.path().join("image"));
-    // No socket, no directory: nothing but the image.
+    // The server made no socket and no directory, only the image.
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 
-    // Who goes without a word has gone, too.
-    let (child, client) = served(dir.path(), &["n=null,size=1M"]);
+    // A client that closes without a disconnect request ends the server as well.
+    let (child, client) = start_with_socket(dir.path(), &["n=null,size=1M"]);
     client.shutdown(Shutdown::Both).unwrap();
-    assert_eq!(ended(child).0, Some(0));
+    assert_eq!(wait_for_end(child).0, Some(0));
 }
 
 #[test]
-fn a_signal_ends_it_in_order() {
+fn single_ends_cleanly_on_signal() {
     let dir = tempfile::tempdir().unwrap();
-    let (child, mut client) = served(dir.path(), &["f=file,path=image,size=1M", "--pidfile", "pid"]);
+    let (child, mut client) =
+        start_with_socket(dir.path(), &["f=file,path=image,size=1M", "--pidfile", "pid"]);
     assert_eq!(connect_nbd(&mut client, "f"), 1 << 20);
     client.write_all(&request(1, 4096, 4096, &[9; 4096])).unwrap();
     client.read_exact(&mut [0; 16]).unwrap();
     assert_eq!(fs::read_to_string(dir.path().join("pid")).unwrap(), format!("{}\n", child.id()));
     kill_process(Pid::from_raw(child.id().cast_signed()).unwrap(), Signal::TERM).unwrap();
     assert_eq!(client.read(&mut [0]).unwrap(), 0, "the connection ends");
-    assert_eq!(ended(child), (Some(0), String::new(), String::new()));
+    assert_eq!(wait_for_end(child), (Some(0), String::new(), String::new()));
     check_image(&dir.path().join("image"));
     assert!(!dir.path().join("pid").exists());
 }
 
 #[test]
-fn it_is_controlled_where_that_was_asked() {
+fn single_has_control_socket_if_asked() {
     let dir = tempfile::tempdir().unwrap();
-    let (child, mut client) = served(dir.path(), &["r=ram,disksize=1M", "--control", "c"]);
+    let (child, mut client) = start_with_socket(dir.path(), &["r=ram,disksize=1M", "--control", "c"]);
     let (code, _, err) = finish(freestone(dir.path()).args(["wait", "--control", "c", "--timeout", "30s"]));
     assert_eq!(code, 0, "{err}");
     connect_nbd(&mut client, "r");
     let (_, out, _) = finish(freestone(dir.path()).args(["list", "--control", "c"]));
     assert!(out.lines().last().unwrap().ends_with(" 1 stdin"), "{out}");
-    // The address is of the command line, and no file's.
+    // The control socket is from the command line, so the dump has it but no NBD address.
     let (_, out, _) = finish(freestone(dir.path()).args(["dump", "--control", "c"]));
     assert!(out.starts_with("nbd = []\ncontrol = "), "{out}");
     drop(client);
-    assert_eq!(ended(child).0, Some(0));
+    assert_eq!(wait_for_end(child).0, Some(0));
     assert!(!dir.path().join("c").exists());
 }
 
-/// As inetd starts it: what is logged must not get among the answers.
+/// Logs must not reach the client if stderr is its socket, as under inetd.
 #[test]
-fn nothing_that_is_said_reaches_the_client() {
+fn single_logs_do_not_reach_the_client() {
     let dir = tempfile::tempdir().unwrap();
     for args in [&["-vvv", "serve", "--single", "f=null,size=1M"][..], &["serve", "--single", "f=wrong"]] {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
@@ -129,7 +130,7 @@ fn nothing_that_is_said_reaches_the_client() {
         let mut command = freestone(dir.path());
         command.args(args).stdin(theirs.try_clone().unwrap()).stdout(theirs.try_clone().unwrap());
         let child = command.stderr(theirs).spawn().unwrap();
-        // Which holds them, too.
+        // The command holds a copy of the client's socket.
         drop(command);
         let fails = args.contains(&"f=wrong");
         if !fails {
@@ -139,11 +140,11 @@ fn nothing_that_is_said_reaches_the_client() {
         let mut rest = Vec::new();
         ours.read_to_end(&mut rest).unwrap();
         assert_eq!(String::from_utf8_lossy(&rest), "");
-        assert_eq!(ended(child).0, Some(if fails { 2 } else { 0 }));
+        assert_eq!(wait_for_end(child).0, Some(if fails { 2 } else { 0 }));
     }
 }
 
-/// Both ends of a child's pipes.
+/// The client's ends of a child's pipes.
 struct Pipes(std::process::ChildStdout, std::process::ChildStdin);
 
 impl Read for Pipes {
@@ -161,8 +162,8 @@ impl Write for Pipes {
     }
 }
 
-/// Starts the server with its client at a pair of pipes.
-fn piped(dir: &Path) -> (Child, Pipes) {
+/// Starts the server with a pair of pipes as its client.
+fn start_with_pipes(dir: &Path) -> (Child, Pipes) {
     let mut command = freestone(dir);
     command.args(["serve", "--single", "f=file,path=image,size=1M"]);
     let mut child =
@@ -172,20 +173,20 @@ fn piped(dir: &Path) -> (Child, Pipes) {
 }
 
 #[test]
-fn a_pair_of_pipes_will_do() {
+fn single_accepts_a_pair_of_pipes() {
     let dir = tempfile::tempdir().unwrap();
-    let (child, mut pipes) = piped(dir.path());
+    let (child, mut pipes) = start_with_pipes(dir.path());
     assert_eq!(connect_nbd(&mut pipes, ""), 1 << 20);
     write_and_leave(&mut pipes);
     assert_eq!(pipes.read(&mut [0]).unwrap(), 0);
-    assert_eq!(ended(child), (Some(0), String::new(), String::new()));
+    assert_eq!(wait_for_end(child), (Some(0), String::new(), String::new()));
     check_image(&dir.path().join("image"));
 
-    // A client that closes.
-    let (child, mut pipes) = piped(dir.path());
+    // The client closes its pipes.
+    let (child, mut pipes) = start_with_pipes(dir.path());
     connect_nbd(&mut pipes, "");
     drop(pipes);
-    assert_eq!(ended(child).0, Some(0));
+    assert_eq!(wait_for_end(child).0, Some(0));
 }
 
 /// The server waits for the client for two grace periods of 5 s.
@@ -193,16 +194,16 @@ fn a_pair_of_pipes_will_do() {
 #[ignore = "slow lane"]
 fn signal_ends_server_whose_client_reads_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let (child, mut pipes) = piped(dir.path());
+    let (child, mut pipes) = start_with_pipes(dir.path());
     connect_nbd(&mut pipes, "");
     pipes.write_all(&request(0, 0, 1 << 20, &[])).unwrap();
     thread::sleep(Duration::from_millis(100));
     kill_process(Pid::from_raw(child.id().cast_signed()).unwrap(), Signal::TERM).unwrap();
-    assert_eq!(ended(child).0, Some(0));
+    assert_eq!(wait_for_end(child).0, Some(0));
 }
 
 #[test]
-fn what_is_no_connection_is_refused() {
+fn single_refuses_stdin_that_is_not_a_connection() {
     let dir = tempfile::tempdir().unwrap();
     let refused = |stdin: Stdio, args: &[&str]| {
         let mut command = freestone(dir.path());
@@ -210,43 +211,44 @@ fn what_is_no_connection_is_refused() {
         assert_eq!((code, out.as_str()), (2, ""), "{err}");
         err
     };
-    let must = "it must be a connected socket, or a pipe beside one at standard output";
-    let said = sentence(&refused(Stdio::null(), &[]));
-    assert_eq!(said, format!("--single: standard input is a terminal or another device: {must}"));
+    let must = "must be a connected socket, or a pipe if standard output is a pipe as well";
+    let message = sentence(&refused(Stdio::null(), &[]));
+    assert_eq!(message, format!("--single: standard input is a terminal or another device: {must}"));
     fs::write(dir.path().join("x"), "").unwrap();
-    let said = sentence(&refused(fs::File::open(dir.path().join("x")).unwrap().into(), &[]));
-    assert_eq!(said, format!("--single: standard input is a file: {must}"));
+    let message = sentence(&refused(fs::File::open(dir.path().join("x")).unwrap().into(), &[]));
+    assert_eq!(message, format!("--single: standard input is a file: {must}"));
     let listener = UnixListener::bind(dir.path().join("l")).unwrap();
-    let said = sentence(&refused(OwnedFd::from(listener).into(), &[]));
-    assert_eq!(said, "--single: standard input is a socket that listens; serve it without --single");
+    let message = sentence(&refused(OwnedFd::from(listener).into(), &[]));
+    assert_eq!(message, "--single: standard input is a listening socket; serve it without --single");
     let (_, theirs) = std::os::unix::net::UnixDatagram::pair().unwrap();
-    let said = sentence(&refused(OwnedFd::from(theirs).into(), &[]));
-    assert_eq!(said, "--single: standard input is no connection");
+    let message = sentence(&refused(OwnedFd::from(theirs).into(), &[]));
+    assert_eq!(message, "--single: standard input is not a stream connection");
     assert!(refused(Stdio::null(), &["--nbd", "unix:x"]).contains("cannot be used with '--nbd <ADDR>'"));
     assert!(refused(Stdio::null(), &["--run", "true"]).contains("cannot be used with '--run <CMD>'"));
     fs::write(dir.path().join("f.toml"), "nbd = 'unix:x'\n").unwrap();
     let (_ours, theirs) = UnixStream::pair().unwrap();
-    let said = sentence(&refused(OwnedFd::from(theirs).into(), &["--config", "f.toml"]));
-    assert_eq!(said, "f.toml: nbd: with --single nobody else is served");
+    let message = sentence(&refused(OwnedFd::from(theirs).into(), &["--config", "f.toml"]));
+    assert_eq!(message, "f.toml: nbd: cannot be used with --single");
     let check = finish(freestone(dir.path()).args(["serve", "--single", "--check"]));
-    assert_eq!((check.0, check.1.as_str()), (0, "1 device, nothing is wrong with the words\n"));
+    assert_eq!((check.0, check.1.as_str()), (0, "1 device: the configuration is valid\n"));
 }
 
-/// Ends what it started.
-struct Ends(Child);
+/// Kills its process when dropped.
+struct KillOnDrop(Child);
 
-impl Drop for Ends {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Waits for a listening socket at a path, and runs a client with its URI twice: each has a server.
-fn for_each_client(dir: &Path, mut starts: Command, socket: &Path) {
-    let listens = Ends(starts.stdin(Stdio::null()).spawn().unwrap());
+/// Waits for a listening socket, then connects a client to it twice. Each connection gets its own
+/// server.
+fn connect_twice(dir: &Path, mut starts: Command, socket: &Path) {
+    let listens = KillOnDrop(starts.stdin(Stdio::null()).spawn().unwrap());
     let began = Instant::now();
-    while !socket.exists() {
+    while !freestone_testkit::tools::is_listening(socket) {
         assert!(began.elapsed() < PATIENCE, "nobody listens");
         thread::sleep(Duration::from_millis(10));
     }
@@ -277,10 +279,10 @@ fn for_each_client(dir: &Path, mut starts: Command, socket: &Path) {
 }
 
 #[test]
-fn others_start_it_for_each_client() {
+fn single_runs_under_systemd_and_socat() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("activated");
-    // Both ways in which systemd hands a connection over.
+    // The two ways in which systemd passes a connection: inetd style and LISTEN_FDS.
     for inetd in [true, false] {
         let mut systemd = Command::new(freestone_testkit::tools::find("systemd-socket-activate"));
         systemd.arg("--accept").args(inetd.then_some("--inetd")).arg("--listen").arg(&socket);
@@ -288,14 +290,14 @@ fn others_start_it_for_each_client() {
             .args([PROGRAM, "serve", "--single", "r=ram,disksize=8M"])
             .stdout(Stdio::null())
             .stderr(Stdio::null());
-        for_each_client(dir.path(), systemd, &socket);
+        connect_twice(dir.path(), systemd, &socket);
         fs::remove_file(&socket).unwrap();
     }
     for pipes in ["", ",pipes"] {
         let exec = format!("EXEC:{PROGRAM} serve --single r=ram\\,disksize=8M{pipes}");
         let mut socat = Command::new(freestone_testkit::tools::find("socat"));
         socat.arg(format!("UNIX-LISTEN:{},fork,unlink-early", socket.display())).arg(exec);
-        for_each_client(dir.path(), socat, &socket);
+        connect_twice(dir.path(), socat, &socket);
         let _ = fs::remove_file(&socket);
     }
 }

@@ -1,4 +1,4 @@
-//! Statistics that every device has, and the kernel's last ones of a ram device.
+//! Statistics of every device, and zram's `block_state` and `debug_stat` of RAM disks.
 
 use serde_json::{Deserializer, Value, json};
 
@@ -7,7 +7,7 @@ use crate::drives::raw::{FUA, Raw};
 use crate::harness::Serve;
 
 #[test]
-fn every_device_counts_what_it_is_asked_for() {
+fn every_device_counts_requests() {
     let dir = tempfile::tempdir().unwrap();
     let image = dir.path().join("image");
     std::fs::write(&image, vec![1; 4 << 20]).unwrap();
@@ -45,14 +45,14 @@ fn every_device_counts_what_it_is_asked_for() {
         if !readonly {
             assert_eq!(client.write(0, 0, &[7; 8192]), 0, "{name}");
             assert_eq!(client.write(FUA, 8192, &[7; 4096]), 0, "{name}");
-            // Zones are written from their beginning on, and reset.
+            // A zone is written sequentially, and reset by write zeroes.
             if name != "z" {
                 assert_eq!(client.zero(0, 16384), 0, "{name}");
             }
         }
         let io = serve.json(&["stat", name])["io"].clone();
         let of = |key: &str| io[key].as_u64().unwrap_or_else(|| panic!("{name}: no {key} in {io}"));
-        // Forks have read from their base.
+        // A base is also read by its forks.
         let more = ["golden", "q", "f"].contains(&name);
         assert!(of("reads") == 4 || more && of("reads") >= 4, "{name}: {io}");
         assert!(of("read_bytes") == 3 * 4096 + 65536 || more, "{name}: {io}");
@@ -67,7 +67,7 @@ fn every_device_counts_what_it_is_asked_for() {
             assert_eq!(stat(&serve, name, "io", "flushes"), 1, "{name}");
         }
     }
-    // What rules make fail counts, on top of all layers.
+    // Errors of fault rules count in `io`, which is above all layers, and not in `ops`.
     let mut client = Raw::connect(&serve, "faulty");
     assert_eq!(client.write(0, MIB, &[1; 4096]), crate::drives::raw::EIO);
     assert_eq!(stat(&serve, "faulty", "io", "errors"), 1);
@@ -79,7 +79,7 @@ fn every_device_counts_what_it_is_asked_for() {
 }
 
 #[test]
-fn exports_count_for_themselves_and_latencies_are_of_all() {
+fn exports_count_separately_and_measure_latency() {
     let dir = tempfile::tempdir().unwrap();
     let serve = Serve::start(&["r=ram,disksize=4M", "slow=ram,disksize=4M,faults=read delay=20ms,seed=1"]);
     let other = format!("unix:{}/other", dir.path().display());
@@ -90,44 +90,44 @@ fn exports_count_for_themselves_and_latencies_are_of_all() {
     }
     assert_eq!(there.write(0, 0, &[7; 8192]), 0);
     there.read(0, 8192).unwrap();
-    let told = serve.json(&["stat", "r"]);
-    assert_eq!((&told["io"]["reads"], &told["io"]["writes"]), (&json!(2001), &json!(1)), "{told}");
+    let reply = serve.json(&["stat", "r"]);
+    assert_eq!((&reply["io"]["reads"], &reply["io"]["writes"]), (&json!(2001), &json!(1)), "{reply}");
     let of = |address: &str| {
-        let exports = told["exports"].as_array().unwrap();
+        let exports = reply["exports"].as_array().unwrap();
         exports.iter().find(|export| export["address"].as_str().unwrap().ends_with(address)).unwrap().clone()
     };
     let (at_home, at_other) = (of("/nbd"), of("/other"));
     assert_eq!((&at_home["io"]["reads"], &at_home["io"]["read_bytes"]), (&json!(2000), &json!(2000 * 4096)));
-    assert_eq!((&at_home["io"]["writes"], &at_other["io"]["writes"]), (&json!(0), &json!(1)), "{told}");
+    assert_eq!((&at_home["io"]["writes"], &at_other["io"]["writes"]), (&json!(0), &json!(1)), "{reply}");
     assert_eq!((&at_other["io"]["reads"], &at_other["io"]["written_bytes"]), (&json!(1), &json!(8192)));
-    // What is answered at once is measured by chance, and each that is stands for all since the last.
-    let latency = &told["latency"]["read"];
+    // Requests that complete at once are sampled. Each sample counts for all requests since the one before.
+    let latency = &reply["latency"]["read"];
     let requests = latency["requests"].as_u64().unwrap();
     assert!((2001 - 128..=2001).contains(&requests), "{latency}");
     let ns = |key: &str| latency[key].as_u64().unwrap();
     assert!(0 < ns("mean_ns") && ns("p50_ns") <= ns("p99_ns") && ns("p99_ns") <= ns("p999_ns"), "{latency}");
-    assert_eq!(told["latency"].get("discard"), None);
-    // What goes with its place does not go from the device.
+    assert_eq!(reply["latency"].get("discard"), None);
+    // Counters of an unpublished export stay in the counters of the device.
     drop(there);
     serve.text(&["unpublish", "r", "--force"]);
     assert_eq!((stat(&serve, "r", "io", "reads"), stat(&serve, "r", "io", "writes")), (2001, 1));
 
-    // What has to wait is measured, each.
+    // Each request that waits is measured.
     let mut slow = Raw::connect(&serve, "slow");
     for _ in 0..5 {
         slow.read(0, 4096).unwrap();
     }
-    let told = serve.json(&["stat", "slow"]);
-    let read = &told["latency"]["read"];
-    assert_eq!(read["requests"], json!(5), "{told}");
-    let least = [&read["mean_ns"], &read["p50_ns"], &told["exports"][0]["latency"]["read"]["p999_ns"]];
-    assert!(least.iter().all(|ns| ns.as_u64().unwrap() >= 20_000_000), "{told}");
+    let reply = serve.json(&["stat", "slow"]);
+    let read = &reply["latency"]["read"];
+    assert_eq!(read["requests"], json!(5), "{reply}");
+    let least = [&read["mean_ns"], &read["p50_ns"], &reply["exports"][0]["latency"]["read"]["p999_ns"]];
+    assert!(least.iter().all(|ns| ns.as_u64().unwrap() >= 20_000_000), "{reply}");
     let text = serve.text(&["stat", "slow"]);
     assert!(text.contains("  latency\n    read  5 requests, mean 2"), "{text}");
 }
 
 #[test]
-fn block_state_is_streamed_in_the_kernels_lines() {
+fn block_state_has_the_kernels_line_format() {
     let dir = tempfile::tempdir().unwrap();
     let serve = Serve::start(&[
         &format!(
@@ -158,7 +158,7 @@ fn block_state_is_streamed_in_the_kernels_lines() {
     );
     assert_eq!((json["pages"].as_array().unwrap().len(), json.get("next")), (1, None), "{json}");
 
-    // More pages than one answer has.
+    // More pages than one reply holds.
     for n in 0..40 {
         assert_eq!(client.write(0, 100 * MIB + n * MIB, &vec![n as u8 + 1; MIB as usize]), 0);
     }

@@ -1,4 +1,4 @@
-//! The units of packaging/systemd: systemd knows all that is in them, and how much they may do.
+//! The systemd units in packaging: systemd accepts every line, and each service has few rights.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -7,9 +7,9 @@ use std::process::Command;
 
 use crate::harness::finish;
 
-/// systemd's measure of what a service may do, times ten: 0 is nothing, 96 what a service may that says nothing. The
-/// servers of block devices need `CAP_SYS_ADMIN`, as does the NBD client.
-const EXPOSED_AT_MOST: [(&str, u32); 6] = [
+/// Largest exposure of each unit by `systemd-analyze security`, times ten. 0 is no rights, 96 a unit without
+/// restrictions. The servers of block devices need `CAP_SYS_ADMIN`, as does the NBD client.
+const EXPOSURE_MAX: [(&str, u32); 6] = [
     ("freestone.service", 26),
     ("freestone@.service", 10),
     ("freestone-mkfs@.service", 16),
@@ -18,7 +18,7 @@ const EXPOSED_AT_MOST: [(&str, u32); 6] = [
     ("freestone-tmp.service", 20),
 ];
 
-/// Copies of the units, with programs that are there.
+/// Copies the units and replaces program paths by programs of this machine.
 fn units(to: &Path) -> Vec<String> {
     let packaging = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../packaging/systemd"));
     let mkfs = packaging.join("freestone-mkfs");
@@ -33,7 +33,7 @@ fn units(to: &Path) -> Vec<String> {
         let text = fs::read_to_string(&path).unwrap();
         let text = text.replace("/usr/bin/freestone ", concat!(env!("CARGO_BIN_EXE_freestone"), " "));
         let text = text.replace("/usr/lib/freestone/freestone-mkfs", mkfs.to_str().unwrap());
-        // Of other packages, which a machine need not have.
+        // Programs of other packages, which this machine may lack.
         let text =
             text.replace("+/usr/bin/udevadm", "+/bin/true").replace("/usr/sbin/nbd-client", "/bin/true");
         fs::write(to.join(name), &text).unwrap();
@@ -44,10 +44,10 @@ fn units(to: &Path) -> Vec<String> {
 }
 
 #[test]
-fn systemd_knows_all_that_is_in_the_units() {
+fn units_pass_systemd_verify() {
     let dir = tempfile::tempdir().unwrap();
     let verify = |name: &str| {
-        // A template is looked at as an instance.
+        // A template is verified as an instance.
         let instance = name.replace("@.", "@x.");
         let file = dir.path().join(&instance);
         if instance != name {
@@ -75,13 +75,13 @@ fn systemd_knows_all_that_is_in_the_units() {
 }
 
 #[test]
-fn services_may_do_no_more_than_they_need() {
+fn units_stay_below_exposure_limits() {
     let dir = tempfile::tempdir().unwrap();
     let services: Vec<_> = units(dir.path()).into_iter().filter(|name| name.ends_with(".service")).collect();
-    let mut known: Vec<_> = EXPOSED_AT_MOST.map(|(name, _)| name).into();
+    let mut known: Vec<_> = EXPOSURE_MAX.map(|(name, _)| name).into();
     known.sort_unstable();
     assert_eq!(services, known);
-    for (name, most) in EXPOSED_AT_MOST {
+    for (name, most) in EXPOSURE_MAX {
         let mut command = Command::new(freestone_testkit::tools::find("systemd-analyze"));
         command.args(["security", "--no-pager", "--offline=true"]).arg(format!("--threshold={most}"));
         let (code, out, err) = finish(command.arg(dir.path().join(name)));

@@ -1,5 +1,4 @@
-//! Backing devices and recompression, by the program: keys, attributes, verbs, and what is left
-//! behind.
+//! Backing devices and recompression by the program: keys, attributes, verbs and error messages.
 
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -16,7 +15,9 @@ use crate::harness::{Serve, ask, connect_nbd, finish, freestone};
 const PAGE: usize = 4096;
 const MIB: usize = 1 << 20;
 
-/// A client that writes and reads, one request at a time.
+/// NBD error number for no space left.
+const ENOSPC: u32 = 28;
+
 struct Nbd(UnixStream);
 
 impl Nbd {
@@ -26,7 +27,8 @@ impl Nbd {
         Self(stream)
     }
 
-    /// The error of the reply, 0 for none; what was read follows that.
+    /// Sends a request and returns the error of the reply, 0 for none. A read's data follows on the
+    /// stream.
     fn ask(&mut self, command: u16, offset: u64, len: usize, payload: &[u8]) -> u32 {
         let mut request = vec![0x25, 0x60, 0x95, 0x13, 0, 0];
         request.extend(command.to_be_bytes());
@@ -61,7 +63,7 @@ impl Nbd {
     }
 }
 
-/// Pages of which `noise` bytes do not compress.
+/// Returns pages of which the first `noise` bytes do not compress.
 fn data(pages: usize, noise: usize) -> Vec<u8> {
     let mut rng = Rng::new(1);
     let mut data = vec![b'.'; pages * PAGE];
@@ -71,7 +73,7 @@ fn data(pages: usize, noise: usize) -> Vec<u8> {
     data
 }
 
-/// What is in a directory beside sockets.
+/// Returns the regular files in a directory.
 fn files_in(dir: &Path) -> Vec<PathBuf> {
     let paths = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
     paths.filter(|path| path.is_file()).collect()
@@ -84,7 +86,29 @@ fn errno(serve: &Serve, method: &str, params: &Value) -> (Value, Value, Value) {
 }
 
 #[test]
-fn pages_leave_memory_and_come_back() {
+fn full_backing_device_is_reported() {
+    let serve = Serve::start(&["r=ram,disksize=64M,mem_limit=1M,backing_dev=spill.img,backing_size=1M"]);
+    let backing = |serve: &Serve| serve.json(&["stat", "r"])["backing"]["state"].clone();
+    assert_eq!(backing(&serve), "ok");
+    let mut nbd = Nbd::connect(&serve, "r");
+    let mut rng = Rng::new(1);
+    let mut page = vec![0; PAGE];
+    let mut answers = (0..4096).map(|number| {
+        rng.fill(&mut page);
+        nbd.ask(1, number * PAGE as u64, PAGE, &page)
+    });
+    assert_eq!(answers.find(|error| *error != 0), Some(ENOSPC));
+    assert_eq!(backing(&serve), "full");
+    let row = &serve.json(&["list"])["devices"][0]["backing"];
+    assert!(row["used_bytes"].as_u64() > Some(900_000) && row["size"] == 1 << 20, "{row}");
+    let list = serve.text(&["list"]);
+    let column = |line: usize| list.lines().nth(line).unwrap().split_whitespace().nth(9).unwrap().to_owned();
+    assert_eq!(column(0), "BACKING");
+    assert!(column(1).ends_with('%') && column(1).len() >= 3, "{list}");
+}
+
+#[test]
+fn writeback_pages_are_read_back() {
     let serve = Serve::start(&[
         "big=ram,disksize=64M,mem_limit=32M,backing_dev=spill.img,backing_size=64M",
         "plain=ram,disksize=64M",
@@ -94,12 +118,12 @@ fn pages_leave_memory_and_come_back() {
     nbd.write(0, &written);
     assert_eq!(serve.text(&["idle", "big", "3600"]), "big: 0 pages marked\n");
     assert_eq!(serve.text(&["idle", "big", "all"]), "big: 2048 pages marked\n");
-    // A read takes the mark away.
+    // A read clears the idle mark.
     assert_eq!(nbd.read(0, PAGE), &written[..PAGE]);
     let done = serve.json(&["writeback", "big", "idle"]);
     assert_eq!(done["pages"], 2047);
     let blocks = done["blocks"].as_u64().unwrap();
-    // Packed: an object has a bit more than 1 KiB.
+    // The layout is packed, and an object is a bit larger than 1 KiB.
     assert!((512..800).contains(&blocks), "{done}");
 
     let stat = serve.json(&["stat", "big"]);
@@ -123,7 +147,7 @@ fn pages_leave_memory_and_come_back() {
     assert!(stat["bd_stat"]["bd_reads"].as_u64().unwrap() > 0);
     assert_eq!(stat["backing"]["failed_reads"], 0);
 
-    // Other pages by their numbers; the same one twice is one.
+    // Pages chosen by index. An index that is given twice counts once.
     nbd.write(16 << 20, &data(16, 3000));
     let done = serve.json(&["writeback", "big", "page_index=4096", "page_indexes=4096-4099 page_index=4111"]);
     assert_eq!(done["pages"], 5);
@@ -131,13 +155,13 @@ fn pages_leave_memory_and_come_back() {
 
     assert_eq!(stat.get("auto_recompress"), None);
 
-    // Without a backing device there are zeroes, and no section.
+    // Without a backing device the statistics are zeroes, and there is no section.
     assert_eq!(serve.text(&["get", "plain", "bd_stat"]), "0 0 0\n");
     assert_eq!(serve.json(&["stat", "plain"]).get("backing"), None);
 }
 
 #[test]
-fn the_limit_counts_as_in_the_kernel() {
+fn writeback_limit_counts_as_in_the_kernel() {
     let serve = Serve::start(&["r=ram,disksize=64M,backing_dev=spill.img,backing_size=64M,\
                                 compressed_writeback=no,writeback_limit=1002,writeback_limit_enable=1"]);
     let mut nbd = Nbd::connect(&serve, "r");
@@ -165,7 +189,7 @@ fn pages_are_recompressed() {
     let serve = Serve::start(&["r=ram,disksize=64M,recomp_algorithm=zstd;algo=zstd priority=2,\
                                 algorithm_params=priority=1 level=1;priority=2 level=19"]);
     let mut nbd = Nbd::connect(&serve, "r");
-    // Text of few letters: lz4 finds no repetitions, an entropy coder does.
+    // The text has few letters: lz4 finds no repetitions, but an entropy coder compresses it.
     let written: Vec<u8> = data(1024, PAGE).iter().map(|byte| b"etaoinsh"[usize::from(byte & 7)]).collect();
     nbd.write(0, &written);
     let before = serve.json(&["stat", "r"])["mm_stat"]["compr_data_size"].as_u64().unwrap();
@@ -254,7 +278,7 @@ fn attributes_of_the_backing_device() {
         assert_eq!(serve.refused(2, &["set", "big", &format!("{attr}=all")]), sentence);
         assert_eq!(serve.refused(2, &["get", "big", attr]), sentence);
     }
-    // The numbers come as numbers too.
+    // JSON numbers are accepted as well.
     let set = json!({ "name": "big", "attrs": { "writeback_limit": 7, "writeback_limit_enable": 1 } });
     let line = json!({ "jsonrpc": "2.0", "id": 1, "method": "set", "params": set }).to_string();
     let reply = ask(&serve.control(), line.as_bytes());
@@ -262,7 +286,7 @@ fn attributes_of_the_backing_device() {
 }
 
 #[test]
-fn verbs_refuse_what_cannot_be_meant() {
+fn writeback_verbs_refuse_invalid_arguments() {
     let serve = Serve::start(&[
         "big=ram,disksize=64M,backing_dev=spill.img,backing_size=16M,recomp_algorithm=zstd",
         "plain=ram,disksize=64M",
@@ -282,12 +306,12 @@ fn verbs_refuse_what_cannot_be_meant() {
         (
             1,
             &["writeback", "plain", "idle"],
-            "plain: has no backing_dev; it is given when the device is made".into(),
+            "plain: has no backing_dev; set backing_dev when the device is created".into(),
         ),
         (2, &["writeback", "big", "hugeidle"], format!("big: writeback: hugeidle: unknown; {types}")),
         (2, &["writeback", "big", "type="], format!("big: writeback: type=: unknown; {types}")),
         (2, &["writeback", "big", "pages=1"], format!("big: writeback: pages=1: unknown; {types}")),
-        (2, &["writeback", "big", ""], format!("big: writeback: nothing is said; {types}")),
+        (2, &["writeback", "big", ""], format!("big: writeback: no pages selected; {types}")),
         (
             2,
             &["writeback", "big", "idle", "type=huge"],
@@ -371,7 +395,7 @@ fn verbs_refuse_what_cannot_be_meant() {
     assert_eq!(data("idle", &json!({ "name": "big", "which": -1 })), invalid);
     assert_eq!(data("idle", &json!({ "name": "n", "which": 10 })), nothing("EOPNOTSUPP"));
     assert_eq!(data("recompress", &json!({ "name": "big", "type": "incompressible" })), invalid);
-    // What the library says of values that can be meant, but not here.
+    // Values that are valid but not possible for this device: the library's messages.
     for words in
         ["priority=0", "priority=2", "priority=4", "algo=lz4hc", "algo=zstd priority=2", "threshold=4096"]
     {
@@ -381,7 +405,7 @@ fn verbs_refuse_what_cannot_be_meant() {
 }
 
 #[test]
-fn devices_that_cannot_be_backing_are_refused() {
+fn unusable_backing_device_is_refused() {
     let serve = Serve::start(&["big=ram,disksize=64M,backing_dev=new.img,backing_size=16M"]);
     let at = |name: &str| serve.path(name).display().to_string();
     fs::create_dir(serve.path("dir")).unwrap();
@@ -410,7 +434,8 @@ fn devices_that_cannot_be_backing_are_refused() {
     ] {
         assert_eq!(serve.refused(1, &["create", &create(keys)]), format!("x: backing_dev: {sentence}"));
     }
-    // A file that is there is taken, and by one device only. A refused device leaves no name taken.
+    // An existing file is accepted, for one device at a time. A refused device does not keep the
+    // file.
     serve.text(&["create", &create("backing_dev=old.img")]);
     assert_eq!(serve.text(&["get", "x", "backing_size"]), "1048576\n");
     let used = format!("y: backing_dev: {}: is in use by another device or process", at("old.img"));
@@ -419,12 +444,12 @@ fn devices_that_cannot_be_backing_are_refused() {
     assert_eq!(errno(&serve, "create", &json!({ "device": device })).1, json!({ "errno": "EBUSY" }));
     serve.text(&["remove", "x"]);
     serve.text(&["create", "y=ram,disksize=1M,backing_dev=old.img,backing_size=1M"]);
-    // Ours was made without a name, theirs stays.
+    // The own file of `big` has no name; an existing file stays.
     assert_eq!(files_in(serve.dir.path()), [serve.path("old.img")]);
 }
 
 #[test]
-fn a_backing_file_that_is_truncated_costs_only_its_pages() {
+fn truncated_backing_file_loses_only_its_pages() {
     let dir = tempdir().unwrap();
     let image = dir.path().join("old.img");
     fs::write(&image, vec![0; 8 * MIB]).unwrap();
@@ -435,10 +460,10 @@ fn a_backing_file_that_is_truncated_costs_only_its_pages() {
     assert_eq!(serve.json(&["writeback", "r", "page_indexes=0-255"])["pages"], 256);
     fs::File::options().write(true).open(serve.path("old.img")).unwrap().set_len(0).unwrap();
 
-    // EIO, for that page alone.
+    // EIO, for the lost page alone.
     assert_eq!(nbd.ask(0, 0, PAGE, &[]), 5);
     assert_eq!(nbd.read(MIB as u64, MIB), &written[MIB..]);
-    // What cannot be written stays where it is.
+    // A page that cannot be written back stays in memory.
     let failed = serve.refused(1, &["writeback", "r", "page_indexes=256-511"]);
     assert!(failed.starts_with("r: writeback: backing_dev: "), "{failed}");
     assert!(failed.ends_with("; 0 pages were written before, in 0 blocks"), "{failed}");
@@ -448,18 +473,18 @@ fn a_backing_file_that_is_truncated_costs_only_its_pages() {
         backing["failed_reads"].as_u64() > Some(0) && backing["failed_writes"].as_u64() > Some(0),
         "{backing}"
     );
-    // A page that is written anew is whole again.
+    // A page that is written again is readable again.
     nbd.write(0, &written[..PAGE]);
     assert_eq!(nbd.read(0, PAGE), &written[..PAGE]);
 }
 
 #[test]
-fn a_killed_server_leaves_no_backing_file() {
+fn killed_server_leaves_no_backing_file() {
     for signal in [Signal::KILL, Signal::TERM] {
         let serve = Serve::start(&["r=ram,disksize=64M,mem_limit=2M,backing_dev=spill.img,backing_size=32M"]);
         let mut nbd = Nbd::connect(&serve, "r");
         let written = data(2048, 2000);
-        // More than fits: pages go to the file by themselves.
+        // The data is larger than mem_limit, so pages are evicted automatically.
         nbd.write(0, &written);
         let stat = serve.json(&["stat", "r"]);
         assert!(stat["backing"]["spilled_pages"].as_u64().unwrap() > 0, "{stat}");
@@ -471,7 +496,7 @@ fn a_killed_server_leaves_no_backing_file() {
 }
 
 #[test]
-fn a_file_and_the_command_line_take_the_same_keys() {
+fn config_file_takes_backing_device_keys() {
     let dir = tempdir().unwrap();
     let conf = dir.path().join("conf");
     fs::create_dir(&conf).unwrap();
@@ -500,7 +525,7 @@ fn a_file_and_the_command_line_take_the_same_keys() {
 }
 
 #[test]
-fn backing_devices_that_do_not_help_are_warned_of() {
+fn useless_backing_device_is_warned_of() {
     let dir = tempdir().unwrap();
     let warnings = |keys: &str| {
         let mut serve = freestone(dir.path());
@@ -512,9 +537,9 @@ fn backing_devices_that_do_not_help_are_warned_of() {
     assert_eq!(warnings("mem_limit=16M,backing_dev=spill,backing_size=64M"), "");
     let unlimited = warnings("mem_limit=none,backing_dev=spill,backing_size=64M");
     assert!(
-        unlimited.lines().count() == 1 && unlimited.contains("without a mem_limit nothing goes there"),
+        unlimited.lines().count() == 1 && unlimited.contains("without mem_limit, pages are written there"),
         "{unlimited}"
     );
     let memory = warnings("mem_limit=16M,backing_dev=/dev/shm/spill,backing_size=64M");
-    assert!(memory.contains(": lies in memory itself, so it frees none"), "{memory}");
+    assert!(memory.contains(": is itself in memory, so it saves no memory"), "{memory}");
 }

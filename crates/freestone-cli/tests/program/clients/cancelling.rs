@@ -1,4 +1,4 @@
-//! Saves that nobody waits for any more: they end soon, and leave what was there.
+//! Cancelled saves: they end soon and leave existing files as they were.
 
 use std::fs;
 use std::process::{Child, Output, Stdio};
@@ -12,16 +12,16 @@ use crate::harness::{Serve, finish, freestone, sentence};
 
 const LONG: Duration = Duration::from_secs(60);
 const STEP: Duration = Duration::from_millis(20);
-/// A base that takes far longer to read than a test may.
+/// Size of a base that takes far longer to read than a test may.
 const ENDLESS_BYTES: u64 = 1 << 42;
-/// A server and what it may wait for when it ends.
+/// Deadline for the server's shutdown, which includes waiting for its clients.
 const END_MAX: Duration = Duration::from_secs(15);
 
 const SAVE: [&str; 4] = ["save", "f", "f.saved", "--whole-base"];
 const DELTA: [&str; 4] = ["delta", "save", "g", "g.qcow2"];
 
-/// Two forks: `f` of a base without end, `g` of a base that is slow from `slow` on. Both have been
-/// saved.
+/// Starts a server with two forks: `f` of a very large base, and `g` of a base that is slow after
+/// `slow` is set. Both were saved.
 fn start() -> Serve {
     let dir = tempfile::tempdir().unwrap();
     for (name, size) in [("endless.img", ENDLESS_BYTES), ("slow.img", 64 * MIB)] {
@@ -56,7 +56,7 @@ fn names(serve: &Serve) -> Vec<String> {
     names
 }
 
-/// A client whose verb is under way.
+/// Starts a client and waits until its verb is running.
 fn begin(serve: &Serve, args: &[&str], device: &str) -> Child {
     let mut client = freestone(serve.dir.path());
     client.args(args).arg("--control").arg(serve.path("control"));
@@ -78,20 +78,21 @@ fn signal(client: &Child, signal: Signal) {
 }
 
 #[test]
-fn a_client_that_goes_away_takes_its_verb_along() {
+fn save_is_cancelled_if_its_client_ends() {
     let serve = start();
     let before = names(&serve);
     for (args, device, file) in [(SAVE, "f", "f.saved"), (DELTA, "g", "g.qcow2")] {
         let old = fs::read(serve.path(file)).unwrap();
         let client = begin(&serve, &args, device);
-        // Not SIGINT, which a shell has its background jobs ignore, and they their children.
+        // Not SIGINT: a shell starts background jobs with SIGINT ignored, and their children
+        // inherit this.
         signal(&client, Signal::TERM);
         assert_eq!(client.wait_with_output().unwrap().status.code(), None, "it ends by the signal");
         eventually("the verb has ended", || serve.json(&["stat", device]).get("progress").is_none());
         assert_eq!(fs::read(serve.path(file)).unwrap(), old);
         assert_eq!(names(&serve), before);
     }
-    // A client that only closes its sending side waits for the answer.
+    // A client that only shuts down its sending side waits for the reply.
     let stream = serve.control();
     let file = serve.path("g.qcow2");
     let line = format!(
@@ -106,23 +107,23 @@ fn a_client_that_goes_away_takes_its_verb_along() {
 }
 
 #[test]
-fn the_end_of_the_server_cancels_a_save() {
+fn save_is_cancelled_by_server_shutdown() {
     for (args, device, file) in [(SAVE, "f", "f.saved"), (DELTA, "g", "g.qcow2")] {
         let serve = start();
         let old = fs::read(serve.path(file)).unwrap();
         let mut before = names(&serve);
         before.retain(|name| name != "nbd" && name != "control");
         let client = begin(&serve, &args, device);
-        let told = Instant::now();
+        let signalled = Instant::now();
         serve.signal(Signal::TERM);
         let Output { status, stderr, .. } = client.wait_with_output().unwrap();
-        let said = sentence(&String::from_utf8(stderr).unwrap());
+        let message = sentence(&String::from_utf8(stderr).unwrap());
         let (code, dir) = serve.wait();
-        assert!(told.elapsed() < END_MAX, "it took {:?}", told.elapsed());
-        assert_eq!((code, status.code()), (Some(0), Some(1)), "{said}");
+        assert!(signalled.elapsed() < END_MAX, "it took {:?}", signalled.elapsed());
+        assert_eq!((code, status.code()), (Some(0), Some(1)), "{message}");
         let at = dir.path().join(file);
-        let why = format!("cancelled, because the server is ending; {} is as it was", at.display());
-        assert!(said.starts_with(device) && said.ends_with(&why), "{said}");
+        let why = format!("cancelled: the server is shutting down; {} is unchanged", at.display());
+        assert!(message.starts_with(device) && message.ends_with(&why), "{message}");
         assert_eq!(fs::read(at).unwrap(), old);
         let rows = fs::read_dir(dir.path()).unwrap();
         let mut after: Vec<_> = rows.map(|row| row.unwrap().file_name().into_string().unwrap()).collect();
@@ -132,7 +133,7 @@ fn the_end_of_the_server_cancels_a_save() {
 }
 
 #[test]
-fn a_killed_server_leaves_nothing_and_what_was_left_is_told() {
+fn save_reports_temporary_files_of_killed_server() {
     let serve = start();
     let mut before = names(&serve);
     let clients = [begin(&serve, &SAVE, "f"), begin(&serve, &DELTA, "g")];
@@ -141,18 +142,21 @@ fn a_killed_server_leaves_nothing_and_what_was_left_is_told() {
     for client in clients {
         assert_eq!(client.wait_with_output().unwrap().status.code(), Some(1));
     }
-    // A file system without nameless files would leave one.
+    // A temporary file like this remains on file systems without O_TMPFILE.
     let left = dir.path().join(".freestone-save-abc.tmp");
     fs::write(&left, "half").unwrap();
     before.push(".freestone-save-abc.tmp".into());
     before.sort();
     let run = ["serve", "d=file,path=slow.img,readonly=yes", "--run", "true"];
     let (code, _, logged) = finish(freestone(dir.path()).args(run));
-    assert!(code == 0 && logged.contains(".freestone-save-abc.tmp: was left behind by a save"), "{logged}");
+    assert!(
+        code == 0 && logged.contains(".freestone-save-abc.tmp: was left by an interrupted save"),
+        "{logged}"
+    );
     let serve = Serve::start_in(dir, &["r=ram,disksize=1M"], true);
     assert_eq!(names(&serve), before);
-    let told = format!("{}: was left behind by a save that did not end; it can be removed\n", left.display());
-    assert!(serve.text(&["save", "r", "r.saved"]).starts_with(&told));
+    let expected = format!("{}: was left by an interrupted save; it can be removed\n", left.display());
+    assert!(serve.text(&["save", "r", "r.saved"]).starts_with(&expected));
     assert_eq!(serve.json(&["save", "r", "r.saved"])["left_behind"][0], left.display().to_string());
     fs::remove_file(&left).unwrap();
     assert!(!serve.text(&["save", "r", "r.saved"]).contains("left behind"));

@@ -1,4 +1,4 @@
-//! nbdcopy: whole images in and out.
+//! nbdcopy: whole images to exports and back.
 
 use std::fs;
 use std::path::Path;
@@ -7,10 +7,10 @@ use crate::clients::tools::{MIB, allocated, ok, sha256, stat, tool, uri};
 use crate::clients::tree::{check, ext4_image};
 use crate::harness::Serve;
 
-/// What file systems and block sizes may add to the allocation of a sparse copy.
+/// Allocation that file systems and block sizes may add to a sparse copy.
 const SLACK_BYTES: u64 = 4 * MIB;
 
-/// `copy` is the image `original`: content, soundness, holes.
+/// Checks that `copy` equals the image `original`: content, file system, holes.
 #[track_caller]
 fn same_image(original: &Path, copy: &Path) {
     assert_eq!(sha256(original), sha256(copy));
@@ -20,7 +20,7 @@ fn same_image(original: &Path, copy: &Path) {
 }
 
 #[test]
-fn a_file_system_goes_in_and_out() {
+fn file_system_image_is_copied_in_and_out() {
     const SIZE: u64 = 96 * MIB;
     let dir = tempfile::tempdir().unwrap();
     let image = ext4_image(dir.path(), 32 * MIB, SIZE);
@@ -43,7 +43,7 @@ fn a_file_system_goes_in_and_out() {
     let tcp = server["addresses"].as_array().unwrap().iter().find_map(|a| a.as_str()?.strip_prefix("tcp:"));
     let tcp = |export: &str| format!("nbd://{}/{export}", tcp.unwrap());
 
-    // One connection.
+    // A single connection.
     ok(tool("nbdcopy").args(["--connections=1", "--synchronous"]).arg(&image).arg(uri(&serve, "ram0")));
     let stored = stat(&serve, "ram0", "mm_stat", "orig_data_size");
     assert!(stored <= sparse, "holes are stored: {stored} bytes of {sparse}");
@@ -54,7 +54,7 @@ fn a_file_system_goes_in_and_out() {
     same_image(&image, &out);
     fs::remove_file(&out).unwrap();
 
-    // Several, from one export to the other over TCP, and out of that one.
+    // Several connections: from one export to the other over TCP, then to a file.
     let several = ["--connections=4", "--threads=2", "--requests=32"];
     ok(tool("nbdcopy").args(several).arg(uri(&serve, "ram0")).arg(tcp("ram1")));
     assert!(stat(&serve, "ram1", "mm_stat", "orig_data_size") <= sparse);
@@ -62,7 +62,7 @@ fn a_file_system_goes_in_and_out() {
     same_image(&image, &out);
     fs::remove_file(&out).unwrap();
 
-    // Over data that is there already: what the image has no data for must be wiped.
+    // Over existing data: where the image has holes, the data must be wiped.
     ok(tool("qemu-io").args(["-f", "raw", "-c", "write -P 170 0 96M"]).arg(tcp("ram2")));
     ok(tool("nbdcopy").args(several).arg(&image).arg(tcp("ram2")));
     assert!(stat(&serve, "ram2", "mm_stat", "orig_data_size") <= sparse);
@@ -71,7 +71,7 @@ fn a_file_system_goes_in_and_out() {
 }
 
 #[test]
-fn an_image_file_is_served_and_keeps_its_holes() {
+fn image_file_keeps_its_holes() {
     let dir = tempfile::tempdir().unwrap();
     let image = ext4_image(dir.path(), 16 * MIB, 64 * MIB);
     let (target, out) = (dir.path().join("target"), dir.path().join("out"));
@@ -83,7 +83,7 @@ fn an_image_file_is_served_and_keeps_its_holes() {
     ok(tool("nbdcopy").arg("--connections=2").arg(uri(&serve, "golden")).arg(uri(&serve, "copy")));
     ok(tool("nbdcopy").arg(uri(&serve, "copy")).arg(&out));
     same_image(&image, &out);
-    // What the device wrote is in the file, at the latest when the server has ended.
+    // The file has all data after the server has ended.
     serve.signal(rustix::process::Signal::TERM);
     assert_eq!(serve.wait().0, Some(0));
     same_image(&image, &target);

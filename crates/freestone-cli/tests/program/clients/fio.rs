@@ -1,4 +1,4 @@
-//! fio: many requests at a time, verified.
+//! fio: many requests in flight, with verification.
 
 use std::process::Command;
 
@@ -11,12 +11,12 @@ fn fio(serve: &Serve, export: &str, args: &[&str]) -> Command {
     let mut command = tool("fio");
     command.args(["--name=job", "--ioengine=nbd", "--thread", "--group_reporting"]);
     command.arg(format!("--uri={}", uri(serve, export))).args(args);
-    // It writes files about its state where it is started.
+    // fio writes state files to its working directory.
     command.current_dir(serve.dir.path());
     command
 }
 
-/// Bytes that all jobs together moved.
+/// Bytes that all jobs together read, wrote and trimmed.
 #[derive(Debug, Default)]
 struct Moved {
     read: u64,
@@ -27,10 +27,10 @@ struct Moved {
 /// Runs fio, which must find no error.
 #[track_caller]
 fn run(command: &mut Command) -> Moved {
-    let said = ok(command.arg("--output-format=json"));
-    // Its NBD engine talks on stdout too.
-    let report = &said[said.find("\n{").unwrap_or_else(|| panic!("no report: {said}"))..];
-    let report: Value = serde_json::from_str(report).unwrap_or_else(|e| panic!("{e}: {said}"));
+    let printed = ok(command.arg("--output-format=json"));
+    // fio's NBD engine prints to stdout as well.
+    let report = &printed[printed.find("\n{").unwrap_or_else(|| panic!("no report: {printed}"))..];
+    let report: Value = serde_json::from_str(report).unwrap_or_else(|e| panic!("{e}: {printed}"));
     let mut moved = Moved::default();
     for job in report["jobs"].as_array().unwrap() {
         assert_eq!(job["error"], 0, "{job}");
@@ -52,7 +52,7 @@ fn four_jobs_verify() {
     let serve = Serve::start(&["ram0=ram,disksize=64M", "ram1=ram,disksize=64M,comp_algorithm=zstd"]);
     let mix = ["--rw=randrw", "--bsrange=512-64k", "--bs_unaligned=0", "--blockalign=512"];
     let Moved { read, written, .. } = run(fio(&serve, "ram0", &VERIFY).args(FOUR).args(mix));
-    // Half of the accesses write; all that is written is read again.
+    // Half of the requests write, and all written data is read again.
     assert!(written > 16 * MIB && read > written, "{read} read, {written} written");
     let Moved { written, .. } =
         run(fio(&serve, "ram1", &VERIFY).args(FOUR).args(["--rw=randwrite", "--bs=4k"]));
@@ -73,7 +73,7 @@ fn trims_between_writes() {
     let Moved { trimmed, written, .. } = run(fio(&serve, "ram0", &FOUR).args(["--rw=trimwrite", "--bs=4k"]));
     assert_eq!((trimmed, written), (64 * MIB, 64 * MIB));
     assert_eq!(stat(&serve, "ram0", "mm_stat", "orig_data_size"), 64 * MIB);
-    // A second job trims one half of the device while the first verifies the other.
+    // One job trims one half of the device while the other job verifies the other half.
     let verified = ["--size=32M", "--iodepth=16", "--rw=randrw", "--bs=4k"];
     let trimmed = ["--name=trim", "--ioengine=nbd", "--thread", "--offset=32M", "--size=32M", "--loops=4"];
     let mut both = fio(&serve, "ram0", &VERIFY);
@@ -104,7 +104,7 @@ fn zeroes_and_compressible_data() {
     assert_eq!((stored, stat(&serve, "ram0", "mm_stat", "same_pages")), (64 * MIB, 0));
     // 40 % of each page is noise.
     assert!((stored * 35 / 100..stored * 50 / 100).contains(&compressed), "{compressed} of {stored}");
-    // Verified, on top of it.
+    // Verified writes over the existing data.
     run(fio(&serve, "ram0", &VERIFY).args(FOUR).args(data).args(["--rw=randrw", "--bs=8k"]));
 }
 

@@ -1,5 +1,5 @@
-//! Forks as CI machines use them: many disks over one image, rewound and thrown away; and one for
-//! every connection.
+//! Forks as CI machines use them: many disks over one image, rewound and removed; and a fork for
+//! each connection of a template.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -11,11 +11,12 @@ use serde_json::json;
 use crate::clients::tools::{MIB, fails, json as run_json, noise, ok, qemu_io, tool, uri};
 use crate::harness::{Serve, connect_nbd};
 
-/// How long the end of a connection may take to be seen, on a machine that does much else.
+/// Deadline for the server to see that a connection closed, on a busy machine.
 const SEEN_MAX: Duration = Duration::from_secs(20);
 const STEP: Duration = Duration::from_millis(20);
 
-/// A server with a base of 16 MiB: 4 MiB of noise, the rest a hole; and the image's path.
+/// Starts a server with a base of 16 MiB: 4 MiB of noise, the rest a hole. Returns also the path of
+/// the image.
 fn with_base(more: &[&str]) -> (Serve, std::path::PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let image = dir.path().join("golden.img");
@@ -31,14 +32,14 @@ fn socket(serve: &Serve, name: &str) -> String {
     format!("nbd+unix:///?socket={}", serve.path(name).display())
 }
 
-/// Whether an export has the content of a file, byte for byte.
+/// Checks that an export has the content of a file.
 #[track_caller]
-fn is_as(uri: &str, file: &std::path::Path) {
+fn assert_content(uri: &str, file: &std::path::Path) {
     ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", "raw", uri]).arg(file));
 }
 
 #[test]
-fn a_ci_machine() {
+fn forks_of_a_ci_machine() {
     const FORKS: usize = 100;
     let (serve, image) = with_base(&[]);
     let made = serve.json(&["fork", "golden", "job-%n", "--count", "100", "--nbd", "unix:job-%n.sock"]);
@@ -48,21 +49,21 @@ fn a_ci_machine() {
     assert_eq!(made[7]["exports"][0]["default"], true);
     assert_eq!(serve.json(&["list"])["devices"].as_array().unwrap().len(), FORKS + 1);
 
-    // Each tenant writes its own, and sees nothing of others.
+    // Each client sees its own writes and no other's.
     for number in [0, 7, 99] {
         let job = socket(&serve, &format!("job-{number}.sock"));
-        is_as(&job, &image);
+        assert_content(&job, &image);
         qemu_io(&job, &[&format!("write -P {} 1M 2M", number + 1), "discard 3M 1M", "write -P 9 12345k 512"]);
         qemu_io(&job, &[&format!("read -P {} 1M 2M", number + 1), "read -P 0 3M 1M", "read -P 9 12345k 512"]);
     }
-    is_as(&socket(&serve, "job-1.sock"), &image);
+    assert_content(&socket(&serve, "job-1.sock"), &image);
     fails(
         tool("qemu-img")
             .args(["compare", "-f", "raw", "-F", "raw", &socket(&serve, "job-7.sock")])
             .arg(&image),
     );
 
-    // What is its own, as a client sees it and as the statistics have it.
+    // The changed pages, as a client and the statistics report them.
     let map =
         run_json(tool("nbdinfo").args(["--json", "--map=freestone:changed", &socket(&serve, "job-7.sock")]));
     let own: u64 = map
@@ -72,7 +73,7 @@ fn a_ci_machine() {
         .filter(|row| row["type"] == 1)
         .map(|row| row["length"].as_u64().unwrap())
         .sum();
-    // Two MiB written, one discarded, and a page.
+    // 2 MiB written, 1 MiB discarded, and one page.
     assert_eq!(own, 3 * MIB + 4096);
     assert_eq!(map[0], json!({"offset": 0, "length": MIB, "type": 0}));
     let stat = serve.json(&["stat", "job-7"]);
@@ -80,19 +81,20 @@ fn a_ci_machine() {
     assert_eq!((&stat["base"], &stat["family"]["mem_limit"]), (&json!("golden"), &json!(256 * MIB)));
     assert_eq!(serve.json(&["get", "golden", "family"])["family"]["layers"].as_u64(), Some(FORKS as u64));
 
-    // Back, and as new.
+    // A rewind discards the fork's changes.
     let connected = UnixStream::connect(serve.path("job-7.sock")).map(|mut stream| {
         connect_nbd(&mut stream, "job-7");
         stream
     });
-    assert_eq!(serve.refused(1, &["rewind", "job-7"]), "job-7: a client is connected; --force goes ahead");
+    let busy = serve.refused(1, &["rewind", "job-7"]);
+    assert!(busy.starts_with("job-7: 1 connection of "), "{busy}");
     assert_eq!(serve.text(&["rewind", "job-7", "--force"]), "");
     drop(connected);
-    is_as(&socket(&serve, "job-7.sock"), &image);
+    assert_content(&socket(&serve, "job-7.sock"), &image);
     assert_eq!(serve.json(&["stat", "job-7"])["over_stat"]["own_bytes"], 0);
     qemu_io(&socket(&serve, "job-99.sock"), &["read -P 100 1M 2M"]);
 
-    // Thrown away.
+    // The forks and their base are removed.
     assert_eq!(
         serve.refused(1, &["remove", "golden"]),
         "golden: cannot be removed: job-0, job-1, job-2 and 97 more stand on it"
@@ -106,9 +108,9 @@ fn a_ci_machine() {
 }
 
 #[test]
-fn settings_of_forks() {
+fn fork_settings_apply() {
     let (serve, image) = with_base(&["vm=fork,base=golden,size=32M", "off=fork,base=golden,publish=no"]);
-    // Published on the addresses of the command line, as any device there.
+    // Published at the addresses of the command line, as by default.
     let vm = uri(&serve, "vm");
     qemu_io(&vm, &["read -P 0 16M 16M", "write -P 5 31M 1M", "read -P 5 31M 1M"]);
     assert_eq!(serve.json(&["list", "off"])["devices"][0]["exports"], json!([]));
@@ -119,7 +121,7 @@ fn settings_of_forks() {
         (&get["mem_limit"], &get["mem_min"], &get["base"]),
         (&json!(MIB), &json!(MIB / 2), &json!("golden"))
     );
-    // Its own cap, and nobody else's.
+    // A limit of one fork does not limit the others.
     fs::write(serve.path("noise"), noise(2, 4 * MIB)).unwrap();
     let copy = |to: &str| {
         let mut copy = tool("qemu-img");
@@ -138,16 +140,16 @@ fn settings_of_forks() {
     let left = "small: mem_limit=none mem_min=300M: the family's mem_limit has 256M left for guarantees";
     assert_eq!(serve.refused(1, &["set", "small", "mem_limit=none", "mem_min=300M"]), left);
     assert_eq!(serve.json(&["get", "small", "mem_limit"]), json!({"mem_limit": 8 * MIB}));
-    // The family's are set at the base.
+    // The limit of the whole family is set at the base.
     assert_eq!(serve.text(&["set", "golden", "mem_limit=128M"]), "mem_limit=134217728\n");
     assert_eq!(serve.json(&["stat", "vm"])["family"]["mem_limit"], 128 * MIB);
 
-    // A reset fork is as its base, too.
+    // A reset fork has the content of its base.
     serve.text(&["reset", "small", "--force"]);
-    is_as(&socket(&serve, "small"), &image);
+    assert_content(&socket(&serve, "small"), &image);
     assert_eq!(serve.json(&["get", "small", "io_stat"])["io_stat"]["failed_writes"], 0);
 
-    // Asked for again.
+    // Creating the same fork twice.
     let again = ["fork", "golden", "small", "mem_limit=1M", "mem_min=512K", "--nbd", "unix:small"];
     assert_eq!(serve.refused(1, &again), "small: a device of that name exists");
     let made = serve.json(&[&again[..], &["--if-absent"]].concat());
@@ -160,7 +162,7 @@ fn settings_of_forks() {
     assert_eq!(serve.json(&["create", "off=fork,base=golden,publish=no", "--if-absent"])["created"], false);
     assert_eq!(serve.json(&["create", "new=fork,base=golden", "--if-absent"])["created"], true);
 
-    // All or nothing.
+    // A failure creates none of the forks.
     serve.text(&["create", "many-3=null,size=1M"]);
     let many = ["fork", "golden", "many", "--count", "5", "--nbd", "unix:many-%n.sock"];
     assert_eq!(serve.refused(1, &many), "many-3: a device of that name exists");
@@ -169,14 +171,14 @@ fn settings_of_forks() {
 }
 
 #[test]
-fn what_is_no_base_is_told() {
+fn unusable_base_of_fork_is_refused() {
     let (serve, _) = with_base(&["ram0=ram,disksize=16M", "n=null,size=1M"]);
     assert_eq!(
         serve.refused(1, &["fork", "ram0", "f"]),
         "f: base=ram0: is live; take a snapshot and fork that: freestone snapshot ram0 NAME"
     );
     assert_eq!(serve.refused(1, &["fork", "goldne", "f"]), "f: base=goldne: there is no such device (yet)");
-    assert_eq!(serve.refused(1, &["fork", "n", "f"]), "f: base=n: a null device is no base");
+    assert_eq!(serve.refused(1, &["fork", "n", "f"]), "f: base=n: a null device cannot be a base");
     let unit = "(K, M, G and T are known, 1024-based)";
     for (args, sentence) in [
         (&["fork", "golden", "f", "size=20"][..], format!("f: size=20: give a unit; 20M? {unit}")),
@@ -185,13 +187,13 @@ fn what_is_no_base_is_told() {
         (&["fork", "golden", "f", "size"], "f: fork: size: a value is missing; write size=VALUE".into()),
         (&["fork", "golden", "f", "size=1G", "size=2G"], "f: fork: size: given twice".into()),
         (&["fork", "golden", "f", "--count", "0"], "f: fork: count=0: must be a number from 1 to 65536".into()),
-        (&["fork", "golden", "f-%n"], "f-%n: fork: %n is for --count".into()),
+        (&["fork", "golden", "f-%n"], "f-%n: fork: %n is only for --count".into()),
         (&["fork", "golden", "a//b"], "\"a//b\": a device name is 1 to 255 bytes of printable characters without '=', ',' or blanks, and '/' only between others".into()),
         (&["publish", "golden", "--nbd", "unix:x", "--ttl", "1"], "golden: publish: ttl=1: only with --template".into()),
-        (&["publish", "golden", "x", "--nbd", "unix:x"], "golden: publish: x: a name of its own is for --template".into()),
+        (&["publish", "golden", "x", "--nbd", "unix:x"], "golden: publish: x: an export name is only for --template".into()),
         (&["snapshot", "ram0,golden", "a"], "a: snapshot: 2 origins and 1 names; one for each is needed".into()),
         (&["snapshot", "ram0", "a", "cwo=x"], "a: snapshot: unknown key \"cwo\"; cow?; the keys are cow, cow_size, store, chunk_size, readonly, discard_zeroes_cow, discard_passdown_origin, force, merge, tls_clients".into()),
-        (&["merge", "ram0"], "ram0: merge: overwrites the origin with what the snapshot holds; say so with --into-origin".into()),
+        (&["merge", "ram0"], "ram0: merge: overwrites the origin with the content of the snapshot; confirm with --into-origin".into()),
     ] {
         assert_eq!(serve.refused(2, args), sentence, "{args:?}");
     }
@@ -208,12 +210,15 @@ fn what_is_no_base_is_told() {
             &["rewind", "ram0"],
             "ram0: a ram device has no base; `freestone reset ram0` wipes it, --to goes to a snapshot of it",
         ),
-        (&["rewind", "golden"], "golden: a file device is not rewound; only forks are"),
+        (&["rewind", "golden"], "golden: a file device cannot be rewound; only forks can"),
         (&["snapshot", "golden", "s"], "s: origin=golden: is read-only, so it does not change; fork it"),
-        (&["merge", "ram0", "--into-origin"], "ram0: merge: a ram device is no snapshot of a file"),
+        (
+            &["merge", "ram0", "--into-origin"],
+            "ram0: merge: a ram device is not a snapshot with a COW device",
+        ),
         (
             &["delta", "show", "ram0"],
-            "ram0: delta show: a ram device holds nothing over a base; forks and snapshots do",
+            "ram0: delta show: a ram device has no changes over a base; forks and snapshots have",
         ),
         (
             &["publish", "ram0", "--template", "--nbd", "unix:x"],
@@ -228,16 +233,16 @@ fn what_is_no_base_is_told() {
 }
 
 #[test]
-fn a_fork_for_every_connection() {
+fn template_makes_a_fork_for_each_connection() {
     let (serve, image) = with_base(&[]);
-    let said = serve.text(&["fork", "golden", "ci", "--template", "--nbd", "unix:ci"]);
+    let output = serve.text(&["fork", "golden", "ci", "--template", "--nbd", "unix:ci"]);
     let ci = socket(&serve, "ci");
-    assert!(said.starts_with("ci: template of golden, 16M, nbd+unix:///ci?socket="), "{said}");
-    // Each connection has its own; the second sees nothing of the first.
+    assert!(output.starts_with("ci: template of golden, 16M, nbd+unix:///ci?socket="), "{output}");
+    // Each connection has its own fork; the second does not see writes of the first.
     qemu_io(&ci, &["write -P 7 0 1M", "read -P 7 0 1M"]);
-    is_as(&ci, &image);
+    assert_content(&ci, &image);
 
-    // While they live they are devices like others.
+    // The forks of open connections are listed like other devices.
     let connect = || {
         let mut stream = UnixStream::connect(serve.path("ci")).unwrap();
         assert_eq!(connect_nbd(&mut stream, ""), 16 * MIB);
@@ -260,18 +265,15 @@ fn a_fork_for_every_connection() {
     assert_eq!(serve.json(&["stat", &name])["over_stat"]["own_bytes"], 0);
     assert_eq!(
         serve.refused(1, &["remove", &name, "--force"]),
-        format!("{name}: belongs to a connection to the template ci, and goes with it")
+        format!("{name}: belongs to a connection to the template ci, and is removed with it")
     );
-    assert_eq!(
-        serve.refused(1, &["rewind", &name]),
-        format!("{name}: a client is connected; --force goes ahead")
-    );
+    assert_eq!(serve.text(&["rewind", &name]), "", "it holds nothing");
     let users =
         format!("golden: cannot be removed: ci, {name}, {} stand on it", there[1]["name"].as_str().unwrap());
     assert_eq!(serve.refused(1, &["remove", "golden", "--force"]), users);
     drop(first);
     wait_for(1);
-    // With the template its connections end.
+    // Removing the template ends its connections.
     assert_eq!(serve.refused(1, &["remove", "ci"]), "ci: a client is connected; --force goes ahead");
     assert_eq!(serve.json(&["remove", "ci", "--force"])["connections_ended"], 1);
     wait_for(0);
@@ -279,7 +281,7 @@ fn a_fork_for_every_connection() {
     assert!(!serve.path("ci").exists());
     assert_eq!(serve.json(&["get", "golden", "family"])["family"]["charged_bytes"], 0);
 
-    // The other way to say it, with an end.
+    // `publish --template`, with a time to live.
     let uri = serve.json(&["publish", "golden", "--template", "--ttl", "1", "--nbd", "unix:short"]);
     assert_eq!(uri["name"], "golden-fork");
     let mut stream = UnixStream::connect(serve.path("short")).unwrap();
@@ -294,7 +296,7 @@ fn a_fork_for_every_connection() {
 }
 
 #[test]
-fn a_killed_server_leaves_no_files_of_forks() {
+fn killed_server_leaves_no_files_of_forks() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden.img"), noise(1, MIB)).unwrap();
     let base = "golden=file,path=golden.img,readonly=yes,mem_limit=1M,backing_dev=spill,backing_size=64M";
@@ -311,14 +313,14 @@ fn a_killed_server_leaves_no_files_of_forks() {
     assert_eq!(code, None);
     let mut left: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     left.sort();
-    // Sockets cannot go with a process; everything that holds data does.
+    // SIGKILL leaves the sockets, but no files with data.
     assert_eq!(left, ["control", "golden.img", "job", "nbd", "noise"]);
 }
 
-/// Creating and exporting the thousandth must not take longer than the first; generous, as other
-/// tests run beside.
+/// Creating and exporting the thousandth fork must not take longer than the first. The factor is
+/// generous, because other tests run at the same time.
 #[test]
-fn a_thousand_forks_on_sockets_of_their_own() {
+fn thousand_forks_with_own_sockets_scale() {
     const FORKS: usize = 1000;
     const FACTOR_MAX: u32 = 4;
     let (serve, _) = with_base(&[]);
@@ -361,10 +363,10 @@ fn a_thousand_forks_on_sockets_of_their_own() {
     assert_eq!(serve.json(&["get", "golden", "family"])["family"]["charged_bytes"], 0);
 }
 
-/// A fork has its base's size to the byte, whatever the base is, and so have its snapshots, their
-/// forks, its delta and its save: the backup header of a GPT lies in the last sector.
+/// A fork has exactly the size of its base, and so have its snapshots, their forks, its delta and
+/// its save. The backup header of a GPT lies in the last sector.
 #[test]
-fn a_fork_is_as_large_as_its_base() {
+fn fork_has_the_exact_size_of_its_base() {
     const TINY: u64 = 1536;
     const SIZE: u64 = MIB + 1536;
     let dir = tempfile::tempdir().unwrap();
@@ -392,7 +394,7 @@ fn a_fork_is_as_large_as_its_base() {
     let size_of = |format: &str, what: &str| {
         run_json(tool("qemu-img").args(["info", "-f", format, "--output=json", what]))["virtual-size"].clone()
     };
-    // To qemu-img zeroes that only one has are no difference.
+    // qemu-img treats trailing zeroes of the longer image as equal.
     let same = |one: &str, (format, other): (&str, &str)| {
         ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", format, one, other]));
         assert_eq!(size_of("raw", one), size_of(format, other), "{one} {other}");
@@ -409,13 +411,13 @@ fn a_fork_is_as_large_as_its_base() {
         let info = run_json(tool("nbdinfo").args(["--json", &disk]));
         assert_eq!(info["exports"][0]["block_size_minimum"], 1, "{info}");
         same(&disk, ("raw", &path(image)));
-        // Its snapshots, and their forks.
+        // Snapshots of the fork, and forks of these.
         let (kept, second) = (format!("{fork}-kept"), format!("{fork}-second"));
         serve.text(&["snapshot", fork, &kept]);
         serve.text(&["fork", &kept, &second, "--nbd", &nbd]);
         serve.text(&["publish", &kept, "--nbd", &nbd]);
         same(&uri(&serve, &kept), ("raw", &path(image)));
-        // The last sector is written, the last page is trimmed and written again.
+        // Writes the last sector, trims the last page, and writes it again.
         let last = size - 512;
         let page = size / 4096 * 4096;
         for name in [fork, &second] {
@@ -432,7 +434,7 @@ fn a_fork_is_as_large_as_its_base() {
         }
         same(&uri(&serve, &second), ("raw", &disk));
         same(&uri(&serve, &kept), ("raw", &path(image)));
-        // An overlay of that size.
+        // An overlay of the same size.
         let overlay = path(&format!("{fork}.qcow2"));
         serve.text(&["delta", "save", fork, &overlay]);
         let info = run_json(tool("qemu-img").args(["info", "--output=json", &overlay]));
@@ -447,14 +449,14 @@ fn a_fork_is_as_large_as_its_base() {
         serve.text(&["fork", fork.trim_start_matches("on-"), &applied, "--nbd", &nbd]);
         serve.text(&["delta", "apply", &applied, &overlay]);
         same(&uri(&serve, &applied), ("qcow2", &overlay));
-        // Saved and restored.
+        // The fork saved and restored.
         serve.text(&["save", fork, &path("saved")]);
         serve.text(&["remove", &applied, "--force"]);
         let again = format!("{fork}-again");
         serve.text(&["restore", &path("saved"), &again]);
         serve.text(&["publish", &again, "--nbd", &nbd]);
         same(&uri(&serve, &again), ("raw", &disk));
-        // Grown, it goes on with zeroes.
+        // A fork that was grown reads as zeroes beyond its base.
         serve.text(&["set", &second, "disksize=2M"]);
         let second = uri(&serve, &second);
         assert_eq!(ok(tool("nbdinfo").args(["--size", &second])).trim(), (2 * MIB).to_string());
@@ -463,7 +465,7 @@ fn a_fork_is_as_large_as_its_base() {
 }
 
 #[test]
-fn a_disk_goes_back_to_its_snapshots() {
+fn disk_rewinds_to_its_snapshots() {
     let serve = Serve::start(&["r=ram,disksize=4M,mem_limit=64M,faults=none", "q=ram,disksize=4M"]);
     let disk = uri(&serve, "r");
     qemu_io(&disk, &["write -P 1 0 1M"]);
@@ -482,15 +484,16 @@ fn a_disk_goes_back_to_its_snapshots() {
         (&json!("fork"), &json!("r-1"), &json!(4 * MIB))
     );
     assert_eq!((&row["exports"][0]["default"], &row["exports"][0]["uri"]), (&json!(true), &json!(disk)));
-    // What else was set stays, and so does the name's family.
+    // Other settings stay, and so does the family.
     assert_eq!(serve.json(&["get", "r"])["faults"], "read error=EIO at=2M+4K");
     assert_eq!(serve.json(&["stat", "r"])["family"]["mem_limit"], 64 * MIB);
-    // From now on that is its base.
+    // The snapshot is now the base of the disk.
     qemu_io(&disk, &["write -P 5 0 64k"]);
     serve.text(&["rewind", "r"]);
     qemu_io(&disk, &first);
 
-    // The other one, which was taken of the disk as it was then; clients do not see it change.
+    // Back to the other snapshot, which was taken earlier. Connected clients refuse the rewind, or
+    // --force ends their connections.
     let mut client = UnixStream::connect(serve.path("nbd")).unwrap();
     connect_nbd(&mut client, "r");
     let busy = serve.refused(1, &["rewind", "r", "--to", "r-2"]);
@@ -500,11 +503,11 @@ fn a_disk_goes_back_to_its_snapshots() {
     qemu_io(&disk, &["read -P 2 0 64k", "read -P 1 64k 64k", "read -P 3 3M 64k"]);
 
     assert_eq!(serve.refused(1, &["remove", "r-2"]), "r-2: cannot be removed: r stands on it");
-    assert_eq!(serve.refused(1, &["rewind", "q", "--to", "r-2"]), "q: to=r-2: is no snapshot of it");
-    assert_eq!(serve.refused(1, &["rewind", "r", "--to", "q"]), "r: to=q: is no snapshot of it");
+    assert_eq!(serve.refused(1, &["rewind", "q", "--to", "r-2"]), "q: to=r-2: is not a snapshot of it");
+    assert_eq!(serve.refused(1, &["rewind", "r", "--to", "q"]), "r: to=q: is not a snapshot of it");
     let snapshot = serve.refused(1, &["rewind", "r-1", "--to", "r-2"]);
     assert_eq!(snapshot, "r-1: to=r-2: only a ram device or fork goes back to a snapshot of it");
-    // Nothing hangs on what is not used any more; what does goes first.
+    // The pattern removes dependent devices first.
     serve.text(&["remove", "r-1"]);
     serve.text(&["remove", "*"]);
     assert_eq!(serve.json(&["list"])["devices"], json!([]));

@@ -1,4 +1,4 @@
-//! What is said of a device that fails its clients, and what a RAM disk does that is full.
+//! Full RAM disks, and log lines and counters of failed requests.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt as _;
@@ -15,11 +15,11 @@ use crate::harness::Serve;
 const PAGE: u64 = 4 * KIB;
 const TRIM: u16 = 4;
 const ENOSPC: u32 = 28;
-/// A disk with room for 1M of noise, in which writes wait for more than the test does.
+/// A disk with 1 MiB for noise, in which writes wait longer than the test runs.
 const WAITING: &str = "small=ram,disksize=64M,mem_limit=1M,full=wait,full_timeout=3600";
-/// What is not there by then has failed; on a slow machine, too.
+/// Deadline for any event, also on a slow machine.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// What waits for nothing takes less: the grace of connections that do not end is 5 s.
+/// Limit for operations that must not wait, below the grace period of 5 s for open connections.
 const AT_ONCE: Duration = Duration::from_secs(4);
 
 fn serve(devices: &[&str]) -> Serve {
@@ -27,14 +27,14 @@ fn serve(devices: &[&str]) -> Serve {
     Serve::logged_in(tempfile::tempdir().unwrap(), &[devices, &ends].concat())
 }
 
-/// Lines of the log that say this by now.
-fn logged(serve: &Serve, what: &str) -> Vec<String> {
+/// Returns the lines logged so far that contain `what`.
+fn logged_so_far(serve: &Serve, what: &str) -> Vec<String> {
     lines(&fs::read_to_string(serve.path("log")).unwrap(), what)
 }
 
-/// The same, once there is one.
+/// Waits for such a line, then returns all.
 #[track_caller]
-fn told(serve: &Serve, what: &str) -> Vec<String> {
+fn wait_for_log(serve: &Serve, what: &str) -> Vec<String> {
     lines(&serve.log_with(what), what)
 }
 
@@ -51,7 +51,7 @@ fn until(what: &str, done: impl Fn() -> bool) {
     }
 }
 
-/// Writes noise until a write fails with `error`; how many did not.
+/// Writes noise until a write fails with `error`. Returns the number of writes that succeeded.
 fn fill(client: &mut Raw, error: u32) -> u64 {
     let wrong = |page: &u64| match client.write(0, page * PAGE, &noise(*page + 1, PAGE)) {
         0 => false,
@@ -63,13 +63,14 @@ fn fill(client: &mut Raw, error: u32) -> u64 {
     (0..1000).find(wrong).unwrap()
 }
 
-/// A client that has filled the disk, and whose next write waits; its cookie, and where it is.
-fn waiting(serve: &Serve) -> (Raw, u64, u64) {
+/// Returns a client that filled the disk and whose next write waits, the cookie of that write, and
+/// its page.
+fn fill_until_write_waits(serve: &Serve) -> (Raw, u64, u64) {
     let mut client = Raw::connect(serve, "small");
     let waits = || serve.json(&["stat", "small"])["full"]["waiting"] == 1;
     for page in 0.. {
         let cookie = client.send_write(page * PAGE, &noise(page + 1, PAGE));
-        // It is full before that.
+        // The disk is full before page 256.
         if page == 256 {
             until("a write waits", waits);
         }
@@ -86,34 +87,37 @@ fn waiting(serve: &Serve) -> (Raw, u64, u64) {
 }
 
 #[test]
-fn a_full_disk_is_told_of_before_and_when_it_is() {
+fn full_disk_is_logged_before_and_when_full() {
     let serve = serve(&["small=ram,disksize=64M,mem_limit=1M", "other=ram,disksize=1M"]);
     let mut client = Raw::connect(&serve, "small");
     let fits = fill(&mut client, ENOSPC);
     assert!((200..=256).contains(&fits), "{fits}");
-    until("a warning", || !logged(&serve, "% of mem_limit is used").is_empty());
+    until("a warning", || !logged_so_far(&serve, "% of mem_limit is used").is_empty());
     for page in fits..fits + 500 {
         assert_eq!(client.write(0, page * PAGE, &noise(page, PAGE)), ENOSPC);
     }
     let line = "small: a write failed: no space left on the device";
-    let lines = told(&serve, line);
+    let lines = wait_for_log(&serve, line);
     assert_eq!(lines.len(), 1, "once a minute");
-    // Of the first one.
+    // The line describes the first failed write.
     let at = format!("{line}; offset {}, length {PAGE} ", fits * PAGE);
     assert!(lines[0].contains(&at), "{lines:?}: not {at}");
-    assert_eq!(told(&serve, "of mem_limit is used").len(), 1);
-    assert!(logged(&serve, "WARN").iter().all(|line| line.contains("small: ")), "and of no other device");
+    assert_eq!(wait_for_log(&serve, "of mem_limit is used").len(), 1);
+    assert!(
+        logged_so_far(&serve, "WARN").iter().all(|line| line.contains("small: ")),
+        "and of no other device"
+    );
     let stat = serve.json(&["stat", "small"]);
     assert_eq!(stat["failed"], json!({ "no_space": 501 }));
     let full = json!({ "full": "error", "full_timeout": 60, "full_warn": 90, "waiting": 0 });
     assert_eq!(stat["full"], full);
     assert!(serve.text(&["stat", "small"]).contains("\n  failed\n    no_space  501\n"));
     assert_eq!(serve.json(&["stat", "other"]).get("failed"), None);
-    // What clients get wrong is counted, and not logged.
+    // Invalid requests of clients are counted, but not logged.
     assert_ne!(client.write(0, 64 * MIB, &[0; 512]), 0);
     assert_eq!(serve.json(&["stat", "small"])["failed"]["out_of_range"], 1);
-    assert_eq!(logged(&serve, "out of range").len(), 0);
-    // The count is the device's, wherever it is published.
+    assert_eq!(logged_so_far(&serve, "out of range").len(), 0);
+    // The count belongs to the device, not to an export.
     drop(client);
     until("it has left", || serve.json(&["list"])["devices"][0]["exports"][0]["connections"] == 0);
     serve.json(&["unpublish", "small"]);
@@ -121,7 +125,7 @@ fn a_full_disk_is_told_of_before_and_when_it_is() {
 }
 
 #[test]
-fn the_reason_of_a_zone_and_of_a_fault_is_logged() {
+fn failed_write_log_names_zone_or_fault() {
     let serve = serve(&[
         "z=null,size=1G,zoned=1,zone_size=64M,zone_max_open=1,zone_nr_conv=0",
         "f=ram,disksize=1M,faults=read error=EIO",
@@ -129,24 +133,24 @@ fn the_reason_of_a_zone_and_of_a_fault_is_logged() {
     let mut client = Raw::connect(&serve, "z");
     assert_eq!(client.write(0, MIB, &[1; 4096]), EIO);
     let line = "z: a write failed: not at the zone's write pointer; offset 1048576, length 4096 ";
-    assert_eq!(told(&serve, line).len(), 1);
+    assert_eq!(wait_for_log(&serve, line).len(), 1);
     assert_eq!(serve.json(&["stat", "z"])["failed"], json!({ "zone_write_pointer": 1 }));
     let mut client = Raw::connect(&serve, "f");
     for _ in 0..1000 {
         assert_eq!(client.read(8192, 4096), Err(EIO));
     }
-    assert_eq!(told(&serve, "f: a read failed: I/O error; offset 8192, length 4096 ").len(), 1);
+    assert_eq!(wait_for_log(&serve, "f: a read failed: I/O error; offset 8192, length 4096 ").len(), 1);
     assert_eq!(serve.json(&["stat", "f"])["failed"], json!({ "io_error": 1000 }));
 }
 
 #[test]
-fn a_write_waits_for_a_trim_or_for_the_limit_to_grow() {
+fn full_wait_write_resumes_after_trim_or_higher_limit() {
     let serve = serve(&[WAITING]);
-    let (mut client, cookie, page) = waiting(&serve);
+    let (mut client, cookie, page) = fill_until_write_waits(&serve);
     let full = &serve.json(&["stat", "small"])["full"];
     assert_eq!(full, &json!({ "full": "wait", "full_timeout": 3600, "full_warn": 90, "waiting": 1 }));
-    assert_eq!(told(&serve, "small: is full: writes wait for room, for at most 3600 s").len(), 1);
-    // Reads go on beside it, on the same connection as well.
+    assert_eq!(wait_for_log(&serve, "small: is full: writes wait for room, for at most 3600 s").len(), 1);
+    // Reads continue, also on the same connection.
     let mut other = Raw::connect(&serve, "small");
     assert_eq!(other.read(0, 4096), Ok(noise(1, PAGE)));
     let trim = client.send(0, TRIM, 0, 4096, &[]);
@@ -165,17 +169,17 @@ fn a_write_waits_for_a_trim_or_for_the_limit_to_grow() {
 }
 
 #[test]
-fn a_write_waits_until_its_time_is_up_or_waiting_is_over() {
+fn full_wait_write_fails_at_timeout_or_full_error() {
     let serve = serve(&[WAITING]);
-    let (mut client, cookie, page) = waiting(&serve);
+    let (mut client, cookie, page) = fill_until_write_waits(&serve);
     let set = serve.json(&["set", "small", "full_timeout=4", "full_warn=off"]);
     assert_eq!(set, json!({ "full_timeout": 4, "full_warn": 0 }));
     assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
-    assert_eq!(told(&serve, "small: is full, and no room came in time: writes fail").len(), 1);
+    assert_eq!(wait_for_log(&serve, "small: is full, and no room came in time: writes fail").len(), 1);
     let began = Instant::now();
     assert_eq!(client.write(0, page * PAGE, &noise(9, PAGE)), ENOSPC, "it has given up");
     assert!(began.elapsed() < Duration::from_secs(4));
-    // With room comes patience.
+    // After there was free memory, writes wait again.
     serve.json(&["set", "small", "full_timeout=3600", "mem_limit=1028K"]);
     let cookie = (0..).map(|n| client.send_write((page + n) * PAGE, &noise(9 + n, PAGE))).nth(20).unwrap();
     until("one waits again", || serve.json(&["stat", "small"])["full"]["waiting"] != 0);
@@ -187,12 +191,12 @@ fn a_write_waits_until_its_time_is_up_or_waiting_is_over() {
         }
     }
     assert_eq!(serve.text(&["get", "small", "full"]), "error\n");
-    let said = serve.refused(2, &["set", "small", "full=maybe"]);
-    assert_eq!(said, "small: full=maybe: must be error or wait");
+    let message = serve.refused(2, &["set", "small", "full=maybe"]);
+    assert_eq!(message, "small: full=maybe: must be error or wait");
 }
 
 #[test]
-fn a_fork_waits_for_its_family_and_is_removed_while_it_does() {
+fn full_wait_fork_is_removed_while_it_waits() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("img"), vec![0; 4 << 20]).unwrap();
     let ends = ["--nbd", "unix:nbd", "--control", "control"];
@@ -202,19 +206,19 @@ fn a_fork_waits_for_its_family_and_is_removed_while_it_does() {
         "other=fork,base=golden,mem_limit=64K",
     ];
     let serve = Serve::logged_in(dir, &[&devices[..], &ends].concat());
-    // The other one is at its own cap.
+    // The other fork reaches its own limit.
     let mut other = Raw::connect(&serve, "other");
     let asked: Vec<_> = (0..32).map(|n| other.send_write(n * PAGE, &noise(n + 1, PAGE))).collect();
     until("writes wait", || serve.json(&["stat", "other"])["full"]["waiting"].as_u64() > Some(10));
     until("a warning", || {
-        logged(&serve, "other: ").iter().any(|line| line.contains("of its own mem_limit is used"))
+        logged_so_far(&serve, "other: ").iter().any(|line| line.contains("of its own mem_limit is used"))
     });
     serve.json(&["set", "other", "mem_limit=none"]);
     for _ in asked {
         assert_eq!(other.reply().unwrap().1, 0);
     }
-    let (mut client, cookie, _) = waiting(&serve);
-    until("a warning", || !logged(&serve, "golden: ").is_empty());
+    let (mut client, cookie, _) = fill_until_write_waits(&serve);
+    until("a warning", || !logged_so_far(&serve, "golden: ").is_empty());
     assert_eq!(serve.json(&["get", "golden", "full_timeout"]), json!({ "full_timeout": 3600 }));
     let began = Instant::now();
     serve.json(&["remove", "small", "--force"]);
@@ -223,7 +227,7 @@ fn a_fork_waits_for_its_family_and_is_removed_while_it_does() {
 }
 
 #[test]
-fn a_fork_waits_or_fails_as_it_says_itself() {
+fn full_setting_of_fork_overrides_family() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("img"), vec![0; 4 << 20]).unwrap();
     let ends = ["--nbd", "unix:nbd", "--control", "control"];
@@ -236,10 +240,10 @@ fn a_fork_waits_or_fails_as_it_says_itself() {
     let full = |name: &str| serve.json(&["stat", name])["full"]["full"].clone();
     assert_eq!((full("fails"), full("small")), (json!("error"), json!("wait")));
     assert_eq!(serve.json(&["get", "fails", "full"]), json!({ "full": "family" }));
-    let (mut client, cookie, page) = waiting(&serve);
+    let (mut client, cookie, page) = fill_until_write_waits(&serve);
     let mut other = Raw::connect(&serve, "fails");
     assert_eq!(other.write(0, 0, &noise(1, PAGE)), ENOSPC);
-    // Set for one, it holds for what waits, and for no other.
+    // A setting of one fork applies to its waiting writes, and to no other fork.
     assert_eq!(serve.text(&["set", "small", "full=error"]), "full=error\n");
     assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
     serve.text(&["set", "golden", "full=wait"]);
@@ -252,7 +256,7 @@ fn a_fork_waits_or_fails_as_it_says_itself() {
         serve.refused(2, &["set", "small", "full=maybe"]),
         "small: full=maybe: must be error, wait or family"
     );
-    // It goes over to what takes its place.
+    // The setting survives a rewind to a snapshot.
     drop(client);
     serve.text(&["snapshot", "small", "then"]);
     serve.text(&["rewind", "small", "--to", "then", "--force"]);
@@ -262,9 +266,9 @@ fn a_fork_waits_or_fails_as_it_says_itself() {
 }
 
 #[test]
-fn the_end_of_the_server_ends_the_waiting() {
+fn shutdown_ends_waiting_writes() {
     let serve = serve(&[WAITING]);
-    let (mut client, cookie, _) = waiting(&serve);
+    let (mut client, cookie, _) = fill_until_write_waits(&serve);
     let began = Instant::now();
     serve.signal(Signal::TERM);
     assert_eq!(client.reply(), Ok((cookie, ENOSPC)));
@@ -276,7 +280,7 @@ fn the_end_of_the_server_ends_the_waiting() {
 }
 
 #[test]
-fn a_power_cut_ends_the_waiting() {
+fn power_cut_ends_waiting_writes() {
     let serve = serve(&["small=ram,disksize=64M,mem_limit=1M,full=wait,full_timeout=3600,power_cut=yes"]);
     let mut client = Raw::connect(&serve, "small");
     for page in 0..400 {
@@ -285,15 +289,15 @@ fn a_power_cut_ends_the_waiting() {
     client.send(0, 3, 0, 0, &[]);
     until("the flush waits for room", || serve.json(&["stat", "small"])["full"]["waiting"] != 0);
     let began = Instant::now();
-    let said = serve.refused(1, &["power-cut", "small", "--seed", "1"]);
-    assert!(said.contains("no space left on the device"), "{said}");
+    let message = serve.refused(1, &["power-cut", "small", "--seed", "1"]);
+    assert!(message.contains("no space left on the device"), "{message}");
     assert!(began.elapsed() < AT_ONCE, "{:?}", began.elapsed());
     serve.json(&["set", "small", "mem_limit=8M"]);
     serve.json(&["power-cut", "small", "--seed", "1"]);
 }
 
 #[test]
-fn a_large_write_waits_as_a_whole() {
+fn large_write_waits_as_a_whole() {
     let serve = serve(&[WAITING]);
     fs::write(serve.path("large"), noise(1, 3 * MIB)).unwrap();
     let large = serve.path("large").display().to_string();
@@ -310,7 +314,7 @@ fn a_large_write_waits_as_a_whole() {
 }
 
 #[test]
-fn a_backing_device_that_gives_back_damage_is_told_of() {
+fn damaged_backing_device_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("spill"), vec![0; 32 << 20]).unwrap();
     let serve = Serve::logged_in(
@@ -340,10 +344,10 @@ fn a_backing_device_that_gives_back_damage_is_told_of() {
     let bad = (1..pages / 2).filter(|page| client.read(page * PAGE, 4096) == Err(EIO)).count();
     assert!(bad > 100, "{bad}");
     assert_eq!(state(), "reads fail");
-    let lines = told(&serve, "came back damaged from backing_dev");
+    let lines = wait_for_log(&serve, "came back damaged from backing_dev");
     assert!(matches!(&lines[..], [line] if line.contains("small: page ")), "{lines:?}");
-    assert_eq!(told(&serve, "small: a read failed: I/O error").len(), 1);
-    // What is written from here on comes back.
+    assert_eq!(wait_for_log(&serve, "small: a read failed: I/O error").len(), 1);
+    // Pages that are written from now on are readable.
     fill(&mut client, pages);
     assert_eq!(client.read(pages * PAGE, 4096), Ok(noise(pages + 1, PAGE)));
     assert_eq!(state(), "ok");

@@ -1,4 +1,4 @@
-//! nbdinfo: what an export says of itself.
+//! nbdinfo: what exports report about themselves.
 
 use std::fs;
 
@@ -14,7 +14,7 @@ fn flags(export: &Value, names: &[&str]) -> Vec<bool> {
 }
 
 #[test]
-fn exports_describe_themselves() {
+fn nbdinfo_shows_sizes_and_flags() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden"), vec![1; 3 << 20]).unwrap();
     let devices =
@@ -45,17 +45,17 @@ fn exports_describe_themselves() {
     let file = export("g");
     assert_eq!(file["export-size"], 3 * MIB);
     assert_eq!(flags(&file, &["is_read_only", "can_multi_conn"]), [true; 2]);
-    // Nothing that changes a device is offered where it would be refused.
+    // A read-only export offers no commands that change the device.
     assert_eq!(flags(&file, &["can_trim", "can_zero"]), [false; 2]);
 
-    // The first device is the default export; an unknown one is not found.
+    // The first device is the default export. An unknown export is not found.
     let info = json(tool("nbdinfo").arg("--json").arg(uri(&serve, "")));
     assert_eq!(info["exports"][0]["export-size"], 64 * MIB);
     assert!(!tool("nbdinfo").arg(uri(&serve, "absent")).output().unwrap().status.success());
 }
 
 #[test]
-fn the_map_shows_what_is_there() {
+fn nbdinfo_map_shows_data_and_holes() {
     let serve = Serve::start(&["ram0=ram,disksize=1G"]);
     let uri = uri(&serve, "ram0");
     let map = || -> Vec<(u64, u64, String)> {
@@ -97,7 +97,7 @@ fn the_map_shows_what_is_there() {
 }
 
 #[test]
-fn many_exports_in_one_server() {
+fn many_exports_are_independent() {
     const DEVICES: u64 = 50;
     let size = |n: u64| (n + 1) * MIB;
     let devices: Vec<String> = (0..DEVICES).map(|n| format!("ram{n}=ram,disksize={}M", n + 1)).collect();
@@ -112,7 +112,7 @@ fn many_exports_in_one_server() {
     seen.sort_by_key(|(_, size)| *size);
     assert_eq!(seen, expected);
 
-    // They are devices of their own.
+    // The exports are independent devices.
     for n in [0, 17, 49] {
         let write = format!("write -P {} 0 1M", n + 1);
         ok(tool("qemu-io").args(["-f", "raw", "-c", &write]).arg(uri(&serve, &format!("ram{n}"))));

@@ -1,4 +1,4 @@
-//! Images are locked as qemu locks them: one who writes, or many who read.
+//! Image locks as qemu takes them: one writer, or many readers.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -13,7 +13,7 @@ use crate::harness::{Serve, refused};
 const LONG: Duration = Duration::from_secs(60);
 const STEP: Duration = Duration::from_millis(20);
 
-/// A qemu-io that has a file open.
+/// A qemu-io that holds a file open.
 struct Holder(Child);
 
 impl Holder {
@@ -26,12 +26,12 @@ impl Holder {
             .stderr(Stdio::inherit())
             .spawn()
             .unwrap();
-        // It answers when the file is open.
+        // qemu-io responds once the file is open.
         child.stdin.as_mut().unwrap().write_all(b"length\n").unwrap();
-        let mut said = String::new();
+        let mut output = String::new();
         let mut lines = BufReader::new(child.stdout.as_mut().unwrap());
-        while !said.contains("MiB") {
-            assert_ne!(lines.read_line(&mut said).unwrap(), 0, "qemu-io ended: {said}");
+        while !output.contains("MiB") {
+            assert_ne!(lines.read_line(&mut output).unwrap(), 0, "qemu-io ended: {output}");
         }
         Self(child)
     }
@@ -39,7 +39,8 @@ impl Holder {
 
 impl Drop for Holder {
     fn drop(&mut self) {
-        // The end of its input ends it; what was killed would leave its child behind.
+        // qemu-io ends at the end of its input. SIGKILL would only end timeout and leave its child
+        // behind.
         drop(self.0.stdin.take());
         let _ = self.0.wait();
     }
@@ -55,17 +56,17 @@ const WRITE: [&str; 4] = ["-f", "raw", "-c", "write -P 1 0 512"];
 const READ: [&str; 5] = ["-r", "-f", "raw", "-c", "read 0 512"];
 
 #[test]
-fn what_is_written_here_is_nobody_elses() {
+fn writable_image_is_locked_exclusively() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("disk.img"), noise(1, 2 * MIB)).unwrap();
     let serve = Serve::start_in(dir, &["disk=file,path=disk.img"], true);
     let image = serve.path("disk.img");
     for args in [&WRITE[..], &READ] {
-        let said = fails(&mut io(&image, args));
-        assert!(said.contains("lock"), "{said}");
+        let message = fails(&mut io(&image, args));
+        assert!(message.contains("lock"), "{message}");
     }
     fails(tool("qemu-img").args(["convert", "-f", "raw", "-O", "raw"]).arg(&image).arg(serve.path("copy")));
-    // Who wants to look at it all the same says so.
+    // `-U` ignores the lock.
     ok(tool("qemu-img").args(["info", "-U", "-f", "raw"]).arg(&image));
     let other = refused(
         serve.dir.path(),
@@ -79,15 +80,15 @@ fn what_is_written_here_is_nobody_elses() {
 }
 
 #[test]
-fn what_qemu_writes_is_not_served_and_what_it_reads_only_for_reading() {
+fn image_in_use_by_qemu_is_refused_or_read_only() {
     let serve = Serve::start(&["n=null,size=1M"]);
     let (raw, qcow2) = (serve.path("disk.img"), serve.path("disk.qcow2"));
     fs::write(&raw, noise(2, 2 * MIB)).unwrap();
     ok(tool("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&qcow2).arg("2M"));
     let devices = ["d=file,path=disk.img", "d=file,path=disk.img,readonly=yes", "d=qcow2,path=disk.qcow2"];
     let refused = |device: &str| {
-        let said = serve.refused(1, &["create", device]);
-        assert!(said.contains("is in use by another device or process"), "{device}: {said}");
+        let message = serve.refused(1, &["create", device]);
+        assert!(message.contains("is in use by another device or process"), "{device}: {message}");
     };
     {
         let _writers = (Holder::new(&raw, &["-f", "raw"]), Holder::new(&qcow2, &["-f", "qcow2"]));
@@ -110,7 +111,7 @@ fn what_qemu_writes_is_not_served_and_what_it_reads_only_for_reading() {
 }
 
 #[test]
-fn bases_are_shared_by_who_only_reads() {
+fn read_only_bases_are_shared() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("lower.img"), noise(3, 2 * MIB)).unwrap();
     let image = |args: &[&str]| ok(tool("qemu-img").args(args).current_dir(dir.path()));
@@ -132,16 +133,16 @@ fn bases_are_shared_by_who_only_reads() {
         ok(tool("qemu-img").args(["info", "-f", format]).arg(file));
         ok(tool("qemu-img").args(["convert", "-f", format, "-O", "raw"]).arg(file).arg(at("copy")));
         assert_eq!(fs::read(at("copy")).unwrap(), fs::read(&lower).unwrap());
-        let said = fails(&mut io(file, &["-f", format, "-c", "write -P 1 0 512"]));
-        assert!(said.contains("lock"), "{said}");
+        let message = fails(&mut io(file, &["-f", format, "-c", "write -P 1 0 512"]));
+        assert!(message.contains("lock"), "{message}");
     }
-    // A new overlay on it is nobody's business.
+    // A new overlay on the base can be written.
     ok(tool("qemu-img").args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&lower).arg(at("new")));
     ok(&mut io(&at("new"), &["-f", "qcow2", "-c", "write -P 1 0 512"]));
     drop(first);
     fails(&mut io(&top, &["-f", "qcow2", "-c", "write -P 1 0 512"]));
     drop(second);
-    // A server that was killed keeps its files for some milliseconds.
+    // The kernel closes the files of a killed server some milliseconds later.
     let start = Instant::now();
     while !io(&top, &["-f", "qcow2", "-c", "write -P 1 0 512"]).output().unwrap().status.success() {
         assert!(start.elapsed() < LONG, "it is still locked");
@@ -149,21 +150,21 @@ fn bases_are_shared_by_who_only_reads() {
     }
 }
 
-/// What a base of `serve` is said to be, when it is seen: a look is not waited for for ever.
+/// Waits until the server reports the change `how` of the base. The deadline bounds the wait.
 fn eventually_changed(serve: &Serve, base: &str, how: Option<&str>) -> serde_json::Value {
     let start = Instant::now();
     loop {
-        let said = serve.json(&["stat", base]);
-        if said["changed"]["how"].as_str() == how {
-            return said["changed"].clone();
+        let output = serve.json(&["stat", base]);
+        if output["changed"]["how"].as_str() == how {
+            return output["changed"].clone();
         }
-        assert!(start.elapsed() < LONG, "{said}");
+        assert!(start.elapsed() < LONG, "{output}");
         sleep(STEP);
     }
 }
 
 #[test]
-fn a_base_that_changes_is_noticed() {
+fn changed_base_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden.img"), noise(3, 2 * MIB)).unwrap();
     fs::write(dir.path().join("lower.img"), noise(3, 2 * MIB)).unwrap();
@@ -179,7 +180,8 @@ fn a_base_that_changes_is_noticed() {
     assert!(serve.json(&["stat", "golden"]).get("changed").is_none());
     assert!(!serve.text(&["list"]).contains("changed"));
 
-    // By somebody who pays no heed to locks; the time may be as coarse as the clock's ticks.
+    // A write by a program that ignores locks. The pause makes the modification time differ, as its
+    // resolution may be a clock tick.
     sleep(STEP);
     let file = fs::OpenOptions::new().write(true).open(&golden).unwrap();
     (&file).write_all(b"new").unwrap();

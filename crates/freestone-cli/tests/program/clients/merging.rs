@@ -1,5 +1,5 @@
-//! Merges that a killed server leaves behind: the next one never shows an origin that is half old,
-//! half new.
+//! Merges interrupted by a killed server: the next server never shows an origin that is half old
+//! and half new.
 
 use std::fs;
 use std::path::Path;
@@ -15,14 +15,14 @@ use crate::clients::tools::{MIB, noise, ok, qemu_io, tool, uri};
 use crate::harness::{Serve, refused};
 
 const CHUNK: usize = 4096;
-/// Chunks that the snapshot has written, each a run of its own.
+/// Number of chunks that the snapshot has written, each not contiguous with the next.
 const RUNS: usize = 40;
-/// Longer than anything that comes at all takes.
+/// Deadline for any event.
 const LONG: Duration = Duration::from_secs(100);
 
 const SERVE: [&str; 6] = [
     "disk=file,path=disk.img",
-    // Every chunk that is merged is read from here.
+    // The delay applies to each merged chunk, which is read from here.
     "c=file,path=disk.cow,publish=no,faults=read delay=100ms",
     "d1=snapshot,origin=disk,cow=c,chunk_size=4K",
     "--nbd=unix:nbd",
@@ -31,7 +31,7 @@ const SERVE: [&str; 6] = [
 ];
 
 #[track_caller]
-fn shows(uri: &str, content: &[u8], dir: &Path) {
+fn assert_content(uri: &str, content: &[u8], dir: &Path) {
     let file = dir.join("wanted.img");
     fs::write(&file, content).unwrap();
     ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", "raw", uri]).arg(file));
@@ -42,12 +42,12 @@ fn kill(serve: Serve) -> TempDir {
     serve.wait().1
 }
 
-/// How far the merge is.
+/// Returns the state of the merge.
 fn merge(serve: &Serve) -> serde_json::Value {
     serve.json(&["stat", "d1"])["merge"].clone()
 }
 
-/// A snapshot with a merge of which a part was done when the server was killed, and what it shows.
+/// Returns a directory with a merge that a killed server left half done, and the content to expect.
 fn half_merged() -> (TempDir, Vec<u8>) {
     let dir = tempfile::tempdir().unwrap();
     let mut wanted = noise(3, 2 * MIB);
@@ -58,8 +58,8 @@ fn half_merged() -> (TempDir, Vec<u8>) {
     let writes: Vec<_> = chunks().map(|at| format!("write -P 2 {at} {CHUNK}")).collect();
     qemu_io(&uri(&serve, "d1"), &writes);
     chunks().for_each(|at| wanted[at..at + CHUNK].fill(2));
-    let said = serve.text(&["merge", "d1", "--into-origin", "--background"]);
-    assert!(said.starts_with("d1: is being merged into disk; status "), "{said}");
+    let output = serve.text(&["merge", "d1", "--into-origin", "--background"]);
+    assert!(output.starts_with("d1: is being merged into disk; status "), "{output}");
     assert_eq!(merge(&serve), json!("running"));
     let merged = |serve: &Serve| {
         let disk = fs::read(serve.path("disk.img")).unwrap();
@@ -77,27 +77,27 @@ fn half_merged() -> (TempDir, Vec<u8>) {
 }
 
 #[test]
-fn a_server_that_was_killed_goes_on_with_its_merge() {
+fn killed_server_resumes_its_merge() {
     let (dir, mut wanted) = half_merged();
-    // The same command line; once more before it is through.
+    // The same command line, twice before the merge is finished.
     let serve = Serve::start_in(dir, &SERVE, false);
-    shows(&uri(&serve, "disk"), &wanted, serve.dir.path());
+    assert_content(&uri(&serve, "disk"), &wanted, serve.dir.path());
     assert_eq!(merge(&serve), json!("running"));
     assert_eq!(serve.json(&["list", "d1"])["devices"][0]["merge"], "running");
     let table = serve.text(&["list"]);
     let percent = table.split("snapshot merging ").nth(1).and_then(|rest| rest.split('%').next());
     assert!(percent.is_some_and(|n| n.parse::<u64>().is_ok_and(|n| n < 100)), "{table}");
-    // Where it is merged last, where it was merged first, and where nothing is to be merged.
+    // Writes to the chunks that are merged last and first, and to a chunk that needs no merge.
     let writes = [0, (RUNS - 1) * 2 * CHUNK, CHUNK].map(|at| format!("write -f -P 7 {at} 512"));
     qemu_io(&uri(&serve, "disk"), &writes);
     for at in [0, (RUNS - 1) * 2 * CHUNK, CHUNK] {
         wanted[at..at + 512].fill(7);
     }
     let serve = Serve::start_in(kill(serve), &SERVE, false);
-    shows(&uri(&serve, "disk"), &wanted, serve.dir.path());
-    // The rest needs no delay.
+    assert_content(&uri(&serve, "disk"), &wanted, serve.dir.path());
+    // The rest of the merge runs without the delay.
     serve.text(&["set", "c", "faults=none"]);
-    shows(&uri(&serve, "d1"), &wanted, serve.dir.path());
+    assert_content(&uri(&serve, "d1"), &wanted, serve.dir.path());
     let end = Instant::now() + LONG;
     while merge(&serve) != json!("finished") {
         assert!(Instant::now() < end, "{}", merge(&serve));
@@ -105,15 +105,15 @@ fn a_server_that_was_killed_goes_on_with_its_merge() {
     }
     let dir = kill(serve);
     assert!(fs::read(dir.path().join("disk.img")).unwrap() == wanted);
-    // A new snapshot, of what the merge left.
+    // The store is a new snapshot of the merged origin.
     let serve = Serve::start_in(dir, &SERVE, false);
     assert_eq!(merge(&serve), json!(null));
-    shows(&uri(&serve, "disk"), &wanted, serve.dir.path());
-    shows(&uri(&serve, "d1"), &wanted, serve.dir.path());
+    assert_content(&uri(&serve, "disk"), &wanted, serve.dir.path());
+    assert_content(&uri(&serve, "d1"), &wanted, serve.dir.path());
 }
 
 #[test]
-fn a_merge_can_be_asked_for_from_the_beginning_on() {
+fn merge_key_merges_at_start() {
     let dir = tempfile::tempdir().unwrap();
     let mut wanted = noise(3, 2 * MIB);
     fs::write(dir.path().join("disk.img"), &wanted).unwrap();
@@ -127,25 +127,25 @@ fn a_merge_can_be_asked_for_from_the_beginning_on() {
     qemu_io(&uri(&serve, "d1"), &["write -P 2 64k 64k"]);
     wanted[64 << 10..128 << 10].fill(2);
     let serve = Serve::start_in(kill(serve), &with(",merge=yes"), true);
-    shows(&uri(&serve, "disk"), &wanted, serve.dir.path());
+    assert_content(&uri(&serve, "disk"), &wanted, serve.dir.path());
     let end = Instant::now() + LONG;
     while merge(&serve) != json!("finished") {
         assert!(Instant::now() < end, "{}", merge(&serve));
         thread::sleep(Duration::from_millis(10));
     }
-    // The word may stay: there is nothing to merge then.
+    // `merge=yes` may stay in the command line if nothing is left to merge.
     let serve = Serve::start_in(kill(serve), &with(",merge=yes"), true);
     assert_eq!(merge(&serve), json!("finished"));
-    shows(&uri(&serve, "disk"), &wanted, serve.dir.path());
+    assert_content(&uri(&serve, "disk"), &wanted, serve.dir.path());
     let transient = "d2: merge=yes: a transient snapshot (store=N) cannot be merged";
     assert_eq!(serve.refused(2, &["create", "d2=snapshot,origin=disk,cow=./x,store=N,merge=yes"]), transient);
     let memory = "d2: merge=yes: only with cow=PATH or cow=DEVICE";
     assert_eq!(serve.refused(2, &["create", "d2=snapshot,origin=disk,merge=yes"]), memory);
 }
 
-/// What a server that is not told of the store can know: what the file itself says.
+/// The origin's own record of the merge, for a server that does not open the store.
 #[test]
-fn half_of_a_merge_is_not_served_without_its_store() {
+fn half_merged_origin_without_store_is_refused() {
     let (dir, wanted) = half_merged();
     let at = dir.path().to_owned();
     let (disk, ends) = (at.join("disk.img"), ["--nbd", "unix:nbd", "--control", "control"]);
@@ -154,7 +154,7 @@ fn half_of_a_merge_is_not_served_without_its_store() {
     if setxattr(&probe, "user.freestone.probe", b"1", XattrFlags::empty()).is_ok() {
         let serve = |devices: &[&str]| refused(&at, 1, &[&["serve"], devices, &ends].concat());
         let why = format!(
-            "disk: {}: a merge into it is under way, and it is half old, half new; serve it together with the snapshot that is \
+            "disk: {}: an unfinished merge left it half old, half new; serve it together with the snapshot that is \
              merged: NAME=snapshot,origin=disk,cow=c,merge=yes",
             disk.display()
         );
@@ -173,16 +173,16 @@ fn half_of_a_merge_is_not_served_without_its_store() {
         assert!(blank.ends_with("/other.cow: the origin is half merged; the snapshot whose merge is under way must be opened first"), "{blank}");
         let transient = serve(&["disk=file,path=disk.img", "d1=snapshot,origin=disk,cow=./disk.cow,store=N"]);
         assert!(transient.contains("half merged"), "{transient}");
-        // A copy does not say it; the store does.
+        // The record is gone, as in a copy of the file. The store still knows of the merge.
         removexattr(&disk, "user.freestone.merge").unwrap();
     }
     let merge = ["disk=file,path=disk.img", "d1=snapshot,origin=disk,cow=./disk.cow"];
     let serve = Serve::start_in(dir, &merge, true);
-    shows(&uri(&serve, "disk"), &wanted, serve.dir.path());
+    assert_content(&uri(&serve, "disk"), &wanted, serve.dir.path());
 }
 
 #[test]
-fn garbled_merge_note_refuses_the_file() {
+fn damaged_merge_record_refuses_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let disk = dir.path().join("disk.img");
     fs::write(&disk, vec![0; 1 << 20]).unwrap();
@@ -192,12 +192,13 @@ fn garbled_merge_note_refuses_the_file() {
             continue;
         }
         for words in ["disk=file,path=disk.img", "disk=file,path=disk.img,readonly=yes"] {
-            let said = refused(dir.path(), 1, &["serve", words, "--nbd", "unix:nbd", "--control", "control"]);
+            let message =
+                refused(dir.path(), 1, &["serve", words, "--nbd", "unix:nbd", "--control", "control"]);
             let why = format!(
-                "disk: {}: cannot read its attribute user.freestone.merge, which says whether a merge into it is under way: ",
+                "disk: {}: cannot read its attribute user.freestone.merge, which records an unfinished merge: ",
                 disk.display()
             );
-            assert!(said.starts_with(&why), "{said}");
+            assert!(message.starts_with(&why), "{message}");
         }
     }
 }

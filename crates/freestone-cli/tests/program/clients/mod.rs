@@ -1,37 +1,37 @@
-//! Freestone as its users meet it: the built program, and the clients that Debian ships.
+//! Tests with the clients that Debian ships.
 //!
-//! A client that is missing is a failure, never a skipped test. `cargo xtask test` installs what is
-//! needed.
+//! A missing client is a failure, never a skipped test. `cargo xtask test` installs the clients.
 
-mod allowed;
+mod allow_lists;
 mod cancelling;
 mod copy;
-mod ending;
 mod fio;
 mod forks;
 mod full;
+mod handshake_limits;
 mod info;
-mod keeping;
-mod lengths;
 mod limited;
-mod limits;
 mod locks;
+mod memory_limit;
 mod merging;
 mod mount;
 pub mod mounted;
+mod mounting;
 mod nbd;
 mod nbd_backing;
-mod newcomers;
-mod older;
+mod overwriting;
 mod qemu_img;
 mod qemu_io;
 #[cfg(feature = "rbd")]
 mod rbd;
 mod saved;
+mod shutdown;
 mod snapshots;
+mod stale_stores;
 mod tls;
 pub mod tools;
 pub mod tree;
 mod ublk;
+mod unaligned_requests;
 mod vhost_user;
 mod writeback;

@@ -6,7 +6,7 @@ use crate::clients::tree::plant;
 use crate::harness::Serve;
 
 #[test]
-fn a_file_system_is_used() {
+fn mounted_ext4_keeps_files_and_frees_deleted_ones() {
     // Dropped in the reverse order: mounts, nbdfuse, server, files.
     let dir = tempfile::tempdir().unwrap();
     let serve = Serve::start(&["ram0=ram,disksize=256M"]);
@@ -23,15 +23,15 @@ fn a_file_system_is_used() {
     let used = stat(&serve, "ram0", "mm_stat", "orig_data_size");
     assert!(used > 16 * MIB, "{used}");
 
-    // Off and on again: what comes back comes from the server.
+    // Remounted, so that all data is read from the server.
     mounted.unmount();
     mounted.check();
     mounted.mount();
-    // lost+found is the file system's own.
+    // mke2fs makes lost+found.
     let diff = ["-r", "--no-dereference", "--exclude=lost+found"];
     ok(root_tool("diff").args(diff).arg(&tree).arg(&mnt));
 
-    // What is deleted goes back to the machine.
+    // Deleted files are discarded and their memory is freed.
     ok(root_tool("rm")
         .arg("-rf")
         .arg(mnt.join("0"))

@@ -12,12 +12,12 @@ use crate::harness::Serve;
 const STEP: Duration = Duration::from_millis(20);
 const READY_MAX: Duration = Duration::from_secs(20);
 
-/// What is undone, last first, when the test ends, however that is.
+/// Commands that run in reverse order when the test ends, also after a failure.
 #[derive(Default)]
 struct Undo(Vec<Command>);
 
 impl Undo {
-    fn later(&mut self, name: &str, args: &[&str]) {
+    fn add(&mut self, name: &str, args: &[&str]) {
         let mut command = root_tool(name);
         command.args(args).stdout(Stdio::null()).stderr(Stdio::null());
         self.0.push(command);
@@ -27,7 +27,7 @@ impl Undo {
 impl Drop for Undo {
     fn drop(&mut self) {
         for mut command in self.0.drain(..).rev() {
-            // Most is done already when the test went well.
+            // After a successful test most commands have nothing left to undo.
             let _ = command.status();
         }
     }
@@ -38,7 +38,7 @@ struct Fuse(Child);
 
 impl Drop for Fuse {
     fn drop(&mut self) {
-        // Unmounted, it ends by itself; timeout(1), which it runs under, ends it at the latest.
+        // nbdfuse ends when it is unmounted, or at the latest by timeout(1).
         let start = Instant::now();
         while matches!(self.0.try_wait(), Ok(None)) && start.elapsed() < READY_MAX {
             sleep(STEP);
@@ -48,7 +48,7 @@ impl Drop for Fuse {
     }
 }
 
-/// Waits for something that another process makes.
+/// Waits until another process reaches a state.
 #[track_caller]
 fn wait_until(what: &str, done: impl Fn() -> bool) {
     let start = Instant::now();
@@ -62,19 +62,19 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// An export that can be mounted. Everything is undone when it is dropped.
+/// An export that can be mounted. Drop undoes everything.
 pub struct Mounted {
-    // Dropped in this order: mounts and loop devices, nbdfuse.
+    // Fields are dropped in this order: mounts and loop devices, then nbdfuse.
     undo: Undo,
     _fuse: Fuse,
     disk: PathBuf,
     mnt: PathBuf,
-    /// The loop device of the mount, while there is one.
+    /// The loop device while the file system is mounted.
     device: Option<String>,
 }
 
 impl Mounted {
-    /// Makes the export a file below `dir`; nothing is mounted yet.
+    /// Makes the export available as a file below `dir`. Mounts nothing.
     pub fn new(serve: &Serve, export: &str, dir: &Path) -> Self {
         let (fuse_dir, mnt) = (dir.join("fuse"), dir.join("mnt"));
         fs::create_dir(&fuse_dir).unwrap();
@@ -84,21 +84,21 @@ impl Mounted {
         nbdfuse.arg("-P").arg(&pid).arg(&disk).arg(uri(serve, export));
         let fuse = Fuse(nbdfuse.spawn().unwrap());
         let mut undo = Undo::default();
-        undo.later("umount", &["-l", text(&fuse_dir)]);
+        undo.add("umount", &["-l", text(&fuse_dir)]);
         let mounted = Self { undo, _fuse: fuse, disk, mnt, device: None };
         wait_until("nbdfuse mounts", || pid.exists());
         mounted
     }
 
-    /// Where the file system is seen.
+    /// Returns the mount point.
     pub fn path(&self) -> &Path {
         &self.mnt
     }
 
-    /// A loop device of the export.
+    /// Attaches a loop device to the export.
     fn attach(&mut self) -> String {
         let device = ok(root_tool("losetup").args(["--find", "--show"]).arg(&self.disk)).trim().to_owned();
-        self.undo.later("losetup", &["-d", &device]);
+        self.undo.add("losetup", &["-d", &device]);
         device
     }
 
@@ -109,15 +109,15 @@ impl Mounted {
         ok(root_tool("losetup").args(["-d", &device]));
     }
 
-    /// Mounts it, on a loop device of its own: no cache knows it.
+    /// Mounts the file system on a new loop device, so that no cache has its data.
     pub fn mount(&mut self) {
         let device = self.attach();
         ok(root_tool("mount").args([&device, text(&self.mnt)]));
-        self.undo.later("umount", &["-l", text(&self.mnt)]);
+        self.undo.add("umount", &["-l", text(&self.mnt)]);
         self.device = Some(device);
     }
 
-    /// Unmounts it. All that was written is at the server then.
+    /// Unmounts the file system. All written data is at the server afterwards.
     pub fn unmount(&mut self) {
         ok(root_tool("umount").arg(&self.mnt));
         if let Some(device) = self.device.take() {
@@ -125,7 +125,7 @@ impl Mounted {
         }
     }
 
-    /// The file system, unmounted, is sound.
+    /// Checks the unmounted file system with e2fsck.
     pub fn check(&mut self) {
         let device = self.attach();
         ok(root_tool("e2fsck").args(["-fn", &device]));

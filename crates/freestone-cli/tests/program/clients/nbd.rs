@@ -1,5 +1,5 @@
-//! Exports of other servers as devices: qemu-nbd and nbdkit behind bases, origins and COW devices, in
-//! servers that are started again, and what leads back to the server itself.
+//! Exports of other servers as devices: qemu-nbd and nbdkit behind bases, origins and COW devices, server restarts,
+//! and loops to the server itself.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,10 +11,11 @@ use tempfile::TempDir;
 
 use super::tools::{MIB, fails, find, noise, ok, qemu_io, tool, uri};
 use crate::harness::{Serve, refused};
+use freestone_testkit::tools::is_listening;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A server of somebody else's, which ends with the test.
+/// Another NBD server, killed when dropped.
 pub(super) struct Other {
     child: Child,
     pub socket: PathBuf,
@@ -27,14 +28,14 @@ impl Other {
         let child = command.args(args).stdin(Stdio::null()).spawn().unwrap();
         let other = Self { child, socket: socket.to_owned() };
         let end = Instant::now() + PATIENCE;
-        while !socket.exists() {
+        while !is_listening(socket) {
             assert!(Instant::now() < end, "{program}: no socket");
             std::thread::sleep(Duration::from_millis(5));
         }
         other
     }
 
-    /// Over an image; with `-r` it is read-only.
+    /// Starts qemu-nbd over an image; `-r` makes it read-only.
     pub fn qemu(dir: &TempDir, name: &str, image: &str, args: &[&str]) -> Self {
         let (socket, image) = (dir.path().join(name), dir.path().join(image));
         let (at, image) = (socket.display().to_string(), image.display().to_string());
@@ -42,7 +43,7 @@ impl Other {
         Self::start("qemu-nbd", &all, &socket)
     }
 
-    /// With a plugin.
+    /// Starts nbdkit with a plugin.
     pub fn kit(dir: &TempDir, name: &str, args: &[&str]) -> Self {
         let socket = dir.path().join(name);
         let at = socket.display().to_string();
@@ -87,13 +88,13 @@ pub(super) fn eventually(what: &str, mut is: impl FnMut() -> bool) {
 }
 
 #[test]
-fn forks_of_an_export_that_is_only_read() {
+fn read_only_export_has_forks() {
     let dir = tempfile::tempdir().unwrap();
     image(&dir, "disk.qcow2", "qcow2");
     let other = Other::qemu(&dir, "other", "disk.qcow2", &["-f", "qcow2", "-r"]);
-    // It is said here, or the server says it.
-    let [said, found] = ["said", "found"].map(|name| other.device(name));
-    let server = Serve::start(&[&format!("{said},readonly=yes,mem_limit=64M"), &found]);
+    // The client says read-only, or the server does.
+    let [stated, found] = ["said", "found"].map(|name| other.device(name));
+    let server = Serve::start(&[&format!("{stated},readonly=yes,mem_limit=64M"), &found]);
     for base in ["said", "found"] {
         let fork = format!("fork-of-{base}");
         let at = format!("unix:{}", server.path("nbd").display());
@@ -107,7 +108,7 @@ fn forks_of_an_export_that_is_only_read() {
         (get(&server, "found", "readonly"), get(&server, "found", "size")),
         (true.into(), (16 * MIB).into())
     );
-    // Holes of the image are holes.
+    // Holes of the image are holes of the export.
     let map = ok(tool("nbdinfo").args(["--map", "--totals"]).arg(uri(&server, "found")));
     assert!(map.contains("hole"), "{map}");
     let why = server.refused(1, &["snapshot", "found", "s"]);
@@ -116,7 +117,7 @@ fn forks_of_an_export_that_is_only_read() {
 }
 
 #[test]
-fn an_origin_and_the_device_that_takes_its_copies() {
+fn export_is_origin_and_cow_device() {
     let dir = tempfile::tempdir().unwrap();
     image(&dir, "disk.qcow2", "qcow2");
     let origin = Other::qemu(&dir, "origin", "disk.qcow2", &["-f", "qcow2"]);
@@ -133,11 +134,11 @@ fn an_origin_and_the_device_that_takes_its_copies() {
     qemu_io(&uri(&server, "data"), &["write -P 1 0 2M", "flush"]);
     qemu_io(&uri(&server, "data"), &["read -P 1 0 2M"]);
     qemu_io(&uri(&server, "before"), &["read -P 7 0 1M", "read -P 0 1M 1M", "read -P 8 9M 64k"]);
-    // What was written is with the other server.
+    // The other server has the written data.
     let direct = format!("nbd+unix:///?socket={}", origin.socket.display());
     qemu_io(&direct, &["read -P 1 0 2M"]);
     assert!(get(&server, "data", "connections").as_u64().unwrap() > 0);
-    // The snapshot goes back into its origin.
+    // The snapshot is merged into its origin.
     server.text(&["unpublish", "data"]);
     server.text(&["merge", "before", "--into-origin"]);
     server.text(&["remove", "before"]);
@@ -146,7 +147,7 @@ fn an_origin_and_the_device_that_takes_its_copies() {
 }
 
 #[test]
-fn a_server_that_is_away_for_a_while_is_waited_for() {
+fn requests_wait_for_a_server_that_restarts() {
     let dir = tempfile::tempdir().unwrap();
     image(&dir, "disk.img", "raw");
     let start = || Other::qemu(&dir, "other", "disk.img", &["-f", "raw"]);
@@ -161,8 +162,9 @@ fn a_server_that_is_away_for_a_while_is_waited_for() {
     for name in ["data", "once"] {
         eventually("the loss is seen", || get(&server, name, "connections") == 0);
     }
-    let said = fails(tool("qemu-io").args(["-r", "-f", "raw", "-c", "read 0 64k"]).arg(uri(&server, "once")));
-    assert!(said.contains("Input/output error"), "{said}");
+    let message =
+        fails(tool("qemu-io").args(["-r", "-f", "raw", "-c", "read 0 64k"]).arg(uri(&server, "once")));
+    assert!(message.contains("Input/output error"), "{message}");
     let other = std::thread::scope(|scope| {
         let reader = scope.spawn(|| qemu_io(&uri(&server, "data"), &["read -P 3 0 64k"]));
         std::thread::sleep(Duration::from_millis(500));
@@ -177,7 +179,7 @@ fn a_server_that_is_away_for_a_while_is_waited_for() {
 }
 
 #[test]
-fn a_device_is_there_again_after_a_restart_where_its_server_is() {
+fn restart_restores_devices_if_their_server_runs() {
     let dir = tempfile::tempdir().unwrap();
     let data = dir.path().join("data.img");
     fs::write(&data, noise(1, 4 * MIB)).unwrap();
@@ -214,24 +216,24 @@ fn a_device_is_there_again_after_a_restart_where_its_server_is() {
 }
 
 #[test]
-fn what_leads_back_to_the_server_is_refused() {
+fn device_that_leads_back_to_the_server_is_refused() {
     let server = Serve::start(&["r=ram,disksize=1M", "n=null,size=1M", "--allow-plaintext"]);
     let dir = server.dir.path();
     std::os::unix::fs::symlink(dir, dir.join("link")).unwrap();
-    // Under each of its names.
+    // Each path of the server's own socket is detected.
     for socket in ["nbd", "./nbd", "link/nbd"] {
         let why = server.refused(1, &["create", &format!("loop=nbd,uri=nbd+unix:///r?socket={socket}")]);
         assert!(why.contains("is an address of this server, which would wait for itself"), "{why}");
     }
-    let said = server.json(&["publish", "n", "--nbd", "tcp:0.0.0.0:0"]);
-    let text = said.to_string();
+    let output = server.json(&["publish", "n", "--nbd", "tcp:0.0.0.0:0"]);
+    let text = output.to_string();
     let port = text.split("0.0.0.0:").nth(1).unwrap();
     let port: String = port.chars().take_while(char::is_ascii_digit).collect();
     for host in ["127.0.0.1", "localhost", "0.0.0.0"] {
         let why = server.refused(1, &["create", &format!("loop=nbd,uri=nbd://{host}:{port}/n")]);
         assert!(why.contains("is an address of this server"), "{why}");
     }
-    // The other way round: the address comes later.
+    // The other order: the device exists before the address is published.
     let other = tempfile::tempdir().unwrap();
     let kit = Other::kit(&other, "other", &["memory", "1M"]);
     server.text(&["create", &kit.device("far")]);
@@ -243,15 +245,45 @@ fn what_leads_back_to_the_server_is_refused() {
     assert!(!Path::new(&at).exists());
     server.text(&["remove", "far"]);
     server.text(&["publish", "r", "--nbd", &format!("unix:{at}")]);
-    // At the start.
+    // At start.
     let args = ["serve", "--nbd", "unix:own", "--control", "c2", "loop=nbd,uri=nbd+unix:///x?socket=own"];
     let why = refused(other.path(), 1, &args);
     assert!(why.contains("own is an address of this server"), "{why}");
 }
 
 #[test]
-fn a_password_is_nowhere_to_be_seen() {
+fn password_in_uri_is_not_shown() {
     let server = Serve::start(&["r=ram,disksize=1M"]);
     let why = server.refused(2, &["create", "n=nbd,uri=nbd://me:secret@host/x"]);
     assert!(why.contains("uri=(not shown)") && !why.contains("secret"), "{why}");
+}
+
+#[test]
+fn unpublish_at_one_address_leaves_the_others() {
+    let serve = Serve::start(&["r=ram,disksize=1M"]);
+    for at in ["unix:a", "unix:b"] {
+        serve.text(&["publish", "r", "--nbd", at]);
+    }
+    let at = |name: &str| format!("unix:{}", serve.path(name).display());
+    let exports = || {
+        let exports = serve.json(&["list", "r"])["devices"][0]["exports"].clone();
+        let addresses =
+            exports.as_array().unwrap().iter().map(|export| export["address"].as_str().unwrap().to_owned());
+        addresses.collect::<Vec<_>>()
+    };
+    let client = std::os::unix::net::UnixStream::connect(serve.path("a")).unwrap();
+    crate::harness::connect_nbd(&mut &client, "r");
+    let why = serve.refused(1, &["unpublish", "r", "--at", &at("a")]);
+    assert!(why.starts_with("r: cannot be unpublished"), "{why}");
+    assert_eq!(serve.json(&["unpublish", "r", "--at", &at("a"), "--force"])["connections_ended"], 1);
+    let mut left = exports();
+    left.sort();
+    assert_eq!(left, [at("b"), at("nbd")]);
+    assert!(!serve.path("a").exists());
+    // An address of the command line exports all devices.
+    for there in [at("a"), at("nbd")] {
+        let why = serve.refused(1, &["unpublish", "r", "--at", &there]);
+        assert!(why.starts_with(&format!("r: unpublish: {there}: not published there")), "{why}");
+    }
+    assert_eq!(exports().len(), 2);
 }

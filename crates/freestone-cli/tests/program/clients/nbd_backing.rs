@@ -1,5 +1,5 @@
-//! Exports of other servers that hold what a device here writes: pages of RAM disks and forks, and
-//! copies of snapshots. Their servers go and come, and lose what was not flushed.
+//! Exports of other servers as backing devices and COW devices. Their servers restart, and lose
+//! data that was not flushed.
 
 use std::fs;
 
@@ -12,7 +12,7 @@ use super::nbd::{Other, eventually, get};
 use super::tools::{MIB, fails, noise, ok, qemu_io, stat, tool, uri};
 use crate::harness::Serve;
 
-/// qemu-nbd over a file of so many MiB, which is there afterwards.
+/// Starts qemu-nbd over a file of `mib` MiB, which remains afterwards.
 fn spill(dir: &TempDir, name: &str, mib: u64) -> Other {
     let path = dir.path().join(format!("{name}.img"));
     fs::File::options().create(true).append(true).open(path).unwrap().set_len(mib * MIB).unwrap();
@@ -26,22 +26,22 @@ fn put(serve: &Serve, name: &str, data: &[u8]) {
 }
 
 #[track_caller]
-fn holds(serve: &Serve, name: &str, data: &[u8]) {
+fn assert_content(serve: &Serve, name: &str, data: &[u8]) {
     let file = serve.path("got");
     ok(tool("nbdcopy").arg(uri(serve, name)).arg(&file));
     assert!(fs::read(&file).unwrap()[..data.len()] == *data, "{name} holds something else");
 }
 
-fn spilled(serve: &Serve, name: &str) -> u64 {
+fn spilled_pages(serve: &Serve, name: &str) -> u64 {
     stat(serve, name, "backing", "spilled_pages")
 }
 
-fn all_out(serve: &Serve, name: &str) {
+fn write_back_all(serve: &Serve, name: &str) {
     serve.text(&["idle", name, "all"]);
     serve.text(&["writeback", name, "idle"]);
 }
 
-/// Another server of ours, whose drive loses what was not flushed when its power is cut.
+/// Another Freestone server, whose drive loses unflushed data in a power cut.
 struct Lossy(Serve);
 
 impl Lossy {
@@ -53,24 +53,24 @@ impl Lossy {
         format!("{name}=nbd,uri=nbd+unix:///drive?socket={}", self.0.path("nbd").display())
     }
 
-    /// How many blocks are gone.
+    /// Cuts the power. Returns the number of lost blocks.
     fn cut(&self) -> u64 {
         self.0.json(&["power-cut", "drive", "--seed", "5"])["lost_blocks"].as_u64().unwrap()
     }
 }
 
 #[test]
-fn pages_go_to_an_export_by_themselves_and_come_back() {
+fn pages_are_evicted_to_an_export_and_read_back() {
     let dir = tempdir().unwrap();
     let other = spill(&dir, "other", 64);
     let words = [other.device("n"), "r=ram,disksize=32M,mem_limit=8M,backing_dev=device:n".into()];
     let server = Serve::start(&words);
     let data = noise(1, 32 * MIB);
     put(&server, "r", &data);
-    assert!(spilled(&server, "r") > 5000);
-    holds(&server, "r", &data);
-    // Only its user sees it.
-    assert!(!server.said.contains("n: "), "{}", server.said);
+    assert!(spilled_pages(&server, "r") > 5000);
+    assert_content(&server, "r", &data);
+    // A backing device is not published by itself.
+    assert!(!server.startup_output.contains("n: "), "{}", server.startup_output);
     assert_eq!((get(&server, "r", "backing_dev"), get(&server, "r", "backing_size")), {
         ("device:n".into(), (64 * MIB).into())
     });
@@ -78,7 +78,7 @@ fn pages_go_to_an_export_by_themselves_and_come_back() {
     assert!(stat(&server, "n", "io", "written_bytes") > 20 * MIB);
     let at = format!("unix:{}", server.path("nbd").display());
     for (verb, why) in [
-        (&["publish", "n", "--nbd", &at][..], "n: holds pages of r, and is not published beside"),
+        (&["publish", "n", "--nbd", &at][..], "n: holds pages of r, so it cannot be published"),
         (&["remove", "n"], "n: cannot be removed: r stands on it"),
         (&["snapshot", "n", "s"], "s: origin=n: holds pages of r"),
         (&["create", "x=ram,disksize=1M,backing_dev=device:n"], "x: backing_dev=device:n: is in use by r"),
@@ -98,7 +98,7 @@ fn pages_go_to_an_export_by_themselves_and_come_back() {
 }
 
 #[test]
-fn forks_of_a_file_spill_to_an_export() {
+fn forks_of_a_file_evict_to_an_export() {
     let dir = tempdir().unwrap();
     let other = spill(&dir, "other", 64);
     fs::write(dir.path().join("golden.img"), noise(2, MIB)).unwrap();
@@ -109,32 +109,32 @@ fn forks_of_a_file_spill_to_an_export() {
     server.text(&["fork", "golden", "f", "size=16M", "--nbd", &at]);
     let data = noise(3, 16 * MIB);
     put(&server, "f", &data);
-    assert!(spilled(&server, "f") > 2000);
-    holds(&server, "f", &data);
+    assert!(spilled_pages(&server, "f") > 2000);
+    assert_content(&server, "f", &data);
 }
 
-/// Pages leave memory only when the server cannot lose them any more.
+/// Pages leave memory only after the other server flushed them.
 #[test]
-fn what_a_server_loses_that_was_not_flushed_are_no_pages() {
+fn pages_survive_power_cut_of_the_backing_server() {
     for layout in ["yes", "no"] {
         let lossy = Lossy::start();
         let disk = format!("r=ram,disksize=16M,backing_dev=device:n,compressed_writeback={layout}");
         let server = Serve::start(&[lossy.device("n"), disk]);
-        // Twice, so that places are used again: old pages would be sound.
+        // Twice, so that blocks are reused. Old pages would pass their checksums.
         for seed in [3, 4] {
             let data = noise(seed, 16 * MIB);
             put(&server, "r", &data);
-            all_out(&server, "r");
-            assert_eq!(spilled(&server, "r"), 4096);
+            write_back_all(&server, "r");
+            assert_eq!(spilled_pages(&server, "r"), 4096);
             assert_eq!(lossy.cut(), 0, "blocks were written and not flushed");
-            holds(&server, "r", &data);
+            assert_content(&server, "r", &data);
         }
         assert_eq!(server.json(&["stat", "r"])["backing"]["failed_reads"], 0);
     }
 }
 
 #[test]
-fn a_server_that_is_killed_under_writeback_is_waited_for() {
+fn eviction_waits_for_a_server_that_restarts() {
     let dir = tempdir().unwrap();
     let other = spill(&dir, "other", 96);
     let words = [
@@ -145,15 +145,15 @@ fn a_server_that_is_killed_under_writeback_is_waited_for() {
     let data = noise(5, 64 * MIB);
     let again = std::thread::scope(|scope| {
         let writer = scope.spawn(|| put(&server, "r", &data));
-        eventually("pages were spilled", || spilled(&server, "r") > 1000);
+        eventually("pages were spilled", || spilled_pages(&server, "r") > 1000);
         other.kill();
         eventually("the loss is seen", || get(&server, "n", "connections") == 0);
         assert!(!writer.is_finished());
-        // The limit has kept the writer busy until the loss was seen.
+        // The rate limit kept the writer busy until the connection was lost.
         server.text(&["set", "r", "bps=0"]);
         spill(&dir, "other", 96)
     });
-    holds(&server, "r", &data);
+    assert_content(&server, "r", &data);
     assert_eq!(get(&server, "n", "reconnects"), 1);
     let stat = server.json(&["stat", "r"]);
     assert_eq!((&stat["backing"]["failed_reads"], &stat["backing"]["state"]), (&0.into(), &"ok".into()));
@@ -161,7 +161,7 @@ fn a_server_that_is_killed_under_writeback_is_waited_for() {
 }
 
 #[test]
-fn while_a_server_is_away_for_longer_what_is_in_memory_is_there() {
+fn lost_backing_server_fails_only_evicted_pages() {
     let dir = tempdir().unwrap();
     let other = spill(&dir, "other", 64);
     let words = [
@@ -172,10 +172,10 @@ fn while_a_server_is_away_for_longer_what_is_in_memory_is_there() {
     let data = noise(6, 16 * MIB);
     put(&server, "r", &data);
     server.text(&["idle", "r", "all"]);
-    // The first half stays.
+    // The first half stays in memory.
     qemu_io(&uri(&server, "r"), &["read 0 8M"]);
     server.text(&["writeback", "r", "idle"]);
-    assert_eq!(spilled(&server, "r"), 2048);
+    assert_eq!(spilled_pages(&server, "r"), 2048);
     other.kill();
     eventually("the loss is seen", || get(&server, "n", "connections") == 0);
     let read = |range: &str| {
@@ -185,9 +185,9 @@ fn while_a_server_is_away_for_longer_what_is_in_memory_is_there() {
         client
     };
     ok(&mut read("0 8M"));
-    let said = fails(&mut read("8M 64k"));
-    assert!(said.contains("Input/output error"), "{said}");
-    // By hand it is said; the page stays.
+    let message = fails(&mut read("8M 64k"));
+    assert!(message.contains("Input/output error"), "{message}");
+    // Writeback by hand reports the failure, and the pages stay in memory.
     server.text(&["idle", "r", "all"]);
     let why = server.refused(1, &["writeback", "r", "idle"]);
     assert!(why.starts_with("r: writeback: "), "{why}");
@@ -196,14 +196,14 @@ fn while_a_server_is_away_for_longer_what_is_in_memory_is_there() {
     assert_ne!(stat["backing"]["failed_writes"], 0);
     let again = spill(&dir, "other", 64);
     eventually("it is connected again", || get(&server, "n", "connections") != 0);
-    holds(&server, "r", &data);
-    all_out(&server, "r");
-    holds(&server, "r", &data);
+    assert_content(&server, "r", &data);
+    write_back_all(&server, "r");
+    assert_content(&server, "r", &data);
     drop(again);
 }
 
 #[test]
-fn a_disk_with_its_content_has_its_export_again_after_a_restart() {
+fn kept_disk_has_its_export_after_restart() {
     let dir = tempdir().unwrap();
     let other = spill(&dir, "other", 64);
     let args = |devices: &[&str]| {
@@ -214,8 +214,8 @@ fn a_disk_with_its_content_has_its_export_again_after_a_restart() {
     let data = noise(7, 16 * MIB);
     put(&server, "r", &data);
     server.text(&["create", "s=snapshot,origin=r,keep=yes"]);
-    assert!(spilled(&server, "r") > 1000);
-    // The words are those that were typed, also for who starts another one with them.
+    assert!(spilled_pages(&server, "r") > 1000);
+    // The dump has the arguments as they were given, so they start an equal server.
     let dumped = server.text(&["dump"]);
     assert!(dumped.contains("backing_dev = \"device:n\""), "{dumped}");
     let end = |server: Serve| {
@@ -224,16 +224,16 @@ fn a_disk_with_its_content_has_its_export_again_after_a_restart() {
     };
     let state = end(server);
     let server = Serve::start_in(state, &args(&[]), true);
-    holds(&server, "r", &data);
+    assert_content(&server, "r", &data);
     assert_eq!(get(&server, "r", "backing_dev"), "device:n");
     eventually("it is spilled again", || {
         put(&server, "r", &data);
-        spilled(&server, "r") > 1000
+        spilled_pages(&server, "r") > 1000
     });
     assert_eq!(server.refused(1, &["remove", "n"]), "n: cannot be removed: r, s stand on it");
-    holds(&server, "r", &data);
+    assert_content(&server, "r", &data);
     let state = end(server);
-    // Without it nothing of it is there, and nothing is lost.
+    // Without the other server the devices are missing, but their content is kept.
     other.kill();
     let server = Serve::start_in(state, &args(&[]), true);
     let list = server.json(&["list"]);
@@ -242,9 +242,9 @@ fn a_disk_with_its_content_has_its_export_again_after_a_restart() {
     let state = end(server);
     let other = spill(&dir, "other", 64);
     let server = Serve::start_in(state, &args(&[]), true);
-    holds(&server, "r", &data);
+    assert_content(&server, "r", &data);
     drop(end(server));
-    // As words of a file.
+    // The dump as a configuration file.
     let place = tempdir().unwrap();
     let left_out = ["nbd ", "control ", "state ", "save", "keep "];
     let lines = dumped.lines().filter(|line| !left_out.iter().any(|key| line.starts_with(key)));
@@ -255,7 +255,7 @@ fn a_disk_with_its_content_has_its_export_again_after_a_restart() {
 }
 
 #[test]
-fn what_is_restored_spills_to_an_export() {
+fn restored_disk_evicts_to_an_export() {
     let dir = tempdir().unwrap();
     let other = spill(&dir, "other", 64);
     let server = Serve::start(&["r=ram,disksize=16M"]);
@@ -267,18 +267,18 @@ fn what_is_restored_spills_to_an_export() {
     assert_eq!(server.refused(1, &["remove", "n"]), "n: cannot be removed: r2 stands on it");
     let at = format!("unix:{}", server.path("nbd").display());
     let why = server.refused(1, &["publish", "n", "--nbd", &at]);
-    assert_eq!(why, "n: holds pages of r2, and is not published beside");
+    assert_eq!(why, "n: holds pages of r2, so it cannot be published");
     server.text(&["publish", "r2", "--nbd", &at]);
-    assert!(spilled(&server, "r2") > 1000);
-    holds(&server, "r2", &data);
+    assert!(spilled_pages(&server, "r2") > 1000);
+    assert_content(&server, "r2", &data);
     let why = server.refused(1, &["restore", "saved", "r3", "backing_dev=device:n"]);
     assert_eq!(why, "restore: backing_dev=device:n: is in use by r2");
 }
 
-/// A server that is killed finds its snapshots again on exports of others, which lost what was not
-/// flushed before.
+/// After SIGKILL the server opens its snapshots again from the exports of another server, which
+/// lost unflushed data before.
 #[test]
-fn copies_on_an_export_outlive_both_servers() {
+fn snapshot_on_export_survives_both_servers() {
     let dir = tempdir().unwrap();
     let lossy = Lossy::start();
     let disk = dir.path().join("disk.img");
@@ -293,24 +293,24 @@ fn copies_on_an_export_outlive_both_servers() {
     put(&server, "disk", &noise(10, 4 * MIB));
     lossy.cut();
     eventually("it is connected again", || get(&server, "copies", "reconnects") == 1);
-    holds(&server, "monday", &before);
+    assert_content(&server, "monday", &before);
     put(&server, "disk", &noise(11, 8 * MIB));
-    holds(&server, "monday", &before);
+    assert_content(&server, "monday", &before);
     lossy.cut();
     server.signal(Signal::KILL);
     let (_, place) = server.wait();
     let server = Serve::start_in(place, &words, true);
-    holds(&server, "disk", &noise(11, 8 * MIB));
-    holds(&server, "monday", &before);
+    assert_content(&server, "disk", &noise(11, 8 * MIB));
+    assert_content(&server, "monday", &before);
     qemu_io(&uri(&server, "disk"), &["write -P 3 0 1M", "flush"]);
-    holds(&server, "monday", &before);
+    assert_content(&server, "monday", &before);
     let status = get(&server, "monday", "status");
     assert!(status.as_str().unwrap().contains('/'), "{status}");
 }
 
-/// What was copied and not flushed may be lost; nobody is shown something else for it.
+/// Unflushed copies may be lost. Then the snapshot is invalid and shows no wrong data.
 #[test]
-fn copies_whose_server_is_killed_are_sound_or_the_snapshot_is_invalid() {
+fn snapshot_of_killed_server_is_complete_or_invalid() {
     let dir = tempdir().unwrap();
     let other = spill(&dir, "other", 64);
     let disk = dir.path().join("disk.img");
@@ -331,12 +331,12 @@ fn copies_whose_server_is_killed_are_sound_or_the_snapshot_is_invalid() {
         std::thread::sleep(Duration::from_millis(300));
         spill(&dir, "other", 64)
     });
-    holds(&server, "disk", &after);
-    // Either all of it is there, or it says that it is not.
+    assert_content(&server, "disk", &after);
+    // The snapshot is complete, or it is invalid.
     if get(&server, "monday", "status") == "Invalid" {
         fails(tool("qemu-io").args(["-r", "-f", "raw", "-c", "read 0 64k"]).arg(uri(&server, "monday")));
     } else {
-        holds(&server, "monday", &before);
+        assert_content(&server, "monday", &before);
     }
     drop(other);
 }

@@ -1,4 +1,4 @@
-//! qemu-io: patterns, alignment, requests that overlap.
+//! qemu-io: patterns, unaligned requests, overlapping requests.
 
 use std::process::Command;
 
@@ -15,11 +15,11 @@ fn qemu_io(uri: &str, commands: &[&str]) -> Command {
     command
 }
 
-/// Runs commands in one session; patterns that do not match make it fail.
+/// Runs commands in one session. A pattern that does not match is an error.
 #[track_caller]
 fn all(uri: &str, commands: &[&str]) {
-    let said = ok(&mut qemu_io(uri, commands));
-    assert!(!said.contains("failed"), "{said}");
+    let output = ok(&mut qemu_io(uri, commands));
+    assert!(!output.contains("failed"), "{output}");
 }
 
 #[test]
@@ -48,17 +48,17 @@ fn patterns_are_read_back() {
                 "readv -P 0x22 64M 512 1k 4k 8k",
             ],
         );
-        // What is asserted above can fail.
-        let said = fails(&mut qemu_io(&uri, &["read -P 0xab 4M 1M"]));
-        assert!(said.contains("Pattern verification failed"), "{said}");
-        // 8M less 1M (zeroes that may be no hole are pages), one MiB at the end, and four pages.
+        // A wrong pattern fails, so the checks above are effective.
+        let message = fails(&mut qemu_io(&uri, &["read -P 0xab 4M 1M"]));
+        assert!(message.contains("Pattern verification failed"), "{message}");
+        // 8 MiB, less 1 MiB of zeroes that may be a hole, plus 1 MiB at the end and four pages.
         let pages = (8 << 20) - (1 << 20) + (1 << 20) + (16 << 10);
         assert_eq!(stat(&serve, name, "mm_stat", "orig_data_size"), pages);
     }
 }
 
 #[test]
-fn pieces_smaller_than_a_page() {
+fn requests_smaller_than_a_page() {
     let serve = Serve::start(&["ram0=ram,disksize=16M"]);
     let uri = uri(&serve, "ram0");
     all(
@@ -76,23 +76,23 @@ fn pieces_smaller_than_a_page() {
             "read -P 0x55 4608 4096",
             "read -P 0 8704 512",
             "read -P 0x55 9216 7168",
-            // Into what was never written.
+            // Into a page that was never written.
             "write -P 0x88 1049088 512",
             "read -P 0 1048576 512",
             "read -P 0x88 1049088 512",
             "read -P 0 1049600 3072",
         ],
     );
-    // A whole page that is discarded piece by piece reads as zeroes, or as before: the client was
-    // told nothing else. What lies beside it stays.
+    // A page that is discarded in parts reads as zeroes or as before: NBD promises nothing else.
+    // Its neighbours keep their data.
     all(&uri, &["read -P 0x55 16384 512", "read -P 0x55 17408 4096"]);
 }
 
 #[test]
-fn requests_that_overlap() {
+fn overlapping_requests() {
     let serve = Serve::start(&["ram0=ram,disksize=64M"]);
     let uri = uri(&serve, "ram0");
-    // Each value over the same place, many at a time; then in order after a barrier.
+    // Overlapping writes with many in flight, then writes in order after a barrier.
     let mut commands: Vec<String> = Vec::new();
     for round in 0..24 {
         commands.push(format!("aio_write -q -P {} {}k 192k", round + 1, round * 64));
@@ -110,7 +110,7 @@ fn requests_that_overlap() {
 }
 
 #[test]
-fn beyond_the_end() {
+fn requests_beyond_the_end_fail() {
     let serve = Serve::start(&["ram0=ram,disksize=1M"]);
     let uri = uri(&serve, "ram0");
     fails(&mut qemu_io(&uri, &["write -P 1 1M 4k"]));

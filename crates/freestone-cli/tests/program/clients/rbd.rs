@@ -1,4 +1,4 @@
-//! Images in RBD, with the library that stands for Ceph's: its pool is a directory. (The lab has a Ceph.)
+//! RBD images, with a substitute for Ceph's library whose pool is a directory. (The lab has a real Ceph.)
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -35,7 +35,7 @@ impl Cluster {
         format!("{name}=rbd,image=rbd/vm,conf={}{more}", self.file("ceph.conf").display())
     }
 
-    /// What its library does from now on.
+    /// Sets the behaviour of the library from now on.
     fn control(&self, lines: &str) {
         fs::write(self.file("control.new"), lines).unwrap();
         fs::rename(self.file("control.new"), self.file("control")).unwrap();
@@ -56,14 +56,14 @@ fn put(serve: &Serve, name: &str, data: &[u8]) {
 }
 
 #[track_caller]
-fn holds(serve: &Serve, name: &str, data: &[u8]) {
+fn assert_content(serve: &Serve, name: &str, data: &[u8]) {
     let file = serve.path("got");
     ok(tool("nbdcopy").arg(uri(serve, name)).arg(&file));
     assert!(fs::read(&file).unwrap()[..data.len()] == *data, "{name} holds something else");
 }
 
 #[test]
-fn an_image_is_written_and_is_there_after_a_crash_and_a_restart() {
+fn image_survives_crash_and_restart() {
     let cluster = Cluster::new();
     let data = noise(1, 4 * MIB);
     let state = ["--state".to_owned(), "state".to_owned()];
@@ -75,19 +75,19 @@ fn an_image_is_written_and_is_there_after_a_crash_and_a_restart() {
     assert!(fs::read(cluster.file("rbd.vm")).unwrap()[..data.len()] == data[..]);
     server.signal(Signal::KILL);
 
-    // It is found as the state says, and so is its snapshot.
+    // The state directory restores the device, then its snapshot.
     let server = cluster.serve(server.wait().1, &state);
-    holds(&server, "d", &data);
+    assert_content(&server, "d", &data);
     server.text(&["snapshot", "d", "before", "cow=./before.cow", "cow_size=32M"]);
     server.text(&["publish", "before", "--nbd", "unix:nbd"]);
     qemu_io(&uri(&server, "d"), &["write -P 9 0 1M", "flush"]);
-    holds(&server, "before", &data);
+    assert_content(&server, "before", &data);
     server.signal(Signal::TERM);
     let (code, dir) = server.wait();
     assert_eq!(code, Some(0));
 
     let server = cluster.serve(dir, &state);
-    holds(&server, "before", &data);
+    assert_content(&server, "before", &data);
     qemu_io(&uri(&server, "d"), &["read -P 9 0 1M"]);
     server.text(&["remove", "before"]);
     server.text(&["remove", "d"]);
@@ -96,7 +96,7 @@ fn an_image_is_written_and_is_there_after_a_crash_and_a_restart() {
 }
 
 #[test]
-fn forks_of_an_image_and_of_its_snapshot_do_not_write_it() {
+fn forks_do_not_write_the_image() {
     let cluster = Cluster::new();
     let data = noise(2, 2 * MIB);
     for name in ["rbd.vm", "rbd.vm@monday"] {
@@ -109,9 +109,9 @@ fn forks_of_an_image_and_of_its_snapshot_do_not_write_it() {
     for base in ["d", "m"] {
         let fork = format!("{base}-fork");
         server.text(&["fork", base, &fork, "--nbd", "unix:nbd"]);
-        holds(&server, &fork, &data);
+        assert_content(&server, &fork, &data);
         qemu_io(&uri(&server, &fork), &["write -P 3 0 1M", "flush", "read -P 3 0 1M"]);
-        holds(&server, base, &data);
+        assert_content(&server, base, &data);
     }
     assert_eq!(get(&server, "m", "snap"), "monday");
     fails(tool("qemu-io").args(["-f", "raw", "-c", "write 0 4k"]).arg(uri(&server, "d")));
@@ -121,17 +121,17 @@ fn forks_of_an_image_and_of_its_snapshot_do_not_write_it() {
 }
 
 #[test]
-fn a_cluster_that_does_not_answer_is_waited_for_and_no_longer_than_was_said() {
+fn hanging_cluster_fails_requests_after_timeout() {
     let cluster = Cluster::new();
     let server = cluster.serve(tempfile::tempdir().unwrap(), &[cluster.device("d", ",timeout=1s")]);
     cluster.control("hang write\n");
-    let said = fails(tool("qemu-io").args(["-f", "raw", "-c", "write 0 4k"]).arg(uri(&server, "d")));
-    assert!(said.contains("Input/output error"), "{said}");
+    let message = fails(tool("qemu-io").args(["-f", "raw", "-c", "write 0 4k"]).arg(uri(&server, "d")));
+    assert!(message.contains("Input/output error"), "{message}");
     assert_eq!(
         get(&server, "d", "last_error"),
         "a write of 4096 bytes at 0: the cluster did not answer in time"
     );
-    // Others are answered, and a device that cannot be made is told from one that is not there.
+    // Reads still complete. A timeout and a missing image have different errors.
     qemu_io(&uri(&server, "d"), &["read 0 4k"]);
     cluster.control("hang write\nhang open\n");
     let why = server.refused(1, &["create", &cluster.device("late", ",timeout=1s")]);
@@ -141,7 +141,7 @@ fn a_cluster_that_does_not_answer_is_waited_for_and_no_longer_than_was_said() {
     assert_eq!(server.refused(1, &["create", &none]), "none: rbd/none: there is no such image");
 }
 
-/// Neither the end of the device nor that of the server waits for a write that hangs.
+/// Neither removing the device nor shutdown waits for the hanging write.
 #[test]
 fn remove_does_not_wait_for_a_hanging_cluster() {
     let cluster = Cluster::new();
@@ -158,7 +158,7 @@ fn remove_does_not_wait_for_a_hanging_cluster() {
 }
 
 #[test]
-fn an_image_grows_under_its_clients() {
+fn image_grows_while_clients_are_connected() {
     let cluster = Cluster::new();
     let server = cluster.serve(tempfile::tempdir().unwrap(), &[cluster.device("d", "")]);
     fs::File::options().write(true).open(cluster.file("rbd.vm")).unwrap().set_len(32 * MIB).unwrap();
@@ -167,9 +167,9 @@ fn an_image_grows_under_its_clients() {
 }
 
 #[test]
-fn a_machine_without_the_library_is_told_which_package_has_it() {
+fn missing_library_error_names_its_package() {
     let cluster = Cluster::new();
-    // One that is found first, and is none.
+    // A file that the loader finds first and that is not a library.
     let libraries = tempfile::tempdir().unwrap();
     fs::write(libraries.path().join("librados.so.2"), "none").unwrap();
     let mut command = freestone(cluster.0.path());

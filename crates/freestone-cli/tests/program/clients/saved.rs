@@ -1,4 +1,4 @@
-//! What is saved comes back, in another server, over the same base; and nothing else does.
+//! Saved devices restored by another server over the same base, and damaged files refused.
 
 use std::fs;
 
@@ -12,7 +12,7 @@ use crate::harness::Serve;
 const SOCKETS: [&str; 4] = ["--nbd", "unix:nbd", "--control", "control"];
 const GOLDEN: &str = "golden=file,path=golden.img,readonly=yes";
 
-fn published(serve: &Serve, name: &str) -> String {
+fn publish_export(serve: &Serve, name: &str) -> String {
     serve.text(&["publish", name, "--nbd", &format!("unix:{}", serve.path("nbd").display())]);
     uri(serve, name)
 }
@@ -29,7 +29,7 @@ fn end(serve: Serve) -> TempDir {
 }
 
 #[test]
-fn a_ram_device() {
+fn ram_disk_is_saved_and_restored() {
     let first = Serve::start(&["ram0=ram,disksize=64M,comp_algorithm=zstd", "other=ram,disksize=8M"]);
     qemu_io(&uri(&first, "ram0"), &["write -P 1 1M 8M", "write -P 2 60M 1M"]);
     qemu_io(&uri(&first, "other"), &["write -P 3 0 1M"]);
@@ -40,14 +40,14 @@ fn a_ram_device() {
 
     let second = serve(end(first), &["n=null,size=1M"]);
     assert_eq!(second.text(&["restore", "ram0.saved"]), "ram0: ram 64M, not published\n");
-    let ram0 = published(&second, "ram0");
+    let ram0 = publish_export(&second, "ram0");
     qemu_io(&ram0, &["read -P 0 0 1M", "read -P 1 1M 8M", "read -P 0 9M 51M", "read -P 2 60M 1M"]);
     qemu_io(&ram0, &["write -P 4 1M 1M", "read -P 4 1M 1M", "read -P 1 2M 7M"]);
     assert_eq!(second.json(&["get", "ram0", "comp_algorithm"])["comp_algorithm"], "zstd");
     second.text(&["restore", "ram0.saved", "again", "mem_limit=32M", "comp_algorithm=lz4"]);
     let get = second.json(&["get", "again"]);
     assert_eq!((&get["mem_limit"], &get["comp_algorithm"]), (&json!(32 * MIB), &json!("lz4")));
-    qemu_io(&published(&second, "again"), &["read -P 1 1M 8M"]);
+    qemu_io(&publish_export(&second, "again"), &["read -P 1 1M 8M"]);
 
     assert_eq!(second.refused(1, &["restore", "ram0.saved"]), "ram0: a device of that name exists");
     let both = second.refused(1, &["restore", "both.saved", "x"]);
@@ -55,9 +55,9 @@ fn a_ram_device() {
     second.text(&["remove", "ram0", "--force"]);
     let restored = second.json(&["restore", "both.saved"]);
     assert_eq!(restored["devices"][1], json!({"name": "other", "kind": "ram", "disksize": 8 * MIB}));
-    qemu_io(&published(&second, "other"), &["read -P 3 0 1M"]);
+    qemu_io(&publish_export(&second, "other"), &["read -P 3 0 1M"]);
 
-    // What is damaged, cut or foreign makes nothing.
+    // Damaged, truncated and foreign files are refused.
     let whole = fs::read(second.path("ram0.saved")).unwrap();
     fs::write(second.path("cut"), &whole[..whole.len() - 100]).unwrap();
     let mut damaged = whole.clone();
@@ -65,13 +65,13 @@ fn a_ram_device() {
     fs::write(second.path("damaged"), damaged).unwrap();
     fs::write(second.path("foreign"), noise(1, MIB)).unwrap();
     for (file, why) in [
-        ("cut", "is not complete"),
+        ("cut", "is incomplete"),
         ("damaged", "is damaged"),
         ("foreign", "was not saved by Freestone"),
         ("none", "cannot read"),
     ] {
-        let said = second.refused(1, &["restore", file, "x"]);
-        assert!(said.starts_with("restore: ") && said.contains(why), "{file}: {said}");
+        let message = second.refused(1, &["restore", file, "x"]);
+        assert!(message.starts_with("restore: ") && message.contains(why), "{file}: {message}");
     }
     assert_eq!(second.json(&["list", "x"])["devices"], json!([]));
     let key = second.refused(2, &["restore", "ram0.saved", "x", "mem_limt=1G"]);
@@ -85,7 +85,7 @@ fn a_ram_device() {
 }
 
 #[test]
-fn forks_with_their_snapshots() {
+fn forks_are_saved_and_restored_with_snapshots() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden.img"), noise(1, 8 * MIB)).unwrap();
     fs::write(dir.path().join("other.img"), noise(2, 8 * MIB)).unwrap();
@@ -106,8 +106,8 @@ fn forks_with_their_snapshots() {
     let restored = second.json(&["restore", "jobs.saved"]);
     assert_eq!(restored["devices"].as_array().unwrap().len(), 3);
     let same = |uri: &str, at: u64, len: u64| {
-        // What was never written is the base's.
-        // qemu-img counts from the beginning.
+        // Pages that were never written read as the base.
+        // qemu-img counts from the start of the image.
         let range = [format!("skip={at}"), format!("count={}", at + len)];
         let from = ok(tool("qemu-img")
             .args(["dd", "-f", "raw", "-O", "raw", "bs=1M"])
@@ -118,12 +118,13 @@ fn forks_with_their_snapshots() {
         fs::read(second.path("part")).unwrap()
             == fs::read(second.path("golden.img")).unwrap()[(at << 20) as usize..((at + len) << 20) as usize]
     };
-    let (a, b, a_1) = (published(&second, "a"), published(&second, "b"), published(&second, "a-1"));
+    let (a, b, a_1) =
+        (publish_export(&second, "a"), publish_export(&second, "b"), publish_export(&second, "a-1"));
     qemu_io(&a, &["read -P 2 0 512k", "read -P 1 512k 512k"]);
     qemu_io(&a_1, &["read -P 1 0 1M"]);
     qemu_io(&b, &["read -P 3 4M 1M", "read -P 0 6M 1M"]);
     assert!(same(&a, 1, 7) && same(&b, 0, 4) && !same(&b, 4, 1));
-    // They are forks as others: one family, rewound, and their base stays.
+    // They are forks like others: one family, they rewind, and their base stays.
     assert_eq!(second.json(&["stat", "a"])["family"]["mem_limit"], 64 * MIB);
     let users = second.refused(1, &["remove", "base"]);
     assert!(users.starts_with("base: cannot be removed: "), "{users}");

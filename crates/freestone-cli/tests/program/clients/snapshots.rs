@@ -1,4 +1,4 @@
-//! Snapshots of devices that go on; merges; what a fork or snapshot holds, as qcow2.
+//! Snapshots of devices in use, merges, and deltas of forks and snapshots as qcow2.
 
 use std::fs;
 use std::path::Path;
@@ -10,23 +10,23 @@ use crate::clients::tools::{MIB, fails, json as run_json, noise, ok, qemu_io, to
 use crate::harness::Serve;
 
 #[track_caller]
-fn refused(uri: &str, command: &str) {
+fn check_read_fails(uri: &str, command: &str) {
     let mut qemu_io = tool("qemu-io");
     qemu_io.args(["-r", "-f", "raw", "-c", command, uri]);
     fails(&mut qemu_io);
 }
 
 #[track_caller]
-fn is_as(uri: &str, file: &Path) {
+fn assert_content(uri: &str, file: &Path) {
     ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", "raw", uri]).arg(file));
 }
 
-fn published(serve: &Serve, name: &str) -> String {
+fn publish_export(serve: &Serve, name: &str) -> String {
     serve.text(&["publish", name, "--nbd", &format!("unix:{}", serve.path("nbd").display())]);
     uri(serve, name)
 }
 
-/// A server with a file of 8 MiB of noise, and a copy of it.
+/// Starts a server with a file of 8 MiB of noise, and a copy of the file.
 fn with_disk(more: &[&str]) -> Serve {
     let dir = tempfile::tempdir().unwrap();
     for name in ["disk.img", "before.img"] {
@@ -39,8 +39,8 @@ fn with_disk(more: &[&str]) -> Serve {
 }
 
 #[test]
-fn a_test_database() {
-    // Data and log are two devices; both are kept at one moment.
+fn snapshots_of_a_test_database() {
+    // Data and log are two devices. Their snapshots are taken at the same moment.
     let serve = Serve::start(&[
         "data=ram,disksize=64M",
         "log=ram,disksize=16M",
@@ -54,19 +54,20 @@ fn a_test_database() {
     qemu_io(&data, &["write -P 3 4M 8M", "discard 0 1M"]);
     qemu_io(&log, &["write -P 4 512k 1M"]);
 
-    let (data_1, log_1) = (published(&serve, "data-1"), published(&serve, "log-1"));
+    let (data_1, log_1) = (publish_export(&serve, "data-1"), publish_export(&serve, "log-1"));
     qemu_io(&data_1, &["read -P 1 0 8M", "read -P 0 8M 8M"]);
     qemu_io(&log_1, &["read -P 2 0 1M", "read -P 0 1M 1M"]);
-    refused(&data_1, "write -P 9 0 4k");
-    // What was overwritten moved as it was.
+    check_read_fails(&data_1, "write -P 9 0 4k");
+    // Overwritten pages moved to the snapshot uncopied.
     let stat = serve.json(&["stat", "data"]);
     assert_eq!(stat["over_stat"]["handed_over"], 5 * MIB / 4096);
     assert_eq!(stat["over_stat"]["snapshots"], 1);
     assert_eq!(serve.json(&["stat", "data-1"])["over_stat"]["own_bytes"], 5 * MIB);
 
-    // Trials on forks of it; the snapshot in the middle goes, the others stay as they are.
+    // Trials on forks of the first snapshot. The snapshot in the middle is removed, the others keep
+    // their content.
     serve.text(&["fork", "data-1", "trial"]);
-    let trial = published(&serve, "trial");
+    let trial = publish_export(&serve, "trial");
     qemu_io(&trial, &["read -P 1 0 8M", "write -P 5 0 2M"]);
     serve.text(&["snapshot", "data", "data-2"]);
     qemu_io(&data, &["write -P 6 0 64M"]);
@@ -77,13 +78,13 @@ fn a_test_database() {
     );
     serve.text(&["rewind", "trial"]);
     qemu_io(&trial, &["read -P 1 0 8M"]);
-    qemu_io(&published(&serve, "trial-1"), &["read -P 5 0 2M", "read -P 1 2M 6M"]);
+    qemu_io(&publish_export(&serve, "trial-1"), &["read -P 5 0 2M", "read -P 1 2M 6M"]);
     for name in ["trial", "trial-1", "data-1"] {
         serve.text(&["remove", name]);
     }
-    let data_2 = published(&serve, "data-2");
+    let data_2 = publish_export(&serve, "data-2");
     qemu_io(&data_2, &["read -P 0 0 1M", "read -P 1 1M 3M", "read -P 3 4M 8M"]);
-    // A snapshot holds what it shows, also without its origin.
+    // A snapshot keeps its content after its origin is removed.
     serve.text(&["remove", "data"]);
     qemu_io(&data_2, &["read -P 0 0 1M", "read -P 1 1M 3M", "read -P 3 4M 8M"]);
     assert_eq!(
@@ -91,7 +92,7 @@ fn a_test_database() {
         "data-2: is a snapshot, which does not change; fork it"
     );
 
-    // All or nothing.
+    // A failure takes no snapshot at all.
     assert_eq!(
         serve.refused(1, &["snapshot", "log,other", "a,b"]),
         "b: origin=other: has no snapshots: it is zoned, and the state of its zones would be missing"
@@ -102,11 +103,11 @@ fn a_test_database() {
 }
 
 #[test]
-fn a_file_in_memory() {
+fn snapshots_of_a_file_in_memory() {
     let serve = with_disk(&["d1=snapshot,origin=disk,publish=no"]);
     let (disk, before) = (uri(&serve, "disk"), serve.path("before.img"));
     qemu_io(&disk, &["write -P 1 1M 2M", "discard 4M 1M", "write -P 2 8191k 512"]);
-    is_as(&published(&serve, "d1"), &before);
+    assert_content(&publish_export(&serve, "d1"), &before);
     let stat = serve.json(&["stat", "d1"]);
     assert!(stat["cow_stat"]["copied_chunks"].as_u64().unwrap() >= 3 * MIB / (4 << 10), "{stat}");
     let status = stat["status"].as_str().unwrap();
@@ -114,18 +115,18 @@ fn a_file_in_memory() {
     assert_eq!(serve.json(&["list", "d1"])["devices"][0]["status"], status);
     let get = serve.json(&["get", "d1"]);
     assert_eq!((&get["store"], &get["chunk_size"], &get["cow"]), (&json!("N"), &json!(4096), &json!("none")));
-    refused(&uri(&serve, "d1"), "write -P 9 0 4k");
+    check_read_fails(&uri(&serve, "d1"), "write -P 9 0 4k");
 
     // Forks of a file that is in use.
     serve.text(&["fork", "d1", "trial", "--nbd", &format!("unix:{}", serve.path("nbd").display())]);
     let trial = uri(&serve, "trial");
-    is_as(&trial, &before);
+    assert_content(&trial, &before);
     qemu_io(&trial, &["write -P 7 0 1M"]);
     qemu_io(&disk, &["write -P 8 0 8M"]);
     qemu_io(&trial, &["read -P 7 0 1M"]);
-    is_as(&uri(&serve, "d1"), &before);
+    assert_content(&uri(&serve, "d1"), &before);
     serve.text(&["rewind", "trial"]);
-    is_as(&trial, &before);
+    assert_content(&trial, &before);
     assert_eq!(serve.refused(1, &["remove", "disk", "--force"]), "disk: cannot be removed: d1 stands on it");
     serve.text(&["remove", "trial"]);
     assert_eq!(
@@ -138,7 +139,7 @@ fn a_file_in_memory() {
 }
 
 #[test]
-fn a_file_with_an_exception_store() {
+fn snapshots_of_a_file_with_exception_store() {
     let serve = with_disk(&["c=ram,disksize=16M,publish=no"]);
     let (disk, before) = (uri(&serve, "disk"), serve.path("before.img"));
     let keys = ["cow=./disk.cow", "cow_size=16M", "store=PO", "chunk_size=64K"];
@@ -154,7 +155,7 @@ fn a_file_with_an_exception_store() {
     );
     assert_eq!(
         serve.refused(1, &["publish", "c", "--nbd", "unix:c"]),
-        "c: holds the copies of d2, and is not published beside"
+        "c: holds the copies of d2, so it cannot be published"
     );
     assert_eq!(serve.refused(1, &["reset", "c"]), "c: cannot be reset: d2 stands on it");
     assert_eq!(
@@ -163,17 +164,17 @@ fn a_file_with_an_exception_store() {
     );
 
     qemu_io(&disk, &["write -P 1 1M 2M"]);
-    let d1 = published(&serve, "d1");
-    is_as(&d1, &before);
-    is_as(&published(&serve, "d2"), &before);
-    // It is written, as dm's are; so it is no base.
+    let d1 = publish_export(&serve, "d1");
+    assert_content(&d1, &before);
+    assert_content(&publish_export(&serve, "d2"), &before);
+    // The snapshot is writable, like dm's, so it cannot be a base.
     qemu_io(&d1, &["write -P 2 5M 64k"]);
     let why = "f: base=d1: is a snapshot that its users write (readonly=no); take one with readonly=yes";
     assert_eq!(serve.refused(1, &["fork", "d1", "f"]), why);
     let map = run_json(tool("nbdinfo").args(["--json", "--map=freestone:changed", &d1]));
     assert!(map.as_array().unwrap().iter().any(|row| row["type"] == 1 && row["offset"] == MIB), "{map}");
 
-    // Another server opens it again, with the origin unchanged in between.
+    // Another server opens the store again. The origin did not change in between.
     serve.signal(Signal::TERM);
     let (code, dir) = serve.wait();
     assert_eq!(code, Some(0));
@@ -190,7 +191,7 @@ fn a_file_with_an_exception_store() {
     qemu_io(&d1, &["read -P 2 5M 64k"]);
     assert_eq!(serve.json(&["get", "d1", "chunk_size"])["chunk_size"], 65536);
 
-    // Back into the file.
+    // The snapshot is merged into the file.
     let merged = serve.json(&["merge", "d1", "--into-origin"]);
     assert_eq!((&merged["merge"], &merged["origin"]), (&json!("finished"), &json!("disk")));
     let stat = serve.json(&["stat", "d1"]);
@@ -205,7 +206,7 @@ fn a_file_with_an_exception_store() {
     wanted[5 << 20..(5 << 20) + (64 << 10)].fill(2);
     assert!(fs::read(serve.path("disk.img")).unwrap() == wanted);
 
-    // What forks stand on is not merged, and what is merged is no base.
+    // A snapshot with forks is not merged, and a snapshot that was merged cannot be a base.
     let keys = ["cow=./frozen.cow", "cow_size=16M", "readonly=yes"];
     serve.text(&["create", "disk=file,path=disk.img"]);
     serve.text(&[&["snapshot", "disk", "d5"], &keys[..]].concat());
@@ -213,19 +214,19 @@ fn a_file_with_an_exception_store() {
     let stands = "d5: cannot be merged: f stands on it";
     assert_eq!(serve.refused(1, &["merge", "d5", "--into-origin"]), stands);
     serve.text(&["remove", "f"]);
-    let said = serve.text(&["merge", "d5", "--into-origin"]);
-    assert_eq!(said, "d5: is merged into disk; `freestone remove d5` forgets it\n");
+    let output = serve.text(&["merge", "d5", "--into-origin"]);
+    assert_eq!(output, "d5: is merged into disk; `freestone remove d5` forgets it\n");
     let merged = "f: base=d5: is merged into its origin; take another snapshot";
     assert_eq!(serve.refused(1, &["fork", "d5", "f"]), merged);
     serve.text(&["remove", "d5"]);
     serve.text(&["remove", "disk"]);
 
-    // What is no store is left alone.
+    // A file that is not a store is left unchanged.
     fs::write(serve.path("foreign"), noise(5, MIB)).unwrap();
     serve.text(&["create", "disk=file,path=disk.img"]);
     let foreign = serve.refused(1, &["snapshot", "disk", "d4", "cow=./foreign"]);
     assert!(
-        foreign.contains("/foreign: the COW device holds something that is no exception store"),
+        foreign.contains("/foreign: the COW device holds something that is not an exception store"),
         "{foreign}"
     );
     assert!(fs::read(serve.path("foreign")).unwrap() == noise(5, MIB));
@@ -234,7 +235,7 @@ fn a_file_with_an_exception_store() {
 }
 
 #[test]
-fn a_delta_is_a_qcow2_overlay() {
+fn delta_is_a_qcow2_overlay() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden.img"), noise(1, 8 * MIB)).unwrap();
     let args = ["golden=file,path=golden.img,readonly=yes", "--nbd", "unix:nbd", "--control", "control"];
@@ -257,7 +258,7 @@ fn a_delta_is_a_qcow2_overlay() {
     );
     ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", "qcow2", &job]).arg(&overlay));
 
-    // Onto another fork of the same base.
+    // Applied to another fork of the same base.
     serve.text(&["fork", "golden", "copy", "--nbd", &format!("unix:{}", serve.path("nbd").display())]);
     let applied = serve.json(&["delta", "apply", "copy", "job.qcow2"]);
     assert_eq!((&applied["data_bytes"], &applied["zero_bytes"]), (&json!(128 << 10), &json!(128 << 10)));
@@ -265,7 +266,7 @@ fn a_delta_is_a_qcow2_overlay() {
     let twice = "copy: delta apply: it has changes of its own; `freestone rewind copy` first, or --force writes over them";
     assert_eq!(serve.refused(1, &["delta", "apply", "copy", "job.qcow2"]), twice);
 
-    // The saved one is a base itself, and the deltas of its forks stand on it.
+    // The saved delta is a base itself. Deltas of its forks have it as their backing file.
     serve.text(&["create", "image=qcow2,path=job.qcow2"]);
     serve.text(&["fork", "image", "next", "--nbd", &format!("unix:{}", serve.path("nbd").display())]);
     let next = uri(&serve, "next");
@@ -284,7 +285,7 @@ fn a_delta_is_a_qcow2_overlay() {
     let late = "next-1: delta save: the fork that it is a snapshot of was removed or rewound; save such a delta before that";
     assert_eq!(serve.refused(1, &["delta", "save", "next-1", "late.qcow2"]), late);
     assert!(!serve.path("late.qcow2").exists());
-    // A fork of a snapshot in memory stands on no file.
+    // A fork of a snapshot in memory has no file as its base.
     serve.text(&["fork", "next-1", "deep"]);
     let why =
         "deep: delta save: only a fork of a file or qcow2 image, or a snapshot of one, has a file for a base";
@@ -297,10 +298,10 @@ fn a_delta_is_a_qcow2_overlay() {
     assert!(raw.ends_with("golden.img: is not a qcow2 image; a raw image is of kind file"), "{raw}");
 }
 
-/// Pages behind the base's end are in a delta: of a snapshot whatever its origin became since, of a
-/// fork as they were when the save began.
+/// Pages beyond the end of the base are part of a delta: for a snapshot despite later writes to its
+/// origin, for a fork as they were when the save began.
 #[test]
-fn a_delta_has_what_lies_behind_the_end_of_the_base() {
+fn delta_has_pages_beyond_the_end_of_the_base() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden.img"), noise(4, MIB)).unwrap();
     let args = [
@@ -317,7 +318,7 @@ fn a_delta_has_what_lies_behind_the_end_of_the_base() {
     ok(tool("qemu-img").args(["convert", "-O", "raw", "-f", "raw", &job]).arg(serve.path("then.img")));
     serve.text(&["snapshot", "job", "then"]);
     qemu_io(&job, &["discard 1536k 64k", "discard 512k 4k", "write -P 3 1920k 4k"]);
-    // It reads what it read, and so does its overlay.
+    // The snapshot reads as before, and so does its overlay.
     let saved = serve.json(&["delta", "save", "then", "then.qcow2"]);
     assert_eq!(saved["bytes"], 68 << 10, "{saved}");
     let shown = serve.json(&["delta", "show", "then"]);
@@ -331,7 +332,7 @@ fn a_delta_has_what_lies_behind_the_end_of_the_base() {
     serve.text(&["delta", "save", "job", "job.qcow2"]);
     ok(tool("qemu-img").args(["convert", "-O", "raw", "-f", "raw", &job]).arg(serve.path("job.img")));
     compare("job.img", "job.qcow2");
-    // Onto another fork.
+    // Applied to another fork.
     let nbd = format!("unix:{}", serve.path("nbd").display());
     serve.text(&["fork", "golden", "copy", "size=2M", "--nbd", &nbd]);
     serve.text(&["delta", "apply", "copy", "then.qcow2"]);

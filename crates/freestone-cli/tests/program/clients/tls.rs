@@ -1,5 +1,5 @@
-//! TLS: what the standard clients and a second server get by it, what is refused, new files without
-//! an outage.
+//! TLS: standard clients and a second server as client, refused configurations, and reloading of
+//! certificates.
 
 use std::fs;
 use std::path::Path;
@@ -22,7 +22,7 @@ const TLS: [&str; 6] = [
     "tls/ca-cert.pem",
 ];
 
-/// A directory with an authority, and certificates of a server and two clients.
+/// Returns a directory with an authority, and certificates of a server and two clients.
 fn directory() -> (tempfile::TempDir, Authority) {
     let dir = tempfile::tempdir().unwrap();
     let ours = authority(dir.path(), "tls");
@@ -32,7 +32,7 @@ fn directory() -> (tempfile::TempDir, Authority) {
 fn authority(dir: &Path, name: &str) -> Authority {
     let ours = Authority::new(dir.join(name));
     ours.sign("server", "localhost", Usage::Server);
-    // The name that clients look for.
+    // libnbd and qemu expect the client's files under this name.
     ours.sign("client", "client.example", Usage::Client);
     ours.sign("other", "other.example", Usage::Client);
     ours
@@ -42,7 +42,7 @@ fn args<'a>(mode: &'a str, others: &[&'a str]) -> Vec<&'a str> {
     [&["--tls", mode][..], &TLS, others].concat()
 }
 
-/// What libnbd is given.
+/// Returns a URI for libnbd.
 fn uri(serve: &Serve, export: &str, tls: &Path) -> String {
     let socket = serve.path("nbd");
     let (socket, tls) = (socket.display(), tls.display());
@@ -55,15 +55,20 @@ fn size(uri: &str) -> Result<u64, String> {
 }
 
 #[test]
-fn the_standard_clients_come_by_it() {
+fn standard_clients_connect_by_tls() {
     let (dir, ours) = directory();
     let strangers = authority(dir.path(), "strangers");
     let serve = Serve::start_in(dir, &args("require", &["r=ram,disksize=64M"]), true);
     let socket = serve.path("nbd").display().to_string();
-    assert!(serve.said.contains(&format!("r: nbdinfo 'nbds+unix:///r?socket={socket}'")), "{}", serve.said);
+    assert!(
+        serve.startup_output.contains(&format!("r: nbdinfo 'nbds+unix:///r?socket={socket}'")),
+        "{}",
+        serve.startup_output
+    );
     let at = uri(&serve, "r", ours.dir());
     assert_eq!(size(&at), Ok(64 * MIB));
-    // In clear, for somebody whom we do not trust, and with one whom the server does not.
+    // Refused: a client without TLS, a client that does not trust the server, and a client that the
+    // server does not trust.
     assert!(size(&format!("nbd+unix:///r?socket={socket}")).is_err());
     assert!(size(&uri(&serve, "r", strangers.dir())).is_err());
     let mixed = serve.path("mixed");
@@ -97,7 +102,7 @@ fn the_standard_clients_come_by_it() {
     let map = ok(tool("nbdinfo").args(["--map", &at]));
     assert!(map.contains("hole"), "{map}");
 
-    // A second server, on a fork of that.
+    // A second server has a fork of the export.
     let second = tempfile::tempdir().unwrap();
     let file = |name: &str| ours.file(name).display().to_string();
     let base = format!(
@@ -114,7 +119,7 @@ fn the_standard_clients_come_by_it() {
 }
 
 #[test]
-fn a_device_is_for_the_clients_that_it_names() {
+fn tls_clients_restricts_a_device() {
     let (dir, ours) = directory();
     let devices = [
         "all=null,size=1M",
@@ -123,7 +128,11 @@ fn a_device_is_for_the_clients_that_it_names() {
     ];
     let serve = Serve::start_in(dir, &args("on", &devices), true);
     for (name, scheme) in [("all", "nbd"), ("one", "nbds"), ("two", "nbds")] {
-        assert!(serve.said.contains(&format!("{name}: nbdinfo '{scheme}+unix:///{name}?")), "{}", serve.said);
+        assert!(
+            serve.startup_output.contains(&format!("{name}: nbdinfo '{scheme}+unix:///{name}?")),
+            "{}",
+            serve.startup_output
+        );
     }
     let clear = |name: &str| size(&format!("nbd+unix:///{name}?socket={}", serve.path("nbd").display()));
     assert_eq!(clear("all"), Ok(MIB));
@@ -131,16 +140,16 @@ fn a_device_is_for_the_clients_that_it_names() {
     let secure = |name: &str| size(&uri(&serve, name, ours.dir()));
     assert_eq!((secure("all"), secure("one")), (Ok(MIB), Ok(2 * MIB)));
     assert!(secure("two").is_err());
-    // The other one.
+    // The certificate of the other client.
     for kind in ["cert", "key"] {
         fs::copy(ours.file(&format!("other-{kind}.pem")), ours.file(&format!("client-{kind}.pem"))).unwrap();
     }
     assert_eq!(secure("two"), Ok(3 * MIB));
     assert!(secure("one").is_err());
-    // What is made of it names its own, and what is published later is as safe.
+    // Snapshots and forks have a `tls_clients` of their own, and it also applies to later exports.
     serve.text(&["snapshot", "two", "two-1", "tls_clients=any"]);
-    let said = serve.text(&["fork", "two-1", "three", "tls_clients=client", "--nbd", "unix:nbd"]);
-    assert!(said.contains("nbds+unix:///three?"), "{said}");
+    let output = serve.text(&["fork", "two-1", "three", "tls_clients=client", "--nbd", "unix:nbd"]);
+    assert!(output.contains("nbds+unix:///three?"), "{output}");
     assert!(secure("three").is_err());
     assert_eq!(
         serve.text(&["publish", "two-1", "--nbd", "unix:nbd"]),
@@ -152,20 +161,20 @@ fn a_device_is_for_the_clients_that_it_names() {
     assert!(list.contains("nbds+unix:///one?") && list.contains("\"nbd+unix:///all?"), "{list}");
 }
 
-fn ended(serve: Serve) -> tempfile::TempDir {
+fn shut_down(serve: Serve) -> tempfile::TempDir {
     serve.signal(Signal::TERM);
     serve.wait().1
 }
 
-/// A device of the state cannot be there without TLS, and that is told.
-fn is_missed(serve: &Serve, name: &str) {
+/// Checks that `list` reports a device of the state as missing because the server has no TLS.
+fn check_missing(serve: &Serve, name: &str) {
     let listed = serve.text(&["list"]);
-    let told = format!("{name}: is not there again, tls_clients: this server has no TLS; ");
-    assert!(listed.contains(&told), "{listed}");
+    let expected = format!("{name}: is not there again, tls_clients: this server has no TLS; ");
+    assert!(listed.contains(&expected), "{listed}");
 }
 
 #[test]
-fn what_lasts_over_restarts_stays_for_whom_it_was() {
+fn tls_clients_is_kept_over_restarts() {
     let (dir, ours) = directory();
     let mut serve = Serve::start_in(
         dir,
@@ -179,16 +188,16 @@ fn what_lasts_over_restarts_stays_for_whom_it_was() {
         assert!(size(&format!("nbd+unix:///one?socket={}", serve.path("nbd").display())).is_err());
         ok(tool("nbdcopy").arg(uri(&serve, "one", ours.dir())).arg(serve.path("copy")));
         assert!(fs::read(serve.path("copy")).unwrap() == data);
-        let dir = ended(serve);
-        // Without TLS it is not there, and is kept.
+        let dir = shut_down(serve);
+        // Without TLS the device is missing, but its content is kept.
         serve = Serve::start_in(dir, &["--state", "st"], true);
-        is_missed(&serve, "one");
-        serve = Serve::start_in(ended(serve), &args("on", &["--state", "st"]), true);
+        check_missing(&serve, "one");
+        serve = Serve::start_in(shut_down(serve), &args("on", &["--state", "st"]), true);
     }
 }
 
 #[test]
-fn what_is_restored_is_for_whom_is_said_then() {
+fn restore_sets_tls_clients() {
     let (dir, ours) = directory();
     let devices = ["one=ram,disksize=2M,tls_clients=client", "base=ram,disksize=1M", "--state", "st"];
     let serve = Serve::start_in(dir, &args("on", &devices), true);
@@ -211,18 +220,18 @@ fn what_is_restored_is_for_whom_is_said_then() {
     assert!(clear(&serve, "one").is_err() && clear(&serve, "two").is_err());
     assert_eq!(size(&uri(&serve, "two", ours.dir())), Ok(MIB));
     assert!(size(&uri(&serve, "one", ours.dir())).is_err());
-    let serve = Serve::start_in(ended(serve), &["--state", "st"], true);
-    is_missed(&serve, "one");
-    // It stood on a snapshot of that file.
+    let serve = Serve::start_in(shut_down(serve), &["--state", "st"], true);
+    check_missing(&serve, "one");
+    // The fork's base was a snapshot restored from a file.
     let listed = serve.text(&["list"]);
-    assert!(listed.contains("two: is not there again, it came out of a file, which has to be "), "{listed}");
-    let serve = Serve::start_in(ended(serve), &["n=null,size=1M"], true);
+    assert!(listed.contains("two: is not there again, it was restored from a file; restore "), "{listed}");
+    let serve = Serve::start_in(shut_down(serve), &["n=null,size=1M"], true);
     let why = serve.refused(2, &["restore", "disk", "tls_clients=any"]);
     assert!(why.contains("tls_clients: this server has no TLS"), "{why}");
 }
 
 #[test]
-fn new_files_are_read_without_an_outage() {
+fn tls_files_reload_without_an_outage() {
     let (dir, ours) = directory();
     let mut command = hearing_hangups(dir.path());
     let log = fs::File::create(dir.path().join("log")).unwrap();
@@ -242,7 +251,7 @@ fn new_files_are_read_without_an_outage() {
     let wait_for = |text: &str| {
         wait_until(&|| fs::read_to_string(serve.path("log")).unwrap().contains(text));
     };
-    // It stays from the beginning to the end.
+    // This client stays connected throughout.
     let object = format!("tls-creds-x509,id=t,dir={},endpoint=client", ours.dir().display());
     let image = format!(
         "driver=nbd,path={},export=r,tls-creds=t,tls-hostname=localhost",
@@ -255,25 +264,25 @@ fn new_files_are_read_without_an_outage() {
     wait_for("connected");
     let at = uri(&serve, "r", ours.dir());
     assert_eq!(size(&at), Ok(8 * MIB));
-    // Files that do not do change nothing.
+    // Invalid files change nothing.
     fs::rename(ours.file("server-key.pem"), ours.file("server-key.old")).unwrap();
     serve.signal(Signal::HUP);
-    wait_for("TLS goes on with what it had");
+    wait_for("TLS keeps using the previous files");
     assert_eq!(size(&at), Ok(8 * MIB));
     fs::copy(ours.file("client-key.pem"), ours.file("server-key.pem")).unwrap();
     serve.signal(Signal::HUP);
     wait_for("with tls_key: ");
     assert_eq!(size(&at), Ok(8 * MIB));
     fs::rename(ours.file("server-key.old"), ours.file("server-key.pem")).unwrap();
-    // Who is revoked does not come any more.
+    // A revoked client is refused from now on.
     ours.revoke("crl.pem", &["client"], 2100);
     serve.signal(Signal::HUP);
-    wait_for("the files of TLS were read again");
+    wait_for("TLS files reloaded");
     wait_until(&|| size(&at).is_err());
     ours.revoke("crl.pem", &["other"], 2100);
     serve.signal(Signal::HUP);
     wait_until(&|| size(&at).is_ok());
-    // Others do for who comes next.
+    // New certificates apply to the next client.
     let next = authority(serve.dir.path(), "next");
     next.revoke("crl.pem", &[], 2100);
     for file in ["ca-cert.pem", "server-cert.pem", "server-key.pem", "crl.pem"] {
@@ -281,60 +290,61 @@ fn new_files_are_read_without_an_outage() {
     }
     serve.signal(Signal::HUP);
     wait_until(&|| size(&uri(&serve, "r", next.dir())) == Ok(8 * MIB));
-    // Its own certificate was signed by who is not trusted any more.
+    // The old client's certificate is not trusted by the new authority.
     assert!(size(&at).is_err());
     let out = client.wait_with_output().unwrap();
-    let said = String::from_utf8(out.stdout).unwrap();
-    assert!(out.status.success() && said.contains("read 65536/65536"), "{said}");
+    let output = String::from_utf8(out.stdout).unwrap();
+    assert!(out.status.success() && output.contains("read 65536/65536"), "{output}");
     serve.signal(Signal::TERM);
     assert_eq!(serve.wait().0, Some(0));
 }
 
 #[test]
-fn what_cannot_be_meant_is_refused() {
+fn invalid_tls_options_are_refused() {
     let (dir, ours) = directory();
     let at = dir.path();
-    let said = |status, more: &[&str]| {
+    let refusal = |status, more: &[&str]| {
         refused(
             at,
             status,
             &[&["serve", "n=null,size=1M", "--control", "c", "--nbd", "unix:n"][..], more].concat(),
         )
     };
-    assert_eq!(said(2, &["--tls", "on"]), "tls=on: needs tls_cert and tls_key; tls_cert is missing");
+    assert_eq!(refusal(2, &["--tls", "on"]), "tls=on: needs tls_cert and tls_key; tls_cert is missing");
     assert_eq!(
-        said(2, &["--tls", "require", "--tls-cert", "x"]),
+        refusal(2, &["--tls", "require", "--tls-cert", "x"]),
         "tls=require: needs tls_cert and tls_key; tls_key is missing"
     );
-    assert_eq!(said(2, &["--tls-key", "x"]), "tls_key: says nothing without tls: on, or require");
+    assert_eq!(refusal(2, &["--tls-key", "x"]), "tls_key: needs tls=on or tls=require");
     assert_eq!(
-        said(2, &["--tls", "on", "--tls-cert", "x", "--tls-key", "x", "--tls-client-crl", "x"]),
-        "tls_client_crl: says nothing without tls_client_ca"
+        refusal(2, &["--tls", "on", "--tls-cert", "x", "--tls-key", "x", "--tls-client-crl", "x"]),
+        "tls_client_crl: needs tls_client_ca"
     );
-    let missing = said(2, &["--tls", "on", "--tls-cert", "x", "--tls-key", "x"]);
+    let missing = refusal(2, &["--tls", "on", "--tls-cert", "x", "--tls-key", "x"]);
     assert!(missing.starts_with(&format!("tls_cert={}/x: ", at.display())), "{missing}");
-    let no_key = said(2, &["--tls", "on", "--tls-cert", "tls/ca-cert.pem", "--tls-key", "tls/ca-cert.pem"]);
+    let no_key =
+        refusal(2, &["--tls", "on", "--tls-cert", "tls/ca-cert.pem", "--tls-key", "tls/ca-cert.pem"]);
     assert!(no_key.starts_with("tls_key="), "{no_key}");
     let other = ours.file("client-key.pem").display().to_string();
-    let mixed = said(2, &["--tls", "on", "--tls-cert", "tls/server-cert.pem", "--tls-key", &other]);
+    let mixed = refusal(2, &["--tls", "on", "--tls-cert", "tls/server-cert.pem", "--tls-key", &other]);
     assert!(mixed.contains("with tls_key: "), "{mixed}");
     let named = "m=null,size=1M,tls_clients=vm";
     assert_eq!(
-        said(2, &[named]),
-        "m: tls_clients: this server has no TLS; it is started with --tls on or require"
+        refusal(2, &[named]),
+        "m: tls_clients: this server has no TLS; start it with --tls on or require"
     );
     assert_eq!(
-        said(2, &[&["--tls", "on", named][..], &TLS[..4]].concat()),
-        "m: tls_clients: clients of this server show no certificates; it is started with --tls-client-ca"
+        refusal(2, &[&["--tls", "on", named][..], &TLS[..4]].concat()),
+        "m: tls_clients: this server does not request client certificates; start it with --tls-client-ca"
     );
-    let word = said(2, &["m=null,size=1M,tls_clients=a++b"]);
+    let word = refusal(2, &["m=null,size=1M,tls_clients=a++b"]);
     assert!(word.contains("m: tls_clients=a++b: must be any, or names"), "{word}");
 
     // Addresses of the network.
-    let open = "tcp:0.0.0.0:0: other machines can connect there, without TLS; start the server with --tls require, \
-                or say --allow-plaintext where the network is yours";
+    let open = "tcp:0.0.0.0:0: other machines can connect without TLS; start the server with --tls require, \
+                or with --allow-plaintext if you trust the network";
     for more in [&[][..], &["--check"], &args("on", &[])] {
-        assert_eq!(said(2, &[&["--nbd", "tcp:0.0.0.0:0"][..], more].concat()), open);
+        assert_eq!(refusal(2, &[&["--nbd", "tcp:0.0.0.0:0"][..], more].concat()), open);
     }
     fs::write(
         at.join("f.toml"),
@@ -345,7 +355,7 @@ fn what_cannot_be_meant_is_refused() {
     .unwrap();
     assert_eq!(finish(freestone(at).args(["serve", "--config", "f.toml", "--check"])).0, 0);
     let serve = Serve::start_in(dir, &["--config", "f.toml"], false);
-    assert!(serve.said.contains("nbds://0.0.0.0:"), "{}", serve.said);
+    assert!(serve.startup_output.contains("nbds://0.0.0.0:"), "{}", serve.startup_output);
     assert_eq!(serve.text(&["apply", "f.toml"]), "nothing changes\n");
     let dumped = serve.text(&["dump"]);
     for line in [
@@ -360,13 +370,13 @@ fn what_cannot_be_meant_is_refused() {
     let file = fs::read_to_string(serve.path("f.toml")).unwrap();
     fs::write(serve.path("f.toml"), file.replace("'require'", "'on'")).unwrap();
     let why = serve.refused(1, &["apply", "f.toml"]);
-    assert!(why.ends_with("tls: the server has require; this changes with a restart only"), "{why}");
+    assert!(why.ends_with("tls: the server uses require; restart the server to change this"), "{why}");
     fs::write(serve.path("f.toml"), file.replace("tls_clients = 'any'", "")).unwrap();
     let why = serve.refused(1, &["apply", "f.toml"]);
-    assert!(why.contains("tls_clients: is any as long as the device is there"), "{why}");
+    assert!(why.contains("tls_clients: is any and cannot be changed"), "{why}");
     serve.signal(Signal::TERM);
     let (_, dir) = serve.wait();
-    // At run time, too.
+    // The same at run time.
     let serve = Serve::start_in(dir, &["n=null,size=1M"], true);
     assert_eq!(serve.refused(2, &["publish", "n", "--nbd", "tcp:0.0.0.0:0"]), format!("n: {open}"));
     let why = serve.refused(2, &["create", named]);

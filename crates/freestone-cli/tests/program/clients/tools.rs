@@ -1,4 +1,4 @@
-//! Starts clients and reads what they say.
+//! Runs clients and returns their output.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -15,17 +15,17 @@ use crate::harness::Serve;
 pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
 
-/// A client that hangs is ended, so that a test which waits for it fails.
+/// Seconds after which a hanging client is killed, so that its test fails.
 const CLIENT_SECONDS_MAX: u32 = 100;
 
-/// A client, found in PATH or where Debian puts the tools of the administrator.
+/// Returns a client, found in PATH or in Debian's directories for administrators.
 pub fn tool(name: &str) -> Command {
     let mut command = Command::new("timeout");
     command.arg("--kill-after=5").arg(CLIENT_SECONDS_MAX.to_string()).arg(find(name)).stdin(Stdio::null());
     command
 }
 
-/// The same with the rights of root, which mounting takes.
+/// Returns a client with the rights of root, which mounting needs.
 pub fn root_tool(name: &str) -> Command {
     if rustix::process::geteuid().is_root() {
         return tool(name);
@@ -37,7 +37,7 @@ pub fn root_tool(name: &str) -> Command {
     command
 }
 
-/// Runs a client that must succeed. Returns what it says on stdout.
+/// Runs a client that must succeed. Returns its stdout.
 #[track_caller]
 pub fn ok(command: &mut Command) -> String {
     let output = command.output().unwrap();
@@ -46,47 +46,50 @@ pub fn ok(command: &mut Command) -> String {
     out.into_owned()
 }
 
-/// Runs lines of qemu-io in one session; patterns that do not match make it fail.
+/// Runs commands of qemu-io in one session. A pattern that does not match is an error.
 #[track_caller]
 pub fn qemu_io(uri: &str, lines: &[impl AsRef<str>]) {
     let mut command = tool("qemu-io");
     command.args(["-f", "raw"]);
-    // What is read-only has to be opened so.
+    // Read-only exports must be opened read-only.
     if lines.iter().all(|line| line.as_ref().starts_with("read")) {
         command.arg("-r");
     }
     for line in lines {
         command.args(["-c", line.as_ref()]);
     }
-    let said = ok(command.arg(uri));
-    assert!(!said.contains("failed"), "{said}");
+    let output = ok(command.arg(uri));
+    assert!(!output.contains("failed"), "{output}");
 }
 
-/// Runs a client that must fail by itself. Returns all it says.
+/// Runs a client that must fail by itself. Returns its stdout and stderr.
 #[track_caller]
 pub fn fails(command: &mut Command) -> String {
     const STATUS_OF_TIMEOUT: i32 = 124;
     let output = command.output().unwrap();
-    let said = [output.stdout, output.stderr].concat();
-    let said = String::from_utf8_lossy(&said).into_owned();
+    let printed = [output.stdout, output.stderr].concat();
+    let printed = String::from_utf8_lossy(&printed).into_owned();
     let code = output.status.code();
-    assert!(code.is_some_and(|code| (1..STATUS_OF_TIMEOUT).contains(&code)), "{command:?}: {code:?}\n{said}");
-    said
+    assert!(
+        code.is_some_and(|code| (1..STATUS_OF_TIMEOUT).contains(&code)),
+        "{command:?}: {code:?}\n{printed}"
+    );
+    printed
 }
 
-/// Runs a client that must succeed and speaks JSON.
+/// Runs a client that must succeed and prints JSON.
 #[track_caller]
 pub fn json(command: &mut Command) -> Value {
     let text = ok(command);
     serde_json::from_str(&text).unwrap_or_else(|e| panic!("{command:?}: {e}\n{text}"))
 }
 
-/// The URI of an export on the server's Unix socket.
+/// Returns the URI of an export at the server's Unix socket.
 pub fn uri(serve: &Serve, export: &str) -> String {
     format!("nbd+unix:///{export}?socket={}", serve.path("nbd").display())
 }
 
-/// A number in the statistics of a device.
+/// Returns a number of the statistics of a device.
 #[track_caller]
 pub fn stat(serve: &Serve, device: &str, section: &str, column: &str) -> u64 {
     let stat = serve.json(&["stat", device]);
@@ -97,15 +100,15 @@ pub fn sha256(file: &Path) -> String {
     ok(tool("sha256sum").arg("--").arg(file)).split(' ').next().unwrap().to_owned()
 }
 
-/// What a file takes on its disk, in bytes.
+/// Returns the allocated size of a file, in bytes.
 pub fn allocated(file: &Path) -> u64 {
     const SECTOR_BYTES: u64 = 512;
     fs::metadata(file).unwrap().blocks() * SECTOR_BYTES
 }
 
-/// Bytes that no codec makes smaller, the same for the same seed.
+/// Returns incompressible bytes, the same for the same seed.
 pub fn noise(seed: u64, length: u64) -> Vec<u8> {
-    // The generator of the testkit is optimised, this program is not.
+    // The testkit's generator is optimised; this program is not.
     let mut bytes = vec![0; usize::try_from(length).unwrap()];
     Rng::new(seed).fill(&mut bytes);
     bytes

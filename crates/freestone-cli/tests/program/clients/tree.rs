@@ -1,4 +1,4 @@
-//! A tree of real files, and file system images made of it.
+//! Trees of real files, and file system images made from them.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt as _, symlink};
@@ -6,26 +6,25 @@ use std::path::{Path, PathBuf};
 
 use crate::clients::tools::{KIB, MIB, noise, ok, tool};
 
-/// Where real files are: our own sources, programs and documents, whatever this machine has of
-/// them.
-const PLACES: [&str; 4] =
+/// Sources of real files: our own source code, and programs and documents of this machine.
+const SOURCES: [&str; 4] =
     [concat!(env!("CARGO_MANIFEST_DIR"), "/.."), "/usr/share/doc", "/usr/bin", "/usr/lib"];
-/// No file takes more of a tree than this: many small ones are what a file system is tested by.
+/// Largest file of a tree: a file system is tested by many small files.
 const FILE_BYTES_MAX: u64 = 8 * MIB;
-/// The share of each place, so that there is text and code in every tree.
+/// Each source provides at most 1/SHARES of a tree, so every tree has text and code.
 const SHARES: u64 = 3;
 
-/// Makes a tree of about `bytes` in `dir`, with the kinds of files that a file system tells apart.
+/// Makes a tree of about `bytes` in `dir`, with all kinds of files.
 pub fn plant(dir: &Path, bytes: u64) {
     fs::create_dir(dir).unwrap();
     let mut planted = 0;
-    for (number, place) in PLACES.iter().enumerate() {
+    for (number, place) in SOURCES.iter().enumerate() {
         let mut left = (bytes / SHARES).min(bytes.saturating_sub(planted));
         let before = left;
         copy(Path::new(place), &dir.join(number.to_string()), &mut left);
         planted += before - left;
     }
-    // On a bare machine there may be less.
+    // A minimal machine may have fewer files.
     if planted < bytes / 2 {
         fs::write(dir.join("noise"), noise(1, bytes / 2)).unwrap();
     }
@@ -71,7 +70,7 @@ pub fn ext4_image(dir: &Path, bytes: u64, size: u64) -> PathBuf {
     image
 }
 
-/// The image is a sound file system.
+/// Checks that the image is a sound file system.
 #[track_caller]
 pub fn check(image: &Path) {
     ok(tool("e2fsck").arg("-fn").arg(image));

@@ -1,5 +1,4 @@
-//! Block devices of this machine, as far as that goes without the driver: what works with it is run
-//! in the kernel lab (`lab/run-ublk.sh`).
+//! ublk exports without the driver. The kernel lab tests ublk with it (`lab/run-ublk.sh`).
 
 use std::path::Path;
 
@@ -8,7 +7,7 @@ use crate::harness::{Serve, finish, freestone, refused};
 const DRIVER: &str = "/dev/ublk-control";
 
 #[test]
-fn without_the_driver_its_module_is_named() {
+fn ublk_without_driver_names_its_module() {
     let serve = Serve::start(&["r=ram,disksize=1M"]);
     if Path::new(DRIVER).exists() {
         let block = serve.text(&["publish", "r", "--ublk"]);
@@ -18,21 +17,21 @@ fn without_the_driver_its_module_is_named() {
     }
     let why = format!("r: there is no {DRIVER}: load the kernel's driver with `modprobe ublk_drv`");
     assert_eq!(serve.refused(1, &["publish", "r", "--ublk"]), why);
-    // All places or none.
+    // A failure publishes at no address.
     assert_eq!(serve.refused(1, &["publish", "r", "--vhost-user", "unix:r.sock", "--ublk"]), why);
     assert!(!serve.path("r.sock").exists());
     assert!(serve.text(&["list"]).lines().all(|line| !line.contains("vhost-user")));
 
     let dir = tempfile::tempdir().unwrap();
     let sockets = ["--nbd", "unix:nbd", "--control", "control"];
-    let (status, said, error) =
+    let (status, message, error) =
         finish(freestone(dir.path()).args(["serve", "r=ram,disksize=1M", "--ublk"]).args(sockets));
-    assert_eq!((status, said.as_str(), error.trim_end()), (1, "", format!("freestone: {why}").as_str()));
+    assert_eq!((status, message.as_str(), error.trim_end()), (1, "", format!("freestone: {why}").as_str()));
     assert!(!dir.path().join("nbd").exists() && !dir.path().join("control").exists());
 }
 
 #[test]
-fn what_cannot_be_a_block_device_is_refused() {
+fn ublk_refuses_unsuitable_devices() {
     let serve = Serve::start(&[
         "z=null,size=8M,zoned=1,zone_size=1M,zone_append_max_sectors=0",
         "s=null,size=9M,zoned=1,zone_size=2M",
@@ -49,13 +48,13 @@ fn what_cannot_be_a_block_device_is_refused() {
         (&["publish", "b", "--ublk", "--queues", "0"], "1..=16"),
         (&["publish", "b", "--ublk", "--queues", "17"], "1..=16"),
     ] {
-        let (status, _, said) = finish(freestone(serve.dir.path()).args(words));
-        assert!(status == 2 && said.contains(why), "{words:?}: {said}");
+        let (status, _, message) = finish(freestone(serve.dir.path()).args(words));
+        assert!(status == 2 && message.contains(why), "{words:?}: {message}");
     }
 }
 
 #[test]
-fn whose_a_device_is_is_told_to_udev() {
+fn ublk_owner_reports_owner_to_udev() {
     let dir = tempfile::tempdir().unwrap();
     for node in ["sda", "ublk-control", "ublkbx"] {
         let why = format!("ublk-owner: {node}: must be ublkcN or ublkbN");
@@ -65,7 +64,7 @@ fn whose_a_device_is_is_told_to_udev() {
         let why = refused(dir.path(), 1, &["ublk-owner", "ublkb0"]);
         assert!(why.starts_with(&format!("ublk-owner: {DRIVER}: ")), "{why}");
     }
-    // The rule asks what there is to ask.
+    // The udev rule runs this command.
     let rule = include_str!("../../../../../packaging/udev/60-freestone-ublk.rules");
     assert!(rule.contains("PROGRAM=\"/usr/bin/freestone ublk-owner %k\", OWNER=\"%c{1}\", GROUP=\"%c{2}\""));
 }

@@ -1,4 +1,4 @@
-//! A RAM disk that writes its pages to a file, under a file system and real files.
+//! A RAM disk with a backing file, under a file system with real files.
 
 use std::fs;
 use std::path::Path;
@@ -13,10 +13,10 @@ use crate::clients::tools::{MIB, json, noise, ok, root_tool, sha256, stat, tool,
 use crate::clients::tree::plant;
 use crate::harness::Serve;
 
-/// The test of the kernel's own writeback patches: a tarball goes to the disk, all of it is written
-/// back, and what is copied from there again is the same.
+/// The test of the kernel's own writeback patches: copy a tarball to the disk, write all pages
+/// back, copy the tarball from the disk and compare.
 #[test]
-fn a_tarball_survives_writeback() {
+fn tarball_survives_writeback() {
     for layout in ["yes", "no"] {
         let dir = tempfile::tempdir().unwrap();
         let device = format!(
@@ -48,7 +48,7 @@ fn a_tarball_survives_writeback() {
             (0, 0)
         );
         assert_eq!(count, writes);
-        // Packed, less goes to the file than the file system holds.
+        // Packed pages take fewer blocks than the file system has pages.
         let data = stat(&serve, "ram0", "mm_stat", "orig_data_size") / 4096;
         let same = stat(&serve, "ram0", "mm_stat", "same_pages");
         if layout == "yes" {
@@ -57,8 +57,8 @@ fn a_tarball_survives_writeback() {
             assert_eq!(count, data - same);
         }
 
-        // The caches of the client are empty after it was away: what is read comes from the server,
-        // and that has it from the file.
+        // The client's caches are empty after the remount, so reads go to the server, which reads
+        // the backing file.
         mounted.mount();
         let back = dir.path().join("back.tar");
         ok(root_tool("cp").arg(&there).arg(&back));
@@ -78,9 +78,9 @@ fn names_in(dir: &Path) -> Vec<String> {
     names
 }
 
-/// Killed while it writes, at one moment after the other, the server leaves nothing behind.
+/// SIGKILL at different moments of a writeback leaves no file behind.
 #[test]
-fn a_server_that_is_killed_leaves_no_backing_file() {
+fn server_killed_in_writeback_leaves_no_backing_file() {
     const ROUNDS: u32 = 6;
     let mut cut_off = 0;
     for round in 0..ROUNDS {
@@ -90,7 +90,7 @@ fn a_server_that_is_killed_leaves_no_backing_file() {
         fs::write(&image, noise(u64::from(round), 32 * MIB)).unwrap();
         ok(tool("nbdcopy").arg(&image).arg(uri(&serve, "ram0")));
         fs::remove_file(&image).unwrap();
-        // The file has no name at any time.
+        // The backing file never has a name.
         let before = names_in(serve.dir.path());
         assert!(!before.iter().any(|name| name.contains("spill")), "{before:?}");
         let mut writeback = Command::new(env!("CARGO_BIN_EXE_freestone"));
@@ -101,7 +101,7 @@ fn a_server_that_is_killed_leaves_no_backing_file() {
         serve.signal(Signal::KILL);
         cut_off += u32::from(!writeback.wait().unwrap().success());
         let (_, dir) = serve.wait();
-        // Sockets stay: their server had no time to remove them.
+        // SIGKILL leaves the sockets.
         let mut after = names_in(dir.path());
         after.retain(|name| !name.starts_with("control") && !name.starts_with("nbd"));
         assert!(after.is_empty(), "{after:?} after {:?}", start.elapsed());
@@ -109,15 +109,15 @@ fn a_server_that_is_killed_leaves_no_backing_file() {
     assert!(cut_off > 0, "each was done before its server was killed");
 }
 
-/// More than memory holds goes through the disk and back, by itself.
+/// Copies more data than memory holds to the disk and back, with automatic eviction.
 #[test]
-fn more_than_memory_holds_is_copied_in_and_out() {
+fn data_larger_than_memory_is_copied_in_and_out() {
     let dir = tempfile::tempdir().unwrap();
     let serve =
         Serve::start(&["ram0=ram,disksize=256M,mem_limit=16M,backing_dev=spill.img,backing_size=256M"]);
     let (image, back) = (dir.path().join("image"), dir.path().join("back"));
     let mut data = noise(5, 96 * MIB);
-    // Some of it can be compressed.
+    // One page in three is partly compressible.
     data.chunks_mut(4096).step_by(3).for_each(|page| page[..2000].fill(7));
     fs::write(&image, data).unwrap();
     ok(tool("nbdcopy").arg(&image).arg(uri(&serve, "ram0")));

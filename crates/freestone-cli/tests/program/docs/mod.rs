@@ -1,8 +1,8 @@
-//! The commands that README and docs show are run, and print what is shown there.
+//! Runs the commands that README and docs show, and compares their output.
 //!
-//! A section (what is below one heading) is one session of bash in a directory of its own, begun
-//! with the files that [`sections`] makes for it. Of what a command prints, the lines that are shown
-//! must come in this order; others may stand between them. Numbers and sizes are not compared.
+//! A section (the text below one heading) is one bash session in a directory of its own, which starts with the files
+//! that [`sections`] makes for it. The output lines that the page shows must appear in this order, with any lines
+//! between them. Numbers and sizes are not compared.
 
 mod page;
 mod sections;
@@ -19,18 +19,18 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 use freestone_testkit::tools;
 use page::{Section, Shown};
-use sections::{NOT_RUN, prepared};
+use sections::{NOT_RUN, preparation};
 
-/// A session that takes longer hangs.
+/// Deadline of a session.
 const SESSION_MAX: Duration = Duration::from_secs(120);
 const STEP: Duration = Duration::from_millis(20);
-/// What the docs say instead of the directories of a session.
+/// Directories in the docs that stand for the directory of a session.
 const DIRS_SHOWN: [&str; 4] = ["/tmp/freestone-0", "/tmp/try", "/run/ci", "/run"];
-/// Digits of the name of an image.
+/// Number of digits of an image name.
 const NAME_DIGITS: usize = 64;
 
 #[test]
-fn the_readme() {
+fn readme() {
     run_page("README.md");
 }
 
@@ -52,6 +52,16 @@ fn nbd_client() {
 #[test]
 fn forks() {
     run_page("docs/forks.md");
+}
+
+#[test]
+fn ci() {
+    run_page("docs/ci.md");
+}
+
+#[test]
+fn databases() {
+    run_page("docs/databases.md");
 }
 
 #[test]
@@ -80,7 +90,7 @@ fn metrics() {
 }
 
 #[test]
-fn the_page_of_the_page() {
+fn web_page() {
     run_page("docs/page.md");
 }
 
@@ -109,7 +119,9 @@ fn zram() {
 fn every_page_with_commands_is_run() {
     let run = [
         "README.md",
+        "docs/ci.md",
         "docs/control.md",
+        "docs/databases.md",
         "docs/devices.md",
         "docs/faults.md",
         "docs/forks.md",
@@ -144,7 +156,7 @@ fn root() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
 }
 
-/// The sections of a page that show commands.
+/// Returns the sections of a page that show commands.
 fn sections_of(page: &str) -> Vec<Section> {
     page::sections(&fs::read_to_string(root().join(page)).unwrap())
 }
@@ -178,7 +190,7 @@ fn needs(section: &Section) -> Option<&'static str> {
     }
 }
 
-/// What is not as shown.
+/// Runs a section. Returns the differences from the page.
 fn run_section(page: &str, section: &Section) -> String {
     let Section { title, shown, blocks } = section;
     let dir = tempfile::tempdir().unwrap();
@@ -186,7 +198,7 @@ fn run_section(page: &str, section: &Section) -> String {
     for (n, block) in blocks.iter().enumerate() {
         fs::write(dir.join(format!(".block.{n}")), block).unwrap();
     }
-    let session = session(dir, &prepared(page, title), shown);
+    let session = session(dir, &preparation(page, title), shown);
     let log = run_bash(dir, &session);
     let mut wrong = String::new();
     for (n, Shown { command, output }) in shown.iter().enumerate() {
@@ -206,15 +218,14 @@ fn run_section(page: &str, section: &Section) -> String {
     wrong
 }
 
-/// The first line that is shown and not printed.
+/// Returns the first line that is shown but not printed.
 fn missing(dir: &Path, shown: &[String], printed: &str) -> Option<String> {
     let mut lines = printed.lines().map(|line| normal(dir, line));
     let shown = shown.iter().map(|line| normal(dir, line)).filter(|line| line != "...");
     shown.into_iter().find(|line| !lines.any(|printed| printed == *line))
 }
 
-/// A line without what differs from run to run: directories, numbers, sizes, names of images, widths of
-/// columns.
+/// Returns a line without the parts that vary: directories, numbers, sizes, names of images, widths of columns.
 fn normal(dir: &Path, line: &str) -> String {
     let mut line = line.split_whitespace().collect::<Vec<_>>().join(" ");
     let dir = dir.to_str().unwrap();
@@ -247,7 +258,7 @@ fn normal(dir: &Path, line: &str) -> String {
     out
 }
 
-/// Names of images are hashes.
+/// Replaces names of images, which are hashes.
 fn without_names(line: &str) -> String {
     let (mut out, mut rest) = (String::new(), line);
     while let Some(start) = rest.find(|c: char| c.is_ascii_hexdigit()) {
@@ -261,13 +272,13 @@ fn without_names(line: &str) -> String {
     out + rest
 }
 
-/// The commands of a section as a script. What each prints goes to a file of its own; a server is
-/// ready before the next command, as a person would wait for its prompt.
+/// Returns the commands of a section as a script. The output of each command goes to its own file. The script waits
+/// until a server is ready before the next command, as a reader of the page would.
 fn session(dir: &Path, prepare: &str, shown: &[Shown]) -> String {
     let mut script = format!("{prepare}\n");
     for (n, Shown { command, .. }) in shown.iter().enumerate() {
         let out = format!(".out.{n}");
-        // The command may be, or end with, a comment.
+        // The command may be a comment, or end with one.
         let _ = writeln!(script, "{{ :\n{command}\n}} >{out} 2>&1\necho $? >.status.{n}");
         if command.starts_with("freestone serve") && command.trim_end().ends_with('&') {
             let _ = writeln!(script, "ready {out}");
@@ -296,7 +307,7 @@ fn running(group: Pid) -> Vec<(Pid, String)> {
     stats.flat_map(fs::read_to_string).filter_map(of_group).collect()
 }
 
-/// Runs it and ends what it left. Returns what bash itself said.
+/// Runs a script and ends the processes that it left. Returns what bash itself printed.
 fn run_bash(dir: &Path, script: &str) -> String {
     let file = dir.join(".session");
     fs::write(&file, script).unwrap();
@@ -305,7 +316,7 @@ fn run_bash(dir: &Path, script: &str) -> String {
     let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
     let mut bash = Command::new("bash");
     bash.arg(&file).current_dir(dir).env("PATH", path).env("XDG_RUNTIME_DIR", dir).env("TMPDIR", dir);
-    bash.env("FREESTONE_CACHE", dir.join("cache"));
+    bash.env("FREESTONE_CACHE", dir.join("cache")).env("FREESTONE_MOUNTS", dir.join("mounts"));
     bash.env_remove("RUST_LOG")
         .env_remove("FREESTONE_CONTROL")
         .stdin(Stdio::null())
@@ -323,8 +334,8 @@ fn run_bash(dir: &Path, script: &str) -> String {
         }
         std::thread::sleep(STEP);
     };
-    // Orderly first: nbdfuse unmounts, a server removes its sockets. The programs that hold the disks
-    // of a server end after it, as it flushes to them.
+    // SIGTERM first: nbdfuse unmounts, and a server removes its sockets. Programs that hold the disks of a server end
+    // after the server, which flushes to them.
     let ends = |keep: &[&str]| {
         let is_left = |(_, name): &(Pid, String)| !keep.contains(&name.as_str());
         for (pid, _) in running(group).into_iter().filter(is_left) {
@@ -342,6 +353,6 @@ fn run_bash(dir: &Path, script: &str) -> String {
     ends(&["qemu-nbd", "nbdkit"]);
     ends(&[]);
     let _ = kill_process_group(group, Signal::KILL);
-    let said = fs::read_to_string(dir.join(".log")).unwrap();
-    if late { format!("{said}\nthe session took longer than {SESSION_MAX:?}") } else { said }
+    let message = fs::read_to_string(dir.join(".log")).unwrap();
+    if late { format!("{message}\nthe session took longer than {SESSION_MAX:?}") } else { message }
 }

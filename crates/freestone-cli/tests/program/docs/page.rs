@@ -1,28 +1,28 @@
-//! The commands in a page of Markdown.
+//! Parses the commands in a page of Markdown.
 
-/// A command, and the lines that are shown below it.
+/// A command, and the output that is shown below it.
 #[derive(Debug)]
 pub struct Shown {
     pub command: String,
     pub output: Vec<String>,
 }
 
-/// What stands below one heading.
+/// The text below one heading.
 #[derive(Debug, Default)]
 pub struct Section {
     pub title: String,
     pub shown: Vec<Shown>,
-    /// Fenced blocks that are no commands: files.
+    /// Fenced blocks that are files, not commands.
     pub blocks: Vec<String>,
 }
 
-/// The sections that have commands. These stand in indented blocks and in those that say `console`,
-/// behind `$ `. A command goes on in the next line after a `\` and until its loop is done.
+/// Returns the sections that have commands. Commands follow `$ ` in indented blocks and in
+/// `console` blocks. A command continues in the next line after a `\` and until its loop ends.
 pub fn sections(page: &str) -> Vec<Section> {
     let mut sections: Vec<Section> = Vec::new();
-    // In a fenced block: it has commands.
+    // Set in a fenced block; true if the block has commands.
     let mut fence = None;
-    // The lines that follow a command in its block are its.
+    // Lines after a command in its block are its output.
     let mut in_block = false;
     for line in page.lines() {
         if let Some(language) = line.strip_prefix("```") {
@@ -60,7 +60,7 @@ pub fn sections(page: &str) -> Vec<Section> {
             section.shown.push(Shown { command: command.to_owned(), output: Vec::new() });
             in_block = true;
         } else if let Some(last) = section.shown.last_mut().filter(|_| in_block) {
-            if last.output.is_empty() && goes_on(&last.command) {
+            if last.output.is_empty() && is_continued(&last.command) {
                 last.command.push('\n');
                 last.command += line;
             } else if !line.trim().is_empty() {
@@ -72,7 +72,7 @@ pub fn sections(page: &str) -> Vec<Section> {
     sections
 }
 
-fn goes_on(command: &str) -> bool {
+fn is_continued(command: &str) -> bool {
     let words = |word: &str| command.split_whitespace().filter(|&w| w.trim_end_matches(';') == word).count();
     command.ends_with('\\') || words("do") > words("done")
 }

@@ -1,4 +1,4 @@
-//! Faults: set at run time, the same for the same seed, and requests that hang.
+//! Fault rules: changed at run time, repeatable by seed, and hanging requests.
 
 use std::thread;
 use std::time::Duration;
@@ -9,14 +9,14 @@ use crate::clients::tools::{fails, ok, tool, uri};
 use crate::drives::raw::{EIO, Raw};
 use crate::harness::Serve;
 
-/// Which of the writes to many places fail.
+/// Returns the numbers of the writes that fail.
 fn failures(serve: &Serve, name: &str) -> Vec<u64> {
     let mut client = Raw::connect(serve, name);
     (0..200).filter(|n| client.write(0, n * 4096, &[1; 4096]) == EIO).collect()
 }
 
 #[test]
-fn rules_come_and_go_while_clients_are_connected() {
+fn fault_rules_change_while_clients_are_connected() {
     let serve = Serve::start(&["r=ram,disksize=16M,faults=none", "plain=ram,disksize=1M"]);
     let mut client = Raw::connect(&serve, "r");
     assert_eq!(client.write(0, 0, &[1; 4096]), 0);
@@ -24,8 +24,8 @@ fn rules_come_and_go_while_clients_are_connected() {
     assert_eq!(set, "faults=write error=ENOSPC at=1M+4K; read error=EIO nth=2\nseed=5\n");
     assert_eq!((client.write(0, 0, &[1; 4096]), client.write(0, 1 << 20, &[1; 4096])), (0, 28));
     assert_eq!((client.read(0, 4096), client.read(0, 4096)), (Ok(vec![1; 4096]), Err(EIO)));
-    let said = fails(tool("qemu-io").args(["-f", "raw", "-c", "write 1M 4k"]).arg(uri(&serve, "r")));
-    assert!(said.contains("No space left"), "{said}");
+    let message = fails(tool("qemu-io").args(["-f", "raw", "-c", "write 1M 4k"]).arg(uri(&serve, "r")));
+    assert!(message.contains("No space left"), "{message}");
     let stat = serve.json(&["stat", "r"]);
     assert_eq!(stat["faults"]["rules"][0]["fired"], 2, "{stat}");
     assert!(serve.text(&["stat", "r"]).contains("read error=EIO nth=2: matched 2, fired 1\n"));
@@ -40,7 +40,7 @@ fn rules_come_and_go_while_clients_are_connected() {
 }
 
 #[test]
-fn a_seed_repeats_and_one_that_was_not_chosen_is_told() {
+fn fault_seed_repeats_and_a_random_one_is_reported() {
     let rules = "write error=EIO chance=20%";
     let serve = Serve::start(&[
         &format!("a=ram,disksize=1M,faults={rules},seed=7"),
@@ -52,11 +52,11 @@ fn a_seed_repeats_and_one_that_was_not_chosen_is_told() {
     assert!((15..70).contains(&a.len()), "{a:?}");
     assert_eq!(failures(&serve, "b"), a);
     assert_ne!(failures(&serve, "c"), a);
-    let told: Vec<&str> = serve.said.lines().filter(|line| line.contains("seed")).collect();
-    let [line] = told[..] else { panic!("{told:?}") };
+    let seed_lines: Vec<&str> = serve.startup_output.lines().filter(|line| line.contains("seed")).collect();
+    let [line] = seed_lines[..] else { panic!("{seed_lines:?}") };
     let seed = line.strip_prefix("d: faults with seed=").unwrap_or_else(|| panic!("{line}"));
     let d = failures(&serve, "d");
-    // Set again, it begins anew.
+    // Setting the seed restarts its sequence.
     serve.text(&["set", "d", &format!("seed={seed}")]);
     assert_eq!(failures(&serve, "d"), d);
     let made = serve.json(&["create", &format!("e=null,size=1M,faults={rules}")]);
@@ -65,25 +65,25 @@ fn a_seed_repeats_and_one_that_was_not_chosen_is_told() {
 }
 
 #[test]
-fn what_hangs_is_let_go() {
+fn hung_requests_are_released() {
     let serve = Serve::start(&["n=null,size=1M,faults=write hang times=2"]);
     let hung = || serve.json(&["stat", "n"])["faults"]["hanging"].clone();
     let mut client = Raw::connect(&serve, "n");
     let first = client.send_write(0, &[1; 4096]);
     let second = client.send_write(4096, &[1; 4096]);
-    // Others go on.
+    // Other requests continue.
     let third = client.send_write(8192, &[1; 4096]);
     assert_eq!(client.reply().unwrap(), (third, 0));
     while hung() != 2 {
         thread::sleep(Duration::from_millis(10));
     }
-    assert_eq!(serve.text(&["release", "n"]), "n: 2 let go\n");
+    assert_eq!(serve.text(&["release", "n"]), "n: 2 requests released\n");
     let mut answers = [client.reply().unwrap(), client.reply().unwrap()];
     answers.sort_unstable();
     assert_eq!(answers, [(first, 0), (second, 0)]);
     assert_eq!((hung(), serve.json(&["release", "n"])["released"].clone()), (json!(0), json!(0)));
 
-    // A device on which something hangs can be removed.
+    // A device with a hanging request can be removed.
     serve.text(&["set", "n", "faults=read hang"]);
     client.send(0, 0, 0, 4096, &[]);
     while hung() != 1 {

@@ -1,5 +1,5 @@
-//! Guards that cannot be read: a device is refused, not served as if the guard were absent. And new
-//! files whose creation is cut off.
+//! Attributes and files that guard a device: if they cannot be read, the device is refused. Also:
+//! files whose creation is interrupted.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -16,16 +16,16 @@ fn unreadable_zone_state_refuses_the_file() {
     let (disk, state) = (at.join("disk"), at.join("disk.zones"));
     fs::write(&disk, vec![0; 1 << 20]).unwrap();
     let why = format!(
-        "disk: {}: cannot be read, and may remember the zones of the file, which writes would pass over: ",
+        "disk: {}: cannot be read, and may contain the zone state of the file, which writes would not update: ",
         state.display()
     );
     for target in ["not-mounted/disk.zones", "disk.zones"] {
         symlink(target, &state).unwrap();
-        let said = refused(at, 1, &[&["serve", "disk=file,path=disk"][..], &ENDS].concat());
-        assert!(said.starts_with(&why), "{target}: {said}");
+        let message = refused(at, 1, &[&["serve", "disk=file,path=disk"][..], &ENDS].concat());
+        assert!(message.starts_with(&why), "{target}: {message}");
         fs::remove_file(&state).unwrap();
     }
-    // The file of another user.
+    // A state file that belongs to another user.
     fs::write(&state, b"freestone zones\n").unwrap();
     fs::set_permissions(&state, Permissions::from_mode(0o000)).unwrap();
     fs::set_permissions(&disk, Permissions::from_mode(0o666)).unwrap();
@@ -38,9 +38,10 @@ fn unreadable_zone_state_refuses_the_file() {
     server.arg("--control").arg(run.join("control"));
     let (code, _, err) = finish(&mut server);
     assert_eq!(code, 1);
-    let said = sentence(&err);
-    assert!(said.starts_with(&why) && said.contains("Permission denied"), "{said}");
-    // Reads do no harm, nor does a file that is no zone state.
+    let message = sentence(&err);
+    assert!(message.starts_with(&why) && message.contains("Permission denied"), "{message}");
+    // Read-only devices need no zone state. An unrelated file with the name of the zone state does
+    // no harm.
     let serve = Serve::start_in(dir, &["disk=file,path=disk,readonly=yes"], true);
     drop(serve);
     let dir = tempfile::tempdir().unwrap();
@@ -52,9 +53,10 @@ fn unreadable_zone_state_refuses_the_file() {
     Serve::start_in(dir, &["disk=file,path=disk", &long], true);
 }
 
-/// A limit of file sizes ends the server, or fails the call, where the new file gets its size.
+/// The file size limit ends the server with SIGXFSZ or fails the call that sets the size of the new
+/// file.
 #[test]
-fn new_file_that_is_cut_off_leaves_nothing() {
+fn interrupted_file_creation_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let program = freestone(dir.path());
     let mut limited = Command::new("sh");

@@ -1,4 +1,4 @@
-//! Test drives as their users meet them: the built program, its verbs, and clients on its exports.
+//! Test drives of the built program: verbs, and clients of their exports.
 
 mod faults;
 mod guards;

@@ -1,4 +1,4 @@
-//! Null devices: the kernel's parameters, seen by clients.
+//! Null devices: the kernel's parameters as clients see them.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ fn export(serve: &Serve, name: &str) -> Value {
 }
 
 #[test]
-fn clients_see_what_was_asked_for() {
+fn export_shows_configured_sizes_and_flags() {
     let serve = Serve::start(&[
         "plain=null,size=64M,blocksize=512",
         "all=null,size=64M,memory_backed=1,discard=1,cache_size=1M,max_sectors=192,rotational=1",
@@ -35,7 +35,8 @@ fn clients_see_what_was_asked_for() {
     assert_eq!(export(&serve, "ro")["is_read_only"], true);
     assert_eq!(export(&serve, "packed")["block_size_minimum"], 1);
 
-    // FUA that was not offered is refused; a larger request than was asked for is served.
+    // A FUA flag is refused if the export does not offer FUA. A request above the preferred size is
+    // served.
     let mut client = Raw::connect(&serve, "unfua");
     assert_eq!((client.write(FUA, 0, &[1; 4096]), client.write(0, 0, &[1; 4096])), (22, 0));
     let mut client = Raw::connect(&serve, "all");
@@ -54,7 +55,7 @@ fn clients_see_what_was_asked_for() {
 }
 
 #[test]
-fn memory_keeps_what_is_written_and_reset_wipes_it() {
+fn memory_backed_drive_keeps_data_until_reset() {
     let serve = Serve::start(&[
         "plain=null,size=16M,memory_backed=1,discard=1",
         "packed=null,size=16M,memory_backed=1,discard=1,comp_algorithm=lz4,mem_limit=none",
@@ -95,7 +96,7 @@ fn memory_keeps_what_is_written_and_reset_wipes_it() {
 }
 
 #[test]
-fn bad_blocks_fail_until_they_are_good() {
+fn bad_blocks_fail_until_removed() {
     let serve = Serve::start(&[
         "n=null,size=1M,blocksize=512,memory_backed=1,badblocks=+8-15",
         "partial=null,size=1M,blocksize=512,memory_backed=1,badblocks=+8-15,badblocks_partial_io=1",
@@ -104,7 +105,7 @@ fn bad_blocks_fail_until_they_are_good() {
     let mut client = Raw::connect(&serve, "n");
     assert_eq!(client.write(0, 0, &[1; 4096]), 0);
     assert_eq!(client.write(0, 7 * 512, &[2; 1024]), EIO);
-    // Nothing was transferred.
+    // The failed write transferred nothing.
     assert_eq!(client.read(7 * 512, 512), Ok(vec![1; 512]));
     assert_eq!((client.read(15 * 512, 512), client.read(16 * 512, 512)), (Err(EIO), Ok(vec![0; 512])));
     assert_eq!(serve.text(&["set", "n", "badblocks=-8-9;+2000-2001"]), "badblocks=+10-15;+2000-2001\n");
@@ -124,7 +125,7 @@ fn bad_blocks_fail_until_they_are_good() {
 }
 
 #[test]
-fn answers_take_their_time() {
+fn completion_time_and_bandwidth_apply() {
     let serve = Serve::start(&["slow=null,size=1M,completion_nsec=20000000", "narrow=null,size=64M,mbps=16"]);
     let mut client = Raw::connect(&serve, "slow");
     let begun = Instant::now();
@@ -132,7 +133,7 @@ fn answers_take_their_time() {
         client.read(0, 4096).unwrap();
     }
     assert!(begun.elapsed() >= Duration::from_millis(200), "{:?}", begun.elapsed());
-    // Side by side they take no longer than one.
+    // Parallel requests take no longer than one.
     let begun = Instant::now();
     for n in 0..50 {
         client.send_write(n * 4096, &[0; 4096]);
@@ -145,7 +146,7 @@ fn answers_take_their_time() {
 
     let mut client = Raw::connect(&serve, "narrow");
     let begun = Instant::now();
-    // Larger than the kernel's driver admits at this bandwidth.
+    // Larger than the kernel's driver allows at this bandwidth.
     for n in 0..8 {
         assert_eq!(client.write(0, n << 20, &vec![0; 1 << 20]), 0);
     }

@@ -1,4 +1,4 @@
-//! Loss of power: what clients see, what is there afterwards, and points of the log.
+//! Power cuts: what clients see, the content afterwards, and points of the log.
 
 use serde_json::json;
 
@@ -8,7 +8,7 @@ use crate::harness::Serve;
 
 const BLOCKS: u64 = 64;
 
-/// Blocks 0 to 63 durable with ones, then with twos unflushed, and a third of them threes.
+/// Writes ones to blocks 0 to 63 and flushes, then twos and some threes without a flush.
 fn dirty(client: &mut Raw) {
     for n in 0..BLOCKS {
         assert_eq!(client.write(0, n * 4096, &[1; 4096]), 0);
@@ -20,11 +20,11 @@ fn dirty(client: &mut Raw) {
     for n in (0..BLOCKS).step_by(3) {
         assert_eq!(client.write(0, n * 4096, &[3; 4096]), 0);
     }
-    // This one is.
+    // A write with FUA is durable.
     assert_eq!(client.write(FUA, BLOCKS * 4096, &[4; 4096]), 0);
 }
 
-/// What each logical block is full of; the last page is one.
+/// Returns the byte that fills each logical block, including the last page.
 fn blocks(serve: &Serve, name: &str) -> Vec<u8> {
     let mut client = Raw::connect(serve, name);
     let block = |n: u64| {
@@ -36,7 +36,7 @@ fn blocks(serve: &Serve, name: &str) -> Vec<u8> {
 }
 
 #[test]
-fn clients_end_and_find_the_rebooted_disk() {
+fn power_cut_ends_clients_and_loses_unflushed_data() {
     let dir = tempfile::tempdir().unwrap();
     let file = format!("f=file,path={}/disk,size=4M,power_cut=yes,power_cut_unit=512", dir.path().display());
     let devices = [
@@ -62,10 +62,10 @@ fn clients_end_and_find_the_rebooted_disk() {
             (&json!(lost), &json!(BLOCKS * 8 - lost)),
             "{name}"
         );
-        // Some of each: this seed was not chosen for it.
+        // Some blocks are lost and some kept: the seed was not chosen for this.
         assert!(lost > 0 && lost < BLOCKS * 8, "{name}: {lost}");
         results.push(found);
-        // What was flushed stays, whatever the seed.
+        // Flushed data stays with any seed.
         let mut client = Raw::connect(&serve, name);
         assert_eq!((client.write(0, 0, &[5; 4096]), client.flush()), (0, 0));
         let cut = serve.json(&["power-cut", name]);
@@ -73,12 +73,12 @@ fn clients_end_and_find_the_rebooted_disk() {
         assert_eq!(blocks(&serve, name)[0], 5);
         assert_eq!(stat(&serve, name, "power", "cuts"), 2);
     }
-    // The same seed, the same loss, on whatever the data lies.
+    // The same seed loses the same blocks on any kind of drive.
     assert!(results.iter().all(|found| *found == results[0]));
 }
 
 #[test]
-fn a_physical_block_is_not_torn_and_the_unit_is_a_key() {
+fn power_cut_unit_is_not_torn() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("golden"), vec![0; 4 << 20]).unwrap();
     let serve = Serve::start(&[
@@ -101,7 +101,7 @@ fn a_physical_block_is_not_torn_and_the_unit_is_a_key() {
         let found = blocks(&serve, name);
         let torn = found.chunks(8).filter(|page| page.iter().any(|byte| *byte != page[0])).count();
         assert_eq!(torn > 0, name == "torn", "{name}: {torn} pages are torn");
-        // Of a unit of several pages each is as after the same write: pages of threes come last.
+        // Pages of a unit are as after one of the writes: blocks of threes follow at the end.
         for pages in found[..BLOCKS as usize * 8].chunks(unit as usize / 512) {
             let old = pages.iter().all(|byte| *byte == 1);
             let later = pages.iter().position(|byte| *byte == 1).is_none_or(|first| {
@@ -127,8 +127,8 @@ fn a_physical_block_is_not_torn_and_the_unit_is_a_key() {
     }
 }
 
-/// Writes, and flushes now and then, until the power is gone. Returns what was answered.
-fn until_it_is_gone(client: &mut Raw) -> u64 {
+/// Writes, and flushes now and then, until the power is cut. Returns the number of completed writes.
+fn write_until_power_cut(client: &mut Raw) -> u64 {
     for n in 0.. {
         let written = client.try_write(0, n % BLOCKS * 4096, &[n as u8; 4096]);
         if written.is_err() {
@@ -142,23 +142,27 @@ fn until_it_is_gone(client: &mut Raw) -> u64 {
 }
 
 #[test]
-fn the_power_goes_off_by_itself_after_so_many_writes_or_flushes() {
+fn power_cut_after_n_writes_or_flushes() {
     let serve = Serve::start(&["r=ram,disksize=4M,power_cut=yes", "golden=null,size=1M"]);
     let run = |after: &str, seed: &str| {
         serve.text(&["reset", "r"]);
         let cuts = stat(&serve, "r", "power", "cuts");
-        let said = serve.json(&["power-cut", "r", "--after", after, "--seed", seed]);
-        assert_eq!((&said["seed"].to_string()[..], &said["connections_ended"]), (seed, &json!(0)), "{said}");
+        let output = serve.json(&["power-cut", "r", "--after", after, "--seed", seed]);
+        assert_eq!(
+            (&output["seed"].to_string()[..], &output["connections_ended"]),
+            (seed, &json!(0)),
+            "{output}"
+        );
         let mut client = Raw::connect(&serve, "r");
-        let answered = until_it_is_gone(&mut client);
-        // Who connects finds the rebooted disk.
+        let answered = write_until_power_cut(&mut client);
+        // A client that connects now finds the rebooted disk.
         let found = blocks(&serve, "r");
         assert_eq!(stat(&serve, "r", "power", "cuts"), cuts + 1);
         let of_cut = |key: &str| stat(&serve, "r", "power", key);
         assert_eq!(of_cut("last_seed").to_string(), seed);
         (answered, found, of_cut("last_kept_blocks") + of_cut("last_lost_blocks"))
     };
-    // The last answer may not arrive any more.
+    // The last reply may be lost.
     let (answered, found, unflushed) = run("27writes", "5");
     assert!((26..=27).contains(&answered), "{answered}");
     assert_eq!(unflushed, 7, "20 writes were flushed");
@@ -169,18 +173,18 @@ fn the_power_goes_off_by_itself_after_so_many_writes_or_flushes() {
     assert!((19..=20).contains(&answered), "{answered}");
     assert_eq!(unflushed, 0);
 
-    // It is told, and can be taken back.
-    let said = serve.text(&["power-cut", "r", "--after", "3flushes", "--seed", "8"]);
-    assert_eq!(said, "r: the power goes off after 3 flushes, seed 8\n");
+    // The verb reports the pending cut, which can be cancelled.
+    let output = serve.text(&["power-cut", "r", "--after", "3flushes", "--seed", "8"]);
+    assert_eq!(output, "r: the power goes off after 3 flushes, seed 8\n");
     let mut client = Raw::connect(&serve, "r");
     assert_eq!(client.flush(), 0);
     let power = &serve.json(&["stat", "r"])["power"];
     assert_eq!((&power["cut_after"], &power["next_seed"]), (&json!("2 flushes"), &json!(8)), "{power}");
-    let said = serve.text(&["power-cut", "r", "--after", "none"]);
-    assert_eq!(said, "r: the power does not go off by itself\n");
+    let output = serve.text(&["power-cut", "r", "--after", "none"]);
+    assert_eq!(output, "r: the power does not go off by itself\n");
     assert_eq!((client.flush(), client.flush(), client.flush()), (0, 0, 0));
     assert_eq!(serve.json(&["stat", "r"])["power"].get("cut_after"), None);
-    // A cut by hand ends the count.
+    // A cut by hand cancels the pending one.
     serve.text(&["power-cut", "r", "--after", "1 write"]);
     serve.text(&["power-cut", "r"]);
     let mut client = Raw::connect(&serve, "r");
@@ -193,13 +197,13 @@ fn the_power_goes_off_by_itself_after_so_many_writes_or_flushes() {
     assert!(
         serve.refused(1, &["power-cut", "golden", "--after", "1write"]).contains("its power cannot be cut")
     );
-    // A server ends, and a device goes, with a count that has not come to its end.
+    // A device can be removed, and a server can end, with a pending cut.
     serve.text(&["power-cut", "r", "--after", "1000writes"]);
     serve.text(&["remove", "r", "--force"]);
 }
 
 #[test]
-fn a_cut_waits_for_nobody_and_tells_its_seed() {
+fn power_cut_does_not_wait_and_reports_its_seed() {
     let serve = Serve::start(&[
         "r=ram,disksize=4M,power_cut=yes,faults=write hang; flush delay=3600s",
         "other=ram,disksize=1M",
@@ -211,8 +215,8 @@ fn a_cut_waits_for_nobody_and_tells_its_seed() {
     while stat(&serve, "r", "faults", "hanging") == 0 {
         std::thread::yield_now();
     }
-    let said = serve.text(&["power-cut", "r"]);
-    assert!(said.starts_with("r: a connection ended\nr: power cut, seed "), "{said}");
+    let output = serve.text(&["power-cut", "r"]);
+    assert!(output.starts_with("r: a connection ended\nr: power cut, seed "), "{output}");
     assert!(client.reply().is_err());
     assert_eq!(other.write(0, 0, &[1; 4096]), 0);
     serve.text(&["set", "r", "faults=none"]);
@@ -221,7 +225,7 @@ fn a_cut_waits_for_nobody_and_tells_its_seed() {
 }
 
 #[test]
-fn zones_have_pointers_that_fit_what_is_left() {
+fn power_cut_write_pointers_match_kept_data() {
     let serve = Serve::start(&["n=null,size=64M,zoned=1,zone_size=4M,memory_backed=1,power_cut=yes"]);
     let mut client = Raw::connect(&serve, "n");
     for zone in 0..16 {
@@ -249,12 +253,12 @@ fn zones_have_pointers_that_fit_what_is_left() {
         assert_eq!(client.write(0, start + pointer, &[3; 4096]), 0);
         pointers.push(pointer);
     }
-    // They were not all treated alike.
+    // The zones lost different parts.
     assert!(pointers.iter().any(|pointer| *pointer != pointers[0]), "{pointers:?}");
 }
 
 #[test]
-fn points_of_the_log_are_visited() {
+fn power_cut_at_visits_points_of_the_log() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("golden"), vec![0xee; 1 << 20]).unwrap();
     let serve = Serve::start_in(
@@ -272,17 +276,22 @@ fn points_of_the_log_are_visited() {
         let first = |serve: &Serve| Raw::connect(serve, name).read(0, 4096).unwrap()[0];
         for commit in 1..=3_u8 {
             assert_eq!((client.write(0, 0, &[commit; 4096]), client.flush()), (0, 0));
-            let said = serve.text(&["mark", name, &format!("commit {commit}")]);
-            assert!(said.starts_with(&format!("{name}: \"commit {commit}\" is entry ")), "{said}");
+            let output = serve.text(&["mark", name, &format!("commit {commit}")]);
+            let entry = u64::from(commit) * 3;
+            assert_eq!(output, format!("{name}: \"commit {commit}\" is entry {entry}\n"));
+            assert_eq!(stat(&serve, name, "power", "log_entries"), entry);
         }
-        assert_eq!(stat(&serve, name, "power", "log_entries"), 9);
         for commit in [2, 1, 3] {
-            serve.text(&["power-cut", name, "--at", &format!("commit {commit}")]);
-            assert_eq!(first(&serve), commit, "{name}");
+            // The number of the mark's entry is the same point.
+            let entry = u64::from(commit) * 3;
+            for at in [format!("commit {commit}"), entry.to_string()] {
+                assert_eq!(serve.json(&["power-cut", name, "--at", &at])["entries"], entry, "{name}: {at}");
+                assert_eq!(first(&serve), commit, "{name}: {at}");
+            }
         }
         serve.json(&["power-cut", name, "--at", "0"]);
         assert_eq!(first(&serve), before);
-        // Between the write and the flush of the first commit, the power fails.
+        // A cut between the write and the flush of the first commit.
         let cut = serve.json(&["power-cut", name, "--at", "1", "--seed", "5"]);
         let blocks = cut["kept_blocks"].as_u64().unwrap() + cut["lost_blocks"].as_u64().unwrap();
         assert_eq!((blocks > 0, &cut["entries"]), (true, &json!(1)), "{cut}");
@@ -296,7 +305,59 @@ fn points_of_the_log_are_visited() {
 }
 
 #[test]
-fn a_recording_goes_on_after_a_rewind_or_reset() {
+fn cut_of_nothing_unflushed_prints_hint() {
+    let serve = Serve::start(&["r=ram,disksize=1M,power_cut=yes,record=r.log"]);
+    let hint = "r: no write was unflushed; if the device is mounted, the page cache may still hold the writes: run \
+                `sync -f` on the mount before the cut, while the program still writes\n";
+    let cut = "r: power cut, seed 1: of the unflushed blocks 0 were kept and 0 lost\n";
+    assert_eq!(serve.text(&["power-cut", "r", "--seed", "1"]), format!("{cut}{hint}"));
+    let mut client = Raw::connect(&serve, "r");
+    assert_eq!(client.write(0, 0, &[1; 4096]), 0);
+    assert!(!serve.text(&["power-cut", "r", "--seed", "1"]).contains("page cache"));
+    // A point of the log does not depend on a page cache.
+    let output = serve.text(&["power-cut", "r", "--at", "0", "--seed", "1"]);
+    assert_eq!(output, format!("r: is as at 0, after 0 entries of the log\n{cut}"));
+}
+
+/// A log is useful without `power_cut` (`replay-log` reads it), so this is only a warning.
+#[test]
+fn record_without_power_cut_is_warned_of() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("golden"), vec![0; 1 << 20]).unwrap();
+    let devices = ["golden=file,path=golden,readonly=yes", "s=ram,disksize=1M,record=s.log"];
+    let serve = Serve::logged_in(dir, &[&devices[..], &["--control", "control"]].concat());
+    let warning = |name: &str, log: &str| {
+        format!(
+            "{name}: record={log}: without power_cut=yes `freestone power-cut {name} --at` cannot visit points of the log"
+        )
+    };
+    let at = |name: &str| serve.path(&format!("{name}.log")).display().to_string();
+    serve.log_with(&warning("s", &at("s")));
+    for name in ["r", "n"] {
+        let kind = if name == "r" { "ram,disksize=1M" } else { "null,size=1M,memory_backed=1" };
+        let made = serve.json(&["create", &format!("{name}={kind},record={name}.log")]);
+        assert_eq!(made["warnings"], json!([warning(name, &at(name))]));
+        serve.log_with(&warning(name, &at(name)));
+    }
+    let output = serve.text(&["fork", "golden", "f", "record=f.log"]);
+    assert!(output.starts_with(&format!("warning: {}\n", warning("f", &at("f")))), "{output}");
+    let made = serve.json(&["fork", "golden", "t", "--template", "record=t-%n.log"]);
+    assert_eq!(made["forks"][0]["warnings"], json!([warning("t", &at("t-%n"))]));
+    // No warning if points of the log can be visited, or if no option could allow that.
+    for words in [
+        "a=ram,disksize=1M,power_cut=yes,record=a.log",
+        "b=null,size=1M,memory_backed=1,cache_size=64K,record=b.log",
+        "c=file,path=c,size=1M,record=c.log",
+        "d=null,size=1G,memory_backed=1,zoned=yes,record=d.log",
+        "e=ram,disksize=1M",
+    ] {
+        let made = serve.json(&["create", words]);
+        assert_eq!(made.get("warnings"), None, "{words}");
+    }
+}
+
+#[test]
+fn recording_continues_after_rewind_or_reset() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("golden"), vec![0xee; 1 << 20]).unwrap();
     let devices = [
@@ -334,7 +395,7 @@ fn a_recording_goes_on_after_a_rewind_or_reset() {
             serve.text(&["power-cut", name, "--at", &format!("{point} {trial}")]);
             [page(0), page(1), page(2)]
         };
-        // What was written before the way back is not there behind it.
+        // Writes before the rewind or reset are absent after it.
         assert_eq!(pages("after"), [before, before, 3], "{name}");
         assert_eq!(pages("before"), [1, 2, before], "{name}");
         serve.text(&["power-cut", name, "--at", &format!("after {trial}"), "--seed", "1"]);
@@ -345,7 +406,7 @@ fn a_recording_goes_on_after_a_rewind_or_reset() {
 }
 
 #[test]
-fn every_verb_that_makes_forks_and_templates_takes_the_same_keys() {
+fn fork_verbs_and_templates_take_layer_keys() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("golden"), vec![0xee; 1 << 20]).unwrap();
     let serve = Serve::start_in(dir, &["golden=file,path=golden,readonly=yes"], true);
@@ -388,7 +449,7 @@ fn every_verb_that_makes_forks_and_templates_takes_the_same_keys() {
             assert_eq!(client.write(0, 0, &[number; 4096]), 0);
             assert_eq!(client.read(4096, 4096), Err(EIO), "{own}");
             serve.text(&["mark", &own, "written"]);
-            // The connection stays: with it the disk would go.
+            // The connection stays, because the fork would end with it.
             let cut = serve.json(&["power-cut", &own, "--seed", "1"]);
             assert_eq!((&cut["connections_ended"], &cut["seed"]), (&0.into(), &1.into()));
             assert!([number, 0xee].contains(&client.read(0, 4096).unwrap()[0]));
@@ -404,7 +465,7 @@ fn every_verb_that_makes_forks_and_templates_takes_the_same_keys() {
     assert_eq!(serve.json(&["power-cut", "back"])["connections_ended"], 1);
     assert!(serve.path("back.log").exists());
 
-    several_disks_of_a_file_have_a_log_each(&serve);
+    check_restore_records_a_log_for_each_device(&serve);
     let one = serve.refused(2, &["fork", "golden", "x", "--template", "record=x.log"]);
     assert!(one.contains("each connection has a log of its own; %n is its number"), "{one}");
     let unknown = serve.refused(2, &["fork", "golden", "x", "fualts=none"]);
@@ -413,8 +474,8 @@ fn every_verb_that_makes_forks_and_templates_takes_the_same_keys() {
     assert_eq!(plain, "golden: publish: seed: only with --template");
 }
 
-/// Of `plain`, another fork and their snapshots.
-fn several_disks_of_a_file_have_a_log_each(serve: &Serve) {
+/// Restores `plain`, another fork and their snapshots with a log each.
+fn check_restore_records_a_log_for_each_device(serve: &Serve) {
     serve.text(&["fork", "golden", "other"]);
     serve.text(&["snapshot", "plain,other", "plain-1,other-1"]);
     serve.text(&["save", "plain,plain-1,other,other-1", "several.saved"]);
@@ -422,9 +483,9 @@ fn several_disks_of_a_file_have_a_log_each(serve: &Serve) {
     let restore = |log: &str| ["restore".to_owned(), "several.saved".to_owned(), format!("record={log}")];
     let args = restore("one.log");
     let why = serve.refused(1, &args.each_ref().map(String::as_str));
-    let said = "restore: record: 2 disks and forks, and one log; %n in its name is the number of each";
-    assert!(why.ends_with(said), "{why}");
-    // All or none: the first log is not left where the second cannot be made.
+    let message = "restore: record: 2 disks and forks, and one log; %n in its name is the number of each";
+    assert!(why.ends_with(message), "{why}");
+    // All or none: if the second log cannot be created, the first is not left behind.
     std::fs::write(serve.path("log-1"), "precious").unwrap();
     let args = restore("log-%n");
     let args = args.each_ref().map(String::as_str);
@@ -459,8 +520,8 @@ fn damaged_log_leaves_the_device_as_it_is() {
     serve.text(&["mark", "r", "end"]);
     let log = std::fs::File::options().write(true).open(serve.path("r.log")).unwrap();
     log.set_len(10_000).unwrap();
-    let said = serve.refused(1, &["power-cut", "r", "--at", "4"]);
-    assert!(said.starts_with("r: power-cut: at=4: ") && said.contains("r.log: entry "), "{said}");
+    let message = serve.refused(1, &["power-cut", "r", "--at", "4"]);
+    assert!(message.starts_with("r: power-cut: at=4: ") && message.contains("r.log: entry "), "{message}");
     assert_eq!(Raw::connect(&serve, "r").read(0, 4096).unwrap(), [2; 4096]);
     let power = &serve.json(&["stat", "r"])["power"];
     assert_eq!((&power["half_set_back"], &power["log"]), (&json!(false), &json!("records")), "{power}");

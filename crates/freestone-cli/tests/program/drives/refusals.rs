@@ -1,11 +1,11 @@
-//! What would bypass zones or unflushed writes is refused, with the reason.
+//! Operations that would bypass zones or unflushed writes are refused, with the reason.
 
 use std::fs;
 
 use crate::harness::Serve;
 
 #[test]
-fn nothing_goes_behind_the_back_of_a_layer() {
+fn operation_that_bypasses_a_layer_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden"), vec![1; 1 << 20]).unwrap();
     fs::write(dir.path().join("disk"), vec![1; 1 << 20]).unwrap();
@@ -49,12 +49,12 @@ fn nothing_goes_behind_the_back_of_a_layer() {
             &["mark", "power", "x"],
             "power: mark: nothing is recorded: the device was made without a file to record to".into(),
         ),
-        (&["release", "power"], "power: nothing hangs there: it was created without faults".into()),
+        (&["release", "power"], "power: no held requests: it was created without faults".into()),
         (&["zones", "n"], "n: has no zones; a ram, null or file device gets them with zoned=1".into()),
     ] {
         assert_eq!(serve.refused(1, args), sentence, "{args:?}");
     }
-    // What only fails is no obstacle.
+    // Allowed: snapshots of a device with fault rules, other files, and resets through the layers.
     serve.text(&["snapshot", "faulty", "s"]);
     serve.text(&["create", "c=file,path=golden2,size=1M,zoned=1,zone_size=64K"]);
     serve.text(&["rewind", "fork"]);

@@ -1,5 +1,4 @@
-//! Snapshots whose origins and COW devices are drives of any kind, and what the loss of power makes
-//! of them.
+//! Snapshots over all kinds of origins and COW devices, and the effect of power cuts on them.
 
 use std::fs;
 use std::thread;
@@ -13,7 +12,7 @@ use crate::drives::raw::{FUA, Raw};
 use crate::harness::Serve;
 
 const SIZE: u64 = 4 * MIB;
-/// What one request reads or writes of a whole device.
+/// Size of one request when a whole device is read or written.
 const PIECE: u64 = MIB;
 
 fn content(serve: &Serve, name: &str) -> Vec<u8> {
@@ -33,7 +32,7 @@ fn publish(serve: &Serve, name: &str) {
 }
 
 #[test]
-fn all_that_can_be_written_is_an_origin_and_takes_copies() {
+fn every_writable_device_is_origin_and_cow_device() {
     const SMALL: u64 = MIB;
     let dir = tempfile::tempdir().unwrap();
     for (name, size) in [("golden", SMALL), ("large", 4 * SMALL), ("disk", SMALL)] {
@@ -62,7 +61,7 @@ fn all_that_can_be_written_is_an_origin_and_takes_copies() {
         let name = origin.split_once('=').unwrap().0;
         let keeps = name != "nothing";
         for (at, cow) in cows.iter().enumerate() {
-            // Each kind of store with each kind of device.
+            // Together the rounds combine each kind of store with each kind of device.
             let stores = ["N", "P", "PO"].iter();
             let some = effort(
                 stores.clone().skip((round + at) % 3).step_by(3),
@@ -80,7 +79,7 @@ fn all_that_can_be_written_is_an_origin_and_takes_copies() {
                     continue;
                 }
                 if at == 3 && *store != "N" {
-                    // What its base has there is no store.
+                    // Overwrites the base's content, which is not an exception store.
                     publish(&serve, "c");
                     assert_eq!(Raw::connect(&serve, "c").write(0, 0, &[0; 8192]), 0);
                     serve.text(&["unpublish", "c", "--force"]);
@@ -92,7 +91,7 @@ fn all_that_can_be_written_is_an_origin_and_takes_copies() {
                 fill(&serve, name, &new);
                 publish(&serve, "s");
                 assert!(content(&serve, name) == if keeps { new } else { vec![0; SMALL as usize] }, "{what}");
-                // Copies that went nowhere read as zeroes.
+                // A COW device that keeps no data makes the snapshot read as zeroes.
                 assert!(
                     content(&serve, "s") == if at == 0 { vec![0; SMALL as usize] } else { before.clone() },
                     "{what}"
@@ -110,7 +109,8 @@ fn all_that_can_be_written_is_an_origin_and_takes_copies() {
                 let _ = fs::remove_file(serve.path("cow"));
             }
         }
-        // Without a COW device: pages are handed over, all else is copied to memory.
+        // Without a COW device, pages of RAM disks move to the snapshot, and other origins are
+        // copied to memory.
         let before = content(&serve, name);
         serve.text(&["snapshot", name, "s"]);
         fill(&serve, name, &noise(99, SMALL));
@@ -122,7 +122,7 @@ fn all_that_can_be_written_is_an_origin_and_takes_copies() {
     }
 }
 
-/// The drives that the power is cut of.
+/// Drives for the power cuts.
 const DRIVES: [&str; 3] = [
     "o=null,size=4M,memory_backed=1,power_cut=yes",
     "c=ram,disksize=32M,power_cut=yes",
@@ -130,12 +130,12 @@ const DRIVES: [&str; 3] = [
 ];
 
 #[test]
-fn a_drive_that_holds_copies_is_nobody_elses() {
+fn cow_device_has_no_other_users() {
     let serve = Serve::start(&DRIVES);
-    // Not published, though nothing was said.
+    // A COW device is not published by default.
     assert_eq!(serve.json(&["list", "c"])["devices"][0]["exports"], json!([]));
     assert_eq!(serve.json(&["list", "s"])["devices"][0]["status"], "16/65536 16");
-    let beside = "c: holds the copies of s, and is not published beside";
+    let beside = "c: holds the copies of s, so it cannot be published";
     assert_eq!(serve.refused(1, &["publish", "c", "--nbd", "unix:nbd"]), beside);
     let alone = "cannot be cut off alone: s stands on it; `freestone power-cut s` cuts its origin and COW device at one moment";
     for name in ["o", "c"] {
@@ -152,7 +152,7 @@ fn a_drive_that_holds_copies_is_nobody_elses() {
         serve.refused(1, &["power-cut", "s", "--at", "1"]),
         "s: power-cut: at and after are for a drive: its log, or what it is asked for"
     );
-    // Removed and opened again in one session, it is known whether it missed anything.
+    // A store that is opened again in the same session knows whether it missed writes.
     let again = ["snapshot", "o", "s", "cow=c"];
     serve.text(&["remove", "s", "--force"]);
     serve.text(&again);
@@ -162,19 +162,19 @@ fn a_drive_that_holds_copies_is_nobody_elses() {
         serve.text(change);
         if change[0] == "reset" {
             let why = serve.refused(1, &again);
-            assert!(why.starts_with("s: cow=c: its origin was written or used without it"), "{why}");
+            assert!(why.starts_with("s: cow=c: the origin was written or used without this store"), "{why}");
         } else {
             serve.text(&again);
         }
     }
-    // That it may be published is not what was asked for.
+    // An explicit `publish=yes` of a COW device is refused.
     let dir = tempfile::tempdir().unwrap();
     let c = "c=ram,disksize=32M,power_cut=yes,publish=yes";
     let (code, _, err) = crate::harness::finish(
         crate::harness::freestone(dir.path()).args(["serve", DRIVES[0], c, DRIVES[2], "--nbd", "unix:nbd"]),
     );
     assert_eq!((code, crate::harness::sentence(&err).as_str()), (1, beside));
-    // Without a switch there is nothing to cut.
+    // Without `power_cut=yes` there is nothing to cut.
     serve.text(&["create", "plain=ram,disksize=4M"]);
     serve.text(&["snapshot", "plain", "p"]);
     serve.text(&["snapshot", "plain", "q", "cow=./q.cow", "cow_size=8M", "force=yes"]);
@@ -184,7 +184,7 @@ fn a_drive_that_holds_copies_is_nobody_elses() {
     );
 }
 
-/// Writes here and there until the connection ends; how many were answered.
+/// Writes at random offsets until the connection ends. Returns the number of completed writes.
 fn write_until_cut(mut client: Raw, mut seed: u64) -> u64 {
     for answered in 0.. {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -202,7 +202,7 @@ fn write_until_cut(mut client: Raw, mut seed: u64) -> u64 {
     0
 }
 
-/// Cuts the power while `writers` are at work.
+/// Cuts the power while clients write to `writers`.
 fn cut_under_load(serve: &Serve, writers: &[&str], seed: u64) -> Value {
     let mut cut = Value::Null;
     thread::scope(|scope| {
@@ -219,16 +219,16 @@ fn cut_under_load(serve: &Serve, writers: &[&str], seed: u64) -> Value {
 }
 
 #[test]
-fn after_a_loss_of_power_a_snapshot_is_as_at_its_creation() {
+fn snapshot_keeps_its_content_over_power_cuts() {
     let serve = Serve::start(&[DRIVES[0], "c=ram,disksize=32M,power_cut=yes,publish=no"]);
     let (mut lost, mut copied) = (0, 0);
     for seed in 0..effort(2, 6) {
-        // Most of it is in the drive's cache when the snapshot is taken.
+        // Most of this content is in the drive's cache when the snapshot is taken.
         let before = noise(seed, SIZE);
         fill(&serve, "o", &before);
         serve.text(&["snapshot", "o", "s", "cow=c", "chunk_size=4K", "readonly=yes"]);
         publish(&serve, "s");
-        // Of that nothing was flushed by its writers.
+        // The writers flushed none of it.
         serve.text(&["power-cut", "s", "--seed", "1"]);
         assert!(content(&serve, "s") == before, "seed {seed}: at once");
         for round in [0, 1] {
@@ -241,7 +241,7 @@ fn after_a_loss_of_power_a_snapshot_is_as_at_its_creation() {
             assert!(content(&serve, "s") == before, "seed {seed}, round {round}");
             copied += serve.json(&["delta", "show", "s"])["total_bytes"].as_u64().unwrap_or(0);
         }
-        // It goes on preserving what it shows.
+        // The snapshot still preserves its content.
         fill(&serve, "o", &noise(seed + 100, SIZE));
         assert!(content(&serve, "s") == before && content(&serve, "o") == noise(seed + 100, SIZE));
         serve.text(&["remove", "s", "--force"]);
@@ -252,12 +252,13 @@ fn after_a_loss_of_power_a_snapshot_is_as_at_its_creation() {
 }
 
 #[test]
-fn what_was_written_to_a_snapshot_is_as_a_drive_keeps_it() {
+fn power_cut_keeps_flushed_writes_to_a_snapshot() {
     let serve = Serve::start(&DRIVES);
     for seed in 0..effort(3, 8) {
         let before = content(&serve, "o");
         let held = content(&serve, "s");
-        // Its own writes are in one half, flushed or not; the other half shows the origin's past.
+        // One half has the snapshot's own writes, flushed and unflushed. The other half shows the
+        // origin's earlier content.
         let mut client = Raw::connect(&serve, "s");
         let (flushed, later) = (vec![2 + seed as u8; 65536], vec![100 + seed as u8; 65536]);
         assert_eq!((client.write(0, 0, &flushed), client.flush(), client.write(0, 65536, &later)), (0, 0, 0));
@@ -273,13 +274,13 @@ fn what_was_written_to_a_snapshot_is_as_a_drive_keeps_it() {
 }
 
 #[test]
-fn a_merge_goes_on_after_a_loss_of_power() {
+fn merge_continues_after_a_power_cut() {
     let dir = tempfile::tempdir().unwrap();
     let devices = [
         "o=file,path=disk,size=4M,power_cut=yes",
         "c=null,size=32M,memory_backed=1,power_cut=yes",
         "s=snapshot,origin=o,cow=c,chunk_size=4K,force=yes",
-        // Also preserved while the other one is merged.
+        // A second snapshot, which is preserved during the merge.
         "t=snapshot,origin=o,readonly=yes",
     ];
     let serve = Serve::start_in(dir, &devices, true);
@@ -315,7 +316,7 @@ fn a_merge_goes_on_after_a_loss_of_power() {
 }
 
 #[test]
-fn the_power_of_one_drive_takes_the_others_with_it_in_the_middle_of_a_copy() {
+fn power_cut_during_a_copy_cuts_the_whole_stack() {
     let serve = Serve::start(&[DRIVES[0], "c=ram,disksize=32M,power_cut=yes,publish=no"]);
     let after = ["1write", "2writes", "3writes", "7writes", "40writes", "41writes", "300writes"];
     let on_cow = after.iter().chain(&["1flush", "2flushes", "5flushes"]).map(|after| ("c", *after));
@@ -326,14 +327,14 @@ fn the_power_of_one_drive_takes_the_others_with_it_in_the_middle_of_a_copy() {
         serve.text(&["snapshot", "o", "s", "cow=c", "chunk_size=4K", "readonly=yes"]);
         publish(&serve, "s");
         let clients = [(); 3].map(|()| Raw::connect(&serve, "o"));
-        let said = serve.text(&["power-cut", drive, "--after", after, "--seed", &seed.to_string()]);
-        assert!(said.starts_with(&format!("{drive}: the power goes off after ")), "{said}");
+        let output = serve.text(&["power-cut", drive, "--after", after, "--seed", &seed.to_string()]);
+        assert!(output.starts_with(&format!("{drive}: the power goes off after ")), "{output}");
         thread::scope(|scope| {
             for (client, n) in clients.into_iter().zip(0..) {
                 scope.spawn(move || write_until_cut(client, seed * 10 + n));
             }
         });
-        // Clients end before the power is off.
+        // The connections end before the power is off.
         let end = Instant::now() + Duration::from_secs(60);
         while ["o", "c"].iter().any(|name| stat(&serve, name, "power", "cuts") <= seed) {
             assert!(Instant::now() < end, "{drive} after {after}: the power is still on");

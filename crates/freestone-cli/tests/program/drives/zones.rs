@@ -1,4 +1,4 @@
-//! Zones: the verb, clients that keep to the write pointer and those that do not, restarts.
+//! Zones: the verb, writes at and off the write pointer, restarts.
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -15,7 +15,7 @@ fn lines(serve: &Serve, args: &[&str]) -> Vec<String> {
     serve.text(&[&["zones"], args].concat()).lines().map(str::to_owned).collect()
 }
 
-/// `oi 8`: condition and write pointer in sectors of the zone at an offset.
+/// Returns the condition and the write pointer, in sectors, of the zone at an offset.
 #[track_caller]
 fn zone(serve: &Serve, name: &str, at: u64) -> (String, u64) {
     let report = serve.json(&["zones", name]);
@@ -26,7 +26,7 @@ fn zone(serve: &Serve, name: &str, at: u64) -> (String, u64) {
 }
 
 #[test]
-fn the_verb_does_what_blkzone_does() {
+fn zones_verb_equals_blkzone() {
     let serve = Serve::start(&["n=null,size=10M,zoned=1,zone_size=4M,zone_nr_conv=1,blocksize=512"]);
     assert_eq!(
         lines(&serve, &["n"]),
@@ -42,7 +42,7 @@ fn the_verb_does_what_blkzone_does() {
     );
     assert_eq!(serve.text(&["zones", "n", "open", "--offset", "4M", "--count", "1"]), "n: 1 zone opened\n");
     assert_eq!(zone(&serve, "n", 4 * MIB), ("EXP_OPEN".into(), 0));
-    // Nothing was written, so it is empty again.
+    // Without written data a closed zone is empty.
     serve.text(&["zones", "n", "close", "--offset", "4M", "--count", "1"]);
     assert_eq!(zone(&serve, "n", 4 * MIB).0, "EMPTY");
     assert_eq!(serve.text(&["zones", "n", "finish", "--offset", "4M"]), "n: 2 zones finished\n");
@@ -73,7 +73,7 @@ fn the_verb_does_what_blkzone_does() {
 }
 
 #[test]
-fn limits_have_the_kernels_errors() {
+fn zone_limits_return_the_kernels_errors() {
     let serve = Serve::start(&[
         "open=null,size=16M,zoned=1,zone_size=1M,zone_max_open=2",
         "active=ram,disksize=16M,zoned=1,zone_size=1M,zone_max_active=2",
@@ -88,20 +88,20 @@ fn limits_have_the_kernels_errors() {
         assert!(open(name, 0)["error"].is_null() && open(name, MIB)["error"].is_null());
         let refused = open(name, 2 * MIB);
         assert_eq!(refused["error"]["data"]["errno"], errno, "{refused}");
-        // The protocol of the export has no such numbers.
+        // NBD has no such error numbers, so clients get EIO.
         let mut client = Raw::connect(&serve, name);
         assert_eq!(client.write(0, 2 * MIB, &[1; 4096]), EIO);
         assert_eq!(client.write(0, MIB, &[1; 4096]), 0);
         serve.text(&["zones", name, "reset"]);
         assert_eq!(client.write(0, 2 * MIB, &[1; 4096]), 0);
     }
-    // A place inside a zone means that zone.
+    // An offset inside a zone selects that zone.
     assert_eq!(open("open", 512)["result"]["count"], 1);
     assert_eq!(zone(&serve, "open", 0).0, "EXP_OPEN");
 }
 
 #[test]
-fn conditions_are_set_by_hand() {
+fn zone_conditions_are_set_by_attributes() {
     let serve = Serve::start(&[
         "n=null,size=16M,zoned=1,zone_size=1M,memory_backed=1,zone_nr_conv=1,zone_readonly=2M;3M,zone_offline=4M",
     ]);
@@ -109,7 +109,7 @@ fn conditions_are_set_by_hand() {
     let mut client = Raw::connect(&serve, "n");
     assert_eq!((client.write(0, 2 * MIB, &[1; 4096]), client.read(2 * MIB, 4096)), (EIO, Ok(vec![0; 4096])));
     assert_eq!(client.read(4 * MIB, 4096), Err(EIO));
-    // Again is back, and empty.
+    // A zone that is no longer listed works again, and is empty.
     assert_eq!(
         serve.text(&["set", "n", "zone_readonly=2M", "zone_offline=5M"]),
         "zone_readonly=3M\nzone_offline=4M;5M\n"
@@ -118,12 +118,12 @@ fn conditions_are_set_by_hand() {
     let conventional = serve.refused(2, &["set", "n", "zone_readonly=0"]);
     assert_eq!(conventional, "n: zone_readonly=0: 0 is in a conventional zone");
     let behind = serve.refused(2, &["set", "n", "zone_offline=16M"]);
-    assert_eq!(behind, "n: zone_offline=16M: 16M lies behind the end of the device");
-    // A reset of the device is as at its creation.
+    assert_eq!(behind, "n: zone_offline=16M: 16M is beyond the end of the device");
+    // A reset of the device restores the zones as they were at creation.
     let connected = serve.refused(1, &["reset", "n", "--force"]);
-    assert!(connected.contains("clients are connected"), "{connected}");
+    assert!(connected.contains("it is zoned, and its clients would not notice"), "{connected}");
     drop(client);
-    // The server may hear a moment later that the client is gone.
+    // The server may notice the end of the connection a moment later.
     for _ in 0..500 {
         if serve.text(&["stat", "n"]).contains("(0 connected)") {
             break;
@@ -142,20 +142,20 @@ fn qemu_io(serve: &Serve, name: &str, line: &str) -> Command {
 }
 
 #[test]
-fn writes_off_the_pointer_fail_and_change_nothing() {
+fn write_off_the_pointer_fails_and_changes_nothing() {
     let serve = Serve::start(&[
         "n=null,size=16M,zoned=1,zone_size=4M,zone_capacity=3M,memory_backed=1,blocksize=512",
     ]);
     ok(&mut qemu_io(&serve, "n", "write -P 0xab 4M 64k"));
-    let said = fails(&mut qemu_io(&serve, "n", "write -P 0xcd 4M 64k"));
-    assert!(said.contains("Input/output error"), "{said}");
+    let message = fails(&mut qemu_io(&serve, "n", "write -P 0xcd 4M 64k"));
+    assert!(message.contains("Input/output error"), "{message}");
     fails(&mut qemu_io(&serve, "n", "write -P 0xcd 4224k 64k"));
     ok(&mut qemu_io(&serve, "n", "read -P 0xab 4M 64k"));
-    // Behind the pointer is what the kernel's driver shows there.
+    // Reads beyond the write pointer return 0xff, as with the kernel's driver.
     ok(&mut qemu_io(&serve, "n", "read -P 0xff 4160k 64k"));
     assert_eq!(zone(&serve, "n", 4 * MIB), ("IMP_OPEN".into(), 64 * KIB));
     let mut client = Raw::connect(&serve, "n");
-    // Beyond the capacity, and across the end of a zone: nothing of it is done.
+    // Writes beyond the capacity or across a zone boundary fail as a whole.
     let large = noise(3, 3 * MIB);
     assert_eq!(client.write(0, 4 * MIB + 64 * KIB, &large), EIO);
     assert_eq!(zone(&serve, "n", 4 * MIB).1, 64 * KIB);
@@ -165,7 +165,7 @@ fn writes_off_the_pointer_fail_and_change_nothing() {
 }
 
 #[test]
-fn writes_of_one_connection_keep_their_order() {
+fn writes_of_one_connection_keep_their_order_in_zone() {
     let dir = tempfile::tempdir().unwrap();
     let file = format!("f=file,path={}/disk,size=64M,zoned=1,zone_size=16M", dir.path().display());
     let serve = Serve::start(&[
@@ -187,11 +187,11 @@ fn writes_of_one_connection_keep_their_order() {
             "--size=32M",
         ]);
         let fio = fio.arg(format!("--uri={}", uri(&serve, name))).current_dir(serve.dir.path());
-        let said = ok(fio.arg("--output-format=terse"));
-        assert!(!said.contains("error"), "{name}: {said}");
+        let printed = ok(fio.arg("--output-format=terse"));
+        assert!(!printed.contains("error"), "{name}: {printed}");
         assert_eq!(zone(&serve, name, 0).0, "FULL", "{name}");
 
-        // Sizes that come into the server in different ways, all in flight at once.
+        // The server receives these sizes in different ways. All are in flight at once.
         let mut client = Raw::connect(&serve, name);
         let (mut at, mut data) = (32 * MIB, Vec::new());
         let lengths = [4 * KIB, 300 * KIB, 4 * KIB, 2 * MIB, 64 * KIB, 255 * KIB - KIB * 3, MIB, 4 * KIB];
@@ -218,7 +218,7 @@ fn zones_of_a_file_survive_a_restart() {
     assert_eq!(client.write(0, 0, &noise(1, 2 * MIB)), 0);
     assert_eq!(client.write(0, 2 * MIB, &noise(2, MIB)), 0);
     assert_eq!(client.flush(), 0);
-    // In the unit of the report, as it is shown there.
+    // Offsets in sectors, as the report prints them.
     assert!(serve.text(&["zones", "f"]).lines().nth(2).unwrap().starts_with("  start: 0x000002000,"));
     serve.text(&["zones", "f", "finish", "--offset", "0x000002000", "--count", "1"]);
     let first = serve.text(&["zones", "f", "--offset", "4M", "--count", "1"]);
@@ -231,7 +231,7 @@ fn zones_of_a_file_survive_a_restart() {
 
     let serve = Serve::start_in(dir, &[device], true);
     assert_eq!(zone(&serve, "f", 0), ("FULL".into(), 2 * MIB));
-    // Nothing is open after a restart.
+    // No zone is open after a restart.
     assert_eq!(zone(&serve, "f", 2 * MIB), ("CLOSED".into(), MIB));
     assert_eq!((zone(&serve, "f", 4 * MIB).0, zone(&serve, "f", 6 * MIB).0), ("FULL".into(), "EMPTY".into()));
     let mut client = Raw::connect(&serve, "f");
@@ -240,15 +240,16 @@ fn zones_of_a_file_survive_a_restart() {
     serve.signal(Signal::TERM);
     let (_, dir) = serve.wait();
 
-    // Writes that pass over the zones would make the file contradict them; who only reads may look.
+    // Writing the file without its zones is refused; reading is allowed.
     let bare = crate::harness::refused(dir.path(), 1, &["serve", "f=file,path=disk"]);
     let zones = dir.path().join("disk.zones").canonicalize().unwrap();
-    let why = "remembers its zones, which writes would pass over; give zoned=1, or readonly=yes, or remove that file";
+    let why = "contains its zone state, which writes would not update; give zoned=1, or readonly=yes, or remove that file";
     assert_eq!(bare, format!("f: {} {why}", zones.display()));
     let look = ["serve", "f=file,path=disk,readonly=yes", "--run", "true"];
     assert_eq!(crate::harness::finish(crate::harness::freestone(dir.path()).args(look)).0, 0);
 
-    // Other zones than those of the state file are refused, and so is a file that is none.
+    // A zone size that differs from the state file is refused, and so is a file that is not a zone
+    // state.
     let other = crate::harness::refused(dir.path(), 1, &["serve", "f=file,path=disk,zoned=1,zone_size=4M"]);
     assert!(other.starts_with("f: zone_state: "), "{other}");
     fs::write(dir.path().join("garbage"), noise(9, 8192)).unwrap();
@@ -258,7 +259,7 @@ fn zones_of_a_file_survive_a_restart() {
 }
 
 #[test]
-fn conditions_of_a_file_are_not_turned_back_by_a_restart() {
+fn zone_conditions_of_a_file_survive_a_restart() {
     let mut dir = tempfile::tempdir().unwrap();
     let device = "f=file,path=disk,size=8M,zoned=1,zone_size=2M,zone_readonly=2M,zone_offline=4M";
     for _ in 0..3 {
@@ -272,9 +273,9 @@ fn conditions_of_a_file_are_not_turned_back_by_a_restart() {
     }
 }
 
-/// What was answered to a flush is there after kill -9, and no write pointer is beyond what is.
+/// Flushed data survives SIGKILL, and no write pointer is beyond the data.
 #[test]
-fn a_killed_server_keeps_what_was_flushed() {
+fn killed_server_keeps_flushed_zone_data() {
     let mut dir = tempfile::tempdir().unwrap();
     let device = "f=file,path=disk,size=16M,zoned=1,zone_size=2M";
     let data = noise(7, 2 * MIB);
@@ -288,7 +289,7 @@ fn a_killed_server_keeps_what_was_flushed() {
             assert_eq!(client.write(0, at + piece, bytes), 0);
         }
         assert_eq!(client.flush(), 0);
-        // More that nobody flushed, the last of it in flight.
+        // More data without a flush, the last of it in flight.
         for piece in (flushed..flushed + 256 * KIB).step_by(4096) {
             client.send_write(at + piece, &data[usize::try_from(piece).unwrap()..][..4096]);
         }
@@ -305,7 +306,7 @@ fn a_killed_server_keeps_what_was_flushed() {
         let mut found = vec![0; usize::try_from(pointer).unwrap()];
         disk.read_exact_at(&mut found, at).unwrap();
         assert!(found == data[..found.len()], "round {round}");
-        // It goes on from there.
+        // Writing continues at the write pointer.
         let mut client = Raw::connect(&serve, "f");
         assert_eq!(client.write(0, at + pointer, &[5; 4096]), 0);
         drop(client);

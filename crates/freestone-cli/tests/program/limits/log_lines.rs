@@ -1,4 +1,4 @@
-//! Log lines that clients cause.
+//! Limits of log lines that clients can cause.
 
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -7,10 +7,10 @@ use std::path::Path;
 
 use super::{end, start_logged, text};
 
-/// Clients of each kind; the limiter allows one line.
+/// Clients of each kind. The limiter allows one line for all of them.
 const CLIENTS: usize = 40;
 
-/// Sources of exports and acceptors.
+/// Source directories of exports and acceptors.
 const SOURCES: [&str; 5] = [
     "../freestone-nbd/src",
     "../freestone-vhost-user/src",
@@ -18,7 +18,7 @@ const SOURCES: [&str; 5] = [
     "src/http",
     "src/control",
 ];
-/// Lines that no client can repeat, by part of their text, or that have a limiter of their own.
+/// Log calls without the limiter, by part of their text, and the reason.
 const OTHERS: [(&str, &str); 8] = [
     ("{name}: {cause}{held_back}", "limited by the failures of the export"),
     ("ublk: io_uring failed", "a queue ends"),
@@ -26,8 +26,8 @@ const OTHERS: [(&str, &str); 8] = [
     ("shared.name());", "the end of a device"),
     ("ublk: requests are still in flight", "the end of an export"),
     ("vhost-user: requests are still in flight", "the end of an export"),
-    ("SIGBUS cannot be handled", "once for the process"),
-    ("is told to whoever reaches the port", "at the start"),
+    ("cannot handle SIGBUS", "once for the process"),
+    ("every client that reaches the port can read it", "at the start"),
 ];
 
 fn sources(dir: &Path, each: &mut dyn FnMut(&Path, &str)) {
@@ -68,7 +68,7 @@ fn hostile_clients_cause_one_log_line_of_a_kind() {
     for socket in ["nbd", "vhost"] {
         for _ in 0..CLIENTS {
             let mut stream = UnixStream::connect(serve.path(socket)).unwrap();
-            // A message of no protocol, then the end of the connection.
+            // Bytes that no protocol understands, then the end of the connection.
             let _ = stream.write_all(&[b'x'; 64]);
             let _ = stream.shutdown(std::net::Shutdown::Write);
             let _ = stream.read_to_end(&mut Vec::new());

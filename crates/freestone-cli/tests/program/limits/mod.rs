@@ -1,5 +1,4 @@
-//! A server whose process is limited: nobody reads its output, threads, descriptors or file sizes run out,
-//! signals arrive that it has no use for.
+//! Servers with exhausted resources: unread output, no threads, no descriptors, file size limits, and unused signals.
 
 mod descriptors;
 mod file_sizes;
@@ -15,7 +14,7 @@ use rustix::process::{Resource, Rlimit, Signal, prlimit};
 
 use crate::harness::{Serve, freestone};
 
-/// Far longer than an orderly end takes, also on a slow machine.
+/// Deadline far above the time of a clean shutdown, also on a slow machine.
 const END_MAX: Duration = Duration::from_secs(60);
 
 /// Sets a limit of a running server.
@@ -30,7 +29,7 @@ fn end(serve: Serve) -> tempfile::TempDir {
     let stat = format!("/proc/{}/stat", serve.pid().as_raw_nonzero());
     let began = Instant::now();
     serve.signal(Signal::TERM);
-    // The server is our child: while it is not waited for, it stays as a zombie.
+    // The server is our child, so it stays a zombie until it is waited for.
     let has_ended = || std::fs::read_to_string(&stat).unwrap().contains(") Z ");
     while !has_ended() {
         assert!(began.elapsed() < END_MAX, "the server does not end");

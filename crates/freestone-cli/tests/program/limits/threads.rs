@@ -1,4 +1,4 @@
-//! No thread can be started.
+//! Servers that cannot start threads.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
@@ -13,7 +13,7 @@ use crate::clients::tools::find;
 use crate::drives::raw::Raw;
 use crate::harness::{NOBODY, Serve, ask, finish, freestone, unprivileged};
 
-/// A server of a user whom `RLIMIT_NPROC` applies to, with one kept disk.
+/// Starts a server with one kept disk, as a user to whom `RLIMIT_NPROC` applies.
 fn start(dir: TempDir) -> Serve {
     let mut command = unprivileged(dir.path());
     fs::set_permissions(dir.path(), Permissions::from_mode(0o777)).unwrap();
@@ -23,8 +23,8 @@ fn start(dir: TempDir) -> Serve {
     Serve::ready(dir, command)
 }
 
-/// Has the system start no more threads for a server. Its own user lowers the limit: root may lack the right
-/// to do so for others.
+/// Prevents the server from starting threads. The server's own user lowers the limit, because root may lack the right
+/// to change limits of others.
 fn refuse_threads(serve: &Serve) {
     let mut command = Command::new(find("prlimit"));
     command.args(["--pid", &serve.pid().as_raw_nonzero().to_string(), "--nproc=0:0"]);
@@ -35,7 +35,7 @@ fn refuse_threads(serve: &Serve) {
 }
 
 #[test]
-fn threads_refused_at_end_kept_content_is_saved() {
+fn shutdown_without_threads_saves_kept_content() {
     let serve = start(tempfile::tempdir().unwrap());
     let mut client = Raw::connect(&serve, "r");
     assert_eq!(client.write(0, 0, &[7; 4096]), 0);
@@ -46,7 +46,7 @@ fn threads_refused_at_end_kept_content_is_saved() {
 }
 
 #[test]
-fn threads_refused_shutdown_verb_is_served() {
+fn shutdown_verb_without_threads_works() {
     let serve = start(tempfile::tempdir().unwrap());
     refuse_threads(&serve);
     let control = serve.control();
@@ -57,7 +57,7 @@ fn threads_refused_shutdown_verb_is_served() {
 }
 
 #[test]
-fn start_failing_after_clients_came_saves_their_writes() {
+fn failed_start_saves_writes_of_early_clients() {
     let dir = tempfile::tempdir().unwrap();
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let metrics = taken.local_addr().unwrap().to_string();
@@ -69,6 +69,6 @@ fn start_failing_after_clients_came_saves_their_writes() {
     let mut command = freestone(dir.path());
     command.args(args).args(["--control", "control"]);
     let serve = Serve::ready(dir, command);
-    assert!(!serve.said.contains("withheld"), "{}", serve.said);
+    assert!(!serve.startup_output.contains("withheld"), "{}", serve.startup_output);
     assert_eq!(Raw::connect(&serve, "r").read(0, 512), Ok(vec![0; 512]));
 }

@@ -1,4 +1,4 @@
-//! Output that nobody reads: the log, the announcement, messages to the service manager.
+//! Output that nobody reads: the log, the startup message, messages to the service manager.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixDatagram;
@@ -11,10 +11,10 @@ use super::{END_MAX, end};
 use crate::drives::raw::Raw;
 use crate::harness::{Serve, finish, freestone};
 
-/// Verbs whose log lines are several times what a pipe holds.
+/// Number of verbs whose log lines exceed a pipe's buffer several times.
 const VERBS: usize = 3000;
 
-/// Waits for the end of a server that does not announce itself.
+/// Ends a server that does not print when it is ready.
 #[track_caller]
 fn end_child(mut server: Child) {
     let began = Instant::now();
@@ -33,7 +33,7 @@ fn end_child(mut server: Child) {
 }
 
 #[test]
-fn log_unread_verbs_clients_and_end_go_on() {
+fn unread_log_delays_neither_clients_nor_shutdown() {
     let dir = tempfile::tempdir().unwrap();
     let start = |dir: tempfile::TempDir, level: &str| {
         let mut command = freestone(dir.path());
@@ -58,7 +58,7 @@ fn log_unread_verbs_clients_and_end_go_on() {
 }
 
 #[test]
-fn announcement_unread_server_hears_sigterm() {
+fn unread_startup_output_does_not_block_sigterm() {
     let dir = tempfile::tempdir().unwrap();
     let devices: Vec<_> = (0..1500).map(|n| format!("n{n}=null,size=1M")).collect();
     let mut command = freestone(dir.path());
@@ -71,7 +71,7 @@ fn announcement_unread_server_hears_sigterm() {
 }
 
 #[test]
-fn manager_that_reads_nothing_delays_no_end() {
+fn unread_notify_socket_does_not_delay_shutdown() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("notify");
     let _manager = UnixDatagram::bind(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Content that outlives its server (`keep=yes`).
+//! Content that is kept over restarts (`keep=yes`).
 
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -11,11 +11,11 @@ use freestone_testkit::effort;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::{GOLDEN, Mounted, ended, image, is_served, killed, serve};
+use super::{GOLDEN, Mounted, end_server, image, is_served, kill_server, serve};
 use crate::clients::tools::{qemu_io, uri};
 use crate::harness::{Serve, connect_nbd, refused};
 
-/// Files of content, with their names.
+/// Returns the files of kept content.
 fn content(dir: &Path) -> Vec<PathBuf> {
     let Ok(groups) = fs::read_dir(dir.join("state/content")) else { return Vec::new() };
     let files = groups.flat_map(|group| fs::read_dir(group.unwrap().path()).unwrap());
@@ -38,7 +38,7 @@ pub fn until(what: &str, mut done: impl FnMut() -> bool) {
 }
 
 #[test]
-fn disks_forks_and_snapshots_have_their_content_again() {
+fn kept_devices_have_their_content_after_restart() {
     let server = serve(image(8 << 20), &[GOLDEN, "disk=ram,disksize=16M,keep=yes", "other=ram,disksize=1M"]);
     let home = format!("unix:{}", server.path("nbd").display());
     qemu_io(&uri(&server, "disk"), &["write -P 1 0 4M", "write -P 2 8M 64k"]);
@@ -68,7 +68,7 @@ fn disks_forks_and_snapshots_have_their_content_again() {
         ];
         qemu_io(&uri(server, "job"), &reads);
     };
-    let mut dir = ended(server);
+    let mut dir = end_server(server);
     for round in 0..3 {
         let server = serve(dir, &[]);
         check(&server);
@@ -79,23 +79,97 @@ fn disks_forks_and_snapshots_have_their_content_again() {
             assert_eq!(server.json(&["stat", name])["generation"], 1);
         }
         assert_eq!(row(&server, "other")["withheld"], true);
-        // Nothing has changed: nothing is written.
-        dir = ended(server);
+        // Nothing changed, so nothing is written.
+        dir = end_server(server);
         let files: Vec<_> = content(dir.path());
         assert_eq!(files.len(), 2, "{round}: {files:?}");
     }
-    // What is no longer there is not kept.
+    // Content of removed devices is deleted.
     let server = serve(dir, &[]);
     for name in ["trial", "monday", "disk", "job"] {
         server.text(&["remove", name]);
     }
     until("the content of removed devices goes", || content(server.dir.path()).is_empty());
-    let dir = ended(server);
+    let dir = end_server(server);
     assert_eq!(fs::read_dir(dir.path().join("state/content")).unwrap().count(), 0);
 }
 
+/// Sets `keep` and `on_lost` of running and of restored devices.
 #[test]
-fn after_a_crash_the_last_save_is_there_and_is_withheld() {
+fn keep_can_be_set_later_and_by_restore() {
+    let server =
+        serve(image(8 << 20), &[GOLDEN, "disk=ram,disksize=16M", "null=null,size=1M,memory_backed=1"]);
+    let home = format!("unix:{}", server.path("nbd").display());
+    server.text(&["fork", "golden", "job", "size=12M", "mem_limit=4M", "--nbd", &home]);
+    server.text(&["snapshot", "job", "moment"]);
+    server.text(&["fork", "moment", "deep", "--nbd", &home]);
+    qemu_io(&uri(&server, "job"), &["write -P 5 1M 64k", "write -P 6 9M 64k"]);
+    qemu_io(&uri(&server, "deep"), &["write -P 4 3M 64k"]);
+    server.text(&["save", "job,deep", "saved"]);
+    for name in ["deep", "moment", "job"] {
+        server.text(&["remove", name, "--force"]);
+    }
+    let restored = server.text(&["restore", "saved", "keep=yes", "on_lost=empty"]);
+    assert!(restored.contains("job: fork 12M, not published"), "{restored}");
+    for (key, value) in [("keep", "yes\n"), ("on_lost", "empty\n")] {
+        assert_eq!(server.text(&["get", "job", key]), value);
+    }
+    assert_eq!(server.json(&["stat", "job"])["over_stat"]["mem_limit"], 4 << 20);
+    for name in ["job", "deep"] {
+        server.text(&["publish", name, "--nbd", &home]);
+    }
+    server.text(&["set", "disk", "keep=yes"]);
+    qemu_io(&uri(&server, "disk"), &["write -P 1 0 4M"]);
+    assert_eq!(server.text(&["set", "null", "on_lost=empty"]), "on_lost=empty\n");
+    let dir = end_server(server);
+
+    let server = serve(dir, &[]);
+    qemu_io(&uri(&server, "disk"), &["read -P 1 0 4M"]);
+    qemu_io(&uri(&server, "job"), &["read -P 7 0 1M", "read -P 5 1M 64k", "read -P 6 9M 64k"]);
+    qemu_io(&uri(&server, "deep"), &["read -P 7 1M 64k", "read -P 4 3M 64k"]);
+    assert_eq!(server.json(&["stat", "job"])["over_stat"]["mem_limit"], 4 << 20);
+    assert!(is_served(&server.path("nbd"), "null"));
+    server.text(&["set", "disk", "keep=no"]);
+    until("the content of the disk is removed", || content(server.dir.path()).len() == 1);
+    // A start cannot create a restored snapshot again.
+    server.text(&["snapshot", "disk", "then"]);
+    server.text(&["save", "then", "then.saved"]);
+    for (status, verb, message) in [
+        (
+            1,
+            &["restore", "then.saved", "other", "keep=yes"][..],
+            "restore: keep: then stands on a snapshot or is one",
+        ),
+        (2, &["set", "null", "keep=yes"], "null: unknown attribute"),
+        (2, &["set", "disk", "keep=perhaps"], "disk: keep=perhaps: must be yes or no"),
+    ] {
+        let why = server.refused(status, verb);
+        assert!(why.contains(message), "{why}");
+    }
+    let server = serve(end_server(server), &[]);
+    assert_eq!(row(&server, "disk")["withheld"], true);
+    assert_eq!(row(&server, "job")["withheld"], Value::Null);
+}
+
+#[test]
+fn keep_of_base_stays_while_a_kept_fork_needs_it() {
+    let server = serve(image(1 << 20), &["disk=ram,disksize=1M,keep=yes"]);
+    for verb in
+        [&["create", "monday=snapshot,origin=disk,keep=yes"][..], &["fork", "monday", "trial", "keep=yes"]]
+    {
+        server.text(verb);
+    }
+    let why = server.refused(1, &["set", "monday", "keep=no"]);
+    assert_eq!(why, "monday: keep=no: its fork trial is kept; set keep=no there first");
+    server.text(&["set", "trial", "keep=no"]);
+    server.text(&["set", "monday", "keep=no"]);
+    let without = Serve::start(&["d=ram,disksize=1M"]);
+    let why = without.refused(2, &["set", "d", "keep=yes"]);
+    assert!(why.starts_with("d: keep: needs a server with a state directory"), "{why}");
+}
+
+#[test]
+fn crash_restores_the_last_save_and_withholds_it() {
     let disks = ["disk=ram,disksize=16M,keep=yes", "served=ram,disksize=16M,keep=yes,on_lost=empty"];
     let server = serve(tempfile::tempdir().unwrap(), &[&disks[..], &["--save-every", "1s"]].concat());
     for name in ["disk", "served"] {
@@ -108,7 +182,7 @@ fn after_a_crash_the_last_save_is_there_and_is_withheld() {
     };
     saved(&server);
     let whole: u64 = content(server.dir.path()).iter().map(|file| fs::metadata(file).unwrap().len()).sum();
-    // Of 8 MiB of noise one part is changed: an increment.
+    // One part of 8 MiB of noise changes, so the next save is an increment.
     fs::write(server.path("noise"), noise(8 << 20)).unwrap();
     for name in ["disk", "served"] {
         qemu_io(&uri(&server, name), &[&format!("write -s {} 0 8M", server.path("noise").display())]);
@@ -120,11 +194,11 @@ fn after_a_crash_the_last_save_is_there_and_is_withheld() {
     let increments = files.iter().filter(|file| file.extension() != Some("whole".as_ref()));
     let bytes: Vec<_> = increments.map(|file| fs::metadata(file).unwrap().len()).collect();
     assert!(bytes.iter().any(|bytes| *bytes < 64 << 10), "{whole} {files:?} {bytes:?}");
-    // This is not saved any more.
+    // This write is not saved any more.
     qemu_io(&uri(&server, "disk"), &["write -P 3 2M 64k"]);
-    let server = serve(killed(server), &[]);
+    let server = serve(kill_server(server), &[]);
     assert!(!is_served(&server.path("nbd"), "disk"));
-    assert!(server.said.contains("disk: has the content of 20"), "{}", server.said);
+    assert!(server.startup_output.contains("disk: has the content of 20"), "{}", server.startup_output);
     assert!(server.text(&["list"]).contains("\ndisk: has the content of 20"));
     assert_eq!(server.json(&["stat", "disk"])["generation"], 2);
     server.text(&["publish", "disk"]);
@@ -137,7 +211,7 @@ fn after_a_crash_the_last_save_is_there_and_is_withheld() {
 }
 
 #[test]
-fn a_new_disk_is_saved_when_so_much_was_written() {
+fn new_disk_is_saved_after_save_after_bytes() {
     let server =
         serve(tempfile::tempdir().unwrap(), &["disk=ram,disksize=16M,keep=yes", "--save-after", "2M"]);
     qemu_io(&uri(&server, "disk"), &["write -P 1 0 1M"]);
@@ -145,12 +219,12 @@ fn a_new_disk_is_saved_when_so_much_was_written() {
     assert!(content(server.dir.path()).is_empty());
     qemu_io(&uri(&server, "disk"), &["write -P 1 1M 1M"]);
     until("it is saved", || server.json(&["stat", "disk"])["keep"]["unsaved_bytes"] == 0);
-    let server = serve(killed(server), &[]);
+    let server = serve(kill_server(server), &[]);
     server.text(&["publish", "disk"]);
     qemu_io(&uri(&server, "disk"), &["read -P 1 0 2M"]);
 }
 
-/// What does not compress.
+/// Returns incompressible bytes.
 fn noise(bytes: usize) -> Vec<u8> {
     let mut noise = vec![0; bytes];
     fs::File::open("/dev/urandom").unwrap().read_exact(&mut noise).unwrap();
@@ -173,11 +247,11 @@ fn read(serve: &Serve, name: &str, at: u64, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn what_cannot_be_read_is_missing_and_not_gone() {
+fn unreadable_kept_content_is_listed_as_missing() {
     let server =
         serve(tempfile::tempdir().unwrap(), &["disk=ram,disksize=16M,keep=yes", "null=null,size=1M"]);
     qemu_io(&uri(&server, "disk"), &["write -P 1 0 4M"]);
-    let dir = ended(server);
+    let dir = end_server(server);
     let [file] = &content(dir.path())[..] else { panic!("one file") };
     let whole = fs::read(file).unwrap();
     let mut damaged = whole.clone();
@@ -188,22 +262,22 @@ fn what_cannot_be_read_is_missing_and_not_gone() {
     let list = server.json(&["list"]);
     assert_eq!((list["devices"].as_array().unwrap().len(), &list["missing"][0]["name"]), (1, &"disk".into()));
     assert!(list["missing"][0]["why"].as_str().unwrap().starts_with("content is damaged: "), "{list}");
-    let dir = ended(server);
+    let dir = end_server(server);
     assert_eq!(fs::read(&file).unwrap(), damaged);
     fs::write(&file, &whole).unwrap();
     let server = serve(dir, &[]);
-    // It is not what a server before has ended with: that one did not have it.
+    // The earlier server did not have the disk, so it ended without replacing the content.
     qemu_io(&uri(&server, "disk"), &["read -P 1 0 4M"]);
-    // Cut off.
-    let dir = killed(server);
+    // A truncated file.
+    let dir = kill_server(server);
     fs::write(&file, &whole[..whole.len() / 2]).unwrap();
     let server = serve(dir, &[]);
     assert_eq!(server.json(&["list"])["missing"][0]["name"], "disk");
 }
 
-/// A damaged block costs the pages that lie in it, and no save.
+/// A damaged block loses its pages, but later saves succeed.
 #[test]
-fn kept_damaged_block_saves_go_on() {
+fn damaged_kept_block_loses_only_its_pages() {
     let server = serve(tempfile::tempdir().unwrap(), &["disk=ram,disksize=16M,keep=yes"]);
     let noise = noise(4 << 20);
     let write = |server: &Serve, at: &str| {
@@ -212,7 +286,7 @@ fn kept_damaged_block_saves_go_on() {
         qemu_io(&uri(server, "disk"), &[format!("write -s {} {at} 4M", from.display())]);
     };
     write(&server, "0");
-    let dir = ended(server);
+    let dir = end_server(server);
     let [file] = &content(dir.path())[..] else { panic!("one file") };
     let mut damaged = fs::read(file).unwrap();
     let middle = damaged.len() / 2;
@@ -222,7 +296,7 @@ fn kept_damaged_block_saves_go_on() {
     let lost = |server: &Serve| server.json(&["stat", "disk"])["keep"]["lost_pages"].as_u64();
     until("the damage is found", || lost(&server).is_some());
     let pages = lost(&server);
-    // So much that the files are to be merged.
+    // Enough data for the files to be merged.
     write(&server, "8M");
     until("all is saved anew", || {
         let files = content(server.dir.path());
@@ -230,15 +304,15 @@ fn kept_damaged_block_saves_go_on() {
     });
     qemu_io(&uri(&server, "disk"), &["write -P 5 14M 64k"]);
     assert_eq!(lost(&server), pages);
-    let server = serve(ended(server), &[]);
+    let server = serve(end_server(server), &[]);
     qemu_io(&uri(&server, "disk"), &["read -P 5 14M 64k"]);
     assert!(read(&server, "disk", 8 << 20, 4 << 20) == noise);
     until("what was lost is known again", || lost(&server) == pages);
 }
 
-/// Of two images that are the same one is away: the forks of each keep their content.
+/// One of two equal images is missing. The forks of each image keep their content.
 #[test]
-fn forks_of_images_that_are_the_same_are_not_mixed_up() {
+fn forks_of_equal_images_are_not_mixed_up() {
     let server = serve(image(1 << 20), &[GOLDEN]);
     fs::copy(server.path("golden.img"), server.path("twin.img")).unwrap();
     server.text(&["create", "twin=file,path=twin.img,readonly=yes"]);
@@ -248,7 +322,7 @@ fn forks_of_images_that_are_the_same_are_not_mixed_up() {
     for (name, byte) in [("job", 1), ("other", 2)] {
         qemu_io(&uri(&server, name), &[format!("write -P {byte} 0 64k")]);
     }
-    let dir = ended(server);
+    let dir = end_server(server);
     let (image, away) = (dir.path().join("golden.img"), dir.path().join("away.img"));
     fs::rename(&image, &away).unwrap();
     let server = serve(dir, &["--save-every", "1s"]);
@@ -256,7 +330,7 @@ fn forks_of_images_that_are_the_same_are_not_mixed_up() {
     assert_eq!((&missing[0]["name"], &missing[1]["name"]), (&"golden".into(), &"job".into()), "{missing}");
     qemu_io(&uri(&server, "other"), &["write -P 3 0 64k"]);
     until("it is saved", || server.json(&["stat", "other"])["keep"]["unsaved_bytes"] == 0);
-    let dir = ended(server);
+    let dir = end_server(server);
     fs::rename(&away, &image).unwrap();
     let server = serve(dir, &[]);
     for (name, byte) in [("job", 1), ("other", 3)] {
@@ -266,7 +340,7 @@ fn forks_of_images_that_are_the_same_are_not_mixed_up() {
     assert_eq!((family("job"), family("other")), (1.into(), 1.into()));
 }
 
-/// Size, time of modification and inode of the base's file are kept with the fork.
+/// Size, modification time and inode of the base's file are kept with the fork.
 #[test]
 fn base_changed_between_servers_withholds_its_fork() {
     let server = serve(image(1 << 20), &[GOLDEN]);
@@ -274,7 +348,7 @@ fn base_changed_between_servers_withholds_its_fork() {
     server.text(&["fork", "golden", "job", "keep=yes", "--nbd", &home]);
     server.text(&["fork", "golden", "loose", "on_lost=empty", "--nbd", &home]);
     qemu_io(&uri(&server, "job"), &["write -P 5 64k 64k"]);
-    let dir = ended(server);
+    let dir = end_server(server);
     let base = dir.path().join("golden.img");
     let file = fs::File::options().write(true).open(&base).unwrap();
     file.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
@@ -286,22 +360,22 @@ fn base_changed_between_servers_withholds_its_fork() {
     assert_eq!(changed["file"], base.display().to_string());
     let why =
         format!("job: has a base that changed while no server ran ({}), and is withheld", base.display());
-    assert!(server.said.contains(&why), "{}", server.said);
+    assert!(server.startup_output.contains(&why), "{}", server.startup_output);
     assert_eq!(server.json(&["stat", "job"])["generation"], 2);
     assert_eq!(row(&server, "loose")["changed"], Value::Null, "nothing of it was kept");
-    // It stays withheld until somebody says that it may be seen.
-    let server = serve(ended(server), &[]);
+    // The fork stays withheld until it is published.
+    let server = serve(end_server(server), &[]);
     let found = row(&server, "job");
     assert_eq!((&found["withheld"], &found["changed"]), (&Value::Bool(true), &changed), "{found}");
     assert_eq!(server.json(&["stat", "job"])["generation"], 2);
     server.text(&["publish", "job"]);
     qemu_io(&uri(&server, "job"), &["read -P 7 0 64k", "read -P 5 64k 64k"]);
-    let dir = ended(server);
+    let dir = end_server(server);
     let server = serve(dir, &[]);
     let found = row(&server, "job");
     assert_eq!((&found["withheld"], &found["changed"]), (&Value::Null, &Value::Null), "{found}");
-    // A copy in its place.
-    let dir = ended(server);
+    // A copy of the base in its place.
+    let dir = end_server(server);
     let base = dir.path().join("golden.img");
     fs::copy(&base, dir.path().join("copy.img")).unwrap();
     fs::rename(dir.path().join("copy.img"), &base).unwrap();
@@ -310,9 +384,9 @@ fn base_changed_between_servers_withholds_its_fork() {
 }
 
 #[test]
-fn a_save_that_does_not_fit_is_told_beforehand() {
+fn shutdown_refused_if_the_save_does_not_fit() {
     let dir = tempfile::tempdir().unwrap();
-    let mounted = Mounted::of_bytes(dir.path().join("state"), "4M");
+    let mounted = Mounted::with_size(dir.path().join("state"), "4M");
     let server = serve(dir, &["disk=ram,disksize=16M,keep=yes"]);
     fs::write(server.path("noise"), noise(6 << 20)).unwrap();
     qemu_io(&uri(&server, "disk"), &[&format!("write -s {} 0 6M", server.path("noise").display())]);
@@ -325,46 +399,46 @@ fn a_save_that_does_not_fit_is_told_beforehand() {
     assert!(content(dir.path()).is_empty());
     let server = serve(dir, &[]);
     assert_eq!(row(&server, "disk")["withheld"], true);
-    drop((ended(server), mounted));
+    drop((end_server(server), mounted));
 }
 
 #[test]
-fn what_is_not_kept_is_refused() {
+fn keep_of_unsuitable_devices_is_refused() {
     let server = serve(image(1 << 20), &[GOLDEN, "disk=ram,disksize=1M", "file=file,path=f.img,size=1M"]);
     server.text(&["snapshot", "disk", "loose"]);
-    for (verb, said) in [
+    for (verb, message) in [
         (
             &["fork", "loose", "f", "keep=yes"][..],
-            "f: keep=yes: its base loose is not kept; make that with keep=yes",
+            "f: keep=yes: its base loose is not kept; set keep=yes there first",
         ),
         (
             &["create", "s=snapshot,origin=file,keep=yes"],
             "s: keep=yes: copies of a file's snapshot in memory are not kept; cow=PATH keeps them",
         ),
     ] {
-        assert_eq!(server.refused(1, verb), said);
+        assert_eq!(server.refused(1, verb), message);
     }
-    for (device, said) in [
+    for (device, message) in [
         ("z=ram,disksize=64M,zoned=1,zone_size=4M,keep=yes", "z: keep=yes: not with zoned=1: "),
         ("p=ram,disksize=1M,power_cut=yes,keep=yes", "p: keep=yes: not with power_cut=yes or record: "),
-        ("s=snapshot,origin=file,cow=./c,keep=yes", "s: keep=yes: what it holds is where cow says"),
+        ("s=snapshot,origin=file,cow=./c,keep=yes", "s: keep=yes: its content is on its COW device"),
         ("f=file,path=f.img,keep=yes", "f: unknown key \"keep\""),
     ] {
         let why = server.refused(2, &["create", device]);
-        assert!(why.starts_with(said), "{why}");
+        assert!(why.starts_with(message), "{why}");
     }
     let dir = tempfile::tempdir().unwrap();
-    for (words, said) in [
-        (&["d=ram,disksize=1M,keep=yes"][..], "d: keep: says what the next start does"),
+    for (words, message) in [
+        (&["d=ram,disksize=1M,keep=yes"][..], "d: keep: needs a server with a state directory"),
         (&["d=ram,disksize=1M", "--save-every", "1m"], "save_every: needs a state: --state DIR"),
     ] {
         let why = refused(dir.path(), 2, &[&["serve", "--check"], words].concat());
-        assert!(why.starts_with(said), "{why}");
+        assert!(why.starts_with(message), "{why}");
     }
 }
 
 #[test]
-fn a_save_that_takes_too_long_is_given_up_and_told() {
+fn save_timeout_ends_with_status_1_and_withholds() {
     let server =
         serve(tempfile::tempdir().unwrap(), &["disk=ram,disksize=64M,keep=yes", "--save-timeout", "0s"]);
     qemu_io(&uri(&server, "disk"), &["write -P 1 0 4M"]);
@@ -374,18 +448,18 @@ fn a_save_that_takes_too_long_is_given_up_and_told() {
     assert_eq!(row(&serve(dir, &[]), "disk")["withheld"], true);
 }
 
-/// One client writes its counter to pages of three disks that share memory. Whenever the server is
-/// killed, what is there again is what all of them held at one moment.
+/// A client writes its counter to pages of three disks that share memory. After SIGKILL the disks
+/// must show a common moment.
 #[test]
-fn a_save_is_of_one_moment_for_all_that_share_memory() {
+fn save_is_of_one_moment_for_a_family() {
     const PAGES: u64 = 64;
     const PAGE: usize = 4096;
     let server = serve(image(1 << 20), &[GOLDEN]);
     let home = format!("unix:{}", server.path("nbd").display());
     server.text(&["fork", "golden", "f", "--count", "3", "keep=yes", "on_lost=empty", "--nbd", &home]);
-    let mut dir: TempDir = ended(server);
+    let mut dir: TempDir = end_server(server);
     let (mut counter, mut seen) = (0_u32, 0);
-    // A save follows on 256 writes.
+    // A save follows 256 writes.
     let pause = effort(Duration::from_micros(300), Duration::ZERO);
     let rounds = effort(3, 8);
     for _ in 0..rounds {
@@ -397,7 +471,7 @@ fn a_save_is_of_one_moment_for_all_that_share_memory() {
                 all.chunks(PAGE).map(first).collect()
             })
             .collect();
-        // All writes up to the newest one that is there, and none after it.
+        // All writes up to the newest that was saved, and none after it.
         let newest =
             found.iter().flatten().filter(|number| **number != 0x0707_0707).max().copied().unwrap_or(0);
         let mut expected = vec![vec![0x0707_0707; PAGES as usize]; 3];
@@ -408,7 +482,7 @@ fn a_save_is_of_one_moment_for_all_that_share_memory() {
         }
         assert_eq!(found, expected, "of {counter} writes, {newest} are there");
         seen += u32::from(newest > 0);
-        // Go on from there.
+        // Continues after the newest saved write.
         counter = newest;
         let mut next = again;
         let mut clients: Vec<UnixStream> = (0..3)
@@ -433,27 +507,27 @@ fn a_save_is_of_one_moment_for_all_that_share_memory() {
             clients[disk].read_exact(&mut reply).unwrap();
             thread::sleep(pause);
         }
-        dir = killed(server);
+        dir = kill_server(server);
     }
     assert!(seen > rounds / 2 - 1, "{seen} of {rounds}");
 }
 
-/// Where the next write goes.
+/// Returns the disk and page of the next write.
 fn place(seed: &mut u64, pages: u64) -> (usize, usize) {
     *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     (((*seed >> 33) % 3) as usize, ((*seed >> 40) % pages) as usize)
 }
 
 #[test]
-fn the_whole_is_used_while_it_is_loaded() {
+fn kept_disk_is_usable_while_it_is_loaded() {
     let server = serve(tempfile::tempdir().unwrap(), &["disk=ram,disksize=256M,keep=yes"]);
     fs::write(server.path("noise"), noise(32 << 20)).unwrap();
     let noise = format!("write -s {}", server.path("noise").display());
     for at in 0..4 {
         qemu_io(&uri(&server, "disk"), &[format!("{noise} {}M 32M", at * 32)]);
     }
-    let server = serve(ended(server), &[]);
-    // At once: some of it is not in memory yet.
+    let server = serve(end_server(server), &[]);
+    // Read at once, while part of the content is not loaded yet.
     let content = fs::read(server.path("noise")).unwrap();
     assert!(read(&server, "disk", 127 << 20, 1 << 20) == content[31 << 20..]);
     qemu_io(&uri(&server, "disk"), &["write -P 9 64M 1M", "discard 96M 1M"]);

@@ -1,9 +1,9 @@
-//! Servers with a state that end, in whatever way, and are started again.
+//! Servers with a state directory that end in any way and are started again.
 
-mod fates;
+mod failed_starts;
 mod kept;
 mod random;
-mod starts;
+mod unkept_devices;
 
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -17,18 +17,18 @@ use tempfile::TempDir;
 use crate::clients::tools::{ok, root_tool};
 use crate::harness::{Serve, refused};
 
-/// A server on the state in the directory.
+/// Starts a server on the state directory in `dir`.
 fn serve(dir: TempDir, args: &[&str]) -> Serve {
     Serve::start_in(dir, &[&["--state", "state"], args].concat(), true)
 }
 
-/// Ends it as a crash would.
-fn killed(serve: Serve) -> TempDir {
+/// Kills a server as a crash would.
+fn kill_server(serve: Serve) -> TempDir {
     serve.signal(Signal::KILL);
     serve.wait().1
 }
 
-fn ended(serve: Serve) -> TempDir {
+fn end_server(serve: Serve) -> TempDir {
     serve.signal(Signal::TERM);
     let (code, dir) = serve.wait();
     assert_eq!(code, Some(0));
@@ -44,12 +44,13 @@ fn image_in(dir: TempDir, size: usize) -> TempDir {
     dir
 }
 
-/// Of a device, by `stat`.
+/// Returns a value of `stat` of a device.
 fn stat(serve: &Serve, name: &str, key: &str) -> Value {
     serve.json(&["stat", name])[key].clone()
 }
 
-/// Whether a client finds an export, as the oldest ones ask: else the connection ends.
+/// Returns true if an export is found by `NBD_OPT_EXPORT_NAME`. Otherwise the server closes the
+/// connection.
 fn is_served(socket: &Path, name: &str) -> bool {
     let Ok(mut stream) = UnixStream::connect(socket) else { return false };
     let mut hello = b"\0\0\0\x03IHAVEOPT\0\0\0\x01".to_vec();
@@ -61,18 +62,18 @@ fn is_served(socket: &Path, name: &str) -> bool {
     stream.read_exact(&mut answer).is_ok()
 }
 
-/// A small file system in memory.
+/// A small tmpfs, unmounted when dropped.
 struct Mounted(PathBuf);
 
 impl Mounted {
-    fn of_bytes(at: PathBuf, size: &str) -> Self {
+    fn with_size(at: PathBuf, size: &str) -> Self {
         fs::create_dir(&at).unwrap();
         let options = format!("size={size},mode=777");
         ok(root_tool("mount").args(["-t", "tmpfs", "-o", &options, "none"]).arg(&at));
         Self(at)
     }
 
-    fn again(&self, options: &str) {
+    fn remount(&self, options: &str) {
         ok(root_tool("mount").args(["-o", &format!("remount,{options}")]).arg(&self.0));
     }
 }
@@ -87,7 +88,7 @@ const DATA: &str = "data=file,path=data.img,size=1M";
 const GOLDEN: &str = "golden=file,path=golden.img,readonly=yes";
 
 #[test]
-fn devices_and_exports_are_there_again_and_what_is_lost_is_withheld() {
+fn restart_restores_devices_and_withholds_lost_content() {
     let server = serve(image(1 << 20), &[GOLDEN, DATA, "disk=ram,disksize=16M", "drive=null,size=1M"]);
     for verb in [
         &["fork", "golden", "job-%n", "--count", "2", "--nbd", "unix:job-%n.sock", "mem_limit=1M"][..],
@@ -107,13 +108,13 @@ fn devices_and_exports_are_there_again_and_what_is_lost_is_withheld() {
     let dumped = server.text(&["dump"]);
     let uuid = |server: &Serve, name| stat(server, name, "uuid");
     let known: Vec<Value> = ["disk", "job-1", "before", "golden"].map(|name| uuid(&server, name)).into();
-    let mut dir = killed(server);
+    let mut dir = kill_server(server);
     for generation in 2..5 {
         let server = serve(dir, &[]);
         assert_eq!(server.text(&["dump"]), dumped);
         let again: Vec<Value> = ["disk", "job-1", "before", "golden"].map(|name| uuid(&server, name)).into();
         assert_eq!(again, known);
-        // What is in memory is another content now; an image is not.
+        // Content in memory was lost, so its generation grows. An image keeps its generation.
         assert_eq!(stat(&server, "disk", "generation"), generation);
         assert_eq!(stat(&server, "golden", "generation"), 1);
         let list = server.json(&["list"]);
@@ -125,7 +126,11 @@ fn devices_and_exports_are_there_again_and_what_is_lost_is_withheld() {
             }
         }
         assert_eq!(withheld, ["disk", "job-0", "job-1", "work", "before"]);
-        assert!(server.said.contains("job-0: has lost content, and is withheld;"), "{}", server.said);
+        assert!(
+            server.startup_output.contains("job-0: has lost content, and is withheld;"),
+            "{}",
+            server.startup_output
+        );
         for (socket, name, there) in [
             ("nbd", "golden", true),
             ("nbd", "disk", false),
@@ -136,7 +141,7 @@ fn devices_and_exports_are_there_again_and_what_is_lost_is_withheld() {
             assert_eq!(is_served(&server.path(socket), name), there, "{name}");
         }
         assert!(!is_served(&server.path("job-0.sock"), "job-0"));
-        // An operator says so.
+        // `publish` releases withheld devices.
         if generation == 3 {
             server.text(&["publish", "disk"]);
             server.text(&["publish", "job-0"]);
@@ -145,38 +150,38 @@ fn devices_and_exports_are_there_again_and_what_is_lost_is_withheld() {
             assert!(why.starts_with("disk: publish: say where: "), "{why}");
             assert_eq!(server.text(&["dump"]), dumped);
         }
-        // However it ends.
-        dir = if generation == 2 { ended(server) } else { killed(server) };
+        // The way the server ends makes no difference.
+        dir = if generation == 2 { end_server(server) } else { kill_server(server) };
     }
 }
 
 #[test]
-fn what_is_asked_otherwise_is_refused_or_brought_in() {
+fn changed_config_is_refused_or_applied_at_start() {
     let file = |text: &str| format!("[[device]]\nname = 'a'\nkind = 'ram'\ndisksize = '1M'\n{text}");
     let dir = tempfile::tempdir().unwrap();
     let write = |dir: &TempDir, text: &str| fs::write(dir.path().join("f.toml"), file(text)).unwrap();
     write(&dir, "export = { nbd = 'tcp:127.0.0.1:0' }\n[[device]]\nname = 'b'\nkind = 'null'\nsize = '1M'");
     let server = serve(dir, &["--config", "f.toml"]);
     server.text(&["create", "hand=null,size=1M"]);
-    // The same file again.
-    let server = serve(ended(server), &["--config", "f.toml"]);
-    // A second server.
+    // The same configuration file again.
+    let server = serve(end_server(server), &["--config", "f.toml"]);
+    // A second server on the same state directory.
     let other =
         refused(server.dir.path(), 1, &["serve", "--state", "state", "--control", "c2", "--nbd", "unix:n2"]);
-    assert!(other.ends_with("/state: is the state of another server that runs"), "{other}");
-    let dir = ended(server);
+    assert!(other.ends_with("/state is in use by another server"), "{other}");
+    let dir = end_server(server);
     write(&dir, "mem_limit = '2M'\n[[device]]\nname = 'c'\nkind = 'null'\nsize = '1M'\npublish = false");
     let before = fs::read(dir.path().join("state/topology")).unwrap();
     let args = ["serve", "--state", "state", "--config", "f.toml", "--control", "control"];
     let why = refused(dir.path(), 1, &args);
     let at = dir.path().display();
     assert!(
-        why.starts_with(&format!("{at}/state: is otherwise than what is asked for: remove b; ")),
+        why.starts_with(&format!("{at}/state: the state differs from the command line and file: remove b; ")),
         "{why}"
     );
     for part in [
-        "a: a=ram,disksize=1M is to be a=ram,disksize=1M,mem_limit=2M; unpublish a from tcp:127.0.0.1:",
-        "; create c=null,size=1M,publish=no; --apply does that;",
+        "change a: a=ram,disksize=1M to a=ram,disksize=1M,mem_limit=2M; unpublish a from tcp:127.0.0.1:",
+        "; create c=null,size=1M,publish=no; --apply makes these changes;",
     ] {
         assert!(why.contains(part), "{why}");
     }
@@ -187,51 +192,51 @@ fn what_is_asked_otherwise_is_refused_or_brought_in() {
     };
     assert_eq!(names(&server), ["a", "hand", "c"]);
     assert_eq!(server.json(&["get", "a", "mem_limit"])["mem_limit"], 2 << 20);
-    let dir = ended(server);
+    let dir = end_server(server);
     assert_ne!(fs::read(dir.path().join("state/topology")).unwrap(), before);
     let server = serve(dir, &["--config", "f.toml"]);
     assert_eq!(names(&server), ["a", "hand", "c"]);
-    // At run time.
+    // The same by `apply` at run time.
     write(&server.dir, "");
     server.text(&["apply", "f.toml"]);
-    let server = serve(killed(server), &[]);
+    let server = serve(kill_server(server), &[]);
     assert_eq!(names(&server), ["a", "hand"]);
 }
 
 #[test]
-fn one_that_cannot_be_made_again_holds_up_no_other() {
+fn missing_device_does_not_affect_others() {
     let server = serve(image(1 << 20), &[GOLDEN, "disk=null,size=1M"]);
     server.text(&["fork", "golden", "job", "on_lost=empty"]);
-    let dir = ended(server);
+    let dir = end_server(server);
     fs::rename(dir.path().join("golden.img"), dir.path().join("away.img")).unwrap();
     let mut dir = dir;
-    // It is not forgotten.
+    // The missing device is not forgotten.
     for _ in 0..2 {
         let server = serve(dir, &[]);
         let list = server.json(&["list"]);
         assert_eq!(list["devices"].as_array().unwrap().len(), 1);
         assert_eq!(list["missing"][1]["name"], "job");
         assert!(server.text(&["list"]).contains("\ngolden: is not there again, "));
-        dir = killed(server);
+        dir = kill_server(server);
     }
     fs::rename(dir.path().join("away.img"), dir.path().join("golden.img")).unwrap();
     let server = serve(dir, &[]);
     assert_eq!(server.json(&["list"])["devices"].as_array().unwrap().len(), 3);
-    let dir = ended(server);
+    let dir = end_server(server);
     fs::remove_file(dir.path().join("golden.img")).unwrap();
     let server = serve(dir, &[]);
     server.text(&["remove", "job"]);
     server.text(&["create", "golden=null,size=1M"]);
-    let server = serve(ended(server), &[]);
+    let server = serve(end_server(server), &[]);
     let list = server.json(&["list"]);
     assert_eq!((list["devices"].as_array().unwrap().len(), &list["missing"]), (2, &Value::Null));
 }
 
 #[test]
-fn a_snapshot_whose_copies_were_in_memory_is_lost_with_them() {
+fn snapshot_with_copies_in_memory_is_lost() {
     let words = [DATA, "copies=ram,disksize=4M", "then=snapshot,origin=data,cow=copies,store=P,force=yes"];
     let mut dir = tempfile::tempdir().unwrap();
-    // The same words say the same, though force is not kept.
+    // The same arguments match, although `force` is not kept.
     for (generation, words) in [(1, &words[..]), (2, &words), (3, &[])] {
         let server = serve(dir, words);
         assert_eq!(server.json(&["list"])["missing"], Value::Null);
@@ -242,38 +247,38 @@ fn a_snapshot_whose_copies_were_in_memory_is_lost_with_them() {
             server.text(&["publish", "then"]);
             assert!(is_served(&server.path("nbd"), "then"));
         }
-        dir = killed(server);
+        dir = kill_server(server);
     }
 }
 
 #[test]
-fn a_fork_that_was_restored_over_an_image_of_any_length_is_there_again() {
+fn restored_fork_of_unaligned_image_survives_restart() {
     let server = serve(image((1 << 20) + 512), &[GOLDEN]);
     server.text(&["fork", "golden", "job"]);
     server.text(&["save", "job", "job.saved"]);
     server.text(&["restore", "job.saved", "back"]);
     let known = stat(&server, "back", "uuid");
-    let server = serve(killed(server), &[]);
+    let server = serve(kill_server(server), &[]);
     assert_eq!(server.json(&["list"])["missing"], Value::Null);
     assert_eq!((stat(&server, "back", "uuid"), stat(&server, "back", "generation")), (known, 2.into()));
     assert_eq!(stat(&server, "back", "disksize"), (1 << 20) + 512);
 }
 
 #[test]
-fn a_state_that_is_damaged_foreign_or_newer_is_refused_and_left_alone() {
+fn damaged_foreign_or_newer_state_is_refused() {
     let server = serve(tempfile::tempdir().unwrap(), &["a=null,size=1M", "b=null,size=1M"]);
     server.text(&["create", "c=null,size=1M"]);
-    let dir = ended(server);
+    let dir = end_server(server);
     let file = dir.path().join("state/topology");
     let whole = fs::read_to_string(&file).unwrap();
     let args = ["serve", "--state", "state", "--control", "control", "--nbd", "unix:nbd"];
-    for (content, said) in [
+    for (content, message) in [
         (whole.replacen("\"name\":\"a\"", "\"name\":\"z\"", 1), "/state/topology: line 3 is damaged"),
-        ("[Unit]\n".to_owned(), "/state/topology: is no state of a server"),
+        ("[Unit]\n".to_owned(), "/state/topology: not a state file of this program"),
     ] {
         fs::write(&file, &content).unwrap();
         let why = refused(dir.path(), 1, &args);
-        assert!(why.contains(said), "{why}");
+        assert!(why.contains(message), "{why}");
         assert_eq!(fs::read_to_string(&file).unwrap(), content);
         assert!(!dir.path().join("control").exists());
     }
@@ -282,9 +287,9 @@ fn a_state_that_is_damaged_foreign_or_newer_is_refused_and_left_alone() {
     assert_eq!(server.json(&["list"])["devices"].as_array().unwrap().len(), 3);
 }
 
-/// A client that asks for the empty name gets the device that had it, or none.
+/// A client that asks for the empty name gets the device that had it before the restart, or none.
 #[test]
-fn the_empty_name_stays_with_its_device() {
+fn default_export_stays_with_its_device() {
     let server = serve(image(1 << 20), &["lost=ram,disksize=1M", GOLDEN, "other=null,size=1M"]);
     for verb in [
         &["publish", "other", "--nbd", "unix:two"][..],
@@ -304,23 +309,23 @@ fn the_empty_name_stays_with_its_device() {
     };
     let owners = |server: &Serve| ["nbd", "two", "three"].map(|socket| owner(server, socket));
     assert_eq!(owners(&server), ["lost", "other", "golden"]);
-    let mut dir = killed(server);
+    let mut dir = kill_server(server);
     for _ in 0..2 {
         let server = serve(dir, &[]);
         assert_eq!(owners(&server), ["nobody", "other", "golden"]);
         assert!(!is_served(&server.path("nbd"), "") && is_served(&server.path("nbd"), "other"));
-        // Not even for one that comes later.
+        // A later device does not get the empty name either.
         server.text(&["create", "new=null,size=1M,publish=yes"]);
         assert_eq!(owner(&server, "nbd"), "nobody");
         server.text(&["remove", "new"]);
-        dir = ended(server);
+        dir = end_server(server);
     }
-    // One that is missing keeps it, too.
+    // A missing device keeps the name as well.
     fs::rename(dir.path().join("golden.img"), dir.path().join("away.img")).unwrap();
     let server = serve(dir, &[]);
     server.text(&["publish", "lost"]);
     assert_eq!(owners(&server), ["lost", "other", "nobody"]);
-    let dir = ended(server);
+    let dir = end_server(server);
     fs::rename(dir.path().join("away.img"), dir.path().join("golden.img")).unwrap();
     let server = serve(dir, &[]);
     assert_eq!(owners(&server), ["nobody", "other", "golden"]);
@@ -330,50 +335,50 @@ fn the_empty_name_stays_with_its_device() {
 }
 
 #[test]
-fn an_address_of_publish_may_be_one_of_the_next_server() {
+fn published_address_may_be_default_of_next_server() {
     let server = serve(tempfile::tempdir().unwrap(), &["a=null,size=1M", "b=null,size=1M"]);
     server.text(&["publish", "b", "--nbd", "unix:other"]);
-    let server = serve(ended(server), &["--nbd", "unix:other"]);
+    let server = serve(end_server(server), &["--nbd", "unix:other"]);
     for (socket, name) in [("nbd", "a"), ("nbd", "b"), ("other", "a"), ("other", "b")] {
         assert!(is_served(&server.path(socket), name), "{name} at {socket}");
     }
-    let server = serve(ended(server), &[]);
+    let server = serve(end_server(server), &[]);
     assert!(is_served(&server.path("nbd"), "b") && !is_served(&server.path("other"), "a"));
 }
 
 #[test]
-fn words_of_the_next_start_need_a_state() {
+fn on_lost_needs_a_state_directory() {
     let dir = tempfile::tempdir().unwrap();
     let why = refused(dir.path(), 2, &["serve", "a=ram,disksize=1M,on_lost=empty", "--check"]);
-    assert!(why.starts_with("a: on_lost: says what the next start does"), "{why}");
+    assert!(why.starts_with("a: on_lost: needs a server with a state directory"), "{why}");
     let why = refused(dir.path(), 2, &["serve", "--state", "s", "a=null,size=1M,on_lost=empty", "--check"]);
-    assert!(why.starts_with("a: on_lost=empty: it holds nothing that is lost"), "{why}");
+    assert!(why.starts_with("a: on_lost=empty: its content does not end"), "{why}");
     let server = Serve::start(&["a=ram,disksize=1M"]);
     let why = server.refused(2, &["create", "b=ram,disksize=1M,on_lost=empty"]);
-    assert!(why.starts_with("b: on_lost: says"), "{why}");
+    assert!(why.starts_with("b: on_lost: needs"), "{why}");
 }
 
 #[test]
-fn where_the_directory_is_full_or_read_only_a_verb_fails_and_does_nothing() {
+fn verb_fails_if_state_is_full_or_read_only() {
     let dir = tempfile::tempdir().unwrap();
-    let mounted = Mounted::of_bytes(dir.path().join("small"), "1M");
+    let mounted = Mounted::with_size(dir.path().join("small"), "1M");
     let start = |dir| Serve::start_in(dir, &["--state", "small/state"], true);
     let server = start(dir);
     server.text(&["create", "disk=ram,disksize=1M"]);
     let full = mounted.0.join("full");
-    // All that is left: what was promised to the state before stays its own.
+    // Fills the rest of the file system. Blocks reserved for the state stay available to it.
     let _ = fs::write(&full, vec![1; 1 << 20]);
     let mut made = Vec::new();
     let why = loop {
         assert!(made.len() < 10_000);
         let name = format!("{}-{}", "n".repeat(240), made.len());
-        let (code, _, said) = server.tried(&["create", &format!("{name}=null,size=1M")]);
+        let (code, _, message) = server.run_verb(&["create", &format!("{name}=null,size=1M")]);
         if code != 0 {
-            break said;
+            break message;
         }
         made.push(name);
     };
-    assert!(why.contains("the state is not kept: ") && why.contains("No space left"), "{why}");
+    assert!(why.contains("cannot update the state: ") && why.contains("No space left"), "{why}");
     let names = |server: &Serve| {
         let list = server.json(&["list"]);
         let devices = list["devices"].as_array().unwrap();
@@ -385,22 +390,22 @@ fn where_the_directory_is_full_or_read_only_a_verb_fails_and_does_nothing() {
     for verb in
         [&["remove", "disk"][..], &["set", "disk", "mem_limit=1M"], &["publish", "disk", "--nbd", "unix:x"]]
     {
-        assert!(server.refused(1, verb).starts_with("the state is not kept: "));
+        assert!(server.refused(1, verb).starts_with("cannot update the state: "));
     }
     assert_eq!((names(&server), server.path("x").exists()), (expected.clone(), false));
     fs::remove_file(full).unwrap();
     server.text(&["set", "disk", "mem_limit=1M"]);
-    let server = start(killed(server));
+    let server = start(kill_server(server));
     assert_eq!(names(&server), expected);
-    let dir = ended(server);
-    mounted.again("ro");
+    let dir = end_server(server);
+    mounted.remount("ro");
     let server = start(dir);
     assert_eq!(names(&server), expected);
     let why = server.refused(1, &["set", "disk", "mem_limit=2M"]);
-    assert!(why.contains("the state is not kept: ") && why.contains("Read-only file system"), "{why}");
-    mounted.again("rw");
+    assert!(why.contains("cannot update the state: ") && why.contains("Read-only file system"), "{why}");
+    mounted.remount("rw");
     server.text(&["set", "disk", "mem_limit=2M"]);
-    let server = start(ended(server));
+    let server = start(end_server(server));
     assert_eq!(names(&server), expected);
     assert_eq!(server.json(&["get", "disk", "mem_limit"])["mem_limit"], 2 << 20);
 }

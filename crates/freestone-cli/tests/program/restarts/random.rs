@@ -1,5 +1,5 @@
-//! Random verbs of several clients, and a server that is killed or ended at random moments: each verb
-//! is there whole after the next start, or not at all.
+//! Random verbs by several clients, and a server that ends at random moments: after the restart each verb has taken
+//! effect completely or not at all.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -19,7 +19,7 @@ use crate::harness::Serve;
 
 const CLIENTS: usize = 3;
 
-/// Numbers from a seed.
+/// Pseudorandom numbers from a seed.
 struct Random(u64);
 
 impl Random {
@@ -32,7 +32,7 @@ impl Random {
     }
 }
 
-/// What is to be known of a device.
+/// The known properties of a device.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct Device {
     kind: String,
@@ -44,14 +44,14 @@ struct Device {
 
 type Devices = BTreeMap<String, Device>;
 
-/// One of the clients, with devices of its own.
+/// A client with devices of its own.
 struct Client {
     number: usize,
     random: Random,
     next: usize,
     devices: Devices,
-    /// What is there if the last verb is, of which there was no answer.
-    perhaps: Option<Devices>,
+    /// The devices if the last verb, which got no reply, has taken effect.
+    after_unanswered: Option<Devices>,
     verbs: usize,
 }
 
@@ -67,7 +67,7 @@ impl Client {
         if names.is_empty() { None } else { Some(names[self.random.below(names.len())].clone()) }
     }
 
-    /// A verb with its parameters, and what is there when it is done.
+    /// Returns a random verb with parameters, and the devices after it.
     fn verb(&mut self, dir: &Path) -> (&'static str, Value, Devices) {
         let mut then = self.devices.clone();
         let place = |name: &str| format!("unix:{}/{name}.sock", dir.display());
@@ -147,28 +147,28 @@ impl Client {
         for _ in 0..most {
             let (method, params, then) = self.verb(dir);
             let request = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
-            self.perhaps = Some(then.clone());
+            self.after_unanswered = Some(then.clone());
             let mut answer = String::new();
             let asked = (&stream).write_all(format!("{request}\n").as_bytes());
             if asked.is_err() || answers.read_line(&mut answer).unwrap_or(0) == 0 {
                 return;
             }
-            // A part of an answer is none.
+            // A partial reply counts as none.
             let Ok(answer) = serde_json::from_str::<Value>(&answer) else { return };
             if answer.get("error").is_some() {
-                // Each verb has an error of its own for a server that ends.
+                // Each verb has its own error for a server that is shutting down.
                 assert!(ends.load(Ordering::SeqCst), "{request}: {answer}");
-                self.perhaps = None;
+                self.after_unanswered = None;
                 return;
             }
-            (self.devices, self.perhaps) = (then, None);
+            (self.devices, self.after_unanswered) = (then, None);
             self.verbs += 1;
         }
     }
 }
 
-/// What a server has of a client's devices.
-fn there(serve: &Serve, client: usize) -> Devices {
+/// Returns the devices of a client that the server has.
+fn devices_of(serve: &Serve, client: usize) -> Devices {
     let dumped: toml::Table = serve.text(&["dump"]).parse().unwrap();
     let prefix = format!("c{client}-");
     let devices = dumped.get("device").and_then(|all| all.as_array()).into_iter().flatten();
@@ -188,7 +188,7 @@ fn there(serve: &Serve, client: usize) -> Devices {
     own.collect()
 }
 
-/// UUIDs by name.
+/// Returns UUIDs by name.
 fn uuids(serve: &Serve) -> BTreeMap<String, String> {
     let stat = serve.json(&["stat"]);
     let text = |device: &Value, key: &str| device[key].as_str().unwrap().to_owned();
@@ -196,10 +196,10 @@ fn uuids(serve: &Serve) -> BTreeMap<String, String> {
 }
 
 #[test]
-fn a_server_that_is_killed_or_ended_has_each_verb_whole_or_not_at_all() {
+fn restart_has_each_verb_completely_or_not_at_all() {
     let seed = 18;
     let mut random = Random(seed);
-    // Which outlives a kill: the disk would only make it slow.
+    // tmpfs survives SIGKILL of the server, and a disk would be slower.
     let mut dir: TempDir = image_in(tempfile::tempdir_in("/dev/shm").unwrap(), 1 << 20);
     let mut clients: Vec<Client> = (0..CLIENTS)
         .map(|number| Client {
@@ -207,7 +207,7 @@ fn a_server_that_is_killed_or_ended_has_each_verb_whole_or_not_at_all() {
             random: Random(seed + 1 + number as u64),
             next: 0,
             devices: Devices::new(),
-            perhaps: None,
+            after_unanswered: None,
             verbs: 0,
         })
         .collect();
@@ -218,32 +218,37 @@ fn a_server_that_is_killed_or_ended_has_each_verb_whole_or_not_at_all() {
         let server = serve(dir, words);
         let now = uuids(&server);
         for client in &mut clients {
-            let there = there(&server, client.number);
+            let there = devices_of(&server, client.number);
             if there != client.devices {
-                let perhaps = client.perhaps.take();
-                assert_eq!(Some(&there), perhaps.as_ref(), "kill {kills}; else {:?}", client.devices);
+                let after_unanswered = client.after_unanswered.take();
+                assert_eq!(
+                    Some(&there),
+                    after_unanswered.as_ref(),
+                    "kill {kills}; else {:?}",
+                    client.devices
+                );
                 cut_off[1] += 1;
                 client.devices = there;
-            } else if client.perhaps.take().is_some() {
+            } else if client.after_unanswered.take().is_some() {
                 cut_off[0] += 1;
             }
             for name in client.devices.keys() {
-                // A name is given once.
+                // A name belongs to one device only.
                 assert!(known.get(name).is_none_or(|uuid| *uuid == now[name]), "{name}");
             }
         }
         known = now;
         let micros = random.below(20_000) as u64;
         let at = server.dir.path();
-        // That takes longer.
-        let (told, ends) = (kills % 16 == 3, AtomicBool::new(false));
+        // An orderly end takes longer, so there are fewer of them.
+        let (orderly, ends) = (kills % 16 == 3, AtomicBool::new(false));
         thread::scope(|scope| {
             for client in &mut clients {
                 scope.spawn(|| client.run(at, 100, &ends));
             }
             thread::sleep(Duration::from_micros(micros));
-            ends.store(told, Ordering::SeqCst);
-            server.signal(if told { Signal::TERM } else { Signal::KILL });
+            ends.store(orderly, Ordering::SeqCst);
+            server.signal(if orderly { Signal::TERM } else { Signal::KILL });
         });
         dir = server.wait().1;
         kills += 1;

@@ -1,4 +1,4 @@
-//! Clients that do not read what they are told, or do not speak, beside others.
+//! Clients that do not read replies or do not send requests, beside other clients.
 
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
@@ -13,8 +13,8 @@ use crate::stalls::Control;
 
 const MIB: u32 = 1 << 20;
 
-/// A client that asks for more than any socket takes, and reads none of it.
-fn deaf(serve: &Serve, name: &str) -> Raw {
+/// Connects a client that requests more data than a socket holds, and reads none of it.
+fn connect_and_never_read(serve: &Serve, name: &str) -> Raw {
     let mut client = Raw::connect(serve, name);
     for _ in 0..64 {
         client.send(0, 0, 0, MIB, &[]);
@@ -24,7 +24,7 @@ fn deaf(serve: &Serve, name: &str) -> Raw {
 }
 
 #[test]
-fn a_device_whose_client_reads_nothing_is_removed_while_others_change() {
+fn remove_with_unreading_client_delays_no_other_verb() {
     let serve = Serve::start(&[
         "bad=ram,disksize=2M,faults=none",
         "other=ram,disksize=2M,faults=none",
@@ -32,24 +32,24 @@ fn a_device_whose_client_reads_nothing_is_removed_while_others_change() {
     ]);
     let control = Control::of(&serve);
     let ends_without_others = |name: &str, verb: &str| {
-        let _client = deaf(&serve, name);
+        let _client = connect_and_never_read(&serve, name);
         thread::scope(|scope| {
             let ends = scope.spawn(|| control.ok(verb, &json!({ "name": name, "force": true })));
-            // It is published nowhere, and its connection is being ended.
+            // The device has no exports any more, and its connection is ending.
             control.until(verb, name, |stat| stat["exports"] == json!([]));
             control.ok("create", &json!({ "device": format!("new-{name}=null,size=1M,publish=yes") }));
             control.ok("snapshot", &json!({ "snapshots": [{ "origin": "r", "name": format!("s-{name}") }] }));
             control.ok("set", &json!({ "name": "r", "attrs": { "mem_limit": "1G" } }));
             control.ok("remove", &json!({ "name": format!("s-{name}") }));
-            control.looks();
+            control.check_responsive();
             assert!(!ends.is_finished(), "{verb}: the others waited for it");
-            // Of the same name: one after the other.
+            // Verbs on the same name run one after the other.
             let again = control.ask("remove", &json!({ "name": name }));
             assert_eq!(ends.join().unwrap()["connections_ended"], 1);
             assert_eq!(again.is_ok(), verb == "unpublish", "{again:?}");
         });
     };
-    // Both wait for the grace period of connections, so they run at the same time.
+    // Both wait for the grace period of connections, so they run in parallel.
     thread::scope(|scope| {
         scope.spawn(|| ends_without_others("bad", "remove"));
         scope.spawn(|| ends_without_others("other", "unpublish"));
@@ -57,9 +57,9 @@ fn a_device_whose_client_reads_nothing_is_removed_while_others_change() {
 }
 
 #[test]
-fn a_thousand_verbs_at_once_are_all_served_beside_bad_clients() {
+fn thousand_verbs_complete_beside_bad_clients() {
     const VERBS: usize = 1000;
-    // A descriptor for each of our connections.
+    // Each of our connections needs a descriptor.
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).unwrap();
     let dir = tempfile::tempdir().unwrap();
@@ -68,8 +68,8 @@ fn a_thousand_verbs_at_once_are_all_served_beside_bad_clients() {
     let base = format!("base=file,path={},readonly=yes,publish=no", crate::stalls::text(&image));
     let serve = Serve::start(&["bad=ram,disksize=2M,faults=none", "r=ram,disksize=1M", &base]);
     let control = Control::of(&serve);
-    let _deaf = deaf(&serve, "bad");
-    // Silent ones, half a request, and answers that nobody reads.
+    let _deaf = connect_and_never_read(&serve, "bad");
+    // Silent clients, half a request, and unread replies.
     let open = || UnixStream::connect(&control.0).unwrap();
     let silent: Vec<_> = (0..200).map(|_| open()).collect();
     for mut stream in &silent[..50] {
@@ -112,7 +112,7 @@ fn a_thousand_verbs_at_once_are_all_served_beside_bad_clients() {
 }
 
 #[test]
-fn short_verbs_get_through_while_many_long_ones_run() {
+fn short_verbs_complete_beside_long_verbs() {
     const LONG: usize = 100;
     let serve = Serve::start(&[
         "z=null,size=16M,zoned=1,zone_size=1M,faults=reset hang",
@@ -127,7 +127,7 @@ fn short_verbs_get_through_while_many_long_ones_run() {
             });
         }
         control.until("all of them hang", "z", |stat| stat["faults"]["hanging"] == LONG);
-        control.looks();
+        control.check_responsive();
         control.ok("get", &json!({ "name": "z" }));
         control.ok("power-cut", &json!({ "name": "p" }));
         assert_eq!(control.ok("release", &json!({ "name": "z" }))["released"], LONG);

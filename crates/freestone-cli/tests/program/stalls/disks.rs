@@ -1,4 +1,4 @@
-//! Disks that do not answer, below a file or below a store of copies.
+//! Disks that hang, below a file device or a COW device.
 
 use std::fs;
 use std::io::Write as _;
@@ -15,9 +15,10 @@ use crate::drives::raw::Raw;
 use crate::harness::Serve;
 use crate::stalls::{ANSWER_MAX, Control, text};
 
-/// A file on a disk that can hang: an export of a server of its own, through nbdfuse.
+/// A file on a disk that can hang: an export of another server, through nbdfuse.
 pub(super) struct Disk {
-    // Dropped in this order: with its server it answers errors, and what hangs there ends.
+    // Fields are dropped in this order: once the server is gone, the disk returns errors and
+    // hanging requests end.
     server: Serve,
     fuse: Fuse,
     _dir: tempfile::TempDir,
@@ -31,7 +32,7 @@ struct Fuse {
 impl Drop for Fuse {
     fn drop(&mut self) {
         let mut unmount = root_tool("fusermount3");
-        // Also where somebody still has the file open.
+        // Lazy, because the file may still be open.
         let _ = unmount.args(["-u", "-z"]).arg(&self.dir).stderr(Stdio::null()).status();
         let start = Instant::now();
         while matches!(self.child.try_wait(), Ok(None)) && start.elapsed() < Duration::from_secs(20) {
@@ -83,7 +84,7 @@ impl Disk {
 
 #[test]
 #[ignore = "slow lane"]
-fn a_snapshot_of_a_file_whose_disk_hangs_fails_in_time_and_holds_up_no_other_verb() {
+fn snapshot_of_hung_disk_fails_without_delaying_verbs() {
     let disk = Disk::new();
     let serve = Serve::start(&[
         &format!("f=file,path={}", text(&disk.path())),
@@ -100,7 +101,7 @@ fn a_snapshot_of_a_file_whose_disk_hangs_fails_in_time_and_holds_up_no_other_ver
         control.ask("snapshot", &json!({ "snapshots": [{ "origin": origin, "name": name }] }))
     };
     thread::scope(|scope| {
-        // With one that could be frozen, to which nothing happens.
+        // Together with a second origin, which could be frozen. Nothing happens to it.
         let late = scope.spawn(|| {
             let each =
                 [("r", "with"), ("f", "s")].map(|(origin, name)| json!({ "origin": origin, "name": name }));
@@ -109,7 +110,7 @@ fn a_snapshot_of_a_file_whose_disk_hangs_fails_in_time_and_holds_up_no_other_ver
         let same = scope.spawn(|| snapshot("f", "s2"));
         let mut rounds = 0;
         while !late.is_finished() {
-            control.looks();
+            control.check_responsive();
             control.ok("stat", &json!({ "name": "f" }));
             control.ok("get", &json!({ "name": "f" }));
             control.ok("create", &json!({ "device": "n=null,size=1M" }));
@@ -119,8 +120,7 @@ fn a_snapshot_of_a_file_whose_disk_hangs_fails_in_time_and_holds_up_no_other_ver
             sleep(Duration::from_millis(50));
         }
         assert!(rounds > 1, "everything waited for the snapshot");
-        let why =
-            "could not be frozen: writes that are under way did not end within 10 s; nothing was changed";
+        let why = "could not be frozen: writes in flight did not complete within 10 s; nothing was changed";
         let late = late.join().unwrap().unwrap_err();
         assert_eq!(late["message"], format!("s: origin=f: {why}"), "{late}");
         assert_eq!(late["data"]["errno"], "ETIMEDOUT");
@@ -130,7 +130,7 @@ fn a_snapshot_of_a_file_whose_disk_hangs_fails_in_time_and_holds_up_no_other_ver
     assert_eq!(names.iter().map(|row| row["name"].as_str().unwrap()).collect::<Vec<_>>(), ["f", "r", "p"]);
     disk.heal();
     assert_eq!(client.reply().unwrap(), (hung, 0));
-    // What was held up meanwhile goes on.
+    // Writes that were held continue.
     assert_eq!(client.write(0, 4096, &[3; 4096]), 0);
     snapshot("f", "s").unwrap();
     drop(client);
@@ -140,7 +140,7 @@ fn a_snapshot_of_a_file_whose_disk_hangs_fails_in_time_and_holds_up_no_other_ver
 
 #[test]
 #[ignore = "slow lane"]
-fn a_merge_into_a_file_whose_disk_hangs_holds_up_no_other_verb() {
+fn merge_into_hung_disk_delays_no_other_verb() {
     let disk = Disk::new();
     let dir = tempfile::tempdir().unwrap();
     let serve = Serve::start(&[&format!("f=file,path={}", text(&disk.path())), "r=ram,disksize=1M"]);
@@ -149,7 +149,7 @@ fn a_merge_into_a_file_whose_disk_hangs_holds_up_no_other_verb() {
     let store = json!({ "origin": "f", "name": "s", "cow": text(&cow), "cow_size": "16M", "store": "P", "readonly": false });
     control.ok("snapshot", &json!({ "snapshots": [store] }));
     let mut client = Raw::connect(&serve, "f");
-    // With its copy, so that nothing but the disk is waited for.
+    // The first write makes the copy, so only the disk is waited for later.
     assert_eq!(client.write(0, 0, &[1; 4096]), 0);
     disk.hang("write hang");
     let hung = client.send_write(0, &[2; 4096]);
@@ -161,7 +161,7 @@ fn a_merge_into_a_file_whose_disk_hangs_holds_up_no_other_verb() {
         });
         let mut rounds = 0;
         while !merge.is_finished() {
-            control.looks();
+            control.check_responsive();
             control.ok("create", &json!({ "device": "n=null,size=1M" }));
             control.ok("remove", &json!({ "name": "n" }));
             control.ok("snapshot", &json!({ "snapshots": [{ "origin": "r", "name": "other" }] }));
@@ -179,7 +179,7 @@ fn a_merge_into_a_file_whose_disk_hangs_holds_up_no_other_verb() {
 }
 
 #[test]
-fn a_store_of_copies_that_does_not_answer_holds_up_only_its_own_verb() {
+fn hung_cow_device_delays_only_its_own_verb() {
     let dir = tempfile::tempdir().unwrap();
     let image = dir.path().join("image");
     fs::write(&image, vec![7; 1 << 20]).unwrap();
@@ -195,12 +195,12 @@ fn a_store_of_copies_that_does_not_answer_holds_up_only_its_own_verb() {
             control.ask("snapshot", &json!({ "snapshots": [store] }))
         });
         control.until("the store is made", "h", |stat| stat["faults"]["hanging"] != 0);
-        control.looks();
+        control.check_responsive();
         control.ok("create", &json!({ "device": "n=null,size=1M,publish=yes" }));
         control.ok("snapshot", &json!({ "snapshots": [{ "origin": "r", "name": "x" }] }));
         control.ok("fork", &json!({ "base": "x", "name": "y" }));
         assert!(!stuck.is_finished());
-        // Each of its requests hangs.
+        // Each request of the new store hangs.
         while !stuck.is_finished() {
             control.ok("release", &json!({ "name": "h" }));
             sleep(Duration::from_millis(1));
@@ -209,9 +209,9 @@ fn a_store_of_copies_that_does_not_answer_holds_up_only_its_own_verb() {
     });
 }
 
-/// A server that is told to end while a verb waits for a disk that hangs: `ended` goes on from
-/// there, when the other device is safe.
-fn told_to_end_beside_a_hanging_verb(ended: impl FnOnce(&Disk, Serve)) {
+/// Sends SIGTERM to a server while a verb waits for a hanging disk. Calls `finish` when the other
+/// device is flushed.
+fn shut_down_beside_a_hung_verb(finish: impl FnOnce(&Disk, Serve)) {
     let disk = Disk::new();
     let dir = tempfile::tempdir().unwrap();
     let image = dir.path().join("image");
@@ -225,7 +225,7 @@ fn told_to_end_beside_a_hanging_verb(ended: impl FnOnce(&Disk, Serve)) {
     let mut client = Raw::connect(&serve, "f");
     client.send_write(0, &[2; 4096]);
     disk.until_hanging();
-    // It waits for that write, for 10 s.
+    // The snapshot waits up to 10 s for the write in flight.
     let mut verb = serve.control();
     let params = json!({ "snapshots": [{ "origin": "f", "name": "s" }] });
     let request = json!({ "jsonrpc": "2.0", "id": 1, "method": "snapshot", "params": params });
@@ -237,30 +237,30 @@ fn told_to_end_beside_a_hanging_verb(ended: impl FnOnce(&Disk, Serve)) {
         assert!(start.elapsed() < ANSWER_MAX, "a write that was answered is lost");
         sleep(Duration::from_millis(20));
     }
-    ended(&disk, serve);
+    finish(&disk, serve);
 }
 
 #[test]
 #[ignore = "slow lane"]
-fn an_end_beside_a_hanging_verb_flushes_what_can_be_and_waits_for_the_rest() {
-    told_to_end_beside_a_hanging_verb(|disk, serve| {
+fn shutdown_beside_a_hung_verb_flushes_the_rest() {
+    shut_down_beside_a_hung_verb(|disk, serve| {
         disk.heal();
         assert_eq!(serve.wait().0, Some(0));
     });
 }
 
 #[test]
-fn a_second_signal_does_not_wait_for_a_disk() {
-    told_to_end_beside_a_hanging_verb(|disk, serve| {
+fn second_signal_does_not_wait_for_a_hung_disk() {
+    shut_down_beside_a_hung_verb(|disk, serve| {
         let control = serve.dir.path().join("control");
         assert!(control.exists(), "it has ended already");
         serve.signal(Signal::INT);
-        let told = Instant::now();
+        let start = Instant::now();
         while control.exists() {
-            assert!(told.elapsed() < Duration::from_secs(20), "the second signal is not heeded");
+            assert!(start.elapsed() < Duration::from_secs(20), "the second signal is not heeded");
             sleep(Duration::from_millis(20));
         }
-        // The process may not be gone before its write ends, which is with that disk.
+        // The process cannot end before its write in the kernel does, which needs the disk.
         disk.heal();
         assert_eq!(serve.wait().0, Some(128 + 2));
     });

@@ -1,5 +1,5 @@
-//! Verbs that take long, on a disk that is slow: how far they are is shown, and they end with their
-//! client, when they are cancelled, and with the server, or go on in the background.
+//! Long verbs on a slow disk: progress, cancellation by client, verb and server shutdown, and
+//! background jobs.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
@@ -18,16 +18,16 @@ use crate::stalls::{ANSWER_MAX, Control, text};
 
 const STEP: Duration = Duration::from_millis(5);
 
-/// A verb on a server, on a disk that can be made so slow that the verb does not end by itself.
+/// A verb on a disk that can be made so slow that the verb does not finish by itself.
 struct Case<'a> {
     serve: &'a Serve,
-    /// Makes the disk slow, or as it was.
+    /// Makes the disk slow, or fast again.
     slow: &'a dyn Fn(bool),
     args: &'a [&'a str],
-    /// As it is shown, and where.
+    /// Verb and device as the job list shows them.
     verb: &'a str,
     name: &'a str,
-    /// How the sentence about its end ends.
+    /// End of the message after cancellation.
     after: &'a str,
 }
 
@@ -41,7 +41,7 @@ impl Case<'_> {
         serde_json::from_value(jobs["jobs"].take()).unwrap()
     }
 
-    /// The one that runs, once something is done.
+    /// Waits for the running job to make progress, and returns it.
     fn running(&self) -> Value {
         let start = Instant::now();
         loop {
@@ -57,7 +57,7 @@ impl Case<'_> {
         }
     }
 
-    fn ends(&self) {
+    fn wait_for_end(&self) {
         let start = Instant::now();
         while self.jobs().iter().any(|job| job["state"] == "running") {
             assert!(start.elapsed() < ANSWER_MAX, "{:?} goes on", self.args);
@@ -65,7 +65,7 @@ impl Case<'_> {
         }
     }
 
-    /// A client with SIGINT as a terminal gives it to programs, whatever started this test.
+    /// Starts a client with SIGINT at its default action, as on a terminal.
     fn client(&self, more: &[&str]) -> Child {
         let mut client = Command::new("env");
         client.arg("--default-signal=INT").arg(env!("CARGO_BIN_EXE_freestone"));
@@ -74,54 +74,53 @@ impl Case<'_> {
         client.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
-    /// What the client says when it was told to end: its status and last sentence, and how far the
-    /// verb was when that was told.
-    fn interrupted(&self) -> (Option<i32>, String, Vec<Value>) {
+    /// Interrupts a client. Returns its status, its last message and the progress until then.
+    fn interrupt(&self) -> (Option<i32>, String, Vec<Value>) {
         let mut client = self.client(&["--progress", "json"]);
         let mut lines = BufReader::new(client.stderr.take().unwrap()).lines().map(Result::unwrap);
-        let mut told = Vec::new();
-        while told.last().is_none_or(|line: &Value| line["done_bytes"] == 0) {
+        let mut progress = Vec::new();
+        while progress.last().is_none_or(|line: &Value| line["done_bytes"] == 0) {
             let line = lines.next().expect("it ended by itself");
-            told.push(serde_json::from_str::<Value>(&line).unwrap()["progress"].take());
+            progress.push(serde_json::from_str::<Value>(&line).unwrap()["progress"].take());
         }
         signal(&client, Signal::INT);
         let last = lines.last().unwrap();
         assert_eq!(BufReader::new(client.stdout.take().unwrap()).lines().count(), 0);
-        (client.wait().unwrap().code(), sentence(&last), told)
+        (client.wait().unwrap().code(), sentence(&last), progress)
     }
 
-    fn cancelled(&self, why: &str) -> String {
-        format!("{}: {}: cancelled, because {why}; ", self.name, self.verb)
+    fn cancelled_message(&self, why: &str) -> String {
+        format!("{}: {}: cancelled: {why}; ", self.name, self.verb)
     }
 
-    /// Every way to end it early; `sound` looks at what that has left.
-    fn is_cancelled(&self, sound: &dyn Fn()) {
+    /// Checks every way to cancel the verb; `check` verifies the state that it leaves.
+    fn check_cancellation(&self, check: &dyn Fn()) {
         (self.slow)(true);
         // By Ctrl-C.
-        let (code, said, told) = self.interrupted();
-        assert_eq!(code, Some(130), "{said}");
-        assert!(said.starts_with(&self.cancelled("that was asked for")), "{said}");
-        assert!(said.ends_with(self.after), "{said}");
-        let last = told.last().unwrap();
+        let (code, message, progress) = self.interrupt();
+        assert_eq!(code, Some(130), "{message}");
+        assert!(message.starts_with(&self.cancelled_message("requested by a client")), "{message}");
+        assert!(message.ends_with(self.after), "{message}");
+        let last = progress.last().unwrap();
         assert_eq!((&last["verb"], &last["name"]), (&json!(self.verb), &json!(self.name)));
         assert!(last["total_bytes"].as_u64() >= last["done_bytes"].as_u64(), "{last}");
-        self.ends();
-        sound();
-        // By the end of its client.
+        self.wait_for_end();
+        check();
+        // By the end of the client.
         let mut client = self.client(&[]);
         let job = self.running();
         assert_eq!((&job["background"], job.get("result")), (&json!(false), None));
         client.kill().unwrap();
         client.wait().unwrap();
-        self.ends();
-        sound();
-        // In the background it needs a word.
+        self.wait_for_end();
+        check();
+        // A background job is cancelled by the verb `cancel`.
         let job = self.background();
         self.running();
         let out = self.serve.json(&["cancel", "--job", &job]);
         assert_eq!(out["jobs"][0]["job"].to_string(), job);
-        let said = self.serve.refused(1, &["wait", "--job", &job]);
-        assert!(said.starts_with(&self.cancelled("that was asked for")), "{said}");
+        let message = self.serve.refused(1, &["wait", "--job", &job]);
+        assert!(message.starts_with(&self.cancelled_message("requested by a client")), "{message}");
         let last = self.jobs().pop().unwrap();
         assert_eq!(
             (&last["state"], &last["error"]["data"]["errno"]),
@@ -129,11 +128,11 @@ impl Case<'_> {
         );
         let gone = self.serve.refused(1, &["cancel", "--job", &job]);
         assert_eq!(gone, format!("job {job}: no such job, or one that ended long ago"));
-        sound();
+        check();
         (self.slow)(false);
     }
 
-    /// Begins it in the background; its number.
+    /// Starts the verb in the background. Returns its job number.
     fn background(&self) -> String {
         let mut args = self.args.to_vec();
         args.push("--background");
@@ -142,17 +141,17 @@ impl Case<'_> {
         begun["job"].to_string()
     }
 
-    /// In the background it comes to its end, which is remembered; what it answered.
-    fn goes_on(&self) -> Value {
+    /// Checks that the background job finishes and is remembered. Returns its result.
+    fn check_background(&self) -> Value {
         (self.slow)(true);
         let job = self.background();
         self.running();
-        let (code, _, said) = finish(
+        let (code, _, message) = finish(
             freestone(self.serve.dir.path())
                 .args(["wait", "--job", &job, "--timeout", "1ms", "--control"])
                 .arg(self.serve.path("control")),
         );
-        assert_eq!((code, sentence(&said)), (1, format!("job {job}: has not ended; waited 1ms for it")));
+        assert_eq!((code, sentence(&message)), (1, format!("job {job}: has not ended; waited 1ms for it")));
         (self.slow)(false);
         let ended = self.serve.json(&["wait", "--job", &job]);
         assert_eq!((&ended["state"], &ended["background"]), (&json!("finished"), &json!(true)), "{ended}");
@@ -167,7 +166,7 @@ fn signal(client: &Child, signal: Signal) {
     kill_process(Pid::from_raw(client.id().cast_signed()).unwrap(), signal).unwrap();
 }
 
-/// Noise on an export, which stays there uncompressed.
+/// Fills an export with incompressible noise.
 pub(super) fn fill(serve: &Serve, name: &str, bytes: u64) {
     let image = serve.path("noise");
     fs::write(&image, noise(7, bytes)).unwrap();
@@ -189,43 +188,43 @@ fn number(serve: &Serve, name: &str, section: &str, key: &str) -> u64 {
 pub(super) const SLOW_WRITES: &str = "write delay=200ms";
 pub(super) const SLOW_READS: &str = "read delay=100ms";
 
-fn slowed(disk: &Disk, rules: &str) -> impl Fn(bool) {
+fn slow_switch(disk: &Disk, rules: &str) -> impl Fn(bool) {
     move |slow| if slow { disk.hang(rules) } else { disk.heal() }
 }
 
-/// A RAM disk on a slow disk, with so many pages of noise.
-pub(super) fn spilling(disk: &Disk, bytes: u64) -> Serve {
+/// Starts a server with a RAM disk of noise over a slow backing device.
+pub(super) fn serve_with_slow_backing(disk: &Disk, bytes: u64) -> Serve {
     let ram = format!("r=ram,disksize=64M,backing_dev={},compressed_writeback=yes", text(&disk.path()));
     let serve = Serve::start(&[ram]);
     fill(&serve, "r", bytes);
-    // Many small writes: it is cancelled between them.
+    // Many small writes, so that the verb can be cancelled between them.
     serve.text(&["set", "r", "writeback_batch_size=32"]);
     serve
 }
 
 #[test]
-fn a_writeback_keeps_what_was_written() {
+fn cancelled_writeback_keeps_written_pages() {
     let disk = Disk::of("64M");
-    let serve = spilling(&disk, 32 * MIB);
+    let serve = serve_with_slow_backing(&disk, 32 * MIB);
     let pages = || number(&serve, "r", "backing", "spilled_pages");
     let args = ["writeback", "r", "huge"];
     let case = Case {
         serve: &serve,
-        slow: &slowed(&disk, "write delay=100ms"),
+        slow: &slow_switch(&disk, "write delay=100ms"),
         args: &args,
         verb: "writeback",
         name: "r",
         after: " blocks",
     };
     let before = std::cell::Cell::new(0);
-    case.is_cancelled(&|| {
+    case.check_cancellation(&|| {
         assert!(before.replace(pages()) < pages(), "nothing was written");
         assert!(pages() < 32 * 256, "all was written");
     });
-    let result = case.goes_on();
+    let result = case.check_background();
     assert_eq!(pages(), 32 * 256);
     assert_eq!(result["pages"].as_u64().unwrap() + before.get(), 32 * 256);
-    // A list shows what runs.
+    // The list shows the running verb.
     serve.text(&["reset", "r"]);
     fill(&serve, "r", 32 * MIB);
     disk.hang(SLOW_WRITES);
@@ -234,7 +233,7 @@ fn a_writeback_keeps_what_was_written() {
     assert_eq!(serve.json(&["list", "r"])["devices"][0]["progress"]["job"].to_string(), job);
     assert!(serve.text(&["list"]).contains("ram (writeback "), "{}", serve.text(&["list"]));
     assert_eq!(serve.json(&["stat", "r"])["progress"]["verb"], "writeback");
-    // One that waits for it ends with its client.
+    // A client that waits for the verb can end independently.
     let mut second = case.client(&["--progress", "bar"]);
     let start = Instant::now();
     while case.jobs().iter().filter(|job| job["state"] == "running").count() < 2 {
@@ -249,38 +248,38 @@ fn a_writeback_keeps_what_was_written() {
         sleep(STEP);
     }
     assert_eq!(case.running()["job"].to_string(), job);
-    // The end of the server ends it as well.
+    // Server shutdown cancels the job as well.
     serve.signal(Signal::TERM);
     assert_eq!(serve.wait().0, Some(0));
 }
 
 #[test]
-fn a_save_leaves_the_old_file() {
+fn cancelled_save_keeps_the_old_file() {
     let disk = Disk::of("64M");
-    let serve = spilling(&disk, 32 * MIB);
+    let serve = serve_with_slow_backing(&disk, 32 * MIB);
     serve.text(&["writeback", "r", "huge"]);
     fs::write(serve.path("r.saved"), "").unwrap();
     let before = names(&serve);
-    let after = format!("; {} is as it was", serve.path("r.saved").display());
+    let after = format!("; {} is unchanged", serve.path("r.saved").display());
     let args = ["save", "r", "r.saved"];
     let case = Case {
         serve: &serve,
-        slow: &slowed(&disk, SLOW_READS),
+        slow: &slow_switch(&disk, SLOW_READS),
         args: &args,
         verb: "save",
         name: "r",
         after: &after,
     };
-    case.is_cancelled(&|| {
+    case.check_cancellation(&|| {
         assert_eq!(fs::metadata(serve.path("r.saved")).unwrap().len(), 0);
         assert_eq!(names(&serve), before);
     });
-    assert_eq!(case.goes_on()["pages"], 32 * 256);
+    assert_eq!(case.check_background()["pages"], 32 * 256);
     assert!(fs::metadata(serve.path("r.saved")).unwrap().len() > 32 * MIB);
 }
 
 #[test]
-fn a_restore_leaves_no_device() {
+fn cancelled_restore_leaves_no_device() {
     let disk = Disk::of("64M");
     let serve = Serve::start(&["r=ram,disksize=64M"]);
     fill(&serve, "r", 32 * MIB);
@@ -290,21 +289,21 @@ fn a_restore_leaves_no_device() {
     let args = ["restore", "r.saved", "back", "mem_limit=4M", &backing];
     let case = Case {
         serve: &serve,
-        slow: &slowed(&disk, SLOW_WRITES),
+        slow: &slow_switch(&disk, SLOW_WRITES),
         args: &args,
         verb: "restore",
         name: text(&file),
-        after: "; no device was made",
+        after: "; no device was created",
     };
-    case.is_cancelled(&|| assert_eq!(serve.json(&["list"])["devices"].as_array().unwrap().len(), 1));
-    assert_eq!(case.goes_on()["devices"][0]["name"], "back");
+    case.check_cancellation(&|| assert_eq!(serve.json(&["list"])["devices"].as_array().unwrap().len(), 1));
+    assert_eq!(case.check_background()["devices"][0]["name"], "back");
     qemu_io(&uri(&serve, "r"), &["read 0 4k"]);
     serve.text(&["publish", "back", "--nbd", &format!("unix:{}", text(&serve.path("nbd")))]);
     ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", "raw", &uri(&serve, "r"), &uri(&serve, "back")]));
 }
 
 #[test]
-fn a_delta_is_saved_whole_or_not_and_applied_as_far_as_it_came() {
+fn cancelled_delta_save_is_undone_apply_is_partial() {
     let disk = Disk::of("64M");
     let dir = tempfile::tempdir().unwrap();
     fs::File::create(dir.path().join("base.img")).unwrap().set_len(64 * MIB).unwrap();
@@ -316,37 +315,37 @@ fn a_delta_is_saved_whole_or_not_and_applied_as_far_as_it_came() {
     fill(&serve, "f", 16 * MIB);
     let before = names(&serve);
     let file = serve.path("f.qcow2");
-    let after = format!("; {} is as it was", file.display());
+    let after = format!("; {} is unchanged", file.display());
     let args = ["delta", "save", "f", "f.qcow2"];
     let case = Case {
         serve: &serve,
-        slow: &slowed(&disk, SLOW_READS),
+        slow: &slow_switch(&disk, SLOW_READS),
         args: &args,
         verb: "delta save",
         name: "f",
         after: &after,
     };
-    case.is_cancelled(&|| assert_eq!(names(&serve), before));
-    assert_eq!(case.goes_on()["bytes"], 16 * MIB);
+    case.check_cancellation(&|| assert_eq!(names(&serve), before));
+    assert_eq!(case.check_background()["bytes"], 16 * MIB);
     let args = ["delta", "apply", "g", "f.qcow2", "--force"];
     let case = Case {
         serve: &serve,
-        slow: &slowed(&disk, SLOW_WRITES),
+        slow: &slow_switch(&disk, SLOW_WRITES),
         args: &args,
         verb: "delta apply",
         name: "g",
-        after: "; what was applied stays; `freestone rewind g` takes it away",
+        after: "; the applied part stays; `freestone rewind g` removes it",
     };
-    case.is_cancelled(&|| {
+    case.check_cancellation(&|| {
         assert!(number(&serve, "g", "over_stat", "own_bytes") < 16 * MIB);
         serve.text(&["rewind", "g"]);
     });
-    assert_eq!(case.goes_on()["data_bytes"], 16 * MIB);
+    assert_eq!(case.check_background()["data_bytes"], 16 * MIB);
     ok(tool("qemu-img").args(["compare", "-f", "raw", "-F", "raw", &uri(&serve, "f"), &uri(&serve, "g")]));
 }
 
 #[test]
-fn a_merge_goes_on_where_it_was() {
+fn cancelled_merge_resumes_where_it_stopped() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("disk.img"), vec![1; 2 << 20]).unwrap();
     fs::File::create(dir.path().join("disk.cow")).unwrap().set_len(8 * MIB).unwrap();
@@ -356,11 +355,11 @@ fn a_merge_goes_on_where_it_was() {
         "d1=snapshot,origin=disk,cow=c,chunk_size=4K",
     ];
     let serve = Serve::start_in(dir, &devices, true);
-    // Every chunk that is merged is read from there.
+    // The delay applies to each merged chunk, which is read from here.
     let slow = |slow| {
         serve.text(&["set", "c", if slow { "faults=read delay=100ms" } else { "faults=none" }]);
     };
-    // Each a run of its own.
+    // The chunks are not contiguous.
     let writes: Vec<_> = (0..200).map(|run| format!("write -q -P 2 {} 4k", run * 8192)).collect();
     qemu_io(&uri(&serve, "d1"), &writes);
     let merged = || {
@@ -374,15 +373,15 @@ fn a_merge_goes_on_where_it_was() {
         args: &args,
         verb: "merge",
         name: "d1",
-        after: "; what is merged stays; the same command goes on with it",
+        after: "; what is merged stays; repeat the command to continue",
     };
     let before = std::cell::Cell::new(0);
-    case.is_cancelled(&|| {
+    case.check_cancellation(&|| {
         assert!(before.replace(merged()) < merged(), "nothing was merged");
         assert!(merged() < 200, "all was merged");
         qemu_io(&uri(&serve, "disk"), &["read -P 2 0 4k", "read -P 1 4k 4k", "read -P 2 1592k 4k"]);
     });
-    // Who waits beside one that runs takes nothing along.
+    // A second client that waits for the merge ends without cancelling it.
     slow(true);
     let job = case.background();
     case.running();
@@ -405,11 +404,11 @@ fn a_merge_goes_on_where_it_was() {
 }
 
 #[test]
-fn a_compaction_keeps_what_was_moved() {
+fn cancelled_compaction_keeps_moved_pages() {
     let disk = Disk::of("64M");
     let ram = format!("r=ram,disksize=64M,backing_dev={}", text(&disk.path()));
     let serve = Serve::start(&[ram]);
-    // Pages that are half as large once they are packed, many in a block run.
+    // Pages of half the size when compressed, many in a run of blocks.
     let mut data = noise(5, 32 * MIB);
     data.chunks_mut(4096).for_each(|page| page[1500..].fill(7));
     let image = serve.path("noise");
@@ -418,7 +417,7 @@ fn a_compaction_keeps_what_was_moved() {
         ok(tool("nbdcopy").arg(&image).arg(uri(&serve, "r")));
         serve.text(&["idle", "r", "all"]);
         serve.text(&["writeback", "r", "idle"]);
-        // Holes everywhere on the disk.
+        // Holes all over the backing device.
         let holes: Vec<_> = (0..256).map(|at| format!("discard -q {}k 112k", at * 128)).collect();
         qemu_io(&uri(&serve, "r"), &holes);
     };
@@ -426,24 +425,24 @@ fn a_compaction_keeps_what_was_moved() {
     let used = || number(&serve, "r", "backing", "used_bytes");
     let case = Case {
         serve: &serve,
-        slow: &slowed(&disk, "all delay=40ms"),
+        slow: &slow_switch(&disk, "all delay=40ms"),
         args: &["compact", "r"],
         verb: "compact",
         name: "r",
         after: " pages were freed before",
     };
     let before = used();
-    case.is_cancelled(&|| qemu_io(&uri(&serve, "r"), &["read -q 112k 16k"]));
-    case.goes_on();
+    case.check_cancellation(&|| qemu_io(&uri(&serve, "r"), &["read -q 112k 16k"]));
+    case.check_background();
     assert!(used() < before, "{} of {before}", used());
 }
 
 #[test]
-fn a_recompression_keeps_what_became_smaller() {
+fn cancelled_recompression_keeps_smaller_pages() {
     let serve = Serve::start(&[
         "r=ram,disksize=128M,recomp_algorithm=algo=zstd priority=1,algorithm_params=priority=1 level=22",
     ]);
-    // Text of few letters: zstd at its highest level takes its time with that.
+    // Text of few letters, which zstd at its highest level compresses slowly.
     let data: Vec<u8> = noise(3, 16 * MIB).into_iter().map(|byte| b'a' + byte % 8).collect();
     let image = serve.path("letters");
     fs::write(&image, data).unwrap();
@@ -453,17 +452,17 @@ fn a_recompression_keeps_what_became_smaller() {
     let args = ["recompress", "r"];
     let case =
         Case { serve: &serve, slow: &|_| (), args: &args, verb: "recompress", name: "r", after: " saved" };
-    case.is_cancelled(&|| assert!(before.replace(size()) > size(), "nothing became smaller"));
-    let result = case.goes_on();
+    case.check_cancellation(&|| assert!(before.replace(size()) > size(), "nothing became smaller"));
+    let result = case.check_background();
     assert!(result["shrunk"].as_u64() > Some(0), "{result}");
 }
 
 #[test]
-fn a_removal_goes_on_without_its_client() {
+fn remove_continues_without_its_client() {
     let disk = Disk::of("8M");
     let file = format!("f=file,path={},power_cut=yes", text(&disk.path()));
     let serve = Serve::start(&[file.as_str(), "r=ram,disksize=64M"]);
-    // What is held back is written when the device ends.
+    // Unflushed data is written when the device is removed.
     assert_eq!(Raw::connect(&serve, "f").write(0, 0, &[7; 4096]), 0);
     disk.hang("write hang");
     let mut client = Command::new("env");
@@ -481,7 +480,7 @@ fn a_removal_goes_on_without_its_client() {
         assert!(start.elapsed() < ANSWER_MAX, "it is not removed");
         sleep(STEP);
     }
-    let whole = "f: remove cannot be taken back; it goes on";
+    let whole = "f: remove cannot be cancelled; it continues";
     assert_eq!(serve.refused(1, &["cancel", "f"]), whole);
     signal(&client, Signal::INT);
     let output = client.wait_with_output().unwrap();
@@ -493,7 +492,7 @@ fn a_removal_goes_on_without_its_client() {
         assert!(start.elapsed() < ANSWER_MAX, "it does not end");
         sleep(STEP);
     }
-    // In the background the name is free when it answers.
+    // In the background, the name is free when the verb returns.
     fill(&serve, "r", 32 * MIB);
     let begun = serve.json(&["remove", "r", "--background"]);
     assert_eq!(begun["connections_ended"], 0);

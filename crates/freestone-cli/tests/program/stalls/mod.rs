@@ -1,11 +1,10 @@
-//! What stalls holds up nobody else: clients of exports and of the control socket that do not read
-//! or do not speak, disks that do not answer, verbs that take long.
+//! Stalled clients, hanging disks and long verbs must not delay others.
 
-mod bars;
 mod clients;
 mod disks;
+mod job_queue;
 mod long_verbs;
-mod turns;
+mod progress_bars;
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
@@ -17,10 +16,10 @@ use serde_json::{Value, json};
 
 use crate::harness::Serve;
 
-/// What is not answered by then has failed; on a slow machine, too.
+/// Deadline for any reply, also on a slow machine.
 pub const ANSWER_MAX: Duration = Duration::from_secs(120);
 
-/// The control socket of a server, for threads.
+/// The control socket of a server, shared by threads.
 #[derive(Clone)]
 struct Control(PathBuf);
 
@@ -29,7 +28,7 @@ impl Control {
         Self(serve.path("control"))
     }
 
-    /// The answer to one request on a connection of its own: the result, or the error object.
+    /// Sends one request on a new connection. Returns the result or the error object.
     fn ask(&self, method: &str, params: &Value) -> Result<Value, Value> {
         let failed =
             |what: &str, e: &dyn std::fmt::Display| -> ! { panic!("{method} {params}: {what}: {e}") };
@@ -52,13 +51,13 @@ impl Control {
         self.ask(method, params).unwrap_or_else(|error| panic!("{method} {params}: {error}"))
     }
 
-    /// Everything that must always get through.
-    fn looks(&self) {
+    /// Runs the verbs that must always complete.
+    fn check_responsive(&self) {
         self.ok("list", &json!({}));
         self.ok("stat", &json!({}));
     }
 
-    /// Looks at a device until `done` likes what it sees.
+    /// Polls `stat` of a device until `done` returns true.
     #[track_caller]
     fn until(&self, what: &str, device: &str, done: impl Fn(&Value) -> bool) {
         let start = Instant::now();

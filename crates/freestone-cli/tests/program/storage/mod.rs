@@ -1,8 +1,9 @@
 //! Images in object storage: pushed by one server, forked by others.
 
-mod killed;
+mod killed_pushes;
 mod network;
-mod saved;
+mod retention;
+mod saved_pushes;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -39,7 +40,7 @@ impl Bucket {
         format!("{name}=image,url={}", self.tag(tag))
     }
 
-    /// All files of it, and their bytes.
+    /// Returns the files below a directory of the store, and their sizes.
     fn files(&self, under: &str) -> Vec<(PathBuf, u64)> {
         let mut files = Vec::new();
         let mut dirs = vec![self.path().join(under)];
@@ -58,7 +59,7 @@ impl Bucket {
     }
 }
 
-/// Some MiB, each of another kind: text, noise, zeroes.
+/// Returns mebibytes of different kinds: text, noise, zeroes.
 fn disk(mib: usize) -> Vec<u8> {
     let mut disk = vec![0; mib << 20];
     for (number, mib) in disk.chunks_mut(1 << 20).enumerate() {
@@ -77,7 +78,7 @@ fn with_disk(mib: usize) -> TempDir {
     dir
 }
 
-/// What a client reads.
+/// Returns the content of an export.
 fn content(serve: &Serve, name: &str) -> Vec<u8> {
     let to = serve.path("copied");
     let _ = fs::remove_file(&to);
@@ -92,7 +93,7 @@ fn push(dir: &Path, words: &str, url: &str) -> Value {
 }
 
 #[test]
-fn one_pushes_and_others_fork_and_push_what_they_changed() {
+fn pushed_image_is_forked_and_pushed_by_others() {
     let bucket = Bucket::new();
     let dir = with_disk(9);
     let pushed = push(dir.path(), "d=file,path=disk.img,readonly=yes", &bucket.tag("golden"));
@@ -106,19 +107,19 @@ fn one_pushes_and_others_fork_and_push_what_they_changed() {
     let text = first.text(&["push", "vm", &bucket.tag("vm")]);
     assert!(text.starts_with(&format!("vm: pushed to {}@", bucket.tag("vm"))), "{text}");
     let fork = content(&first, "vm");
-    // Another host: nothing is there yet but the store.
+    // A second host, whose only data is the store.
     let second = Serve::start(&[&bucket.image("vm", "vm"), "own=fork,base=vm"]);
     assert!(content(&second, "vm") == fork);
     let stat = second.json(&["stat", "vm"])["store_stat"].clone();
     assert_eq!((&stat["chunks_fetched"], &stat["failures"]), (&13.into(), &0.into()), "{stat}");
-    // What changed since goes to the same tag, as a change.
+    // Later changes go to the same tag, as a delta.
     qemu_io(&uri(&second, "own"), &["write -P 77 0 4k"]);
     let again = second.json(&["push", "own", &bucket.tag("vm")]);
     assert_eq!((&again["generation"], &again["changed_bytes"]), (&2.into(), &4096.into()));
     let again = second.json(&["push", "own", &bucket.tag("vm")]);
     assert_eq!((&again["changed"], &again["sent_bytes"]), (&false.into(), &0.into()));
     assert!(second.text(&["push", "own", &bucket.tag("vm")]).ends_with("is the same already\n"));
-    // A fork of a snapshot of a fork is over the image as well.
+    // A fork of a snapshot of a fork is also based on the image.
     second.text(&["snapshot", "own", "moment"]);
     second.text(&["fork", "moment", "third", "--nbd", &format!("unix:{}", second.path("nbd").display())]);
     qemu_io(&uri(&second, "third"), &["write -P 55 64k 8k"]);
@@ -127,7 +128,7 @@ fn one_pushes_and_others_fork_and_push_what_they_changed() {
     second.text(&["create", &bucket.image("back", "third")]);
     second.text(&["publish", "back", "--nbd", &format!("unix:{}", second.path("nbd").display())]);
     assert!(content(&second, "back") == content(&second, "third"));
-    // The first server's image is the one that it was opened with.
+    // The first server keeps the image that it opened.
     assert!(content(&first, "golden") == disk(9));
     let listed: Value = {
         let (code, out, err) = finish(freestone(dir.path()).args(["images", &bucket.url(), "--json"]));
@@ -140,7 +141,7 @@ fn one_pushes_and_others_fork_and_push_what_they_changed() {
 }
 
 #[test]
-fn a_fork_that_is_larger_than_what_it_stands_on_is_pushed() {
+fn fork_larger_than_its_base_is_pushed() {
     let bucket = Bucket::new();
     let dir = with_disk(3);
     push(dir.path(), "d=file,path=disk.img,readonly=yes", &bucket.tag("golden"));
@@ -175,7 +176,7 @@ fn raw_qcow2_and_saved_devices_are_pushed() {
     ]));
     let raw = push(dir.path(), "d=file,path=disk.img,readonly=yes", &bucket.tag("raw"));
     let qcow2 = push(dir.path(), "d=qcow2,path=disk.qcow2", &bucket.tag("qcow2"));
-    // The same content is there once.
+    // Equal content is stored once.
     assert_eq!(
         (&raw["sent_chunks"], &qcow2["sent_chunks"], &qcow2["reused_chunks"]),
         (&4.into(), &0.into(), &4.into())
@@ -193,14 +194,14 @@ fn raw_qcow2_and_saved_devices_are_pushed() {
     qemu_io(&uri(&serve, "r"), &["write -P 1 0 1M"]);
     let of_snapshot = serve.json(&["push", "s", &bucket.tag("snapshot")]);
     assert_eq!(of_snapshot["sent_chunks"], 0);
-    // Two chunks that are the same: each is sent, or one of them.
+    // Two equal chunks: one or both are sent.
     let of_live = serve.json(&["push", "r", &bucket.tag("live")]);
     assert!((1..=2).contains(&of_live["sent_chunks"].as_u64().unwrap()), "{of_live}");
 }
 
-/// Also where the snapshot is in the file for its fork alone, and has no name on the server.
+/// Also if the snapshot is only in the save file for its fork, without a device on the server.
 #[test]
-fn a_restored_fork_of_a_snapshot_is_pushed_with_what_the_snapshot_holds() {
+fn restored_fork_push_includes_its_snapshot() {
     let bucket = Bucket::new();
     let dir = with_disk(3);
     push(dir.path(), "d=file,path=disk.img,readonly=yes", &bucket.tag("golden"));
@@ -222,12 +223,12 @@ fn a_restored_fork_of_a_snapshot_is_pushed_with_what_the_snapshot_holds() {
 }
 
 #[test]
-fn what_cannot_be_pushed_is_refused() {
+fn unsuitable_push_is_refused() {
     let bucket = Bucket::new();
     let dir = with_disk(1);
-    let said = refused(dir.path(), 2, &["push", "d=file,path=disk.img", &bucket.tag("x")]);
-    assert_eq!(said, "d: push: would be opened for writing; say readonly=yes");
-    for (args, said) in [
+    let message = refused(dir.path(), 2, &["push", "d=file,path=disk.img", &bucket.tag("x")]);
+    assert_eq!(message, "d: push: would be opened for writing; say readonly=yes");
+    for (args, message) in [
         (&["push", "d", "nowhere"][..], "d: push: the URL must be a URL, for example"),
         (&["push", "d", "file:///x:a/b:-"], "d: push: the URL a tag has letters"),
         (&["push", "d", "s3://me:secret@bucket/x"], "d: push: the URL has no user or password"),
@@ -245,11 +246,14 @@ fn what_cannot_be_pushed_is_refused() {
         (&["images", "file:///x", "key=none"], "images: key="),
         (&["serve", "i=image,url=file://x"], "i: url=file://x: must have an absolute path"),
         (&["serve", "i=image"], "i: url is missing; an image device needs it"),
-        (&["serve", "i=image,url=file:///x,cache_size=1M"], "i: cache_size=1M: must be 64M at least"),
+        (&["serve", "i=image,url=file:///x,cache_size=1M"], "i: cache_size=1M: must be at least 64M"),
     ] {
         let (code, out, err) = finish(freestone(dir.path()).args(args));
         let found = sentence(&err);
-        assert!(matches!(code, 1 | 2) && out.is_empty() && found.contains(said), "{args:?}: {code} {found}");
+        assert!(
+            matches!(code, 1 | 2) && out.is_empty() && found.contains(message),
+            "{args:?}: {code} {found}"
+        );
         assert!(!found.contains("secret"));
     }
     let serve = Serve::start_in(
@@ -266,12 +270,12 @@ fn what_cannot_be_pushed_is_refused() {
     assert_eq!(serve.json(&["push", "fs", &to])["sent_chunks"], 2);
     assert!(serve.refused(1, &["push", "z", &to]).starts_with("z: cannot be pushed: "));
     assert!(serve.refused(1, &["create", &bucket.image("i", "nope")]).starts_with("i: there is no tag nope"));
-    let said = serve.refused(1, &["create", "i=image,url=file:///nowhere/at/all"]);
-    assert_eq!(said, "i: file:///nowhere/at/all: there is no store of images; freestone push begins one");
+    let message = serve.refused(1, &["create", "i=image,url=file:///nowhere/at/all"]);
+    assert_eq!(message, "i: file:///nowhere/at/all: there is no store of images; freestone push begins one");
 }
 
 #[test]
-fn a_store_with_a_key_is_read_with_it_only() {
+fn encrypted_store_needs_its_key() {
     let bucket = Bucket::new();
     let dir = with_disk(2);
     let at = |name: &str| dir.path().join(name);
@@ -282,7 +286,7 @@ fn a_store_with_a_key_is_read_with_it_only() {
     let to = bucket.tag("v1");
     let (code, _, err) = finish(freestone(dir.path()).args(["push", source, &to, "key=key", "encrypt=yes"]));
     assert_eq!((code, err.as_str()), (0, ""));
-    for (words, said) in [
+    for (words, message) in [
         ("", "its names are keyed: say key=FILE"),
         (",key=other", "the key file is not the one that it was made with"),
         (",key=none", "must hold 64 hexadecimal digits"),
@@ -290,13 +294,13 @@ fn a_store_with_a_key_is_read_with_it_only() {
     ] {
         let device = format!("{}{words}", bucket.image("i", "v1"));
         let (code, _, err) = finish(freestone(dir.path()).args(["serve", &device]));
-        assert!(code == 1 && err.contains(said), "{words}: {err}");
+        assert!(code == 1 && err.contains(message), "{words}: {err}");
     }
     let serve =
         Serve::start_in(dir, &[&format!("{},key=key", bucket.image("i", "v1")), "vm=fork,base=i"], true);
     assert!(content(&serve, "i") == disk(2));
     qemu_io(&uri(&serve, "vm"), &["write -P 5 0 4k"]);
-    // As the image is reached, so is the store of its forks.
+    // A push of a fork uses the store and the key of its image.
     assert_eq!(serve.json(&["push", "vm", &bucket.tag("vm")])["changed_bytes"], 4096);
     for (path, _) in bucket.files("chunks") {
         let bytes = fs::read(path).unwrap();
@@ -305,7 +309,7 @@ fn a_store_with_a_key_is_read_with_it_only() {
 }
 
 #[test]
-fn a_server_that_is_started_again_has_the_very_image() {
+fn restarted_server_has_the_same_image() {
     let bucket = Bucket::new();
     let dir = with_disk(3);
     let source = "d=file,path=disk.img,readonly=yes";
@@ -318,24 +322,24 @@ fn a_server_that_is_started_again_has_the_very_image() {
     let serve = Serve::start_in(dir, &args(true), true);
     qemu_io(&uri(&serve, "vm"), &["write -P 9 64k 8k"]);
     let before = content(&serve, "vm");
-    // Another image gets the tag.
+    // The tag moves to another image.
     let other = with_disk(6);
     push(other.path(), source, &bucket.tag("golden"));
     serve.signal(Signal::TERM);
     let (code, dir) = serve.wait();
     assert_eq!(code, Some(0));
-    // With the words or without them: what the fork is over is there.
+    // With and without the arguments, the fork has its own image.
     let serve = Serve::start_in(dir, &args(true), true);
     assert!(content(&serve, "vm") == before);
     serve.signal(Signal::TERM);
     let (_, dir) = serve.wait();
-    // The store cannot be reached: what is in the cache is there.
+    // Without the store, the cache provides the image.
     fs::rename(bucket.path(), bucket.path().with_extension("away")).unwrap();
     let serve = Serve::start_in(dir, &args(false), true);
     assert!(content(&serve, "vm") == before);
     serve.signal(Signal::TERM);
     let (_, dir) = serve.wait();
-    // Without the cache nothing is, and it comes back with the store.
+    // Without the cache the device is missing until the store is back.
     fs::remove_dir_all(dir.path().join("cached")).unwrap();
     let serve = Serve::start_in(dir, &args(false), true);
     let listed = serve.text(&["list"]);
@@ -348,7 +352,7 @@ fn a_server_that_is_started_again_has_the_very_image() {
 }
 
 #[test]
-fn what_no_tag_refers_to_is_pruned_and_not_before_its_time() {
+fn prune_deletes_untagged_objects_after_the_grace() {
     let bucket = Bucket::new();
     let dir = with_disk(3);
     let source = "d=file,path=disk.img,readonly=yes";
@@ -386,7 +390,7 @@ fn what_no_tag_refers_to_is_pruned_and_not_before_its_time() {
 }
 
 #[test]
-fn a_pulled_image_needs_no_store() {
+fn pulled_image_needs_no_store() {
     let bucket = Bucket::new();
     let dir = with_disk(6);
     push(dir.path(), "d=file,path=disk.img,readonly=yes", &bucket.tag("v1"));
@@ -402,7 +406,7 @@ fn a_pulled_image_needs_no_store() {
 }
 
 #[test]
-fn what_is_not_in_the_store_any_more_is_an_error_with_a_reason() {
+fn missing_object_fails_with_the_reason() {
     let bucket = Bucket::new();
     let dir = with_disk(3);
     push(dir.path(), "d=file,path=disk.img,readonly=yes", &bucket.tag("v1"));
@@ -416,8 +420,8 @@ fn what_is_not_in_the_store_any_more_is_an_error_with_a_reason() {
     }
     let output =
         tool("qemu-io").args(["-f", "raw", "-c", "read 1M 4k", &uri(&serve, "vm")]).output().unwrap();
-    let said = String::from_utf8(output.stdout).unwrap();
-    assert!(said.contains("Input/output error"), "{said}");
+    let printed = String::from_utf8(output.stdout).unwrap();
+    assert!(printed.contains("Input/output error"), "{printed}");
     qemu_io(&uri(&serve, "vm"), &["read 0 64k"]);
     let stat = serve.json(&["stat", "golden"])["store_stat"].clone();
     assert!(stat["last_error"].as_str().unwrap().ends_with("there is no such object"), "{stat}");

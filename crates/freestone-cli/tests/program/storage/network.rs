@@ -1,4 +1,4 @@
-//! The same over the network, with a server of objects that fails as it is told.
+//! Stores over the network, with an S3 server whose failures are scripted.
 
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,8 +15,8 @@ use crate::harness::{Serve, finish, freestone, refused};
 
 const SOURCE: &str = "d=file,path=disk.img,readonly=yes";
 
-/// A command of the program that reaches the store.
-pub fn reaching(server: &Server, mut command: Command) -> Command {
+/// Configures a command of the program to use the store.
+pub fn with_store(server: &Server, mut command: Command) -> Command {
     for variable in
         ["AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"]
     {
@@ -30,13 +30,13 @@ pub fn reaching(server: &Server, mut command: Command) -> Command {
 }
 
 fn push(server: &Server, dir: &std::path::Path, url: &str) -> (i32, String, String) {
-    finish(reaching(server, freestone(dir)).args(["push", SOURCE, url]))
+    finish(with_store(server, freestone(dir)).args(["push", SOURCE, url]))
 }
 
-/// A server of devices whose cache others may share.
+/// Starts a server of devices with a cache that others may share.
 pub fn serve(server: &Server, cache: &std::path::Path, devices: &[&str]) -> Serve {
     let dir = tempfile::tempdir().unwrap();
-    let mut command = reaching(server, freestone(dir.path()));
+    let mut command = with_store(server, freestone(dir.path()));
     command.env("FREESTONE_CACHE", cache).arg("serve").args(devices).args([
         "--nbd",
         "unix:nbd",
@@ -48,7 +48,7 @@ pub fn serve(server: &Server, cache: &std::path::Path, devices: &[&str]) -> Serv
 }
 
 #[test]
-fn images_go_through_s3_and_are_read_over_http_as_well() {
+fn images_in_s3_are_readable_over_http() {
     let server = Server::start(&["images"]);
     server.require_key(Some("AKTEST"));
     let dir = with_disk(6);
@@ -62,22 +62,23 @@ fn images_go_through_s3_and_are_read_over_http_as_well() {
     qemu_io(&uri(&serving, "vm"), &["write -P 8 1M 64k"]);
     let pushed = serving.json(&["push", "vm", "s3://images/some/where:vm"]);
     assert_eq!(pushed["changed_bytes"], 64 << 10);
-    // The tag is changed only if it is what it was; the store has what no client has seen.
+    // The push replaces the tag only if it is unchanged. The store has an image that this client
+    // has not seen.
     serving.json(&["push", "vm", "s3://images/some/where:v1"]);
     let (code, out, err) =
-        finish(reaching(&server, freestone(dir.path())).args(["images", "s3://images/some/where"]));
+        finish(with_store(&server, freestone(dir.path())).args(["images", "s3://images/some/where"]));
     assert_eq!((code, err.as_str(), out.lines().count()), (0, "", 3), "{out}");
-    // A web server that has the same files.
+    // The same files over plain HTTP.
     server.require_key(None);
     let url = format!("{}/images/some/where:vm", server.endpoint());
     let elsewhere = tempfile::tempdir().unwrap();
     let web = serve(&server, elsewhere.path(), &[&format!("i=image,url={url}")]);
     assert!(content(&web, "i") == content(&serving, "vm"));
-    let said = web.refused(1, &["push", "i", &url.replace(":vm", ":other")]);
-    assert!(said.contains("only read"), "{said}");
-    // Nothing that is told has the secret.
+    let message = web.refused(1, &["push", "i", &url.replace(":vm", ":other")]);
+    assert!(message.contains("is read-only"), "{message}");
+    // No output contains the secret.
     for serving in [&serving, &web] {
-        let told = [
+        let outputs = [
             serving.text(&["list"]),
             serving.text(&["stat"]),
             serving.text(&["get", "i"]),
@@ -85,33 +86,33 @@ fn images_go_through_s3_and_are_read_over_http_as_well() {
         ]
         .concat();
         let log = std::fs::read_to_string(serving.path("log")).unwrap();
-        assert!(!(told + &log).contains("a-secret"));
+        assert!(!(outputs + &log).contains("a-secret"));
     }
 }
 
 #[test]
-fn what_a_store_says_is_told() {
+fn store_errors_are_reported() {
     let server = Server::start(&["images"]);
     server.require_key(Some("OTHER"));
     let dir = with_disk(1);
-    let said = |url: &str| {
+    let refusal = |url: &str| {
         let (code, out, err) = push(&server, dir.path(), url);
         assert_eq!((code, out.as_str()), (1, ""));
         crate::harness::sentence(&err)
     };
-    assert!(said("s3://images/x:v1").contains("refuses"), "{}", said("s3://images/x:v1"));
+    assert!(refusal("s3://images/x:v1").contains("refuses"), "{}", refusal("s3://images/x:v1"));
     server.require_key(None);
-    assert!(said("s3://nowhere/x:v1").contains("bucket"), "{}", said("s3://nowhere/x:v1"));
+    assert!(refusal("s3://nowhere/x:v1").contains("bucket"), "{}", refusal("s3://nowhere/x:v1"));
     server.set_quota(Some(5000));
-    let full = said("s3://images/x:v1");
+    let full = refusal("s3://images/x:v1");
     assert!(full.contains("Quota") || full.contains("507") || full.contains("Insufficient"), "{full}");
     server.set_quota(None);
-    let said = refused(dir.path(), 1, &["push", SOURCE, "s3://images/x:v1", "credentials=nowhere"]);
-    assert!(said.contains("no credentials"), "{said}");
+    let message = refused(dir.path(), 1, &["push", SOURCE, "s3://images/x:v1", "credentials=nowhere"]);
+    assert!(message.contains("no credentials"), "{message}");
 }
 
 #[test]
-fn a_busy_store_is_tried_again_and_a_hanging_one_is_an_error_in_time() {
+fn busy_store_is_retried_and_hung_store_times_out() {
     let server = Server::start(&["images"]);
     let dir = with_disk(6);
     let busy = |asked: &freestone_testkit::s3::Asked<'_>| asked.nth % 2 == 1;
@@ -133,7 +134,7 @@ fn a_busy_store_is_tried_again_and_a_hanging_one_is_an_error_in_time() {
         tool("qemu-io").args(["-f", "raw", "-c", "read 4M 4k", &uri(&serving, "vm")]).output().unwrap();
     assert!(String::from_utf8(output.stdout).unwrap().contains("Input/output error"));
     assert!(since.elapsed() < Duration::from_secs(20), "{:?}", since.elapsed());
-    // Verbs do not wait for it, and what is cached is read.
+    // Verbs do not wait for the store, and cached chunks are readable.
     qemu_io(&uri(&serving, "vm"), &["read 0 64k", "write -P 1 0 4k"]);
     assert!(since.elapsed() < Duration::from_secs(30));
     assert!(
@@ -148,18 +149,45 @@ fn a_busy_store_is_tried_again_and_a_hanging_one_is_an_error_in_time() {
     assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
 }
 
+/// The instance metadata service is a server without objects.
 #[test]
-fn a_push_is_cancelled_by_an_interrupt_and_goes_on_where_it_was() {
+fn server_without_credentials_names_its_environment() {
+    let (server, instance) = (Server::start(&["images"]), Server::start(&[]));
+    server.require_key(Some("AKTEST"));
+    let dir = with_disk(1);
+    let mut command = with_store(&server, freestone(dir.path()));
+    for variable in ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HOME", "AWS_EC2_METADATA_DISABLED"] {
+        command.env_remove(variable);
+    }
+    command.env("AWS_METADATA_ENDPOINT", instance.endpoint());
+    command.args(["serve", SOURCE, "--nbd", "unix:nbd", "--control", "control"]);
+    let serving = Serve::ready(dir, command);
+    // The client's environment is not used.
+    let mut client = with_store(&server, freestone(serving.dir.path()));
+    client.args(["push", "d", "s3://images/x:v1", "--control", "control"]);
+    let (code, _, err) = finish(&mut client);
+    let message = crate::harness::sentence(&err);
+    assert_eq!(code, 1);
+    assert!(message.contains(&format!("no credentials: {} answers 404 ", instance.address())), "{message}");
+    assert!(
+        message.contains("set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give credentials=FILE"),
+        "{message}"
+    );
+    assert!(message.ends_with("A verb of a server uses the environment of the server"), "{message}");
+}
+
+#[test]
+fn interrupted_push_resumes_where_it_stopped() {
     let server = Server::start(&["images"]);
     let dir = with_disk(6);
-    // The first chunks go through.
+    // The first chunks succeed.
     let begun = AtomicUsize::new(0);
     let late = move |asked: &freestone_testkit::s3::Asked<'_>| {
         let is_chunk = asked.method == "PUT" && asked.key.contains("chunks/");
         is_chunk && begun.fetch_add(1, Ordering::SeqCst) >= 3
     };
     server.trouble(late, Trouble::Stall(None));
-    let mut command = reaching(&server, freestone(dir.path()));
+    let mut command = with_store(&server, freestone(dir.path()));
     let child = command
         .args(["push", SOURCE, "s3://images/x:v1"])
         .stdout(Stdio::piped())
@@ -191,9 +219,9 @@ fn a_push_is_cancelled_by_an_interrupt_and_goes_on_where_it_was() {
     assert_eq!(sent + there, 8);
 }
 
-/// However many servers and forks a host has, each chunk comes once.
+/// Each chunk is fetched once for a host, however many servers and forks it has.
 #[test]
-fn of_all_forks_of_a_host_one_fetches_a_chunk() {
+fn forks_of_a_host_fetch_each_chunk_once() {
     let (servers, forks) = effort((4, 6), (10, 10));
     let server = Server::start(&["images"]);
     let dir = with_disk(24);

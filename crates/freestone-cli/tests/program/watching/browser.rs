@@ -1,4 +1,4 @@
-//! The page in a browser, as a person has it.
+//! The web page in a browser.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -12,33 +12,33 @@ use crate::clients::tools::{MIB, noise};
 use crate::drives::raw::Raw;
 use crate::harness::Serve;
 
-/// A part of the page that is shown.
+/// Returns an expression for the visible text of an element.
 fn text(id: &str) -> String {
     format!("document.getElementById('{id}').innerText")
 }
 
-/// The cells of a device's line.
+/// Returns an expression for a device's row.
 fn row(name: &str) -> String {
     format!(
         "[...document.querySelectorAll('#devices tbody tr')].find((row) => row.dataset.name === '{name}')"
     )
 }
 
-/// Nothing went wrong, and nobody else was asked.
+/// Checks that there were no errors and no requests to other hosts.
 #[track_caller]
 fn check(browser: &mut Chromium, at: &str) {
-    let heard = browser.heard();
-    assert_eq!(heard.errors, [""; 0]);
+    let events = browser.take_events();
+    assert_eq!(events.errors, [""; 0]);
     let own = format!("http://{at}/");
-    let others: Vec<_> = heard.asked.iter().filter(|url| !url.starts_with(&own)).collect();
-    assert!(others.is_empty() && !heard.asked.is_empty(), "{others:?}");
+    let others: Vec<_> = events.requests.iter().filter(|url| !url.starts_with(&own)).collect();
+    assert!(others.is_empty() && !events.requests.is_empty(), "{others:?}");
 }
 
-/// Markup in a name is a name.
-const STRANGE: &str = "<img/src/onerror>";
+/// A name with markup must be shown as text.
+const MARKUP_NAME: &str = "<img/src/onerror>";
 
-/// A server with a device of each kind, a client of the RAM disk, and the page in a browser.
-fn browsed() -> (TempDir, Watched, Raw, Chromium) {
+/// Starts a server with devices of all kinds, a client of the RAM disk, and the page in a browser.
+fn open_page() -> (TempDir, Watched, Raw, Chromium) {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden"), vec![1; 1 << 20]).unwrap();
     let golden = format!("golden=file,path={}/golden,readonly=yes,mem_limit=64M", dir.path().display());
@@ -48,32 +48,32 @@ fn browsed() -> (TempDir, Watched, Raw, Chromium) {
         "r=ram,disksize=16M,mem_limit=8M",
         "z=null,size=64M,zoned=1,zone_size=4M",
     ]);
-    watched.serve.text(&["create", &format!("{STRANGE}=ram,disksize=1M")]);
+    watched.serve.text(&["create", &format!("{MARKUP_NAME}=ram,disksize=1M")]);
     let client = Raw::connect(&watched.serve, "r");
     let mut browser = Chromium::start(1600, 1000);
     browser.open(&format!("http://{}/", watched.at));
-    browser.until(&row(STRANGE));
+    browser.until(&row(MARKUP_NAME));
     (dir, watched, client, browser)
 }
 
 #[test]
-fn it_shows_devices_follows_writes_and_draws_maps() {
-    let (_dir, watched, mut client, mut browser) = browsed();
+fn page_shows_devices_writes_and_maps() {
+    let (_dir, watched, mut client, mut browser) = open_page();
     assert_eq!(browser.eval("document.querySelectorAll('#devices img').length"), json!(0));
     let names = browser
         .eval("[...document.querySelectorAll('#devices tbody tr')].map((row) => row.dataset.name).sort()");
-    assert_eq!(names, json!([STRANGE, "f", "golden", "r", "z"]));
+    assert_eq!(names, json!([MARKUP_NAME, "f", "golden", "r", "z"]));
     let family = browser.text(&text("families"));
     assert!(family.contains("golden file, 1 fork") && family.contains("of 64M"), "{family}");
     let header = browser.text(&text("server"));
     assert!(header.contains("5, 1 of them forks"), "{header}");
 
-    // A write is seen, in its line and in its sum.
+    // The page shows the write, in the row and in the sum.
     assert_eq!(client.write(0, 0, &noise(1, 4 * MIB)), 0);
     browser.until(&format!("{}.innerText.includes('of 8M')", row("r")));
     browser.until(&format!("{}.innerText.includes('4M, 1.0 : 1')", row("r")));
 
-    // Chosen by the keyboard alone; kept in the address.
+    // Selected by keyboard; the selection is kept in the address.
     browser.eval(&format!("{}.querySelector('a').focus()", row("r")));
     browser.press("Enter");
     browser.until(&format!("{}.includes('huge: 4M, 25 %')", text("legend")));
@@ -82,7 +82,7 @@ fn it_shows_devices_follows_writes_and_draws_maps() {
     assert_eq!(browser.text("location.hash"), "#device=r");
     let facts = browser.text(&text("facts"));
     assert!(facts.contains("4M, 25 % of the disk") && facts.contains("of 8M"), "{facts}");
-    // Painted as the legend says: the first square huge, the last a hole.
+    // The colours match the legend: the first square is huge, the last a hole.
     let colour = |cell: &str| {
         format!(
             "(() => {{ const c = document.getElementById('cells'); const p = c.getContext('2d'); \
@@ -97,7 +97,7 @@ fn it_shows_devices_follows_writes_and_draws_maps() {
         )
     };
     assert_eq!(browser.text(&colour("[4, 4]")), browser.text(&of("huge")));
-    // With the arrows, for who has no pointer.
+    // The arrow keys move over the map.
     browser.eval("document.getElementById('cells').focus()");
     browser.press("ArrowRight");
     browser.until(&format!("{}.includes('huge: 100 %')", text("tip")));
@@ -105,7 +105,7 @@ fn it_shows_devices_follows_writes_and_draws_maps() {
     browser.until(&format!("{latency}.includes('write') && {latency}.includes('p99')"));
     let exports = browser.text(&text("exports"));
     assert!(exports.contains("nbd+unix:///r?socket=") && exports.contains("1 connection"), "{exports}");
-    // More is written: the map follows.
+    // The map follows further writes.
     assert_eq!(client.write(0, 8 * MIB, &noise(2, 4 * MIB)), 0);
     browser.until(&format!(
         "{}.includes('huge: 8M, 50 %') || {}.includes('huge: 7.')",
@@ -120,23 +120,23 @@ fn it_shows_devices_follows_writes_and_draws_maps() {
 
 #[test]
 fn address_selects_device_on_any_screen() {
-    let (_dir, watched, mut client, mut browser) = browsed();
+    let (_dir, watched, mut client, mut browser) = open_page();
     assert_eq!(client.write(0, 0, &noise(1, 4 * MIB)), 0);
     browser.eval("location.hash = '#device=z'");
     browser.until(&format!("{}.includes('empty: 16 zones')", text("legend")));
-    browser.eval(&format!("location.hash = '#device=' + encodeURIComponent('{STRANGE}')"));
+    browser.eval(&format!("location.hash = '#device=' + encodeURIComponent('{MARKUP_NAME}')"));
     browser.until(&format!("{}.includes('hole: 1M')", text("legend")));
-    assert_eq!(browser.text(&text("device-title")), STRANGE);
+    assert_eq!(browser.text(&text("device-title")), MARKUP_NAME);
     browser.eval("location.hash = '#device=f'");
-    browser.until(&format!("{}.includes('as its base: 1M')", text("legend")));
-    // What is gone is told, and the rest goes on. The browser itself says what was not found.
+    browser.until(&format!("{}.includes('from base: 1M')", text("legend")));
+    // The page reports a removed device and continues. The browser logs the 404 itself.
     check(&mut browser, &watched.at);
     watched.serve.text(&["remove", "f"]);
     browser.until(&format!("{}.includes('f: no such device')", text("device-notice")));
-    let heard = browser.heard();
-    assert!(heard.errors.iter().all(|line| line.contains("404")), "{:?}", heard.errors);
+    let events = browser.take_events();
+    assert!(events.errors.iter().all(|line| line.contains("404")), "{:?}", events.errors);
 
-    // Nothing is wider than a small screen, and what is chosen can be read.
+    // Nothing is wider than a small screen, and the selected device is readable.
     browser.eval("location.hash = '#device=r'");
     browser.until(&format!("{}.includes('huge')", text("legend")));
     for (width, height) in [(360, 740), (800, 1000), (1280, 800), (1600, 1000)] {
@@ -145,7 +145,7 @@ fn address_selects_device_on_any_screen() {
         let wide = browser.eval("document.documentElement.scrollWidth");
         assert!(wide.as_u64().unwrap() <= u64::from(width), "{wide} at {width}");
     }
-    // All that is shown has a name for who hears the page.
+    // Every element has an accessible name.
     let nameless = browser.eval(
         "[...document.querySelectorAll('svg, canvas, input, select, button, a')].filter((e) => !(e.ariaLabel || \
          e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)",
@@ -154,7 +154,7 @@ fn address_selects_device_on_any_screen() {
 }
 
 #[test]
-fn a_server_that_is_gone_is_noticed_and_when_it_is_back() {
+fn page_notices_server_end_and_restart() {
     let watched = Watched::page(&["r=ram,disksize=4M"]);
     let Watched { serve, at } = watched;
     let mut browser = Chromium::start(1000, 700);
@@ -164,24 +164,24 @@ fn a_server_that_is_gone_is_noticed_and_when_it_is_back() {
     serve.signal(rustix::process::Signal::KILL);
     let (_, dir) = serve.wait();
     browser.until("!document.getElementById('gone').hidden");
-    let said = browser.text(&text("gone"));
+    let output = browser.text(&text("gone"));
     assert!(
-        said.contains("The server has not answered since") && said.contains("nobody listens there"),
-        "{said}"
+        output.contains("The server has not responded since") && output.contains("connection failed"),
+        "{output}"
     );
-    assert_eq!(browser.text("document.title"), "Gone - Freestone");
-    // The browser itself says that it is refused.
-    let heard = browser.heard();
-    assert!(heard.errors.iter().all(|line| line.contains("ERR_CONNECTION")), "{:?}", heard.errors);
+    assert_eq!(browser.text("document.title"), "Offline - Freestone");
+    // The browser logs the refused connections itself.
+    let events = browser.take_events();
+    assert!(events.errors.iter().all(|line| line.contains("ERR_CONNECTION")), "{:?}", events.errors);
     let _again = Serve::start_in(dir, &["r=ram,disksize=8M", "--http", &at], true);
-    browser.until(&format!("{}.includes('The server was started anew.')", text("back")));
+    browser.until(&format!("{}.includes('The server was restarted.')", text("back")));
     browser.until(&format!("{}.includes('hole: 8M')", text("legend")));
     assert_eq!(browser.eval("document.getElementById('gone').hidden"), json!(true));
     assert_eq!(browser.text("document.title"), "r - Freestone");
 }
 
 #[test]
-fn with_20_000_forks_it_stays_quick() {
+fn page_with_20_000_forks_stays_responsive() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden"), vec![1; 1 << 20]).unwrap();
     let golden = format!("golden=file,path={}/golden,readonly=yes", dir.path().display());
@@ -191,7 +191,7 @@ fn with_20_000_forks_it_stays_quick() {
     browser.open(&format!("http://{}/", watched.at));
     browser.until("document.querySelectorAll('#devices tbody tr').length === 50");
     assert_eq!(browser.text(&text("found")), "1 to 50 of 20001");
-    // The longest that the page did not answer, while it refreshes.
+    // The longest time in which the page did not respond, including refreshes.
     browser.eval(
         "window.longest = 0; let last = performance.now(); setInterval(() => { const now = performance.now(); \
          longest = Math.max(longest, now - last - 20); last = now; }, 20)",

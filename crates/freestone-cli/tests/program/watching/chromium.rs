@@ -1,4 +1,4 @@
-//! A headless Chromium that is driven over a pipe, as its tools for developers drive it.
+//! A headless Chromium, driven over a pipe by the `DevTools` protocol.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::clients::tools::find;
 
-/// An answer, or what a page should show, that takes longer does not come.
+/// Deadline for replies and for changes of the page.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A browser with one page.
@@ -24,16 +24,16 @@ pub struct Chromium {
     session: Option<String>,
     number: u64,
     events: VecDeque<Value>,
-    /// Its profile, and what it logs.
+    /// The profile directory, and the browser's log.
     dir: TempDir,
 }
 
 impl Chromium {
-    /// Starts it with an empty page that is `width` wide.
+    /// Starts the browser with an empty page that is `width` wide.
     pub fn start(width: u32, height: u32) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let log = File::create(dir.path().join("log")).unwrap();
-        // It reads at descriptor 3 and writes at 4.
+        // Chromium reads from descriptor 3 and writes to 4.
         let line = r#"exec "$0" "$@" 3<&0 4>&1 0</dev/null 1>&2"#;
         let mut command = Command::new("sh");
         command.args(["-c", line]).arg(find("chromium")).args([
@@ -59,8 +59,8 @@ impl Chromium {
             let mut message = Vec::new();
             while answers.read_until(0, &mut message).is_ok_and(|read| read > 0) {
                 message.pop();
-                let told = serde_json::from_slice(&message).unwrap();
-                if tell.send(told).is_err() {
+                let reply = serde_json::from_slice(&message).unwrap();
+                if tell.send(reply).is_err() {
                     return;
                 }
                 message.clear();
@@ -78,7 +78,7 @@ impl Chromium {
         browser
     }
 
-    /// Calls a method of the protocol; its result.
+    /// Calls a method of the protocol and returns its result.
     pub fn call(&mut self, method: &str, params: Value) -> Value {
         self.number += 1;
         let mut message = json!({ "id": self.number, "method": method });
@@ -90,15 +90,15 @@ impl Chromium {
         bytes.push(0);
         self.to.write_all(&bytes).unwrap();
         loop {
-            let told = self.from.recv_timeout(PATIENCE).unwrap_or_else(|why| {
+            let reply = self.from.recv_timeout(PATIENCE).unwrap_or_else(|why| {
                 let log = std::fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
                 panic!("{method}: no answer of chromium: {why}\n{log}")
             });
-            if told["id"] == json!(self.number) {
-                assert!(told.get("error").is_none(), "{method}: {told}");
-                return told["result"].clone();
+            if reply["id"] == json!(self.number) {
+                assert!(reply.get("error").is_none(), "{method}: {reply}");
+                return reply["result"].clone();
             }
-            self.events.push_back(told);
+            self.events.push_back(reply);
         }
     }
 
@@ -113,12 +113,12 @@ impl Chromium {
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'");
     }
 
-    /// What an expression of JavaScript is in the page.
+    /// Evaluates a JavaScript expression in the page.
     pub fn eval(&mut self, expression: &str) -> Value {
         let how = json!({ "expression": expression, "returnByValue": true, "awaitPromise": true });
-        let told = self.call("Runtime.evaluate", how);
-        assert!(told.get("exceptionDetails").is_none(), "{expression}: {told}");
-        told["result"].get("value").cloned().unwrap_or(Value::Null)
+        let reply = self.call("Runtime.evaluate", how);
+        assert!(reply.get("exceptionDetails").is_none(), "{expression}: {reply}");
+        reply["result"].get("value").cloned().unwrap_or(Value::Null)
     }
 
     pub fn text(&mut self, expression: &str) -> String {
@@ -157,38 +157,38 @@ impl Chromium {
         }
     }
 
-    /// What went wrong in the page, and where it has asked, since this was called last.
-    pub fn heard(&mut self) -> Heard {
-        // All that was sent before this is answered is there then.
+    /// Returns errors and requests of the page since the last call.
+    pub fn take_events(&mut self) -> PageEvents {
+        // Events sent before this reply have arrived with it.
         self.eval("0");
-        let mut heard = Heard::default();
+        let mut events = PageEvents::default();
         for event in self.events.drain(..) {
             let params = &event["params"];
             match event["method"].as_str() {
                 Some("Runtime.exceptionThrown" | "Runtime.consoleAPICalled") => {
-                    heard.errors.push(params.to_string());
+                    events.errors.push(params.to_string());
                 }
                 Some("Log.entryAdded") => {
                     let entry = &params["entry"];
-                    heard.errors.push(format!("{} {}", entry["text"], entry["url"]));
+                    events.errors.push(format!("{} {}", entry["text"], entry["url"]));
                 }
                 Some("Network.requestWillBeSent") => {
-                    heard.asked.push(params["request"]["url"].as_str().unwrap().to_owned());
+                    events.requests.push(params["request"]["url"].as_str().unwrap().to_owned());
                 }
                 _ => {}
             }
         }
-        heard
+        events
     }
 }
 
-/// What happened in a page.
+/// Events of a page.
 #[derive(Debug, Default)]
-pub struct Heard {
-    /// Exceptions, and lines of the console.
+pub struct PageEvents {
+    /// Exceptions and console lines.
     pub errors: Vec<String>,
-    /// All addresses.
-    pub asked: Vec<String>,
+    /// Addresses of all requests.
+    pub requests: Vec<String>,
 }
 
 impl Drop for Chromium {

@@ -1,4 +1,4 @@
-//! Clients of HTTP that mean harm, or do not know what they do.
+//! Hostile and broken HTTP clients.
 
 use std::io::{Read as _, Write as _};
 use std::thread;
@@ -11,7 +11,7 @@ fn watched() -> Watched {
 }
 
 #[test]
-fn what_is_not_asked_as_it_should_is_refused_with_a_status() {
+fn malformed_request_is_refused_with_a_status() {
     let watched = watched();
     let status = |text: &str| watched.ask(text.as_bytes()).0;
     let host = &watched.at;
@@ -37,13 +37,13 @@ fn what_is_not_asked_as_it_should_is_refused_with_a_status() {
 }
 
 #[test]
-fn long_requests_are_cut_short() {
+fn long_request_is_refused() {
     let watched = watched();
     let header = format!("GET /metrics HTTP/1.1\r\nHost: a\r\nX: {}\r\n\r\n", "y".repeat(9000));
     assert_eq!(watched.ask(header.as_bytes()).0, 431);
     let lines = format!("GET /metrics HTTP/1.1\r\nHost: a\r\n{}\r\n", "X: y\r\n".repeat(100));
     assert_eq!(watched.ask(lines.as_bytes()).0, 431);
-    // Without an end.
+    // A request that never ends.
     let mut stream = watched.connect();
     let piece = vec![b'a'; 65536];
     let mut sent = 0;
@@ -58,21 +58,21 @@ fn long_requests_are_cut_short() {
 }
 
 #[test]
-fn who_is_slow_or_silent_holds_up_nobody_and_has_an_end() {
+fn slow_or_silent_client_is_closed() {
     let watched = watched();
     let begun = Instant::now();
-    // More than there are places.
+    // More clients than connection slots.
     let mut silent: Vec<_> = (0..15).map(|_| watched.connect()).collect();
     let mut dripping = watched.connect();
     dripping.write_all(b"GET /metrics HT").unwrap();
     let drip = thread::spawn(move || {
-        // A byte a while keeps nothing open.
+        // Single bytes do not extend the deadline.
         while begun.elapsed() < Duration::from_secs(60) && dripping.write_all(b"T").is_ok() {
             thread::sleep(Duration::from_millis(200));
         }
         begun.elapsed()
     });
-    // All places are taken, as soon as they have been.
+    // Soon all slots are taken.
     let status = loop {
         let (status, ..) = watched.ask(b"GET /metrics HTTP/1.0\r\n\r\n");
         if status != 200 || begun.elapsed() > Duration::from_secs(4) {
@@ -88,12 +88,12 @@ fn who_is_slow_or_silent_holds_up_nobody_and_has_an_end() {
 }
 
 #[test]
-fn who_leaves_in_the_middle_takes_nothing_with_him() {
+fn aborted_requests_free_their_slots() {
     let watched = watched();
     for bytes in [&b""[..], b"G", b"GET /metrics HTTP/1.1\r\n", b"GET /metrics HTTP/1.0\r\n\r\n"] {
         for _ in 0..20 {
             let mut stream = watched.connect();
-            // A place may not be free yet.
+            // The slot may not be free yet.
             let _ = stream.write_all(bytes);
         }
     }
@@ -106,7 +106,7 @@ fn who_leaves_in_the_middle_takes_nothing_with_him() {
         assert!(Instant::now() < end, "{status}");
         thread::sleep(Duration::from_millis(50));
     }
-    // And the server ends while somebody is connected.
+    // The server also ends while a client is connected.
     let mut open = watched.connect();
     let began = Instant::now();
     watched.serve.signal(rustix::process::Signal::TERM);

@@ -1,4 +1,4 @@
-//! Maps against what was written.
+//! Maps of devices, compared with what was written.
 
 use std::fs;
 use std::io::Write as _;
@@ -18,7 +18,7 @@ fn sum(counts: &Value) -> u64 {
     counts.as_array().map_or(0, |counts| counts.iter().map(|count| count.as_u64().unwrap()).sum())
 }
 
-/// How much there is of each kind.
+/// Returns the sum of each kind.
 fn sums(map: &Value) -> Value {
     map["kinds"]
         .as_object()
@@ -38,7 +38,7 @@ fn discard(client: &mut Raw, offset: u64, len: u32) {
 }
 
 #[test]
-fn pages_are_what_was_written() {
+fn map_shows_written_pages_by_kind() {
     let dir = tempfile::tempdir().unwrap();
     let spill = format!("backing_dev={},backing_size=16M", dir.path().join("spill").display());
     let watched = Watched::page(&[&format!("r=ram,disksize=16M,{spill}")]);
@@ -56,14 +56,14 @@ fn pages_are_what_was_written() {
         (&json!("pages"), &json!(4096), &json!(4096))
     );
     let zeroes = sum(&before["kinds"]["zero"]);
-    // Zeroes that are written may be kept, or be a hole.
+    // Written zeroes may be stored, or become a hole.
     assert!(zeroes == 5 || zeroes == 0, "{before}");
     let hole = 4096 - 90 - 20 - 10 - zeroes;
     let expected = json!({ "compressed": 90, "huge": 20, "same": 10, "hole": hole });
-    let mut told = sums(&before);
-    told.as_object_mut().unwrap().remove("zero");
-    assert_eq!(told, expected);
-    // Where it lies: a part is a MiB.
+    let mut counted = sums(&before);
+    counted.as_object_mut().unwrap().remove("zero");
+    assert_eq!(counted, expected);
+    // Positions: a cell is a MiB.
     let of = |kind: &str, cell: usize| before["kinds"][kind][cell].as_u64().unwrap();
     assert_eq!((of("compressed", 0), of("huge", 1), of("same", 2), of("hole", 15)), (90, 20, 10, 256));
 
@@ -89,7 +89,7 @@ fn pages_are_what_was_written() {
 }
 
 #[test]
-fn zones_are_as_they_were_left() {
+fn map_shows_zone_conditions() {
     let watched = Watched::page(&["z=null,size=64M,zoned=1,zone_size=4M,memory_backed=1,zone_nr_conv=1"]);
     let mut client = Raw::connect(&watched.serve, "z");
     assert_eq!(client.write(0, 8 * MIB, &vec![1; MIB as usize]), 0);
@@ -121,7 +121,7 @@ fn zones_are_as_they_were_left() {
         (&map["written"][6], &map["written"][1], &map["capacity"][0]),
         (&json!(PAGE), &json!(0), &json!(0))
     );
-    // Several zones are a part.
+    // A cell has several zones.
     let coarse = watched.json("/api/map/z?cells=4");
     assert_eq!(sums(&coarse), conditions);
     assert_eq!((&coarse["cells"], &coarse["kinds"]["FULL"]), (&json!(4), &json!([0, 1, 0, 0])));
@@ -129,7 +129,7 @@ fn zones_are_as_they_were_left() {
 }
 
 #[test]
-fn other_devices_tell_data_from_holes_or_why_not() {
+fn map_of_other_devices_shows_data_or_the_reason() {
     let dir = tempfile::tempdir().unwrap();
     let mut file = fs::File::create(dir.path().join("golden")).unwrap();
     file.write_all(&vec![1; 65536]).unwrap();
@@ -145,18 +145,18 @@ fn other_devices_tell_data_from_holes_or_why_not() {
     assert_eq!(map["why"], json!("t: a template has no content; each connection gets a fork of its own"));
     assert_eq!(sums(&watched.json("/api/map/n")), json!({ "hole": MIB }));
     assert_eq!(sums(&watched.json("/api/map/p")), json!({ "hole": 256 }));
-    assert!(watched.json("/api/map/p")["note"].as_str().unwrap().contains("not flushed"), "{map}");
+    assert!(watched.json("/api/map/p")["note"].as_str().unwrap().contains("unflushed"), "{map}");
     for (path, status, sentence) in [
         ("/api/map/gone", 404, "gone: no such device"),
         ("/api/map/golden?cells=0", 400, "cells=0: must be a number from 1 to 4096"),
         ("/api/map/golden?cells=4097", 400, "cells=4097: must be a number from 1 to 4096"),
-        ("/api/map/golden?cell=4", 400, "cell: there is no such parameter"),
+        ("/api/map/golden?cell=4", 400, "cell: unknown parameter"),
     ] {
         assert_eq!(watched.get(path), (status, json!({ "error": sentence })), "{path}");
     }
 }
 
-/// A drive of a million zones takes longer to draw than a map may take.
+/// Drawing a map of a million zones takes longer than the limit.
 const MILLION_ZONES: &str = "z=null,size=1T,zoned=1,zone_size=1M";
 
 #[test]
@@ -166,15 +166,15 @@ fn map_ends_with_its_client_or_device() {
     let (stream, busy) = loop {
         let mut stream = watched.connect();
         write!(stream, "GET /api/map/z HTTP/1.0\r\n\r\n").unwrap();
-        // It begins meanwhile, or is late, and told that the other one is being drawn.
+        // The other map is being drawn, or has not begun yet.
         thread::sleep(Duration::from_millis(200));
-        let (status, told) = watched.get("/api/map/r");
+        let (status, reply) = watched.get("/api/map/r");
         if status != 200 || Instant::now() > end {
-            break (stream, (status, told));
+            break (stream, (status, reply));
         }
     };
-    assert_eq!(busy, (503, json!({ "error": "r: a map of z is being drawn; ask again" })));
-    // Who leaves takes the map with him.
+    assert_eq!(busy, (503, json!({ "error": "r: a map of z is being drawn; try again" })));
+    // The map ends with its client.
     drop(stream);
     let left = Instant::now();
     while watched.get("/api/map/r").0 == 503 {
@@ -182,7 +182,7 @@ fn map_ends_with_its_client_or_device() {
         assert!(left.elapsed() < Duration::from_secs(8), "{:?}", left.elapsed());
         thread::sleep(Duration::from_millis(20));
     }
-    // Its device is gone.
+    // The map ends with its device.
     let gone = thread::scope(|scope| {
         let map = scope.spawn(|| watched.get("/api/map/z"));
         thread::sleep(Duration::from_millis(500));
@@ -196,20 +196,20 @@ fn map_ends_with_its_client_or_device() {
 #[ignore = "slow lane"]
 fn map_of_a_million_zones_is_cut_off_in_time() {
     let watched = Watched::page(&[MILLION_ZONES, "r=ram,disksize=1M"]);
-    // Others are served meanwhile, and what is removed goes.
-    let (told, overview, took) = thread::scope(|scope| {
+    // Other requests are served meanwhile, and devices can be removed.
+    let (reply, overview, took) = thread::scope(|scope| {
         let map = scope.spawn(|| {
             let began = Instant::now();
             (watched.json("/api/map/z"), began.elapsed())
         });
         let overview = watched.json("/api/overview");
         watched.serve.text(&["remove", "r"]);
-        let (told, took) = map.join().unwrap();
-        (told, overview, took)
+        let (reply, took) = map.join().unwrap();
+        (reply, overview, took)
     });
     assert_eq!(overview["found"], json!(2));
-    let looked = told["looked"].as_u64().unwrap();
+    let looked = reply["looked"].as_u64().unwrap();
     assert!(looked > 100_000 && looked < 1 << 20, "{looked}");
-    assert_eq!(sum(&told["kinds"]["EMPTY"]), looked);
+    assert_eq!(sum(&reply["kinds"]["EMPTY"]), looked);
     assert!(took < Duration::from_secs(14), "{took:?}");
 }

@@ -1,4 +1,4 @@
-//! Who watches a server: Prometheus, and people.
+//! Monitoring: metrics, the web page, `top`, the request log and probes.
 
 mod browser;
 mod chromium;
@@ -18,30 +18,30 @@ use serde_json::Value;
 
 use crate::harness::Serve;
 
-/// A server that is watched over HTTP, and where.
+/// A server that is monitored over HTTP, and its address.
 struct Watched {
     serve: Serve,
     at: String,
 }
 
 impl Watched {
-    /// One that tells metrics.
+    /// Starts a server with `--metrics`.
     fn start(args: &[&str]) -> Self {
         Self::of(Serve::start(&[args, &["--metrics", "0"]].concat()), "metrics: http://", "/metrics")
     }
 
-    /// One with a page.
+    /// Starts a server with `--http`.
     fn page(args: &[&str]) -> Self {
         Self::of(Serve::start(&[args, &["--http", "0"]].concat()), "page: http://", "/")
     }
 
     fn of(serve: Serve, word: &str, path: &str) -> Self {
-        let at = serve.said.lines().find_map(|line| line.strip_prefix(word));
-        let at = at.and_then(|rest| rest.strip_suffix(path)).expect(&serve.said).to_owned();
+        let at = serve.startup_output.lines().find_map(|line| line.strip_prefix(word));
+        let at = at.and_then(|rest| rest.strip_suffix(path)).expect(&serve.startup_output).to_owned();
         Self { serve, at }
     }
 
-    /// What the page asks: the status, and the JSON.
+    /// Sends a request of the page. Returns the status and the JSON.
     fn get(&self, path: &str) -> (u16, Value) {
         let (status, head, body) = self.ask(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes());
         let content_type = "Content-Type: application/json; charset=utf-8";
@@ -49,11 +49,11 @@ impl Watched {
         (status, serde_json::from_str(&body).unwrap_or_else(|why| panic!("{path}: {why}: {body}")))
     }
 
-    /// The same of what is there.
+    /// Like [`get`](Self::get), for requests that must succeed.
     fn json(&self, path: &str) -> Value {
-        let (status, told) = self.get(path);
-        assert_eq!(status, 200, "{path}: {told}");
-        told
+        let (status, reply) = self.get(path);
+        assert_eq!(status, 200, "{path}: {reply}");
+        reply
     }
 
     fn connect(&self) -> TcpStream {
@@ -62,15 +62,15 @@ impl Watched {
         stream
     }
 
-    /// Sends these bytes; the status, the lines of the head and the body that come back.
+    /// Sends these bytes. Returns the status, the lines of the head and the body.
     fn ask(&self, bytes: &[u8]) -> (u16, Vec<String>, String) {
         let mut stream = self.connect();
-        // It may have been refused before all is sent.
+        // The server may close before all bytes are sent.
         let _ = stream.write_all(bytes);
         answer(&mut stream)
     }
 
-    /// The metrics, checked strictly.
+    /// Returns the metrics, checked strictly.
     fn scrape(&self) -> openmetrics::Exposition {
         let request = format!("GET /metrics HTTP/1.1\r\nHost: {}\r\n\r\n", self.at);
         let (status, head, body) = self.ask(request.as_bytes());
@@ -84,7 +84,7 @@ impl Watched {
 fn answer(stream: &mut TcpStream) -> (u16, Vec<String>, String) {
     let mut bytes = Vec::new();
     let end = stream.read_to_end(&mut bytes);
-    // A server that has answered may cut off what is still sent to it.
+    // After its reply the server may close while bytes are in transit.
     assert!(end.is_ok() || !bytes.is_empty(), "{end:?}");
     let text = String::from_utf8(bytes).unwrap();
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no answer: {text:?}"));

@@ -1,34 +1,34 @@
-//! `OpenMetrics` text, read as strictly as its specification has it.
+//! A strict parser of the `OpenMetrics` text format.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Labels with their values.
 pub type Labels = BTreeMap<String, String>;
 
-/// What an exposition says.
+/// A parsed exposition.
 #[derive(Debug, Default)]
 pub struct Exposition {
     /// The type of each family.
     pub families: BTreeMap<String, String>,
-    /// By name and labels, in the order in which they stand there.
+    /// Names, labels and values, in the order of the text.
     pub samples: Vec<(String, Labels, f64)>,
 }
 
 impl Exposition {
-    /// The value of a sample with just these labels.
+    /// Returns the value of the sample with exactly these labels.
     pub fn value(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
         let wanted: Labels = labels.iter().map(|(key, value)| (key.to_string(), value.to_string())).collect();
         self.samples.iter().find(|(known, of, _)| known == name && *of == wanted).map(|(_, _, value)| *value)
     }
 
-    /// The values that a label has among the samples of a name.
+    /// Returns the values of a label among the samples of a name.
     pub fn values_of(&self, name: &str, label: &str) -> BTreeSet<String> {
         let of = self.samples.iter().filter(|(known, ..)| known == name);
         of.filter_map(|(_, labels, _)| labels.get(label).cloned()).collect()
     }
 }
 
-/// The suffixes that samples of a type have.
+/// Returns the suffixes of the samples of a type.
 fn suffixes(kind: &str) -> Result<&'static [&'static str], String> {
     Ok(match kind {
         "counter" => &["_total"],
@@ -39,7 +39,7 @@ fn suffixes(kind: &str) -> Result<&'static [&'static str], String> {
     })
 }
 
-/// A family that is being read.
+/// The family that is being parsed.
 struct Family {
     name: String,
     kind: &'static [&'static str],
@@ -47,7 +47,7 @@ struct Family {
     is_counter: bool,
 }
 
-/// Reads it.
+/// Parses an exposition.
 pub fn parse(text: &str) -> Result<Exposition, String> {
     let body = text.strip_suffix("# EOF\n").ok_or("it does not end with # EOF")?;
     let mut found = Exposition::default();
@@ -89,7 +89,7 @@ pub fn parse(text: &str) -> Result<Exposition, String> {
             return Err(wrong("help without a type"));
         }
         let family = family.as_ref().ok_or(wrong("no family"))?;
-        let (name, labels, value) = sample(line).map_err(|why| wrong(&why))?;
+        let (name, labels, value) = parse_sample(line).map_err(|why| wrong(&why))?;
         let suffix = name.strip_prefix(family.name.as_str()).ok_or(wrong("of another family"))?;
         if !family.kind.contains(&suffix) {
             return Err(wrong("a suffix that its type does not have"));
@@ -122,8 +122,8 @@ fn check_name(name: &str) -> Result<(), String> {
     if first && rest { Ok(()) } else { Err(format!("no name: {name:?}")) }
 }
 
-/// `name{label="value",...} value`.
-fn sample(line: &str) -> Result<(String, Labels, f64), String> {
+/// Parses `name{label="value",...} value`.
+fn parse_sample(line: &str) -> Result<(String, Labels, f64), String> {
     let end = line.find(['{', ' ']).ok_or("no value")?;
     let (name, mut rest) = line.split_at(end);
     check_name(name)?;
@@ -133,7 +133,7 @@ fn sample(line: &str) -> Result<(String, Labels, f64), String> {
         loop {
             let (label, behind) = rest.split_once("=\"").ok_or("no label")?;
             check_name(label)?;
-            let (value, behind) = quoted(behind)?;
+            let (value, behind) = parse_quoted(behind)?;
             if labels.insert(label.to_owned(), value).is_some() {
                 return Err("a label twice".into());
             }
@@ -153,8 +153,8 @@ fn sample(line: &str) -> Result<(String, Labels, f64), String> {
     Ok((name.to_owned(), labels, value))
 }
 
-/// Up to the quote that ends it.
-fn quoted(text: &str) -> Result<(String, &str), String> {
+/// Parses up to the closing quote.
+fn parse_quoted(text: &str) -> Result<(String, &str), String> {
     let mut value = String::new();
     let mut chars = text.char_indices();
     while let Some((at, char)) = chars.next() {
@@ -171,7 +171,7 @@ fn quoted(text: &str) -> Result<(String, &str), String> {
     Err("no end of a value".into())
 }
 
-/// Buckets that grow, up to the count.
+/// Checks that the buckets grow up to the count.
 fn check_histogram(found: &Exposition, name: &str) -> Result<(), String> {
     let mut of = BTreeMap::<Labels, Vec<(f64, f64)>>::new();
     for (sample, labels, value) in &found.samples {
@@ -202,7 +202,7 @@ fn check_histogram(found: &Exposition, name: &str) -> Result<(), String> {
 }
 
 #[test]
-fn what_is_not_right_is_seen() {
+fn parser_rejects_invalid_text() {
     let good = "# HELP a A\n# TYPE a counter\na_total{x=\"1\\\"\\n\\\\\"} 3\n# HELP h H\n# TYPE h histogram\n\
                 h_sum 1.5\nh_count 2\nh_bucket{le=\"0.1\"} 1\nh_bucket{le=\"+Inf\"} 2\n# EOF\n";
     let found = parse(good).unwrap();

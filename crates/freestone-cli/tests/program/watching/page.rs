@@ -1,4 +1,4 @@
-//! The page over HTTP: its files, its headers, what it can ask.
+//! The web page over HTTP: files, headers and requests.
 
 use std::fs;
 
@@ -13,7 +13,7 @@ use crate::harness::refused;
 const FILES: [&str; 7] = ["/", "/app.js", "/device.js", "/draw.js", "/map.js", "/style.css", "/icon.svg"];
 
 #[test]
-fn its_files_are_there_and_lead_nowhere_else() {
+fn page_files_are_served_without_foreign_links() {
     let watched = Watched::page(&["r=ram,disksize=4M"]);
     for path in FILES {
         let (status, head, body) = watched.ask(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes());
@@ -23,7 +23,7 @@ fn its_files_are_there_and_lead_nowhere_else() {
         let name = if name.is_empty() { "index.html" } else { name };
         let file = format!("{}/src/page/files/{name}", env!("CARGO_MANIFEST_DIR"));
         assert_eq!(body, fs::read_to_string(file).unwrap(), "{path}");
-        // A name space of XML is no address that is asked.
+        // The XML name space is not an address to fetch.
         let without = body.replace("http://www.w3.org/2000/svg", "");
         assert!(!without.contains("http://") && !without.contains("https://"), "{path}");
         for word in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "style=\""] {
@@ -34,7 +34,7 @@ fn its_files_are_there_and_lead_nowhere_else() {
     assert_eq!(url, json!(format!("http://{}/", watched.at)));
 }
 
-/// Nobody else's page can show it, read it, or add to it.
+/// Checks that other sites cannot embed, read or extend the page.
 fn check_head(head: &[String]) {
     for line in [
         "X-Content-Type-Options: nosniff",
@@ -45,13 +45,13 @@ fn check_head(head: &[String]) {
         "Content-Security-Policy: default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
          connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     ] {
-        assert_eq!(head.iter().filter(|told| *told == line).count(), 1, "{line}: {head:?}");
+        assert_eq!(head.iter().filter(|found| *found == line).count(), 1, "{line}: {head:?}");
     }
     assert!(!head.iter().any(|line| line.starts_with("Access-Control")), "{head:?}");
 }
 
 #[test]
-fn what_is_not_asked_as_it_should_is_refused() {
+fn invalid_page_request_is_refused() {
     let watched = Watched::page(&["r=ram,disksize=4M"]);
     let at = &watched.at;
     let refuse = |text: String, expected: u16| {
@@ -77,19 +77,19 @@ fn what_is_not_asked_as_it_should_is_refused() {
     refuse(format!("GET / HTTP/1.1\r\nHost: {at}\r\nX: {}\r\n\r\n", "y".repeat(9000)), 431);
     for (path, status, sentence) in [
         ("/api/device/gone", 404, "gone: no such device"),
-        ("/api/device/r?x=1", 400, "x: there is no such parameter"),
-        ("/api/device/%FF", 400, "%FF: is not the name of a device"),
+        ("/api/device/r?x=1", 400, "x: unknown parameter"),
+        ("/api/device/%FF", 400, "%FF: is not a device name"),
         ("/api/overview?count=201", 400, "count=201: must be a number from 0 to 200"),
         ("/api/overview?from=-1", 400, "from=-1: must be a number from 0 to 1048576"),
         ("/api/overview?by=size", 400, "by=size: must be requests, bytes, latency or name"),
-        ("/api/overview?a=b", 400, "a: there is no such parameter"),
+        ("/api/overview?a=b", 400, "a: unknown parameter"),
     ] {
         assert_eq!(watched.get(path), (status, json!({ "error": sentence })), "{path}");
     }
 }
 
 #[test]
-fn it_tells_what_top_list_and_stat_tell() {
+fn page_shows_the_values_of_top_list_and_stat() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden"), vec![1; 1 << 20]).unwrap();
     let golden = format!("golden=file,path={}/golden,readonly=yes,mem_limit=64M", dir.path().display());
@@ -104,34 +104,34 @@ fn it_tells_what_top_list_and_stat_tell() {
         client.read(page * 4096, 4096).unwrap();
     }
     std::thread::sleep(std::time::Duration::from_millis(600));
-    let told = watched.json("/api/overview?count=1");
-    let server = &told["server"];
+    let reply = watched.json("/api/overview?count=1");
+    let server = &reply["server"];
     assert_eq!(
         (&server["devices"], &server["forks"], &server["connections"]),
         (&json!(34), &json!(30), &json!(1))
     );
     assert!(server["process_rss_bytes"].as_u64().unwrap() > MIB && server["pid"].is_number(), "{server}");
-    assert_eq!((&told["found"], told["devices"].as_array().unwrap().len()), (&json!(34), 1));
-    // The busiest, with its rates, as it is in the list.
-    let busiest = &told["devices"][0];
-    let seconds = told["seconds"].as_f64().unwrap();
+    assert_eq!((&reply["found"], reply["devices"].as_array().unwrap().len()), (&json!(34), 1));
+    // The busiest device, with rates, and its state as `list` shows it.
+    let busiest = &reply["devices"][0];
+    let seconds = reply["seconds"].as_f64().unwrap();
     let reads = busiest["rates"]["reads_per_second"].as_f64().unwrap() * seconds;
     assert!(busiest["state"]["name"] == json!("r") && (reads - 64.0).abs() < 0.01, "{busiest}");
     assert_eq!(busiest["state"], serve.json(&["list", "r"])["devices"][0]);
-    // Families: the forks of the base are a sum.
-    let families = told["families"].as_array().unwrap();
+    // Families: forks of a base are summed.
+    let families = reply["families"].as_array().unwrap();
     let family = |name: &str| families.iter().find(|family| family["name"] == json!(name)).unwrap();
     assert_eq!((&family("golden")["forks"], &family("golden")["devices"]), (&json!(30), &json!(31)));
     assert_eq!(family("golden")["memory"], serve.json(&["stat", "golden"])["family"]);
     assert_eq!((&family("r")["orig_data_size"], &families[0]["name"]), (&json!(64 * 4096), &json!("r")));
     assert!(!families.iter().any(|family| family["name"] == json!("n")), "{families:?}");
 
-    // Search by the beginning of names, page by page.
+    // Search by prefix, page by page.
     let names = |path: &str| -> (u64, Vec<String>) {
-        let told = watched.json(path);
-        let rows = told["devices"].as_array().unwrap().iter();
+        let reply = watched.json(path);
+        let rows = reply["devices"].as_array().unwrap().iter();
         (
-            told["found"].as_u64().unwrap(),
+            reply["found"].as_u64().unwrap(),
             rows.map(|row| row["state"]["name"].as_str().unwrap().to_owned()).collect(),
         )
     };
@@ -145,21 +145,21 @@ fn it_tells_what_top_list_and_stat_tell() {
     assert_eq!(names("/api/overview?prefix=no"), (0, Vec::new()));
     assert_eq!(names("/api/overview?prefix=ci%2F%3Cb").1, ["ci/<b>ü</b>"]);
 
-    // One device.
-    let told = watched.json("/api/device/r");
-    assert_eq!(told["attributes"], serve.json(&["get", "r"]));
+    // A single device.
+    let reply = watched.json("/api/device/r");
+    assert_eq!(reply["attributes"], serve.json(&["get", "r"]));
     let stat = serve.json(&["stat", "r"]);
     for key in ["mm_stat", "io", "exports", "uuid", "family"] {
-        assert_eq!(told["stat"][key], stat[key], "{key}");
+        assert_eq!(reply["stat"][key], stat[key], "{key}");
     }
     let measured: u64 =
-        told["latency"]["read"].as_array().unwrap().iter().map(|bucket| bucket[1].as_u64().unwrap()).sum();
+        reply["latency"]["read"].as_array().unwrap().iter().map(|bucket| bucket[1].as_u64().unwrap()).sum();
     assert_eq!(json!(measured), stat["latency"]["read"]["requests"]);
     let strange = watched.json("/api/device/ci%2F%3Cb%3E%C3%BC%3C%2Fb%3E");
     assert_eq!(strange["stat"]["name"], json!("ci/<b>ü</b>"));
 }
 
-/// Told in sums and a part of the names, whatever there is.
+/// The overview has sums and a part of the names, whatever the number of devices.
 #[test]
 fn overview_of_many_forks_is_small_and_fast() {
     let dir = tempfile::tempdir().unwrap();
@@ -174,10 +174,10 @@ fn overview_of_many_forks_is_small_and_fast() {
         let (status, _, body) = watched.ask(b"GET /api/overview?count=50 HTTP/1.0\r\n\r\n");
         quickest = quickest.min(began.elapsed().as_secs_f64());
         bytes = body.len();
-        let told: Value = serde_json::from_str(&body).unwrap();
-        assert_eq!((status, &told["server"]["forks"]), (200, &json!(forks)));
-        assert_eq!(told["devices"].as_array().unwrap().len(), 50);
-        assert_eq!(told["families"][0]["forks"], json!(forks));
+        let overview: Value = serde_json::from_str(&body).unwrap();
+        assert_eq!((status, &overview["server"]["forks"]), (200, &json!(forks)));
+        assert_eq!(overview["devices"].as_array().unwrap().len(), 50);
+        assert_eq!(overview["families"][0]["forks"], json!(forks));
         std::thread::sleep(std::time::Duration::from_millis(600));
     }
     println!("{forks} forks: {quickest:.3} s, {bytes} bytes");
@@ -185,19 +185,19 @@ fn overview_of_many_forks_is_small_and_fast() {
 }
 
 #[test]
-fn addresses_that_cannot_be_meant_are_refused() {
+fn invalid_http_addresses_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let serve = |args: &[&str]| refused(dir.path(), 2, &[&["serve", "--check"], args].concat());
     let form = "must be PORT or HOST:PORT, for example 9100 or 127.0.0.1:9100";
     assert_eq!(serve(&["--http", "x"]), format!("--http: x: {form}"));
-    assert_eq!(serve(&["--http", "unix:h.sock"]), format!("--http: unix:h.sock: {form}: HTTP goes over TCP"));
+    assert_eq!(serve(&["--http", "unix:h.sock"]), format!("--http: unix:h.sock: {form}; HTTP needs TCP"));
     let open = serve(&["--http", "0.0.0.0:9200"]);
-    assert!(open.starts_with("--http: 0.0.0.0:9200: others than this machine's users"), "{open}");
-    assert!(open.ends_with("--http-open says that they may"), "{open}");
-    assert_eq!(serve(&["--http-open"]), "--http-open: without --http there is no page");
+    assert!(open.starts_with("--http: 0.0.0.0:9200: other machines can reach this address"), "{open}");
+    assert!(open.ends_with("--http-open allows it"), "{open}");
+    assert_eq!(serve(&["--http-open"]), "--http-open: has no effect without --http");
     fs::write(dir.path().join("c.toml"), "http = '[::]:1'").unwrap();
     let file = serve(&["--config", "c.toml"]);
-    assert!(file.starts_with("http: [::]:1: others than"), "{file}");
+    assert!(file.starts_with("http: [::]:1: other machines"), "{file}");
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let at = taken.local_addr().unwrap().to_string();
     let why = refused(dir.path(), 1, &["serve", "--http", &at, "--nbd", "unix:n", "--control", "c"]);

@@ -1,4 +1,4 @@
-//! Who looks at single requests: the log, and a debugger at the probes.
+//! Single requests: the request log, and probes for a debugger.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -9,8 +9,8 @@ use crate::harness::{Serve, freestone};
 
 const DEVICES: [&str; 2] = ["r=ram,disksize=16M", "s=ram,disksize=16M,faults=read delay=20ms,seed=1"];
 
-/// What each of the requests of [`ask`] is, in the words of the log.
-const ASKED: [(&str, &str, u64, u64); 4] =
+/// The requests of [`ask`], as the log prints them.
+const EXPECTED: [(&str, &str, u64, u64); 4] =
     [("r", "write", 4096, 8192), ("r", "read", 4096, 512), ("r", "flush", 0, 0), ("s", "read", MIB, 4096)];
 
 fn ask(serve: &Serve) {
@@ -22,7 +22,7 @@ fn ask(serve: &Serve) {
 }
 
 #[test]
-fn the_log_has_a_line_for_each_request_if_it_is_asked_for() {
+fn request_log_has_a_line_for_each_request() {
     let logged = |filter: Option<&str>| {
         let dir = tempfile::tempdir().unwrap();
         let mut command = freestone(dir.path());
@@ -43,7 +43,7 @@ fn the_log_has_a_line_for_each_request_if_it_is_asked_for() {
         (log, format!("unix:{}", dir.path().join("nbd").display()))
     };
     let (log, place) = logged(Some("freestone::request=trace"));
-    for (device, op, offset, bytes) in ASKED {
+    for (device, op, offset, bytes) in EXPECTED {
         let waits = device == "s";
         let span = format!(
             "request{{device=\"{device}\" place=\"{place}\" op=\"{op}\" offset={offset} bytes={bytes} \
@@ -53,7 +53,7 @@ fn the_log_has_a_line_for_each_request_if_it_is_asked_for() {
         assert_eq!(lines.len(), 1, "{span}\n{log}");
         assert!(lines[0].contains("close time.busy=") && lines[0].contains("TRACE"), "{lines:?}");
     }
-    // What has to wait was tried before.
+    // A request that has to wait was tried inline first.
     assert!(log.contains("bytes=4096 waits=false end=\"has to wait\""), "{log}");
     assert!(log.contains("op=\"write\" offset=1048576 bytes=4096 waits=true end=\"io_error\""), "{log}");
     for filter in [None, Some("debug"), Some("trace,freestone::request=debug")] {
@@ -63,7 +63,7 @@ fn the_log_has_a_line_for_each_request_if_it_is_asked_for() {
 
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn a_debugger_sees_each_request_at_the_probes() {
+fn probes_fire_for_each_request() {
     let dir = tempfile::tempdir().unwrap();
     let print = |numbers: &str| {
         format!(
@@ -82,7 +82,7 @@ fn a_debugger_sees_each_request_at_the_probes() {
     ];
     fs::write(dir.path().join("script"), script.concat()).unwrap();
     let mut command = Command::new(find("gdb"));
-    // Probes are no debugging information, which takes long to read.
+    // The probes need no debug information, which is slow to read.
     command.args(["-nx", "-batch", "--readnever", "-x", "script", "--args"]).current_dir(&dir);
     command.env_remove("RUST_LOG").env("DEBUGINFOD_URLS", "").stdin(Stdio::null());
     command.arg(env!("CARGO_BIN_EXE_freestone")).arg("serve").args(DEVICES);
@@ -93,15 +93,15 @@ fn a_debugger_sees_each_request_at_the_probes() {
     let (status, dir) = serve.wait();
     let seen = fs::read_to_string(dir.path().join("seen")).unwrap();
     assert_eq!(status, Some(0), "{seen}");
-    // Threads that come, go, and are stopped.
+    // Drops gdb's lines about threads.
     let lines = seen.split_inclusive('\n').filter(|line| !line.starts_with('['));
     let seen = lines.collect::<String>();
-    // One after the other; what the end of the server flushes comes later.
+    // In order. Flushes at the end of the server follow.
     let mut rest = seen.as_str();
-    for (device, op, offset, bytes) in ASKED {
+    for (device, op, offset, bytes) in EXPECTED {
         let op = ["read", "write", "discard", "write_zeroes", "flush"].iter().position(|word| *word == op);
         let op = op.unwrap();
-        // What has to wait was tried before.
+        // A request that has to wait was tried inline first.
         let turns: &[_] = if device == "s" { &[(0, -2, 1), (1, 0, 20_000_000)] } else { &[(0, 0, 1)] };
         for (waits, code, least) in turns {
             let begin =

@@ -1,4 +1,4 @@
-//! What Prometheus is told.
+//! Prometheus metrics.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -10,7 +10,7 @@ use crate::clients::tools::MIB;
 use crate::drives::raw::{EIO, Raw};
 use crate::harness::{finish, freestone, refused};
 
-/// What the page of the documentation says that there is.
+/// Returns the metrics that docs/metrics.md lists.
 fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {
     let page =
         fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/metrics.md")).unwrap();
@@ -30,7 +30,7 @@ fn op(of: &Exposition, name: &str, device: &str, kind: &str, op: &str) -> u64 {
 }
 
 #[test]
-fn counts_and_bytes_are_exact_and_names_are_the_documented_ones() {
+fn metrics_are_exact_and_documented() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden"), vec![1; 4 << 20]).unwrap();
     let golden = format!("golden=file,path={}/golden,readonly=yes", dir.path().display());
@@ -61,8 +61,8 @@ fn counts_and_bytes_are_exact_and_names_are_the_documented_ones() {
     }
     assert_eq!(g.write(0, 0, &[1; 12288]), 0);
 
-    let told = watched.scrape();
-    let of_ram = |name: &str, what: &str| op(&told, name, "r", "ram", what);
+    let exposition = watched.scrape();
+    let of_ram = |name: &str, what: &str| op(&exposition, name, "r", "ram", what);
     let requests = "freestone_device_requests_total";
     let counted =
         ["read", "write", "write_zeroes", "flush", "discard", "append"].map(|op| of_ram(requests, op));
@@ -70,63 +70,67 @@ fn counts_and_bytes_are_exact_and_names_are_the_documented_ones() {
     let bytes = "freestone_device_bytes_total";
     let counted = ["read", "write", "write_zeroes", "discard"].map(|op| of_ram(bytes, op));
     assert_eq!(counted, [700 * 512, 300 * 4096, 8192, 0]);
-    assert_eq!(told.value(bytes, &[("device", "r"), ("kind", "ram"), ("op", "flush")]), None);
+    assert_eq!(exposition.value(bytes, &[("device", "r"), ("kind", "ram"), ("op", "flush")]), None);
     assert_eq!(of_ram("freestone_device_errors_total", "write"), 0);
-    assert_eq!(op(&told, "freestone_device_errors_total", "q", "null", "write"), 1);
-    assert_eq!(op(&told, requests, "q", "null", "write"), 0);
-    // All requests of a connection are on one thread, and the measured ones stand for all.
+    assert_eq!(op(&exposition, "freestone_device_errors_total", "q", "null", "write"), 1);
+    assert_eq!(op(&exposition, requests, "q", "null", "write"), 0);
+    // A connection's requests share one thread. The measured ones stand for all.
     let measured = of_ram("freestone_device_duration_seconds_count", "read")
         + of_ram("freestone_device_duration_seconds_count", "write");
     assert!((1004 - 128..=1004).contains(&measured), "{measured}");
-    let size = told.value("freestone_device_size_bytes", &[("device", "r"), ("kind", "ram")]);
+    let size = exposition.value("freestone_device_size_bytes", &[("device", "r"), ("kind", "ram")]);
     assert_eq!(size, Some(16.0 * MIB as f64));
-    // Forks are told in a sum, and by themselves; the base is a device.
+    // Forks are reported as a sum and individually; the base is a device.
     let base = [("base", "golden")];
-    assert_eq!(told.value("freestone_forks", &base), Some(2.0));
-    let of_forks = |name: &str, op: &str| told.value(name, &[("base", "golden"), ("op", op)]).unwrap() as u64;
+    assert_eq!(exposition.value("freestone_forks", &base), Some(2.0));
+    let of_forks =
+        |name: &str, op: &str| exposition.value(name, &[("base", "golden"), ("op", op)]).unwrap() as u64;
     assert_eq!(of_forks("freestone_forks_requests_total", "read"), 10);
     assert_eq!(of_forks("freestone_forks_bytes_total", "write"), 12288);
     let of_f = [("fork", "f"), ("base", "golden"), ("op", "read")];
-    assert_eq!(told.value("freestone_fork_requests_total", &of_f), Some(10.0));
-    let devices = told.values_of(requests, "device");
+    assert_eq!(exposition.value("freestone_fork_requests_total", &of_f), Some(10.0));
+    let devices = exposition.values_of(requests, "device");
     assert_eq!(devices, ["golden", "q", "r"].map(str::to_owned).into());
     let address = format!("unix:{}", serve.path("nbd").display());
     let export = [("device", "r"), ("address", address.as_str()), ("op", "read")];
-    assert_eq!(told.value("freestone_export_requests_total", &export), Some(700.0));
-    assert_eq!(told.value("freestone_export_connections", &export[..2]), Some(1.0));
-    assert_eq!(told.value("freestone_nbd_connections", &[]), Some(4.0));
+    assert_eq!(exposition.value("freestone_export_requests_total", &export), Some(700.0));
+    assert_eq!(exposition.value("freestone_export_connections", &export[..2]), Some(1.0));
+    assert_eq!(exposition.value("freestone_nbd_connections", &[]), Some(4.0));
 
-    // What is there is documented, and what is documented is there.
+    // The documentation lists exactly the existing metrics.
     let documented = documented();
     let types: BTreeMap<_, _> =
         documented.iter().map(|(name, (kind, _))| (name.clone(), kind.clone())).collect();
-    assert_eq!(told.families, types);
-    for (sample, labels, _) in &told.samples {
+    assert_eq!(exposition.families, types);
+    for (sample, labels, _) in &exposition.samples {
         let family = documented.iter().filter(|(name, _)| sample.starts_with(name.as_str()));
         let (_, (_, known)) = family.max_by_key(|(name, _)| name.len()).unwrap();
         let labels: BTreeSet<_> = labels.keys().filter(|label| *label != "le").cloned().collect();
         assert_eq!(labels, *known, "{sample}");
     }
 
-    // What goes stays in the sum, and no counter gets less.
+    // Counters of a removed fork stay in the sum, so no counter decreases.
     drop((f, g));
     serve.text(&["remove", "f", "--force"]);
     let after = watched.scrape();
     let read = after.value("freestone_forks_requests_total", &[("base", "golden"), ("op", "read")]);
     assert_eq!((read, after.value("freestone_forks", &base)), (Some(10.0), Some(1.0)));
     assert_eq!(after.value("freestone_fork_requests_total", &of_f), None);
-    assert_eq!(op(&after, requests, "golden", "file", "read"), op(&told, requests, "golden", "file", "read"));
+    assert_eq!(
+        op(&after, requests, "golden", "file", "read"),
+        op(&exposition, requests, "golden", "file", "read")
+    );
 }
 
 #[test]
-fn many_forks_are_a_sum_and_the_busiest() {
+fn forks_above_the_limit_are_summed() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("golden"), vec![1; 1 << 20]).unwrap();
     let golden = format!("golden=file,path={}/golden,readonly=yes", dir.path().display());
     let watched = Watched::start(&[&golden, "--metrics-forks", "3"]);
     let serve = &watched.serve;
     serve.text(&["fork", "golden", "job-%n", "--count", "500"]);
-    // A first look: what comes then is what was done lately.
+    // The first scrape is the baseline: the next one reports recent activity.
     let before = watched.scrape();
     for (job, reads) in [(7, 30), (450, 50), (99, 40), (3, 1)] {
         let name = format!("job-{job}");
@@ -137,19 +141,19 @@ fn many_forks_are_a_sum_and_the_busiest() {
         }
     }
     std::thread::sleep(std::time::Duration::from_millis(600));
-    let told = watched.scrape();
-    let forks = told.values_of("freestone_fork_requests_total", "fork");
+    let exposition = watched.scrape();
+    let forks = exposition.values_of("freestone_fork_requests_total", "fork");
     assert_eq!(forks, ["job-450", "job-7", "job-99"].map(str::to_owned).into());
-    assert_eq!(told.value("freestone_forks", &[("base", "golden")]), Some(500.0));
-    let reads = told.value("freestone_forks_requests_total", &[("base", "golden"), ("op", "read")]);
+    assert_eq!(exposition.value("freestone_forks", &[("base", "golden")]), Some(500.0));
+    let reads = exposition.value("freestone_forks_requests_total", &[("base", "golden"), ("op", "read")]);
     assert_eq!(reads, Some(121.0));
-    assert!(told.samples.len() < before.samples.len() + 200, "{}", told.samples.len());
-    let labels = told.values_of("freestone_device_requests_total", "device");
+    assert!(exposition.samples.len() < before.samples.len() + 200, "{}", exposition.samples.len());
+    let labels = exposition.values_of("freestone_device_requests_total", "device");
     assert_eq!(labels, ["golden".to_owned()].into());
 }
 
 #[test]
-fn names_of_any_kind_are_labels() {
+fn device_names_are_escaped_in_labels() {
     let dir = tempfile::Builder::new().prefix("a \"b\\ ").tempdir().unwrap();
     let watched = Watched::start(&["r=ram,disksize=4M"]);
     let at = format!("unix:{}/s", dir.path().display());
@@ -158,22 +162,22 @@ fn names_of_any_kind_are_labels() {
 }
 
 #[test]
-fn addresses_that_cannot_be_meant_are_refused() {
+fn invalid_metrics_addresses_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let serve = |args: &[&str]| refused(dir.path(), 2, &[&["serve", "--check"], args].concat());
     let form = "must be PORT or HOST:PORT, for example 9100 or 127.0.0.1:9100";
     assert_eq!(serve(&["--metrics", "x"]), format!("--metrics: x: {form}"));
-    assert!(serve(&["--metrics", "unix:m.sock"]).contains("HTTP goes over TCP"));
+    assert!(serve(&["--metrics", "unix:m.sock"]).contains("HTTP needs TCP"));
     let open = serve(&["--metrics", "0.0.0.0:9100"]);
-    assert!(open.starts_with("--metrics: 0.0.0.0:9100: others than this machine's users"), "{open}");
-    assert_eq!(serve(&["--metrics-open"]), "--metrics-open: without --metrics nobody is told anything");
+    assert!(open.starts_with("--metrics: 0.0.0.0:9100: other machines can reach this address"), "{open}");
+    assert_eq!(serve(&["--metrics-open"]), "--metrics-open: has no effect without --metrics");
     let many = ["serve", "--check", "--metrics", "0", "--metrics-forks", "1001"];
     let (status, _, range) = finish(freestone(dir.path()).args(many));
     assert!(status == 2 && range.contains("1001 is not in 0..=1000"), "{range}");
     fs::write(dir.path().join("c.toml"), "metrics_forks = -1").unwrap();
     let file = serve(&["--config", "c.toml"]);
     assert_eq!(file, "c.toml: line 1: metrics_forks=-1: must be a number from 0 to 1000");
-    // What is somebody's.
+    // An address in use.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let at = taken.local_addr().unwrap().to_string();
     let why = refused(dir.path(), 1, &["serve", "--metrics", &at, "--nbd", "unix:n", "--control", "c"]);
@@ -182,7 +186,7 @@ fn addresses_that_cannot_be_meant_are_refused() {
 }
 
 #[test]
-fn what_waits_for_its_turn_is_counted() {
+fn rate_limited_requests_are_counted() {
     let watched = Watched::start(&["r=ram,disksize=16M,iops=1000,iops_burst=1", "free=ram,disksize=16M"]);
     for name in ["r", "free"] {
         let mut client = Raw::connect(&watched.serve, name);
@@ -193,10 +197,10 @@ fn what_waits_for_its_turn_is_counted() {
             assert_eq!(client.reply().unwrap().1, 0);
         }
     }
-    let told = watched.scrape();
+    let metrics = watched.scrape();
     let limited = |device: &str| {
         let labels = [("device", device), ("kind", "ram")];
-        told.value("freestone_device_limited_total", &labels).unwrap() as u64
+        metrics.value("freestone_device_limited_total", &labels).unwrap() as u64
     };
     assert!((1..=19).contains(&limited("r")), "{}", limited("r"));
     assert_eq!(limited("free"), 0);

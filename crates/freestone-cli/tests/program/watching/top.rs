@@ -12,8 +12,8 @@ use crate::drives::raw::Raw;
 use crate::harness::{Serve, finish, freestone};
 use crate::terminal::Terminal;
 
-/// Leaves the screen that full-screen programs have to themselves.
-const LEAVES: &str = "\x1b[?1049l";
+/// Escape sequence that leaves the alternate screen.
+const LEAVE_SCREEN: &str = "\x1b[?1049l";
 
 fn serve() -> Serve {
     Serve::start(&[
@@ -24,7 +24,7 @@ fn serve() -> Serve {
 }
 
 #[test]
-fn once_and_as_json_it_tells_what_is_done_in_a_second() {
+fn top_once_and_json_show_rates() {
     let serve = serve();
     let ask = |args: &[&str]| {
         let mut command = freestone(serve.dir.path());
@@ -48,22 +48,22 @@ fn once_and_as_json_it_tells_what_is_done_in_a_second() {
         while stat(&serve, "s", "io", "reads") == 0 {
             assert!(!worker.is_finished());
         }
-        let told = ["requests", "bytes", "latency"].map(|by| {
+        let reply = ["requests", "bytes", "latency"].map(|by| {
             let output = ask(&["--json", "--by", by, "--count", "1"]).wait_with_output().unwrap();
             (by, output)
         });
         done.store(true, SeqCst);
-        for ((by, output), first) in told.into_iter().zip(["r", "n", "s"]) {
+        for ((by, output), first) in reply.into_iter().zip(["r", "n", "s"]) {
             assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
-            let told: Value = serde_json::from_slice(&output.stdout).unwrap();
-            assert_eq!(told["devices"].as_array().unwrap().len(), 1, "{told}");
-            assert_eq!(told["devices"][0]["name"], json!(first), "{by}: {told}");
+            let reply: Value = serde_json::from_slice(&output.stdout).unwrap();
+            assert_eq!(reply["devices"].as_array().unwrap().len(), 1, "{reply}");
+            assert_eq!(reply["devices"][0]["name"], json!(first), "{by}: {reply}");
             assert_eq!(
-                (&told["server"]["devices"], &told["server"]["forks"]),
+                (&reply["server"]["devices"], &reply["server"]["forks"]),
                 (&json!(3), &json!(0)),
-                "{told}"
+                "{reply}"
             );
-            assert!(told["seconds"].as_f64().unwrap() > 0.4, "{told}");
+            assert!(reply["seconds"].as_f64().unwrap() > 0.4, "{reply}");
         }
     });
     let text = serve.text(&["top", "--once"]);
@@ -73,7 +73,7 @@ fn once_and_as_json_it_tells_what_is_done_in_a_second() {
 }
 
 #[test]
-fn without_a_terminal_tables_follow_one_another_until_nobody_reads() {
+fn top_without_terminal_prints_tables_until_eof() {
     let serve = serve();
     let line = format!("{} top --control control | head -n 12", env!("CARGO_BIN_EXE_freestone"));
     let mut shell = std::process::Command::new("bash");
@@ -84,10 +84,10 @@ fn without_a_terminal_tables_follow_one_another_until_nobody_reads() {
 }
 
 #[test]
-fn what_cannot_be_meant_is_refused() {
+fn invalid_top_options_are_refused() {
     let serve = serve();
     assert_eq!(serve.refused(2, &["top", "--every", "2h"]), "--every: must be 1s to 1h");
-    let (status, _, none) = serve.tried(&["top", "--count", "0"]);
+    let (status, _, none) = serve.run_verb(&["top", "--count", "0"]);
     assert!(status == 2 && none.contains("0 is not in 1..=1000"), "{none}");
     let reply = crate::harness::ask(
         &serve.control(),
@@ -97,7 +97,7 @@ fn what_cannot_be_meant_is_refused() {
 }
 
 #[test]
-fn in_a_terminal_it_goes_on_hears_keys_and_leaves_the_terminal_as_it_was() {
+fn top_on_terminal_handles_keys_and_restores_it() {
     let serve = serve();
     let line = format!(
         "stty -a > before; {} top --control control; echo \"status=$?\"; stty -a > after; cmp before after && echo same",
@@ -105,14 +105,14 @@ fn in_a_terminal_it_goes_on_hears_keys_and_leaves_the_terminal_as_it_was() {
     );
     for end in ["q", "\x1b", "\x03"] {
         let mut terminal = Terminal::shell(&serve, &line);
-        // Each is drawn once: the last line at once, the sum with the first answer, and of the last
-        // line anew what is other.
+        // Unchanged text is drawn once: the status line at once, the sum with the first reply.
+        // Later only changed parts of the status line are drawn.
         terminal.until("by requests;");
         terminal.until("(all)");
         terminal.keys("l");
         terminal.until("latency;");
         terminal.keys(end);
-        terminal.until(LEAVES);
+        terminal.until(LEAVE_SCREEN);
         let shown = terminal.until("same");
         assert!(shown.contains("status=0"), "{end:?}: {shown:?}");
         assert_eq!(terminal.end().0, Some(0));
@@ -120,7 +120,7 @@ fn in_a_terminal_it_goes_on_hears_keys_and_leaves_the_terminal_as_it_was() {
 }
 
 #[test]
-fn a_signal_or_the_end_of_the_server_leaves_the_terminal_as_it_was() {
+fn top_restores_terminal_on_signal_or_server_end() {
     let serve = serve();
     let line = format!(
         "sh -c 'until [ -e seen ]; do sleep 0.05; done; kill -TERM $0' $$ & exec {} top --control control",
@@ -129,14 +129,14 @@ fn a_signal_or_the_end_of_the_server_leaves_the_terminal_as_it_was() {
     let mut terminal = Terminal::shell(&serve, &line);
     terminal.until("(all)");
     std::fs::write(serve.path("seen"), "").unwrap();
-    terminal.until(LEAVES);
+    terminal.until(LEAVE_SCREEN);
     assert_eq!(terminal.end().0, Some(0));
     let mut terminal = Terminal::run(&serve, "top");
     terminal.until("(all)");
     serve.text(&["shutdown"]);
-    // What is known stays, and why nothing new comes is said.
+    // The last values stay, with the reason why there are no new ones.
     terminal.until("server");
     terminal.keys("q");
-    terminal.until(LEAVES);
+    terminal.until(LEAVE_SCREEN);
     assert_eq!(terminal.end().0, Some(0));
 }

@@ -1,20 +1,19 @@
-//! Which pages of a live device changed since a moment: a bit a page, in pieces that are made when
-//! a page of theirs changes.
+//! Record of the pages that changed since some time: a bitmap, allocated in pieces on demand.
 //!
-//! Bits are set under the lock of the page's slot, by writers that are pinned. Who takes all bits
-//! has [held writers up](super::Chain) before, so that none of them still sets one.
+//! Pinned writers set bits under the lock of the page's slot. The reader [freezes writers](super::Chain)
+//! first, so that no more bits are set.
 
 use crate::slot::MAX_SLOTS;
 use crate::sync::{AtomicU32, AtomicU64, OnceLock, Ordering};
 
-/// Bits of a word.
+/// Pages of a bitmap word.
 const WORD_PAGES: u64 = u64::BITS as u64;
-/// Pages of a piece: 128 MiB of a device in 4 KiB.
+/// Pages of a piece: 128 MiB of a device.
 #[cfg(not(loom))]
 const PIECE_PAGES: u64 = 1 << 15;
 #[cfg(loom)]
 const PIECE_PAGES: u64 = WORD_PAGES;
-/// Branches of each of the three levels over the pieces.
+/// Entries of each of the three levels above the pieces.
 #[cfg(not(loom))]
 const FANOUT: u64 = 128;
 #[cfg(loom)]
@@ -24,12 +23,12 @@ const _: () = assert!(PIECE_PAGES * FANOUT * FANOUT * FANOUT >= MAX_SLOTS);
 type Piece = Box<[AtomicU64]>;
 type Level<T> = Box<[OnceLock<T>]>;
 
-/// See the module.
+/// Bitmap of changed pages; see the module documentation.
 pub struct Dirty {
     pieces: Level<Level<Level<Piece>>>,
-    /// Bits that are set.
+    /// Number of bits set.
     pages: AtomicU64,
-    /// Not 0: every page may have changed, whatever the bits say.
+    /// Unless 0, every page may have changed, whatever the bits say.
     everything: AtomicU32,
 }
 
@@ -47,23 +46,23 @@ fn piece() -> Piece {
     (0..PIECE_PAGES / WORD_PAGES).map(|_| AtomicU64::new(0)).collect()
 }
 
-/// Where the piece of a page is, from the top.
+/// Returns the indices of a page's piece, from the top level down.
 fn path(page: u64) -> [usize; 3] {
     let piece = page / PIECE_PAGES;
     [piece / (FANOUT * FANOUT), piece / FANOUT % FANOUT, piece % FANOUT].map(|at| at as usize)
 }
 
 impl Dirty {
-    /// Nothing has changed.
+    /// Creates an empty record.
     pub fn new() -> Self {
         let new = Self { pieces: level(), pages: AtomicU64::new(0), everything: AtomicU32::new(0) };
-        // A model's threads find it made: how it is made is the library's affair.
+        // Models allocate the piece here: OnceLock is not part of the modelled protocol.
         #[cfg(loom)]
-        new.made(0);
+        new.piece_or_new(0);
         new
     }
 
-    /// Every page may have changed.
+    /// Creates a record in which every page may have changed.
     pub fn everything() -> Self {
         let new = Self::new();
         new.set_everything();
@@ -71,23 +70,23 @@ impl Dirty {
     }
 
     fn set_everything(&self) {
-        // Relaxed: who takes the bits has waited for the pins of those who set any.
+        // Relaxed: the reader has waited for the pins of all threads that set bits.
         self.everything.store(1, Ordering::Relaxed);
     }
 
-    /// Whether every page may have changed.
+    /// Returns true if every page may have changed.
     pub fn is_everything(&self) -> bool {
         // Relaxed: as in `set_everything`.
         self.everything.load(Ordering::Relaxed) != 0
     }
 
-    /// Pages that have changed; one that is just being changed may be missing.
+    /// Returns the number of changed pages. Changes in progress may be missing.
     pub fn pages(&self) -> u64 {
         // Relaxed: as in `set_everything`; else a statistic.
         self.pages.load(Ordering::Relaxed)
     }
 
-    fn made(&self, page: u64) -> &Piece {
+    fn piece_or_new(&self, page: u64) -> &Piece {
         let [top, middle, low] = path(page);
         self.pieces[top].get_or_init(level)[middle].get_or_init(level)[low].get_or_init(piece)
     }
@@ -97,16 +96,16 @@ impl Dirty {
         self.pieces.get(top)?.get()?[middle].get()?[low].get()
     }
 
-    /// A page has changed, or is about to.
-    // Writers of which nothing is noted have it not in their way.
+    /// Records that a page has changed or is about to.
+    // Not inlined, to keep writers short when nothing is recorded.
     #[inline(never)]
     pub fn set(&self, page: u64) {
         self.add(page, 1 << (page % WORD_PAGES));
     }
 
     fn add(&self, page: u64, bits: u64) {
-        let word = &self.made(page)[(page % PIECE_PAGES / WORD_PAGES) as usize];
-        // Relaxed: as in `set_everything`. What changes again and again is only looked at.
+        let word = &self.piece_or_new(page)[(page % PIECE_PAGES / WORD_PAGES) as usize];
+        // Relaxed: as in `set_everything`. The load avoids writes for pages that change repeatedly.
         if word.load(Ordering::Relaxed) & bits == bits {
             return;
         }
@@ -116,7 +115,7 @@ impl Dirty {
         self.pages.fetch_add(u64::from(new.count_ones()), Ordering::Relaxed);
     }
 
-    /// The first page from `page` on that has changed.
+    /// Returns the first changed page from `page` on.
     pub fn next(&self, page: u64) -> Option<u64> {
         let mut page = page;
         while page < MAX_SLOTS {
@@ -140,7 +139,7 @@ impl Dirty {
         None
     }
 
-    /// Where the next piece can begin behind a page that has none.
+    /// Returns the first page after an unallocated part that may have a piece.
     fn end_of_hole(&self, page: u64) -> u64 {
         let [top, middle, _] = path(page);
         let stride = match self.pieces[top].get().map(|level| level[middle].get()) {
@@ -151,7 +150,7 @@ impl Dirty {
         (page / stride + 1) * stride
     }
 
-    /// Adds what another one has: what was taken from a device goes back to it.
+    /// Adds the bits of a record that was taken earlier.
     pub fn put_back(&self, taken: &Self) {
         if taken.is_everything() {
             self.set_everything();
@@ -176,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_far_apart_are_found_in_order_and_counted_once() {
+    fn distant_pages_are_listed_in_order_and_counted_once() {
         let dirty = Dirty::new();
         assert_eq!((dirty.next(0), dirty.pages()), (None, 0));
         let pages = [0, 1, 63, 64, PIECE_PAGES - 1, PIECE_PAGES, PIECE_PAGES * FANOUT * 3 + 7, MAX_SLOTS - 1];
@@ -188,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_back_is_there_beside_what_came_meanwhile() {
+    fn put_back_merges_with_later_changes() {
         let (taken, now) = (Dirty::new(), Dirty::new());
         for page in [3, 70, PIECE_PAGES * 5] {
             taken.set(page);
@@ -204,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_set_neighbours_lose_none() {
+    fn concurrent_neighbouring_sets_are_not_lost() {
         let dirty = Dirty::new();
         std::thread::scope(|scope| {
             for thread in 0..4 {

@@ -1,44 +1,42 @@
-//! How snapshots of a chain begin and end, and how a device goes from one chain to another.
+//! Adds and removes snapshots of a chain, and moves a device to another chain.
 
-// loom has no weak handles. That of a device is for finding its view only.
+// Devices are held by std's Arc, because loom has no weak references. They only serve to find a view.
 use std::sync::{Arc as Handle, Weak};
 
-use super::{Dirty, Kin, List, Member, Role, View, hand_over, receiver};
+use super::{Dirty, Kin, List, Member, Role, View, move_word, receiver};
 use crate::device::Result;
 use crate::held::Held;
 use crate::pin::{Pin, Swap};
 use crate::slot::{Kind, Word};
 use crate::sync::{Arc, Mutex};
 
-/// See [`chain`](super).
+/// A live device and its snapshots; see [`chain`](super).
 ///
-/// Lock order: `state`, then `held`. `state` is held while views and lists are swapped, so across
-/// waits for pins: no request takes it.
+/// Lock order: `state`, then `held`. `state` is held while views and lists are replaced, that is while
+/// waiting for pins, so requests never take it.
 pub struct Chain<K: Kin> {
     list: Swap<List<K>>,
     parent: K::Parent,
     state: Mutex<MembersState<K>>,
-    /// Writers' requests, shut while they are held up.
+    /// Write requests that are held while writers are frozen.
     held: Held<K::Job>,
 }
 
 struct MembersState<K: Kin> {
     origin: Arc<K::Layer>,
-    /// The live device; nobody's once that is gone or has another layer.
+    /// The live device; `None` after the device is gone or has moved to another chain.
     device: Option<Weak<K::Device>>,
     snapshots: Vec<Member<K>>,
     next_number: u64,
-    /// Snapshots that are beginning: writers wait.
+    /// Snapshots being taken. Unless zero, writers are frozen.
     freezes: u32,
-    /// Where it is noted what changes.
     dirty: Option<Arc<Dirty>>,
-    /// Those who [supply](Chain::supply) pages.
+    /// Number of active [suppliers](Chain::supply).
     suppliers: u32,
 }
 
-/// What a live device leaves that goes: the origin's layer, if nobody needs it, and what was held
-/// up.
-type Left<K> = (Option<Arc<<K as Kin>::Layer>>, Vec<<K as Kin>::Job>);
+/// Remains of a device that leaves a chain: the origin's layer, if unused, and held requests.
+type Remains<K> = (Option<Arc<<K as Kin>::Layer>>, Vec<<K as Kin>::Job>);
 
 impl<K: Kin> MembersState<K> {
     fn list(&self) -> List<K> {
@@ -49,25 +47,24 @@ impl<K: Kin> MembersState<K> {
         }
     }
 
-    /// The place of a snapshot among the others.
-    fn place(&self, number: u64) -> Option<usize> {
+    fn index_of(&self, number: u64) -> Option<usize> {
         self.snapshots.binary_search_by_key(&number, |member| member.number).ok()
     }
 
-    /// The origin's layer, if nobody needs it.
+    /// Returns the origin's layer if it is unused.
     fn unused_origin(&self) -> Option<Arc<K::Layer>> {
         let unused = !self.is_wanted() && self.freezes == 0 && self.suppliers == 0;
         unused.then(|| Arc::clone(&self.origin))
     }
 
-    /// Whether a device reads it.
+    /// Returns true if a device reads the origin.
     fn is_wanted(&self) -> bool {
         self.device.is_some() || !self.snapshots.is_empty()
     }
 }
 
 impl<K: Kin> Chain<K> {
-    /// A live device's chain, without snapshots.
+    /// Creates the chain of a live device, without snapshots.
     pub fn new(origin: Arc<K::Layer>, parent: K::Parent) -> Arc<Self> {
         let list = List { origin: Arc::clone(&origin), snapshots: Vec::new(), dirty: None };
         Arc::new(Self {
@@ -86,18 +83,18 @@ impl<K: Kin> Chain<K> {
         })
     }
 
-    /// The origin's layer.
+    /// Returns the origin's layer.
     pub fn origin(&self) -> Arc<K::Layer> {
         Arc::clone(&self.state.lock().origin)
     }
 
-    /// What readers of snapshots go through.
+    /// Returns the list that readers of snapshots use.
     #[inline]
     pub(super) fn list<'a>(&'a self, pin: &'a Pin<'_>) -> &'a List<K> {
         self.list.load(pin)
     }
 
-    /// The view of the live device, and which device it is from now on.
+    /// Sets the live device and returns its view.
     pub fn first_view(&self, device: Weak<K::Device>) -> View<K> {
         let mut state = self.state.lock();
         state.device = Some(device);
@@ -114,8 +111,8 @@ impl<K: Kin> Chain<K> {
         }
     }
 
-    /// Has requests see what the state says. The device is for the caller to drop, with the state
-    /// unlocked: it may be the last handle.
+    /// Publishes the state to requests. The caller must drop the returned device after unlocking the state,
+    /// as it may be the last reference.
     #[must_use]
     fn publish(&self, state: &MembersState<K>) -> Option<Handle<K::Device>> {
         self.list.replace(Box::new(state.list()));
@@ -129,9 +126,9 @@ impl<K: Kin> Chain<K> {
         Some(device)
     }
 
-    // ---- a snapshot begins ----------------------------------------------------------------------
+    // ---- taking a snapshot ------------------------------------------------------------------------
 
-    /// Returns when no write is under way any more; new ones wait.
+    /// Freezes new writes and waits for the writes in flight.
     fn freeze(&self) {
         let mut state = self.state.lock();
         state.freezes += 1;
@@ -143,7 +140,7 @@ impl<K: Kin> Chain<K> {
         drop(device);
     }
 
-    /// Adds a snapshot, while writers are held up. Returns its view.
+    /// Adds a snapshot while writers are frozen. Returns the snapshot's view.
     pub fn attach(this: &Arc<Self>, layer: Arc<K::Layer>) -> View<K> {
         let mut state = this.state.lock();
         debug_assert!(state.freezes > 0);
@@ -156,7 +153,7 @@ impl<K: Kin> Chain<K> {
         View { layer, parent: this.parent.clone(), role: Role::Snapshot { chain: Arc::clone(this), number } }
     }
 
-    /// Writers go on. Returned is what was held up, for the caller to carry on.
+    /// Thaws writers. Returns the held requests, which the caller must continue.
     #[must_use]
     pub fn thaw(&self) -> Vec<K::Job> {
         let mut state = self.state.lock();
@@ -168,39 +165,39 @@ impl<K: Kin> Chain<K> {
         held
     }
 
-    /// The request goes on when writers may. Returned: they may now.
-    pub fn hold(&self, job: K::Job) -> Option<K::Job> {
-        self.held.hold(job)
+    /// Holds a request while writers are frozen. Returns the request if they are not.
+    pub fn hold(&self, request: K::Job) -> Option<K::Job> {
+        self.held.hold(request)
     }
 
-    // ---- what changes is noted ------------------------------------------------------------------
+    // ---- recording changes ------------------------------------------------------------------------
 
-    /// From now on it is noted here what of the live device changes, or nowhere. Returns where it
-    /// was until now: writers that were under way have noted all they changed. Between
-    /// [`Current::freeze`] and [`attach`](Self::attach) this is of the snapshot's moment.
+    /// Replaces the record of changes. Returns the old one, to which all writers in flight have added their
+    /// changes. Between [`Current::freeze`] and [`attach`](Self::attach) the switch is atomic with the
+    /// snapshot.
     pub fn note_changes(&self, dirty: Option<Arc<Dirty>>) -> Option<Arc<Dirty>> {
         let mut state = self.state.lock();
-        let before = std::mem::replace(&mut state.dirty, dirty);
+        let old = std::mem::replace(&mut state.dirty, dirty);
         let device = self.publish_live(&state);
         drop(state);
         drop(device);
-        before
+        old
     }
 
-    /// Where it is noted what changes.
+    /// Returns the present record of changes.
     pub fn dirty(&self) -> Option<Arc<Dirty>> {
         self.state.lock().dirty.clone()
     }
 
-    // ---- pages from below -----------------------------------------------------------------------
+    // ---- pages supplied from the parent -----------------------------------------------------------
 
-    /// From now on, until [`end_supply`](Self::end_supply), pages may be [supplied](Self::supply):
-    /// the origin's layer stays.
+    /// Keeps the origin's layer, so that pages can be [supplied](Self::supply) until
+    /// [`end_supply`](Self::end_supply).
     pub fn begin_supply(&self) {
         self.state.lock().suppliers += 1;
     }
 
-    /// No more pages are supplied. Returns the origin's layer, if nobody needs it.
+    /// Ends the supply. Returns the origin's layer if it is unused.
     #[must_use]
     pub fn end_supply(&self) -> Option<Arc<K::Layer>> {
         let mut state = self.state.lock();
@@ -208,16 +205,17 @@ impl<K: Kin> Chain<K> {
         state.unused_origin()
     }
 
-    /// Whether a device reads what is supplied.
+    /// Returns true if a device reads supplied pages.
     pub fn is_wanted(&self) -> bool {
         self.state.lock().is_wanted()
     }
 
-    /// Puts a page that lay below the chain until now, and whose object is noted as the origin's,
-    /// where it belongs: into the origin's slot if that is empty, else into that of the snapshot
-    /// which says that it lies below. False: writers and removals have left nobody who needs it,
-    /// and `new` is the caller's. As long as pages are supplied the live device covers what it
-    /// empties, so an empty slot says that nobody wrote there.
+    /// Stores a page of the parent, whose object is recorded as the origin's. The page goes into the origin's
+    /// slot if that is empty, otherwise into the slot of the snapshot that refers to the parent. Returns
+    /// false if no device needs the page any more; then the caller still owns `new`.
+    ///
+    /// While pages are supplied, the live device does not empty slots but covers them, so an empty slot was
+    /// never written.
     pub fn supply(&self, kin: &K, pin: &Pin<'_>, slot: u64, new: Word) -> Result<bool> {
         let list = self.list.load(pin);
         let guard = K::table(&list.origin).leaf_or_new(slot)?.lock(slot);
@@ -241,39 +239,37 @@ impl<K: Kin> Chain<K> {
         Ok(false)
     }
 
-    // ---- the device goes ------------------------------------------------------------------------
+    // ---- removing the device ----------------------------------------------------------------------
 
-    /// The live device is gone: its slots change no more. Returns the origin's layer, if nobody
-    /// needs it, and what was held up, for the caller to carry on.
+    /// Detaches the live device, whose slots do not change any more. Returns the origin's layer if it is
+    /// unused, and the held requests, which the caller must continue.
     #[must_use]
-    pub fn abandon(&self, kin: &K) -> Left<K> {
-        self.leave(kin, || ())
+    pub fn abandon(&self, kin: &K) -> Remains<K> {
+        self.detach_device(kin, || ())
     }
 
-    /// The live device goes to another chain: its slots change no more here. Else as
-    /// [`abandon`](Self::abandon).
-    fn abandon_for(&self, kin: &K, other: &Self, device: &Handle<K::Device>) -> Left<K> {
+    /// Moves the live device to another chain. Otherwise like [`abandon`](Self::abandon).
+    fn move_device_to(&self, kin: &K, other: &Self, device: &Handle<K::Device>) -> Remains<K> {
         let view = Box::new(other.first_view(Handle::downgrade(device)));
-        // Under the state: until writers have left the view none of the snapshots can be taken for
-        // passed on.
-        self.leave(kin, || drop(K::view(device).replace(view)))
+        // Under the state lock: no snapshot may be passed on until writers have left the old view.
+        self.detach_device(kin, || drop(K::view(device).replace(view)))
     }
 
-    fn leave(&self, kin: &K, away: impl FnOnce()) -> Left<K> {
+    fn detach_device(&self, kin: &K, redirect: impl FnOnce()) -> Remains<K> {
         let mut state = self.state.lock();
-        away();
+        redirect();
         state.device = None;
         kin.set_loose(&state.origin);
         (state.unused_origin(), self.held.open())
     }
 
-    // ---- a snapshot ends ------------------------------------------------------------------------
+    // ---- removing a snapshot ----------------------------------------------------------------------
 
-    /// A snapshot's device is gone. Returns its layer, whose content is now to be [passed
+    /// Marks a removed snapshot as dying. Returns its layer, whose content must be [passed
     /// on](Self::pass_on).
     pub fn begin_delete(&self, number: u64) -> Option<Arc<K::Layer>> {
         let mut state = self.state.lock();
-        let at = state.place(number)?;
+        let at = state.index_of(number)?;
         state.snapshots[at].dying = true;
         let layer = Arc::clone(&state.snapshots[at].layer);
         let device = self.publish(&state);
@@ -282,55 +278,55 @@ impl<K: Kin> Chain<K> {
         Some(layer)
     }
 
-    /// Gives what a dying snapshot has in the slots `[start, end)` of one leaf to the snapshot that
-    /// reads it, or frees it. Returns whether something is left that is on its way from the backing
-    /// device. For the cleaner only: no other member ends meanwhile.
+    /// Moves the pages of a dying snapshot in the slots `[start, end)` of one leaf to the snapshot that reads
+    /// them, or frees them. Returns true if slots in flight remain. Called only by the cleaner, so no other
+    /// snapshot is unlinked meanwhile.
     pub fn pass_on(&self, kin: &K, number: u64, start: u64, end: u64) -> Result<bool> {
         let (origin, from, older) = {
             let state = self.state.lock();
-            let Some(at) = state.place(number) else { return Ok(false) };
+            let Some(at) = state.index_of(number) else { return Ok(false) };
             let older = state.snapshots[..at].to_vec();
             (Arc::clone(&state.origin), Arc::clone(&state.snapshots[at].layer), older)
         };
         let Some(leaf) = K::table(&from).leaf(start) else { return Ok(false) };
-        let heir = older.iter().rev().find(|member| !member.dying);
-        if let Some(heir) = heir {
-            // Nothing can fail once a word is in no slot.
-            K::table(&heir.layer).leaf_or_new(start)?;
+        let target = older.iter().rev().find(|member| !member.dying);
+        if let Some(target) = target {
+            // Nothing may fail while a word is in no slot.
+            K::table(&target.layer).leaf_or_new(start)?;
         }
-        let mut left = false;
+        let mut has_flights = false;
         for slot in start..end {
             if leaf.peek(slot) == Word::EMPTY {
                 continue;
             }
-            // A snapshot's pages come from its origin, so the origin's leaf exists.
+            // A snapshot's pages come from its origin, so the origin has the leaf.
             let Some(origin) = K::table(&origin).leaf(slot) else { continue };
-            let still = origin.lock(slot);
+            let origin_guard = origin.lock(slot);
             let guard = leaf.lock(slot);
             let word = guard.word();
             match word.kind() {
                 Kind::Empty => {}
-                Kind::InFlight => left = true,
+                Kind::InFlight => has_flights = true,
                 _ => {
                     guard.publish(Word::EMPTY);
-                    if let Some(heir) = receiver(older.iter().rev(), slot) {
-                        hand_over(kin, &from, heir, slot, word)?;
+                    if let Some(target) = receiver(older.iter().rev(), slot) {
+                        move_word(kin, &from, target, slot, word)?;
                     } else {
                         kin.account(&from, word, Word::EMPTY);
                         kin.free(word);
                     }
                 }
             }
-            drop(still);
+            drop(origin_guard);
         }
-        Ok(left)
+        Ok(has_flights)
     }
 
-    /// A dying snapshot is empty. Returns the layers that nobody needs any more: its own, and the
-    /// origin's, if it was the last to need that.
+    /// Removes an empty dying snapshot. Returns the layers that are unused now: its own, and the origin's if
+    /// this was the last user.
     pub fn unlink(&self, number: u64) -> Vec<Arc<K::Layer>> {
         let mut state = self.state.lock();
-        let Some(at) = state.place(number) else { return Vec::new() };
+        let Some(at) = state.index_of(number) else { return Vec::new() };
         let member = state.snapshots.remove(at);
         let device = self.publish(&state);
         let origin = state.unused_origin();
@@ -339,52 +335,50 @@ impl<K: Kin> Chain<K> {
         [member.layer].into_iter().chain(origin).collect()
     }
 
-    /// What lies below, for whoever is the last to have the chain.
+    /// Returns the parent, for the last owner of the chain.
     pub fn into_parent(self) -> K::Parent {
         self.parent
     }
 
-    /// How many snapshots live.
+    /// Returns the number of live snapshots.
     pub fn snapshots(&self) -> usize {
         self.state.lock().snapshots.iter().filter(|member| !member.dying).count()
     }
 }
 
-/// The chain of a device, which for a live one changes when that is rewound.
+/// Present chain of a device. A rewind replaces the chain of a live device.
 ///
-/// Lock order: before the chain's `state`; else for a look.
+/// Lock order: before the chain's `state`; otherwise held for a look-up.
 pub struct Current<K: Kin>(Mutex<Arc<Chain<K>>>);
 
 impl<K: Kin> Current<K> {
-    /// Begins with this one.
+    /// Creates the holder of a device's first chain.
     pub fn new(chain: Arc<Chain<K>>) -> Self {
         Self(Mutex::new(chain))
     }
 
-    /// The present one.
+    /// Returns the present chain.
     pub fn get(&self) -> Arc<Chain<K>> {
         Arc::clone(&self.0.lock())
     }
 
-    /// Holds up writers, until the chain is thawed, which is not exchanged meanwhile without that
-    /// being known to it.
+    /// Freezes writers until the returned chain is thawed. A concurrent rewind waits for the freeze to begin.
     pub fn freeze(&self) -> Arc<Chain<K>> {
         let chain = self.0.lock();
         chain.freeze();
         Arc::clone(&chain)
     }
 
-    /// A live device begins anew, in an empty chain. Returns what the former chain
-    /// [leaves](Chain::abandon).
+    /// Gives a live device a new, empty chain. Returns what the old one [leaves](Chain::abandon).
     #[must_use]
-    pub fn rewind(&self, kin: &K, new: &Arc<Chain<K>>, device: &Handle<K::Device>) -> Left<K> {
+    pub fn rewind(&self, kin: &K, new: &Arc<Chain<K>>, device: &Handle<K::Device>) -> Remains<K> {
         let mut chain = self.0.lock();
         let old = std::mem::replace(&mut *chain, Arc::clone(new));
-        // All that the device holds is another thing from now on.
+        // After the rewind every page may differ.
         if old.dirty().is_some() {
             new.state.lock().dirty = Some(Arc::new(Dirty::everything()));
         }
-        let left = old.abandon_for(kin, new, device);
+        let left = old.move_device_to(kin, new, device);
         drop(chain);
         left
     }

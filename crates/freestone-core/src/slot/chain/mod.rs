@@ -1,39 +1,37 @@
-//! Chains: a live device and its snapshots, and who of them holds a page.
+//! Chains: a live device and its snapshots, which share pages.
 //!
-//! A snapshot is a layer that begins empty. An empty slot of it means "as the next younger one",
-//! and past the youngest "as the origin". Before the origin's slot changes, what it holds *moves*
-//! to the youngest snapshot, if neither that one nor a removed one before it has anything there:
-//! one word moves, the object stays where it is. An origin's slot that is empty moves as
-//! [`Word::BASE`].
+//! A snapshot is a layer that starts empty. An empty slot means "as in the next younger snapshot", and in the
+//! youngest one "as in the origin". Before an origin's slot changes, its word *moves* to the youngest live
+//! snapshot, unless that one, or a dying one younger than it, has the page already. Only the word moves; the
+//! object stays in place. An empty slot of the origin moves as [`Word::BASE`].
 //!
 //! # Protocol
-//! * Words go from a slot of one layer to the same slot of another only under the origin's slot
-//!   lock. So under it the whole chain stands still, but for what happens to an object where it is
-//!   (it moves in the pool, it is spilled).
-//! * A reader of a snapshot looks at the snapshot's own slot; where that is empty, it locks the
-//!   origin's slot and looks again from the snapshot to the origin. Where the origin has no leaf
-//!   nobody has ever written there.
-//! * Whose an object is, is noted while both slots are locked: who takes the word out of its new
-//!   slot may free the object, and its place has another owner then.
-//! * A snapshot begins in three steps: writers are held up (the origin's view is swapped for one
-//!   that says so, which waits for the pins of those that are at work), the list of snapshots is
-//!   swapped, writers go on. No page lock is taken, and no thread waits: a write that is tried
-//!   meanwhile would block, one that is submitted is held.
-//! * A removed snapshot is *dying*: nothing moves to it any more, what it has goes to the next
-//!   older one that lives, slot by slot, in the background; older ones read through it until then.
-//!   Where an older one that is dying, too, has the page, that is what is read, and the younger
-//!   one's is freed.
-//! * What of the origin changes can be noted ([`Dirty`]), under the slot's lock. Where to is part of
-//!   the view, so that it is exchanged at the moment at which a snapshot begins.
-//! * A page that lies below can be *supplied* to the chain, which is then as before, but has the page
-//!   itself: under the origin's lock it goes there, or, where a writer was first, to the snapshot
-//!   that was told that the page lies below.
+//! * A word moves from a slot of one layer to the same slot of another only under the origin's slot lock. So
+//!   under that lock the chain does not change, except that an object can be relocated in the pool or written
+//!   back.
+//! * A reader of a snapshot checks the snapshot's own slot. If that is empty, the reader locks the origin's
+//!   slot and checks all layers from the snapshot to the origin. If the origin has no leaf, the page was
+//!   never written.
+//! * The owner of an object is recorded while both slots are locked: a thread that takes the word from its
+//!   new slot may free the object, and then the location gets another owner.
+//! * Taking a snapshot has three steps. Writers are frozen: the origin's view is replaced by a frozen one,
+//!   which waits for the pins of active writers. The list of snapshots is replaced. Writers are thawed. The
+//!   procedure takes no slot lock and blocks no thread: a tried write would block, and a submitted one is
+//!   held.
+//! * A removed snapshot is *dying*: no words move to it. The words of a dying snapshot move slot by slot to
+//!   the next older live snapshot, in the background; until then older snapshots read through it. If a dying
+//!   snapshot in between has the page, older snapshots read that page, and the younger one's page is freed.
+//! * Changes of the origin can be recorded ([`Dirty`]), under the slot's lock. The record is part of the
+//!   view, so it is replaced exactly when a snapshot is taken.
+//! * A page of the parent can be *supplied* to the chain, which then has the page itself. Under the origin's
+//!   lock the page moves into the origin's slot or, if a writer was first, to the snapshot that refers to the
+//!   parent.
 //!
-//! Who holds a page is here, how snapshots come and go in `members`. The RAM disk and the loom
-//! models use it with a [`Kin`] of their own.
+//! This file reads and changes pages; `members` adds and removes snapshots. The RAM disk and the loom models
+//! implement [`Kin`] for their families.
 //!
-//! Lock order: the origin's slot; then one slot of a snapshot at a time. A fork's slot comes before
-//! those of the chain that it is a fork of.
+//! Lock order: the origin's slot, then one slot of a snapshot at a time. A fork's slot comes before those of
+//! the chain that it is based on.
 
 mod dirty;
 mod members;
@@ -49,76 +47,75 @@ use crate::mutants::{self, Mutant};
 use crate::pin::{Pin, Swap};
 use crate::sync::Arc;
 
-/// The family of a chain, as far as that needs it: whose objects the words stand for.
+/// Interface of a chain to its family, which owns the objects.
 pub trait Kin: Sized {
     /// One version of a device's content.
     type Layer;
-    /// What lies below the layers of a chain.
+    /// Content below the layers of a chain.
     type Parent: Clone;
     /// A device.
     type Device;
-    /// A request that is held up.
+    /// A held request.
     type Job;
 
-    /// A layer's slots.
+    /// Returns the page table of a layer.
     fn table(layer: &Self::Layer) -> &Table;
-    /// What a device's requests work with.
+    /// Returns the view that requests of a device use.
     fn view(device: &Self::Device) -> &Swap<View<Self>>;
-    /// The present epoch.
+    /// Returns the present epoch.
     fn now(&self) -> u8;
-    /// Notes that an object is a slot's of this layer. Both that slot and the one that the object
-    /// was in are locked, or nobody can take it out of either.
+    /// Records that a slot of this layer owns an object. That slot and the object's former slot are locked,
+    /// or no other thread can reach them.
     fn set_owner(&self, object: u64, layer: &Self::Layer, slot: u64);
-    /// Frees the object of a word that no slot holds.
+    /// Frees the object of a word that is in no slot.
     fn free(&self, word: Word);
-    /// Counts that a slot of a layer went from `old` to `new`.
+    /// Updates the statistics of a layer for a slot that changed from `old` to `new`.
     fn account(&self, layer: &Self::Layer, old: Word, new: Word);
-    /// Counts that a page of an origin went to a snapshot as it was.
+    /// Counts a page of an origin that moved to a snapshot.
     fn went_over(&self, origin: &Self::Layer);
-    /// The layer is no device's any more, but snapshots may read it.
+    /// Records that a layer has no device any more, although snapshots may read it.
     fn set_loose(&self, layer: &Self::Layer);
 }
 
-/// What a device is for its requests at one time.
+/// State of a device as its requests see it.
 pub struct View<K: Kin> {
-    /// Its own slots.
+    /// Layer of the device.
     pub layer: Arc<K::Layer>,
-    /// What is read where neither it nor the chain has a page.
+    /// Read for pages that neither the layer nor the chain has.
     pub parent: K::Parent,
-    /// Whether it is written, or part of a chain.
+    /// Role of the device in its chain.
     pub role: Role<K>,
 }
 
-/// What a device is in its chain.
+/// Role of a device in its chain.
 pub enum Role<K: Kin> {
     /// A disk or fork.
     Live {
-        /// What lives of its snapshots, and where it is noted what changes. `None`: no snapshot
-        /// lives, and nobody notes anything.
+        /// Live snapshots and the record of changes. `None` if there are no snapshots and no record.
         snapshots: Option<Arc<List<K>>>,
-        /// Writers are held up.
+        /// Writers are frozen.
         frozen: bool,
     },
     /// A snapshot.
     Snapshot {
-        /// Whose it is.
+        /// Chain of the snapshot.
         chain: Arc<Chain<K>>,
-        /// Its number there.
+        /// Number of the snapshot in the chain.
         number: u64,
     },
 }
 
-/// The layers of a chain at one time.
+/// Layers of a chain at one point in time.
 pub struct List<K: Kin> {
     origin: Arc<K::Layer>,
     /// Oldest first.
     snapshots: Vec<Member<K>>,
-    /// Where it is noted what of the origin changes.
+    /// Record of the origin's changes.
     dirty: Option<Arc<Dirty>>,
 }
 
 struct Member<K: Kin> {
-    /// Counts up within the chain.
+    /// Increases with each snapshot of the chain.
     number: u64,
     layer: Arc<K::Layer>,
     dying: bool,
@@ -131,23 +128,22 @@ impl<K: Kin> Clone for Member<K> {
 }
 
 impl<K: Kin> List<K> {
-    /// A locked slot of the origin is about to change.
+    /// Records that a locked slot of the origin is about to change.
     #[inline]
-    fn note(&self, slot: u64) {
+    fn record_change(&self, slot: u64) {
         if let Some(dirty) = &self.dirty {
             dirty.set(slot);
         }
     }
 
-    /// The members from `number` on to the youngest.
-    fn from(&self, number: u64) -> &[Member<K>] {
+    /// Returns the snapshots from `number` on to the youngest.
+    fn members_from(&self, number: u64) -> &[Member<K>] {
         &self.snapshots[self.snapshots.partition_point(|member| member.number < number)..]
     }
 }
 
-/// Who of `members`, from the younger to the older, must be given a word that nobody younger keeps
-/// any more: the first that lives, if neither it nor a dying one before it has that page already.
-/// The origin's slot is locked.
+/// Returns the snapshot that must receive a word, given `members` from younger to older: the first live one,
+/// or `None` if it or a dying one before it has the page already. The origin's slot must be locked.
 fn receiver<'a, K: Kin + 'a>(
     members: impl Iterator<Item = &'a Member<K>>,
     slot: u64,
@@ -163,14 +159,14 @@ fn receiver<'a, K: Kin + 'a>(
     None
 }
 
-/// Moves the word of a slot, which is locked or was just taken out under the origin's lock, to an
-/// empty slot of a snapshot.
-fn hand_over<K: Kin>(kin: &K, from: &K::Layer, to: &K::Layer, slot: u64, word: Word) -> Result<()> {
+/// Moves a word to an empty slot of a snapshot. The word's present slot is locked, or the word was just
+/// removed from it under the origin's lock.
+fn move_word<K: Kin>(kin: &K, from: &K::Layer, to: &K::Layer, slot: u64, word: Word) -> Result<()> {
     let guard = K::table(to).leaf_or_new(slot)?.lock(slot);
-    debug_assert_eq!(guard.word(), Word::EMPTY, "a snapshot's page is set once");
+    debug_assert_eq!(guard.word(), Word::EMPTY, "a snapshot's slot is filled once");
     let new = match word {
         Word::EMPTY => Word::BASE,
-        // It belongs to no batch any more.
+        // A word that moves leaves its batch.
         _ if word.is_picked() => word.unpicked(kin.now()),
         _ => word,
     };
@@ -183,8 +179,8 @@ fn hand_over<K: Kin>(kin: &K, from: &K::Layer, to: &K::Layer, slot: u64, word: W
     Ok(())
 }
 
-/// Frees what a leaf of a layer holds that nobody uses any more. Returns whether it freed anything,
-/// and whether something is left that is on its way from the backing device.
+/// Frees the pages in a leaf of a layer without users. Returns whether any was freed, and whether slots in
+/// flight remain.
 pub fn free_leaf<K: Kin>(kin: &K, layer: &K::Layer, start: u64) -> (bool, bool) {
     let Some(leaf) = K::table(layer).leaf(start) else { return (false, false) };
     let (mut freed, mut left) = (false, false);
@@ -210,7 +206,7 @@ pub fn free_leaf<K: Kin>(kin: &K, layer: &K::Layer, start: u64) -> (bool, bool) 
 // ---- reads --------------------------------------------------------------------------------------
 
 impl<K: Kin> View<K> {
-    /// The slot of a page that the device's own layer holds, locked.
+    /// Locks and returns the slot of a page that the device's own layer has.
     #[inline]
     pub fn own_page(&self, slot: u64) -> Option<SlotGuard<'_>> {
         let leaf = K::table(&self.layer).leaf(slot)?;
@@ -221,14 +217,14 @@ impl<K: Kin> View<K> {
         Some(leaf.lock(slot)).filter(|guard| holds(guard.word()))
     }
 
-    /// Whether a snapshot knows that a page is the base's. That does not change as long as there is
-    /// a snapshot.
+    /// Returns true if a snapshot's slot says that the page is the base's. The slot never changes while the
+    /// snapshot exists.
     fn is_base(&self, slot: u64) -> bool {
         K::table(&self.layer).leaf(slot).is_some_and(|leaf| leaf.peek(slot).kind() == Kind::Base)
     }
 
-    /// Hands the page of a slot to `found`, locked in the layer that holds it; `None` where that is
-    /// no layer of this chain, and the page is what lies below.
+    /// Calls `found` with the locked slot of the layer that has the page, or with `None` if no layer of the
+    /// chain has it.
     pub fn with_page<R>(
         &self,
         pin: &Pin<'_>,
@@ -245,7 +241,7 @@ impl<K: Kin> View<K> {
         let list = chain.list(pin);
         let Some(leaf) = K::table(&list.origin).leaf(slot) else { return found(None) };
         let origin = leaf.lock(slot);
-        for member in list.from(*number) {
+        for member in list.members_from(*number) {
             if let Some(leaf) = K::table(&member.layer).leaf(slot) {
                 let guard = leaf.lock(slot);
                 match guard.word() {
@@ -261,11 +257,11 @@ impl<K: Kin> View<K> {
         }
     }
 
-    /// How many of the pages `[slot, end)` certainly lie below, from the first one on.
+    /// Returns how many pages from `slot` on are certainly in the parent, up to `end`.
     pub fn run_of_parent(&self, pin: &Pin<'_>, slot: u64, end: u64) -> u64 {
         let table = match &self.role {
             Role::Live { .. } => K::table(&self.layer),
-            // What a snapshot has came from its origin.
+            // Pages of a snapshot come from its origin.
             Role::Snapshot { chain, .. } => K::table(&chain.list(pin).origin),
         };
         let present = table.next_present(slot, end).unwrap_or(end);
@@ -281,14 +277,14 @@ impl<K: Kin> View<K> {
 // ---- changes ------------------------------------------------------------------------------------
 
 impl<K: Kin> View<K> {
-    /// Whether writers are held up.
+    /// Returns true if writers are frozen.
     #[inline]
     pub fn is_frozen(&self) -> bool {
         matches!(self.role, Role::Live { frozen: true, .. })
     }
 
-    /// Whether what a locked slot of the origin holds must move to a snapshot before it changes.
-    /// It is noted that it changes: where it need not move it may be overwritten in its place.
+    /// Returns true if the word of the origin's locked slot must move to a snapshot before the page changes;
+    /// otherwise the page may be overwritten in place. Records the page as changed.
     #[inline]
     pub fn must_preserve(&self, slot: u64) -> bool {
         if slot % 64 == 63 && mutants::on(Mutant::OriginForgetsSnapshot) {
@@ -296,23 +292,23 @@ impl<K: Kin> View<K> {
         }
         match &self.role {
             Role::Live { snapshots: Some(list), .. } => {
-                list.note(slot);
+                list.record_change(slot);
                 receiver(list.snapshots.iter().rev(), slot).is_some()
             }
             _ => false,
         }
     }
 
-    /// Has what a locked slot holds move to the snapshot that needs it. Returns what is left to be
-    /// freed.
+    /// Moves the word of a locked slot to the snapshot that needs it. Returns the word that the caller must
+    /// free.
     #[inline]
     fn preserve(&self, kin: &K, slot: u64, held: Word) -> Result<Word> {
         match &self.role {
             Role::Live { snapshots: Some(list), .. } => {
-                list.note(slot);
+                list.record_change(slot);
                 match receiver(list.snapshots.iter().rev(), slot) {
                     Some(to) => {
-                        hand_over(kin, &self.layer, to, slot, held)?;
+                        move_word(kin, &self.layer, to, slot, held)?;
                         if held != Word::EMPTY {
                             kin.went_over(&self.layer);
                         }
@@ -325,15 +321,15 @@ impl<K: Kin> View<K> {
         }
     }
 
-    /// Puts another word into a locked slot of the live device; what it held goes to the snapshot
-    /// that needs it, or is freed. An error leaves the slot as it was, and `new` to the caller.
+    /// Replaces the word of a live device's locked slot. The old word moves to the snapshot that needs it, or
+    /// is freed. After an error the slot is unchanged and the caller still owns `new`.
     #[inline]
     pub fn replace(&self, kin: &K, slot: u64, guard: SlotGuard<'_>, new: Word) -> Result<()> {
         self.exchange(kin, slot, guard.word(), new, || guard.publish(new))
     }
 
-    /// As [`replace`](Self::replace), of a slot that `held` this word (before it departed, if it is
-    /// in flight) and is unlocked by `publish`.
+    /// Replaces the word of a locked slot like [`replace`](Self::replace). `held` is the present word, or the
+    /// one before the flight, and `publish` stores the new word and unlocks.
     #[inline]
     pub fn exchange<R>(
         &self,
@@ -343,10 +339,10 @@ impl<K: Kin> View<K> {
         new: Word,
         publish: impl FnOnce() -> R,
     ) -> Result<R> {
-        let left = self.preserve(kin, slot, held)?;
+        let unused = self.preserve(kin, slot, held)?;
         let published = publish();
-        kin.free(left);
-        kin.account(&self.layer, left, new);
+        kin.free(unused);
+        kin.account(&self.layer, unused, new);
         Ok(published)
     }
 }

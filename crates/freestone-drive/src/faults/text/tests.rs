@@ -1,4 +1,4 @@
-//! Rules are read, refused with a sentence, and written so that they can be read again.
+//! Parsing, error messages and formatting of rules.
 
 use std::time::Duration;
 
@@ -8,16 +8,16 @@ use proptest::prelude::*;
 use super::super::rules::{Chance, NTH_MAX, Range};
 use super::*;
 
-fn sentence(text: &str) -> String {
+fn parse_error_text(text: &str) -> String {
     match text.parse::<Rules>() {
         Err(error) => error.to_string(),
         Ok(rules) => panic!("{text:?} was read as {rules}"),
     }
 }
 
-/// Whatever is read is written in one way.
+/// Formatting is canonical, and parses to the same rules.
 #[test]
-fn rules_are_read_and_written() {
+fn rules_parse_and_format() {
     for (text, written) in [
         ("", ""),
         (" ; ;", ""),
@@ -55,7 +55,7 @@ fn rules_are_read_and_written() {
 }
 
 #[test]
-fn what_is_not_a_rule_is_refused_with_a_sentence() {
+fn invalid_rules_report_the_problem() {
     let operations = "there are read write discard zeroes flush append open close finish reset writes all";
     let words = "neither an effect (error= delay= hang torn= lost misdirected lie stale rot) nor a condition (at= chance= nth= times= after=)";
     let errnos = "EIO ENOSPC ENOMEM EROFS EPERM EINVAL EOPNOTSUPP ENOTSUP ESHUTDOWN ETOOMANYREFS EOVERFLOW";
@@ -75,8 +75,8 @@ fn what_is_not_a_rule_is_refused_with_a_sentence() {
         ("read hang hang", "hang is given twice".into()),
         ("write torn=4K torn=512", "torn is given twice".into()),
         ("write lost at=0+4K at=4K+4K", "at is given twice".into()),
-        ("write error=ETIMEDOUT", format!("error=ETIMEDOUT is nothing that a device answers; it answers {errnos}")),
-        ("write error=EOI", format!("error=EOI is nothing that a device answers; it answers {errnos}; EIO?")),
+        ("write error=ETIMEDOUT", format!("error=ETIMEDOUT is not a known error; use one of {errnos}")),
+        ("write error=EOI", format!("error=EOI is not a known error; use one of {errnos}; EIO?")),
         ("write torn=8K", "torn=8K is not a unit; there are 512, 4K and 16K".into()),
         ("read torn=4K", "torn is for write, append, not for read".into()),
         ("read lost", "lost is for write, discard, zeroes, append, not for read".into()),
@@ -88,16 +88,16 @@ fn what_is_not_a_rule_is_refused_with_a_sentence() {
         ("write misdirected torn=512", "misdirected and torn exclude each other".into()),
         ("read hang delay=1s", "delay and hang exclude each other".into()),
         ("write lost rot", "lost and rot exclude each other".into()),
-        ("write error=EIO lost", "a request that is answered with an error leaves nothing to do for lost; torn= and misdirected go with error=".into()),
-        ("read error=EIO stale", "a request that is answered with an error leaves nothing to do for stale; torn= and misdirected go with error=".into()),
-        ("flush lie at=0+4K", "a flush has no place that at= could name".into()),
-        ("read hang at=1M", "at=1M: a place is OFFSET+LENGTH, as in 1M+64K".into()),
+        ("write error=EIO lost", "lost has no effect with error=; only torn= and misdirected can be combined with error=".into()),
+        ("read error=EIO stale", "stale has no effect with error=; only torn= and misdirected can be combined with error=".into()),
+        ("flush lie at=0+4K", "at= does not apply to flush, which has no offset".into()),
+        ("read hang at=1M", "at=1M: a range is OFFSET+LENGTH, as in 1M+64K".into()),
         ("read hang at=4096+4K", "at=4096+4K: \"4096\" has no unit; give one of K, M, G, T (1024-based) or B for bytes, as in 4096B or 4096M".into()),
         ("read hang at=0+0", "at=0+0: the length must be more than 0".into()),
         ("read hang at=x+4K", "at=x+4K: \"x\" is not a size; give a whole number with K, M, G, T (1024-based) or B for bytes, as in 64K".into()),
         ("read hang at=1M+1.5K", "at=1M+1.5K: \"1.5K\" is not a size; give a whole number with K, M, G, T (1024-based) or B for bytes, as in 64K".into()),
-        ("read hang at=0+99999999T", "at=0+99999999T: a device ends before that".into()),
-        ("read hang at=8388607T+1T", "at=8388607T+1T: a device ends before that".into()),
+        ("read hang at=0+99999999T", "at=0+99999999T: the range exceeds the largest device".into()),
+        ("read hang at=8388607T+1T", "at=8388607T+1T: the range exceeds the largest device".into()),
         ("read delay=20", "delay=20: \"20\" has no unit; give one of ns, us, ms, s, as in 20ms".into()),
         ("read delay=1.5ms", "delay=1.5ms: \"1.5ms\" is not a time; give a whole number with ns, us, ms or s, as in 20ms".into()),
         ("read delay=0s", "delay=0s: a delay is more than 0 and at most 3600s".into()),
@@ -108,40 +108,40 @@ fn what_is_not_a_rule_is_refused_with_a_sentence() {
         ("read hang chance=1/0", "chance=1/0: a chance is more than 0 and at most 1, as in 1%, 1/1000 or 0.01".into()),
         ("read hang chance=+1/2", "chance=+1/2: a chance is more than 0 and at most 1, as in 1%, 1/1000 or 0.01".into()),
         ("read hang chance=.", "chance=.: a chance is more than 0 and at most 1, as in 1%, 1/1000 or 0.01".into()),
-        ("read hang chance=0.0000000001", "chance=0.0000000001: at most 9 digits behind the point".into()),
+        ("read hang chance=0.0000000001", "chance=0.0000000001: at most 9 decimal places".into()),
         ("read hang nth=0", "nth=0: give a whole number from 1 to 16777214".into()),
         ("read hang nth=16777215", "nth=16777215: give a whole number from 1 to 16777214".into()),
         ("read hang times=0", "times=0: give a whole number of at least 1".into()),
         ("read hang after=+1", "after=+1: give a whole number of at least 1".into()),
     ] {
-        assert_eq!(sentence(text), format!("fault rule 1 (\"{text}\"): {problem}"));
-        // The number is that of the rule.
-        assert_eq!(sentence(&format!("read hang; ; {text}")), format!("fault rule 2 (\"{text}\"): {problem}"));
+        assert_eq!(parse_error_text(text), format!("fault rule 1 (\"{text}\"): {problem}"));
+        // The error has the number of the rule.
+        assert_eq!(parse_error_text(&format!("read hang; ; {text}")), format!("fault rule 2 (\"{text}\"): {problem}"));
     }
 }
 
 #[test]
-fn long_and_many_rules_are_bounded() {
+fn rule_count_and_quoted_text_are_limited() {
     let many = vec!["read hang"; RULES_MAX];
     assert_eq!(many.join(";").parse::<Rules>().unwrap().iter().count(), RULES_MAX);
     let more = format!("{};read hang", many.join(";"));
-    assert_eq!(sentence(&more), "fault rule 65 (\"read hang\"): there are more than 64 rules");
+    assert_eq!(parse_error_text(&more), "fault rule 65 (\"read hang\"): there are more than 64 rules");
     let long = format!("read {}", "\u{e9}".repeat(100_000));
-    let error = sentence(&long);
+    let error = parse_error_text(&long);
     assert!(
         error.starts_with(&format!("fault rule 1 (\"read {}...\"): ", "\u{e9}".repeat(75))),
         "{error:.300}"
     );
 }
 
-/// What a rule says without its conditions: effects that fit the target.
+/// Effects that fit the target.
 fn effects(target: Target) -> BoxedStrategy<Effects> {
-    let astray = prop_oneof![
-        Just(Astray::Torn(512)),
-        Just(Astray::Torn(4096)),
-        Just(Astray::Torn(16384)),
-        Just(Astray::Lost),
-        Just(Astray::Misdirected)
+    let write_fault = prop_oneof![
+        Just(WriteFault::Torn(512)),
+        Just(WriteFault::Torn(4096)),
+        Just(WriteFault::Torn(16384)),
+        Just(WriteFault::Lost),
+        Just(WriteFault::Misdirected)
     ];
     let delay = (1_u64..=3600, prop_oneof![Just(1_u64), Just(1000), Just(1_000_000), Just(1_000_000_000)])
         .prop_map(|(number, unit)| Duration::from_nanos(number * unit));
@@ -150,16 +150,16 @@ fn effects(target: Target) -> BoxedStrategy<Effects> {
         option::of(error),
         option::of(delay),
         any::<bool>(),
-        option::of(astray),
+        option::of(write_fault),
         any::<bool>(),
         any::<bool>(),
         any::<bool>(),
     );
-    all.prop_map(|(error, delay, hang, astray, lie, stale, rot)| Effects {
+    all.prop_map(|(error, delay, hang, write_fault, lie, stale, rot)| Effects {
         error,
         delay,
         hang,
-        astray,
+        write_fault,
         lie,
         stale,
         rot,
@@ -200,14 +200,14 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, max_global_rejects: 100_000, max_local_rejects: 1_000_000, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_is_written_reads_the_same(rules in prop::collection::vec(any_rule(), 0..5)) {
+fn formatted_rules_parse_to_the_same_rules(rules in prop::collection::vec(any_rule(), 0..5)) {
         let rules = Rules(rules);
         let text = rules.to_string();
         prop_assert_eq!(text.parse::<Rules>(), Ok(rules), "{}", text);
     }
 
     #[test]
-    fn nothing_panics(text in "[a-z0-9=+.%/;\u{e9} EIOKMGT]{0,60}") {
+fn parsing_never_panics(text in "[a-z0-9=+.%/;\u{e9} EIOKMGT]{0,60}") {
         let _ = text.parse::<Rules>();
     }
 }

@@ -1,9 +1,8 @@
-//! The log of everything that was written: dm-log-writes' own on-disk format, so that its
-//! `replay-log` works on what is recorded here and what the kernel recorded can be replayed here.
+//! Log of all writes in dm-log-writes' on-disk format: `replay-log` accepts logs recorded here, and
+//! logs recorded by the kernel can be replayed here.
 //!
-//! [`Reader`] gives the entries, [`replay`] brings a device to the state at any of them,
-//! [`Reader::epochs`] gives the points between two flushes, and [`replay_cut`] cuts the power at
-//! one.
+//! [`Reader`] iterates over the entries. [`replay`] brings a device to its state at an entry,
+//! [`replay_cut`] with a power cut. [`Reader::epochs`] returns the entries between two flushes.
 
 pub mod format;
 mod reader;
@@ -15,8 +14,8 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-/// The mark of a device that was set back to what it was when the recording began. A replay to a
-/// later point starts there.
+/// Text of the mark that a reset writes: the device has its content at the start of the recording
+/// again. A replay to a later point starts there.
 pub const BEGINNING: &str = "freestone: back to the beginning";
 
 pub use reader::{Entry, Epoch, Reader};
@@ -26,61 +25,61 @@ pub use writer::Writer;
 
 use freestone_core::device;
 
-/// Why a log cannot be written, read or replayed.
+/// Errors from writing, reading or replaying a log.
 #[derive(Debug, Error)]
 pub enum Error {
-    /// The file.
+    /// The file failed.
     #[error("{path}: {error}", path = path.display())]
     File {
-        /// Its path.
+        /// Path of the log.
         path: PathBuf,
-        /// What the system says.
+        /// Error from the system.
         error: io::Error,
     },
-    /// A new log was to be written there.
-    #[error("{path} exists: a recording begins with what is on the device now and cannot go on with an old log", path = path.display())]
+    /// A new log was requested at an existing path.
+    #[error("{path} already exists: a recording starts with the device's present content and cannot continue an old log", path = path.display())]
     Exists {
-        /// Its path.
+        /// Path of the log.
         path: PathBuf,
     },
-    /// It is no log.
-    #[error("{path} is no log of dm-log-writes: {why}", path = path.display())]
+    /// The file is not a log.
+    #[error("{path} is not a dm-log-writes log: {why}", path = path.display())]
     Foreign {
-        /// Its path.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with its head.
+        /// Problem in the header.
         why: String,
     },
-    /// Its content contradicts itself.
-    #[error("{path}: entry {entry} {why}", path = path.display())]
+    /// The log is damaged.
+    #[error("{path}: entry {number} {why}", path = path.display(), number = entry + 1)]
     Damaged {
-        /// Its path.
+        /// Path of the log.
         path: PathBuf,
-        /// Number of the entry.
+        /// Number of the entry, from 0. The message counts from 1, like points of a log.
         entry: u64,
-        /// What is wrong with it.
+        /// Problem in the entry.
         why: &'static str,
     },
-    /// There are not so many entries.
-    #[error("the log has {entries} entries, {asked} are asked for")]
+    /// The log has fewer entries.
+    #[error("the log has {entries} entries, but entry {asked} was requested")]
     NoEntry {
-        /// What was asked for.
+        /// Requested number of entries.
         asked: u64,
-        /// How many there are.
+        /// Number of entries in the log.
         entries: u64,
     },
-    /// There is no such mark.
+    /// The log has no mark with this text.
     #[error("the log has no mark {0:?}")]
     NoMark(String),
-    /// More blocks are unflushed at the point than [`CUT_BLOCKS_MAX`].
+    /// More than [`CUT_BLOCKS_MAX`] blocks are unflushed at the point.
     #[error("more than {CUT_BLOCKS_MAX} blocks were written since the last flush")]
     TooManyUnflushed,
-    /// The device that is replayed on.
-    #[error("while entry {entry} was replayed: {error}")]
+    /// The replayed device failed.
+    #[error("replaying entry {number} failed: {error}", number = entry + 1)]
     Device {
-        /// Number of the entry.
+        /// Number of the entry, from 0. The message counts from 1, like points of a log.
         entry: u64,
-        /// What the device says.
+        /// Error from the device.
         error: device::Error,
     },
 }

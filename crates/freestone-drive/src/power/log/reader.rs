@@ -1,4 +1,4 @@
-//! Reading a log, entry by entry. Its content is not trusted.
+//! Reader of a log. The content is not trusted.
 
 use std::fs::File;
 use std::ops::{Range, RangeInclusive};
@@ -12,7 +12,7 @@ use super::format::{
     self, DISCARD, ENTRY_BYTES, FLUSH, FUA, MAGIC, MARK, SECTOR_MAX_BYTES, SECTOR_MIN_BYTES, Super, VERSION,
 };
 
-/// An open log. Iterating gives its entries from the first on.
+/// Open log. Iterates over the entries from the first one on.
 #[derive(Debug)]
 pub struct Reader {
     file: File,
@@ -20,61 +20,61 @@ pub struct Reader {
     file_bytes: u64,
     sector_bytes: u32,
     entries: u64,
-    /// Entry that comes next, and its place in the file.
+    /// Number of the next entry; its position in the file is `at`.
     next: u64,
     at: u64,
 }
 
-/// An entry of a log; sizes in bytes.
+/// Entry of a log; sizes are in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Its number, from 0.
+    /// Number of the entry, from 0.
     pub number: u64,
     /// First byte on the device.
     pub offset: u64,
     /// Bytes written or discarded.
     pub len: u64,
-    /// See [`format`](mod@super::format).
+    /// Flags: see [`format`](mod@super::format).
     pub flags: u64,
     /// Text of a mark.
     pub mark: Option<String>,
-    /// Where its data begins in the file.
+    /// Position of the data in the file.
     data_at: u64,
 }
 
 impl Entry {
-    /// What stands before it is durable.
+    /// Returns true if the entry is a flush: everything before it is durable.
     pub const fn is_flush(&self) -> bool {
         self.flags & FLUSH != 0
     }
 
-    /// It is durable itself.
+    /// Returns true if the entry itself is durable.
     pub const fn is_fua(&self) -> bool {
         self.flags & FUA != 0
     }
 
-    /// It has no data and forgets a range.
+    /// Returns true if the entry discards a range, without data.
     pub const fn is_discard(&self) -> bool {
         self.flags & DISCARD != 0
     }
 }
 
-/// The entries from one flush to the next.
+/// Entries up to and including a flush.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Epoch {
-    /// Its entries; the last one is the flush, where there is one.
+    /// Numbers of the entries. The last one is the flush, unless the log ends without one.
     pub entries: Range<u64>,
 }
 
 impl Epoch {
-    /// Every point of it, as counts of entries that are replayed: from none of its own to all.
+    /// Returns every point of the epoch, as the number of entries replayed before it.
     pub const fn points(&self) -> RangeInclusive<u64> {
         self.entries.start..=self.entries.end
     }
 }
 
 impl Reader {
-    /// Opens a log and checks its head.
+    /// Opens a log and checks its header.
     ///
     /// # Errors
     /// [`Error::File`], [`Error::Foreign`].
@@ -84,20 +84,20 @@ impl Reader {
         let file = File::open(path).map_err(at_file)?;
         let mut head = Super::new_zeroed();
         file.read_exact_at(head.as_mut_bytes(), 0).map_err(|error| match error.kind() {
-            std::io::ErrorKind::UnexpectedEof => foreign("it is shorter than a head".into()),
+            std::io::ErrorKind::UnexpectedEof => foreign("the file is shorter than a header".into()),
             _ => at_file(error),
         })?;
         if head.magic.get() != MAGIC {
-            return Err(foreign(format!("it begins with {:#x}", head.magic)));
+            return Err(foreign(format!("it starts with {:#x}", head.magic)));
         }
         if head.version.get() != VERSION {
-            return Err(foreign(format!("its version is {}, only {VERSION} is known", head.version)));
+            return Err(foreign(format!("version {} is not supported, only {VERSION}", head.version)));
         }
         let sector_bytes = head.sectorsize.get();
         if !sector_bytes.is_power_of_two() || !(SECTOR_MIN_BYTES..=SECTOR_MAX_BYTES).contains(&sector_bytes) {
-            return Err(foreign(format!("its sectors have {sector_bytes} bytes")));
+            return Err(foreign(format!("a sector size of {sector_bytes} bytes is not supported")));
         }
-        // A block device has no length in its metadata, but an end.
+        // The metadata of a block device has no length, but seeking to its end works.
         let file_bytes = std::io::Seek::seek(&mut &file, std::io::SeekFrom::End(0)).map_err(at_file)?;
         Ok(Self {
             file,
@@ -110,23 +110,23 @@ impl Reader {
         })
     }
 
-    /// Entries that its head counts.
+    /// Returns the number of entries according to the header.
     pub const fn entries(&self) -> u64 {
         self.entries
     }
 
-    /// Bytes of a sector: the logical block of the device that was recorded.
+    /// Returns the sector size in bytes: the logical block of the recorded device.
     pub const fn sector_bytes(&self) -> u32 {
         self.sector_bytes
     }
 
-    /// Begins with the first entry again.
+    /// Continues with the first entry.
     pub const fn rewind(&mut self) {
         self.next = 0;
         self.at = self.sector_bytes as u64;
     }
 
-    /// The next entry; `None` at the end.
+    /// Returns the next entry, or `None` at the end.
     ///
     /// # Errors
     /// [`Error::File`], [`Error::Damaged`].
@@ -167,18 +167,18 @@ impl Reader {
         Ok(Some(Entry { number, offset, len, flags, mark, data_at }))
     }
 
-    /// The next entry, if it is among the first `entries`.
+    /// Returns the next entry if it is among the first `entries`.
     pub(super) fn next_before(&mut self, entries: u64) -> Result<Option<Entry>, Error> {
         if self.next < entries { self.next_entry() } else { Ok(None) }
     }
 
-    /// Reads an entry's data from byte `from` of it on.
+    /// Reads an entry's data from byte `from` on.
     ///
     /// # Errors
     /// [`Error::File`].
     ///
     /// # Panics
-    /// Where the entry has not so much data.
+    /// If the entry has less data.
     pub fn read_data(&self, entry: &Entry, from: u64, out: &mut [u8]) -> Result<(), Error> {
         assert!(!entry.is_discard() && from + out.len() as u64 <= entry.len, "{entry:?} has less data");
         self.read(out, entry.data_at + from)
@@ -188,10 +188,10 @@ impl Reader {
         self.file.read_exact_at(out, at).map_err(|error| Error::File { path: self.path.clone(), error })
     }
 
-    /// The number of the first mark with this text.
+    /// Returns the number of the first mark with this text.
     ///
     /// # Errors
-    /// [`Error::NoMark`], and as [`next_entry`](Self::next_entry).
+    /// [`Error::NoMark`], and those of [`next_entry`](Self::next_entry).
     pub fn find_mark(&mut self, text: &str) -> Result<u64, Error> {
         self.rewind();
         while let Some(entry) = self.next_entry()? {
@@ -202,10 +202,10 @@ impl Reader {
         Err(Error::NoMark(text.into()))
     }
 
-    /// The log cut at its flushes.
+    /// Splits the log at its flushes.
     ///
     /// # Errors
-    /// As [`next_entry`](Self::next_entry).
+    /// Those of [`next_entry`](Self::next_entry).
     pub fn epochs(&mut self) -> Result<Vec<Epoch>, Error> {
         self.rewind();
         let mut epochs = Vec::new();

@@ -1,46 +1,49 @@
-//! Replaying a log on a device, to any point, also with a power cut at that point.
+//! Replay of a log to any point, optionally with a power cut there.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::{BEGINNING, Entry, Error, Reader};
-use crate::power::choice::Choice;
+use crate::power::choice::CutChoice;
 use freestone_core::device::{self, Blocking, Device, Flags};
 
-/// How much is read and written at a time.
 const CHUNK_BYTES: u64 = 1 << 20;
-/// The most unflushed units that a cut at a point decides on; each takes some 40 bytes of memory.
+/// Maximum unflushed units that a cut can decide about; each takes about 40 bytes of memory.
 pub const CUT_BLOCKS_MAX: usize = 16 << 20;
-/// Entries of more blocks are never undone: the device did not keep them apart either.
+/// Entries of more blocks cannot be lost: the device did not keep them in its cache either.
 pub(in crate::power) const APART_MAX_BLOCKS: u64 = 4096;
 
-/// What a cut at a point did.
+/// Result of a cut at a point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CutPoint {
-    /// Units written since the last flush that ended as after one of the writes since.
+    /// Units written since the last flush that ended with the content of one of these writes.
     pub kept_blocks: u64,
-    /// Those that ended as they were at that flush.
+    /// Units written since the last flush that ended as they were at that flush.
     pub lost_blocks: u64,
 }
 
-/// Does to `device` what the first `entries` entries say, in order, and flushes it. The device must
-/// have the content that the recorded one had when the recording began; so it had again at each
-/// mark [`BEGINNING`], and what stands before the last one of them is passed over. Zeroes and
-/// discards become zeroes that may be holes.
+/// Replays the first `entries` entries on `device` and flushes it. Zeroes and discards become
+/// zeroes that may be holes.
+///
+/// The device must have the content from the start of the recording. A mark [`BEGINNING`] means
+/// that the recorded device had that content again, so entries before the last such mark are
+/// skipped.
 ///
 /// # Errors
-/// [`Error::NoEntry`], [`Error::Damaged`] and [`Error::Device`] of an entry that lies beyond the
-/// device before anything is written; those of the file and of the device then.
+/// Before anything is written: [`Error::NoEntry`], [`Error::Damaged`], and [`Error::Device`] of an
+/// entry beyond the device's end. Later: errors of the file and the device.
 pub fn replay(reader: &mut Reader, entries: u64, device: &dyn Device) -> Result<(), Error> {
     Plan::new(reader, entries, device.geometry().size, None)?.run(reader, device).map(drop)
 }
 
-/// As [`replay`], with a power cut after `entries` entries: what stands before the last flush, and
-/// what was written with FUA, is done; of each other unit of `unit` bytes (at least a sector of the
-/// log) the seed decides whether it is as it was then, or as after one of the writes to it since.
+/// Replays like [`replay`], with a power cut after `entries` entries.
+///
+/// Everything before the last flush is done, and so are later writes with FUA. The seed decides
+/// about each other unit of `unit` bytes (at least a sector of the log): it ends as at the flush,
+/// or as after one of the later writes to it.
 ///
 /// # Errors
-/// As [`replay`]; [`Error::TooManyUnflushed`] before anything is written.
+/// Those of [`replay`], and [`Error::TooManyUnflushed`] before anything is written.
 pub fn replay_cut(
     reader: &mut Reader,
     entries: u64,
@@ -51,50 +54,48 @@ pub fn replay_cut(
     Ok(plan.run(reader, device)?.unwrap_or_default())
 }
 
-/// A replay whose entries were all looked at, so that a damaged log is refused before the first
-/// write.
+/// Replay whose entries were all checked, so that a damaged log fails before the first write.
 pub(in crate::power) struct Plan {
     entries: u64,
-    /// The first entry that is replayed.
     from: u64,
     cut: Option<CutPlan>,
 }
 
-/// A replay with a power cut at its end.
+/// Power cut at the end of a replay.
 struct CutPlan {
     /// Entries before this one are durable.
     flushed: u64,
-    /// Bytes that a cut does not tear.
+    /// Unit that a cut does not tear, in bytes.
     unit: u64,
-    choice: Choice,
-    tails: BTreeMap<u64, Tail>,
+    choice: CutChoice,
+    unit_writes: BTreeMap<u64, UnitWrites>,
 }
 
 impl Plan {
-    /// Looks at the first `entries` entries, to be replayed on a device of `size` bytes; `cut` is the
-    /// seed and the unit of a power cut there.
+    /// Checks the first `entries` entries for a device of `size` bytes. `cut` is the seed and the
+    /// unit of a power cut.
     pub fn new(reader: &mut Reader, entries: u64, size: u64, cut: Option<(u64, u64)>) -> Result<Self, Error> {
         if entries > reader.entries() {
             return Err(Error::NoEntry { asked: entries, entries: reader.entries() });
         }
-        let from = beginning(reader, entries, size)?;
+        let from = first_entry(reader, entries, size)?;
         let cut = cut.map(|(seed, unit)| CutPlan::new(reader, from..entries, seed, unit)).transpose()?;
         Ok(Self { entries, from, cut })
     }
 
-    /// Does to `device` what was planned.
+    /// Runs the replay on `device`.
     ///
     /// # Errors
-    /// [`Error::File`], [`Error::Damaged`] of a log that was changed meanwhile, [`Error::Device`]. The
-    /// device then has a part of it.
+    /// [`Error::File`], [`Error::Damaged`] if the log has changed, [`Error::Device`]. The device is
+    /// then partly restored.
     pub fn run(self, reader: &mut Reader, device: &dyn Device) -> Result<Option<CutPoint>, Error> {
         let Self { entries, from, cut } = self;
         reader.rewind();
         let Some(mut cut) = cut else {
-            whole(reader, from, entries, device)?;
+            replay_range(reader, from, entries, device)?;
             return flush(entries, device).map(|()| None);
         };
-        whole(reader, from, cut.flushed, device)?;
+        replay_range(reader, from, cut.flushed, device)?;
         while let Some(entry) = reader.next_before(entries)? {
             cut.apply(reader, &entry, device)?;
         }
@@ -113,8 +114,12 @@ impl CutPlan {
             }
         }
         let block = u64::from(reader.sector_bytes());
-        let mut plan =
-            Self { flushed, unit: unit.max(block), choice: Choice::new(seed), tails: BTreeMap::new() };
+        let mut plan = Self {
+            flushed,
+            unit: unit.max(block),
+            choice: CutChoice::new(seed),
+            unit_writes: BTreeMap::new(),
+        };
         reader.rewind();
         while let Some(entry) = reader.next_before(entries.end)? {
             if entry.number < flushed {
@@ -122,15 +127,18 @@ impl CutPlan {
             }
             let units = plan.units(&entry);
             if is_durable(&entry, block) {
-                // With a part of a unit all that came before is there.
-                for (_, tail) in plan.tails.range_mut(units) {
-                    *tail = Tail { from: entry.number, count: 0, seen: 0 };
+                // A durable part of a unit makes all earlier writes to the unit durable.
+                for (_, writes) in plan.unit_writes.range_mut(units) {
+                    *writes = UnitWrites { from: entry.number, count: 0, seen: 0 };
                 }
                 continue;
             }
             for at in units {
-                plan.tails.entry(at).or_insert(Tail { from: flushed, count: 0, seen: 0 }).count += 1;
-                if plan.tails.len() > CUT_BLOCKS_MAX {
+                plan.unit_writes
+                    .entry(at)
+                    .or_insert(UnitWrites { from: flushed, count: 0, seen: 0 })
+                    .count += 1;
+                if plan.unit_writes.len() > CUT_BLOCKS_MAX {
                     return Err(Error::TooManyUnflushed);
                 }
             }
@@ -142,15 +150,15 @@ impl CutPlan {
         entry.offset / self.unit..(entry.offset + entry.len).div_ceil(self.unit)
     }
 
-    /// Does what the cut leaves of an entry behind the last flush.
+    /// Applies the part of an entry after the last flush that survives the cut.
     fn apply(&mut self, reader: &Reader, entry: &Entry, device: &dyn Device) -> Result<(), Error> {
         if is_durable(entry, u64::from(reader.sector_bytes())) {
             return apply(reader, entry, 0, entry.len, device);
         }
-        // Neighbours that are kept are written together.
+        // Adjacent surviving units are written together.
         let mut run = 0..0;
         for at in self.units(entry) {
-            if !self.tails.get_mut(&at).is_some_and(|tail| tail.keeps(entry, at, self.choice)) {
+            if !self.unit_writes.get_mut(&at).is_some_and(|writes| writes.keeps(entry, at, self.choice)) {
                 continue;
             }
             let from = (at * self.unit).saturating_sub(entry.offset);
@@ -166,8 +174,8 @@ impl CutPlan {
 
     fn outcome(&self) -> CutPoint {
         let mut cut = CutPoint::default();
-        for (at, tail) in self.tails.iter().filter(|(_, tail)| tail.count > 0) {
-            match self.choice.of(*at, tail.count) {
+        for (at, writes) in self.unit_writes.iter().filter(|(_, writes)| writes.count > 0) {
+            match self.choice.of(*at, writes.count) {
                 None => cut.lost_blocks += 1,
                 Some(_) => cut.kept_blocks += 1,
             }
@@ -176,18 +184,18 @@ impl CutPlan {
     }
 }
 
-/// The writes to a unit that a cut decides on.
-struct Tail {
+/// Writes to a unit that a cut decides about.
+struct UnitWrites {
     /// Entries before this one are durable.
     from: u64,
     count: u64,
-    /// Of those, how many were replayed.
+    /// Number of these writes replayed so far.
     seen: u64,
 }
 
-impl Tail {
-    /// Whether this entry's write to the unit happened.
-    fn keeps(&mut self, entry: &Entry, unit: u64, choice: Choice) -> bool {
+impl UnitWrites {
+    /// Returns true if this entry's write to the unit survives.
+    fn keeps(&mut self, entry: &Entry, unit: u64, choice: CutChoice) -> bool {
         if entry.number < self.from {
             return true;
         }
@@ -200,9 +208,9 @@ fn is_durable(entry: &Entry, block: u64) -> bool {
     entry.is_fua() || entry.len / block > APART_MAX_BLOCKS
 }
 
-/// Where a replay starts: behind the last return to the beginning. No entry from there on lies
-/// beyond a device of `size` bytes.
-fn beginning(reader: &mut Reader, entries: u64, size: u64) -> Result<u64, Error> {
+/// Returns the first entry to replay: after the last mark [`BEGINNING`]. Fails if an entry from
+/// there on lies beyond a device of `size` bytes.
+fn first_entry(reader: &mut Reader, entries: u64, size: u64) -> Result<u64, Error> {
     let (mut from, mut beyond) = (0, None);
     reader.rewind();
     while let Some(entry) = reader.next_before(entries)? {
@@ -218,7 +226,7 @@ fn beginning(reader: &mut Reader, entries: u64, size: u64) -> Result<u64, Error>
     }
 }
 
-fn whole(reader: &mut Reader, from: u64, entries: u64, device: &dyn Device) -> Result<(), Error> {
+fn replay_range(reader: &mut Reader, from: u64, entries: u64, device: &dyn Device) -> Result<(), Error> {
     while let Some(entry) = reader.next_before(entries)? {
         if entry.number < from {
             continue;
@@ -228,7 +236,6 @@ fn whole(reader: &mut Reader, from: u64, entries: u64, device: &dyn Device) -> R
     Ok(())
 }
 
-/// Does the bytes `from..to` of an entry.
 fn apply(reader: &Reader, entry: &Entry, from: u64, to: u64, device: &dyn Device) -> Result<(), Error> {
     if from == to {
         return Ok(());
@@ -255,5 +262,5 @@ fn apply(reader: &Reader, entry: &Entry, from: u64, to: u64, device: &dyn Device
 }
 
 fn flush(entries: u64, device: &dyn Device) -> Result<(), Error> {
-    device.flush().map_err(|error| Error::Device { entry: entries, error })
+    device.flush().map_err(|error| Error::Device { entry: entries.saturating_sub(1), error })
 }

@@ -1,4 +1,4 @@
-//! Writing a log.
+//! Writer of a log.
 
 use std::fs::{self, File};
 use std::io;
@@ -14,47 +14,45 @@ use super::format::{DISCARD, Entry, FLUSH, MAGIC, MARK, Super, VERSION};
 use freestone_core::file_locks::Held;
 use freestone_core::replace::{MadeFile, NEW_PREFIX, Place, Unfinished};
 
-/// The most that one entry zeroes, in bytes: `replay-log` reads an entry's data into memory as a
-/// whole.
+/// Maximum bytes zeroed by one entry: `replay-log` reads an entry's data into memory at once.
 const ZEROES_MAX_BYTES: u64 = 8 << 20;
-/// The most that one entry discards, in bytes: `replay-log` passes over larger ones where it has to
-/// write zeroes.
+/// Maximum bytes discarded by one entry: `replay-log` skips larger ones if it must write zeroes.
 const DISCARD_MAX_BYTES: u64 = 128 << 20;
 
-/// Writes a log. Entries are gathered in memory until they are committed.
+/// Writer of a log. Entries are collected in memory until they are committed.
 ///
-/// The head counts an entry only when all of it is in the file, and it is rewritten with each
-/// commit. So when the process dies the head is right. When the machine dies it is right up to the
-/// last mark: there, entries are synced before the head is written, and the head after it.
+/// The header counts only entries that are completely in the file, and each commit rewrites it. So
+/// the header is right after a crash of the process. After a crash of the machine it is right up to
+/// the last mark: a mark syncs the entries before the header, and the header after them.
 #[derive(Debug)]
 pub struct Writer {
     file: File,
-    /// Lists the file as open in this process. `None` for a file that never gets a name.
-    #[expect(dead_code, reason = "it is there to be dropped")]
+    /// Registers the file as open in this process. `None` for a file that never gets a name.
+    #[expect(dead_code, reason = "kept for its Drop")]
     held: Option<Held>,
     path: PathBuf,
-    /// The file before it has its name.
+    /// File before it is linked at its path.
     unnamed: Option<(Place, Unfinished)>,
     sector_bytes: u32,
-    /// Entries that the head counts.
+    /// Entries that the header counts.
     entries: u64,
-    /// Bytes that hold those.
+    /// End of those entries in the file.
     end: u64,
-    /// Entries since.
+    /// Entries added since.
     added: u64,
-    /// Where the next entry goes.
+    /// Position of the next entry in the file.
     next: u64,
-    /// Bytes for `next - gathered.len()` that are not in the file.
-    gathered: Vec<u8>,
+    /// Bytes up to `next` that are not in the file yet.
+    pending: Vec<u8>,
 }
 
 impl Writer {
-    /// Creates the file. The file gets its name with its head, so a log that is cut off before
-    /// that leaves nothing.
+    /// Creates the file. It is linked at its path together with its header, so a crash before that
+    /// leaves nothing.
     ///
     /// # Errors
-    /// [`Error::Exists`]: a recording begins with the device's state of this moment, so it cannot go on with an old log;
-    /// [`Error::File`].
+    /// [`Error::Exists`]: a recording starts with the device's present content, so it cannot
+    /// continue an old log. [`Error::File`].
     pub fn create(path: &Path) -> Result<Self, Error> {
         let failed = |error: io::Error| Error::File { path: path.into(), error };
         match fs::symlink_metadata(path) {
@@ -66,25 +64,26 @@ impl Writer {
         let unnamed = place.begin(NEW_PREFIX).map_err(failed)?;
         let file = unnamed.as_file().try_clone().map_err(failed)?;
         let stat = rustix::fs::fstat(&file).map_err(|errno| failed(errno.into()))?;
-        // What reads a log while it is written needs no lock; what would replace it has to see one.
+        // A reader of an unfinished log needs no lock. A program that would replace the log must
+        // see one.
         rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)
             .map_err(|errno| failed(errno.into()))?;
         let held = Some(Held::new(&stat));
         Ok(Self { held, unnamed: Some((place, unnamed)), ..Self::on(file, path) })
     }
 
-    /// Returns the file as it lies at its path once the recording has begun, to be removed if the
-    /// device is not made after all.
+    /// Returns the file that appears at the path once the recording has started. The caller removes
+    /// it if creating the device fails.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn made(&self) -> io::Result<Option<MadeFile>> {
         self.unnamed.as_ref().map(|(place, unnamed)| unnamed.made(place)).transpose()
     }
 
     pub(in crate::power) fn on(file: File, path: &Path) -> Self {
         let path = path.into();
-        let gathered = Vec::new();
+        let pending = Vec::new();
         Self {
             file,
             held: None,
@@ -95,16 +94,16 @@ impl Writer {
             end: 0,
             added: 0,
             next: 0,
-            gathered,
+            pending,
         }
     }
 
-    /// Where it is.
+    /// Returns the path of the log.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Writes the head of an empty log with sectors of this size, and gives the file its name.
+    /// Writes the header of an empty log with this sector size, and links the file at its path.
     pub(in crate::power) fn begin(&mut self, sector_bytes: u32) -> Result<(), Error> {
         self.sector_bytes = sector_bytes;
         self.end = u64::from(sector_bytes);
@@ -118,32 +117,32 @@ impl Writer {
         })
     }
 
-    /// Entries in the file.
+    /// Returns the number of entries in the file.
     pub(in crate::power) const fn entries(&self) -> u64 {
         self.entries
     }
 
-    /// Bytes of the file.
+    /// Returns the size of the file in bytes.
     pub(in crate::power) const fn bytes(&self) -> u64 {
         self.end
     }
 
-    /// Number of the entry that comes next.
+    /// Returns the number of the next entry, which is also the number of entries so far.
     pub(in crate::power) const fn next_entry(&self) -> u64 {
         self.entries + self.added
     }
 
     pub(in crate::power) fn data(&mut self, sector: u64, flags: u64, data: &[u8]) {
         self.entry(sector, data.len() as u64 / u64::from(self.sector_bytes), flags, &[]);
-        self.gathered.extend_from_slice(data);
+        self.pending.extend_from_slice(data);
         self.next += data.len() as u64;
     }
 
-    /// Zeroes that are written take no space in the file, where its file system has holes.
+    /// Adds zeroes. They take no space in the file if its file system supports holes.
     pub(in crate::power) fn zeroes(&mut self, sector: u64, sectors: u64, flags: u64) -> Result<(), Error> {
         self.pieces(sector, sectors, ZEROES_MAX_BYTES, |writer, sector, sectors| {
             writer.entry(sector, sectors, flags, &[]);
-            writer.write_gathered()?;
+            writer.write_pending()?;
             writer.next += sectors * u64::from(writer.sector_bytes);
             Ok(())
         })
@@ -188,18 +187,18 @@ impl Writer {
             flags: U64::new(flags),
             data_len: U64::new(text.len() as u64),
         };
-        let from = self.gathered.len();
-        self.gathered.extend_from_slice(entry.as_bytes());
-        self.gathered.extend_from_slice(text);
-        self.gathered.resize(from + self.sector_bytes as usize, 0);
+        let from = self.pending.len();
+        self.pending.extend_from_slice(entry.as_bytes());
+        self.pending.extend_from_slice(text);
+        self.pending.resize(from + self.sector_bytes as usize, 0);
         self.next += u64::from(self.sector_bytes);
         self.added += 1;
     }
 
-    /// Puts what was gathered into the file, then counts it in the head. With `sync` it is durable
-    /// then.
+    /// Writes the collected entries to the file, then counts them in the header. With `sync` they
+    /// are durable afterwards.
     pub(in crate::power) fn commit(&mut self, sync: bool) -> Result<(), Error> {
-        self.write_gathered()?;
+        self.write_pending()?;
         // Zeroes at the end are not in the file yet.
         let next = self.next;
         self.at_file(|file| if file.metadata()?.len() < next { file.set_len(next) } else { Ok(()) })?;
@@ -217,12 +216,12 @@ impl Writer {
         Ok(())
     }
 
-    fn write_gathered(&mut self) -> Result<(), Error> {
-        let at = self.next - self.gathered.len() as u64;
-        let gathered = std::mem::take(&mut self.gathered);
-        self.at_file(|file| file.write_all_at(&gathered, at))?;
-        self.gathered = gathered;
-        self.gathered.clear();
+    fn write_pending(&mut self) -> Result<(), Error> {
+        let at = self.next - self.pending.len() as u64;
+        let pending = std::mem::take(&mut self.pending);
+        self.at_file(|file| file.write_all_at(&pending, at))?;
+        self.pending = pending;
+        self.pending.clear();
         Ok(())
     }
 

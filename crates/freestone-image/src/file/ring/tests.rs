@@ -6,7 +6,7 @@ use std::sync::mpsc;
 const SIZE: u64 = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// With a thread that waits for answers.
+/// Returns a ring whose thread is waiting for completions.
 fn ring() -> Ring {
     let backing = Backing::in_memory(SIZE, false);
     let ring = Ring::start(&Arc::new(backing)).unwrap();
@@ -22,16 +22,16 @@ fn read(tx: &mpsc::Sender<Result<()>>) -> Job {
     Job::new(Request::read(0, 4096), IoBuf::zeroed(4096).unwrap(), done)
 }
 
-/// A submitter to whom the kernel said no leaves its entries, and wakes the thread.
+/// A submitter whose submission call failed leaves its entries and wakes the thread.
 #[test]
-fn the_thread_submits_what_a_submitter_could_not() {
+fn thread_submits_entries_left_by_submitter() {
     let ring = ring();
     let (tx, rx) = mpsc::channel();
     for round in 1..=3 {
         {
             let mut state = ring.shared.lock();
             for _ in 0..2 * DEPTH_JOBS {
-                state.schedule.arrive(read(&tx));
+                state.schedule.add(read(&tx));
             }
             ring.shared.start_ready(&mut state);
             assert_eq!(state.in_kernel, DEPTH_JOBS);
@@ -45,14 +45,14 @@ fn the_thread_submits_what_a_submitter_could_not() {
     assert!(ring.shared.lock().schedule.is_empty());
 }
 
-/// Entries that come while somebody is about to call the kernel are that one's.
+/// The thread that holds the claim also submits entries queued meanwhile.
 #[test]
-fn one_hands_over_for_all() {
+fn claimant_submits_for_other_threads() {
     let ring = ring();
     let (tx, rx) = mpsc::channel();
     {
         let mut state = ring.shared.lock();
-        state.schedule.arrive(read(&tx));
+        state.schedule.add(read(&tx));
         ring.shared.start_ready(&mut state);
         assert!(ring.shared.claim(&mut state) && !ring.shared.claim(&mut state));
     }
@@ -66,7 +66,7 @@ fn one_hands_over_for_all() {
     assert!(!state.handing_over && !ring.shared.claim(&mut state));
 }
 
-/// The thread may sleep while another hands over: it is woken if that fails.
+/// The thread may sleep while another thread submits; it is woken if that fails.
 #[test]
 fn failed_hand_over_is_left_to_sleeping_thread() {
     let ring = ring();
@@ -74,11 +74,11 @@ fn failed_hand_over_is_left_to_sleeping_thread() {
     for failures in 1..=3 {
         {
             let mut state = ring.shared.lock();
-            state.schedule.arrive(read(&tx));
+            state.schedule.add(read(&tx));
             ring.shared.start_ready(&mut state);
             assert!(ring.shared.claim(&mut state));
         }
-        // The thread looks, finds the claim, and sleeps again.
+        // The thread wakes, finds the claim taken, and sleeps again.
         ring.shared.wake_reaper();
         assert_eq!(rx.recv_timeout(Duration::from_millis(50)), Err(mpsc::RecvTimeoutError::Timeout));
         ring.shared.refusals.store(failures, SeqCst);
@@ -103,7 +103,7 @@ fn refused_entries_are_carried_out_by_thread() {
     for _ in 0..209 {
         assert_eq!(rx.recv_timeout(PATIENCE), Ok(Ok(())));
     }
-    // Requests that come later, and in their order.
+    // Later requests are completed too, in submission order.
     ring.submit(write(10));
     ring.submit(read(&tx));
     for _ in 0..2 {
@@ -113,10 +113,10 @@ fn refused_entries_are_carried_out_by_thread() {
     rustix::io::pread(&ring.shared.backing.fd, &mut first, 0).unwrap();
     assert_eq!(first, [10; 4096]);
     let state = ring.shared.lock();
-    assert!(state.mode == Mode::Calls && state.in_kernel == 0 && state.schedule.is_empty());
+    assert!(state.mode == Mode::Syscalls && state.in_kernel == 0 && state.schedule.is_empty());
 }
 
-/// As with a filter of system calls that allows the setup alone.
+/// Like a seccomp filter that allows only the setup call.
 #[test]
 fn ring_that_cannot_be_entered_is_refused_at_start() {
     let mut ring = IoUring::builder().setup_r_disabled().build(4).unwrap();
@@ -126,17 +126,17 @@ fn ring_that_cannot_be_entered_is_refused_at_start() {
 }
 
 #[test]
-fn when_the_thread_is_gone_every_job_is_answered() {
+fn ended_thread_fails_every_job() {
     let ring = ring();
     let (tx, rx) = mpsc::channel();
     let mut waiting = Schedule::default();
-    waiting.arrive(read(&tx));
+    waiting.add(read(&tx));
     let bad = Completion::new(|_, _| panic!("on purpose"));
-    waiting.arrive(Job::new(Request::flush(), IoBuf::empty(), bad));
-    waiting.arrive(read(&tx));
+    waiting.add(Job::new(Request::flush(), IoBuf::empty(), bad));
+    waiting.add(read(&tx));
     ring.shared.lock().schedule = waiting;
     let shared = Arc::clone(&ring.shared);
-    drop(Worker { shared, answers: Vec::new(), finished: Vec::new(), failures: 0 });
+    drop(Worker { shared, completions: Vec::new(), finished: Vec::new(), failures: 0 });
     ring.submit(read(&tx));
     for _ in 0..3 {
         assert_eq!(rx.try_recv(), Ok(Err(freestone_core::device::Error::Gone)));
@@ -144,9 +144,9 @@ fn when_the_thread_is_gone_every_job_is_answered() {
 }
 
 #[test]
-fn what_an_ending_thread_leaves_is_repeated() {
-    assert_eq!(answer(4096), Ok(4096));
-    assert_eq!(answer(-libc::ECANCELED), Err(Errno::INTR));
-    assert_eq!(answer(-libc::EFAULT), Err(Errno::INTR));
-    assert_eq!(answer(-libc::EIO), Err(Errno::IO));
+fn cancelled_entries_are_retried() {
+    assert_eq!(entry_result(4096), Ok(4096));
+    assert_eq!(entry_result(-libc::ECANCELED), Err(Errno::INTR));
+    assert_eq!(entry_result(-libc::EFAULT), Err(Errno::INTR));
+    assert_eq!(entry_result(-libc::EIO), Err(Errno::IO));
 }

@@ -1,13 +1,13 @@
-//! What a fork or snapshot holds itself: shown, saved as a qcow2 overlay on its base, applied to
-//! another fork of that base.
+//! Deltas: the changes of a fork or snapshot, listed, saved as a qcow2 overlay on its base, or
+//! applied to another fork of that base.
 //!
-//! A delta is an ordinary qcow2 image of version 3 whose backing file is the base: `qemu-img
-//! check`, `map`, `compare`, `rebase` and `convert` take it, and so does [`Image`](super::Image).
-//! Its clusters have 64 KiB. A cluster of which a part was changed is saved whole, filled up from
-//! the device; one that is all zeroes is a mark without data.
+//! A delta is an ordinary qcow2 version 3 image whose backing file is the base. `qemu-img check`,
+//! `map`, `compare`, `rebase` and `convert` accept it, and so does [`Image`](super::Image).
+//! Clusters have 64 KiB. A partly changed cluster is saved whole, with the rest read from the
+//! device. A cluster of zeroes is a zero cluster without data.
 //!
-//! These calls wait for disks and devices. They see the device as it is while they run: of a fork
-//! that is in use save a snapshot, over its base (`Ram::over_base`), which is of one moment.
+//! All calls block. They see the device's current content. To save a fork that is in use, save a
+//! snapshot of it over its base (`Ram::over_base`), which is consistent.
 
 mod apply;
 mod runs;
@@ -27,31 +27,31 @@ use super::error::SetupError;
 pub use apply::{Applied, apply, apply_unless};
 pub use save::{Options, Saved, save, save_with};
 
-use runs::{Runs, each_extent};
+use runs::{Runs, for_each_extent};
 
-/// Why a delta could not be shown, saved or applied.
+/// Errors from listing, saving or applying a delta.
 #[derive(Debug, Error)]
 pub enum DeltaError {
-    /// It was asked to stop. What was there is still there.
+    /// The operation was cancelled. A file that existed before is unchanged.
     #[error("it was cancelled")]
     Cancelled,
     /// The device has no changes to show.
-    #[error("the device is neither a fork nor a snapshot, so there is nothing that it holds over a base")]
+    #[error("the device is neither a fork nor a snapshot, so it has no changes over a base")]
     NoChanges,
-    /// The device's size cannot be that of an overlay.
+    /// The device is larger than an overlay can be.
     #[error("the device has {size} bytes; a delta can have at most {most}")]
     DeviceSize {
-        /// Its size.
+        /// Size in bytes.
         size: u64,
-        /// The most.
+        /// Largest size in bytes.
         most: u64,
     },
     /// The device could not be read.
     #[error("the device cannot be read at byte {at}: {error}")]
     Read {
-        /// Where.
+        /// Byte of the device.
         at: u64,
-        /// What it answered.
+        /// Device error.
         error: device::Error,
     },
     /// The base cannot be named as a backing file.
@@ -59,26 +59,26 @@ pub enum DeltaError {
     Base {
         /// The base.
         path: PathBuf,
-        /// Why.
+        /// Reason.
         reason: String,
     },
-    /// The delta cannot be put there. What was there is still there.
+    /// The delta cannot be written. A file that existed before is unchanged.
     #[error("{}: cannot be written: {}", path.display(), Explained(source))]
     Write {
         /// The delta.
         path: PathBuf,
-        /// What the system said, or why it was not even tried.
+        /// System error, or the reason why nothing was tried.
         source: io::Error,
     },
     /// The delta cannot be opened.
     #[error(transparent)]
     Open(#[from] SetupError),
-    /// The file is an image, but no delta for this device. Nothing was written.
+    /// The file is an image, but not a delta for this device. Nothing was written.
     #[error("{}: is not a delta for this device: {reason}", path.display())]
     Foreign {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Reason.
         reason: String,
     },
     /// The delta is damaged. Nothing was written.
@@ -86,46 +86,46 @@ pub enum DeltaError {
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What was found.
+        /// Damage.
         reason: String,
     },
-    /// The device cannot be written at all.
+    /// The device cannot be written.
     #[error("the device {0}, so no delta can be applied to it")]
     NotWritable(&'static str),
-    /// It failed half-way.
-    #[error("byte {at} of the delta could not be applied: {error}; the device holds what came before it")]
+    /// Applying failed half-way.
+    #[error("byte {at} of the delta could not be applied: {error}; the bytes before it are applied")]
     Apply {
-        /// Where on the disk.
+        /// Byte of the disk.
         at: u64,
-        /// What the device or the delta's disk answered.
+        /// Error of the device or of the delta's file.
         error: device::Error,
     },
 }
 
-/// A run of bytes that a device holds itself.
+/// A run of bytes that a device has changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Changed {
     /// First byte.
     pub offset: u64,
     /// Length in bytes.
     pub len: u64,
-    /// It is known to read as zeroes.
+    /// The bytes are known to read as zeroes.
     pub zero: bool,
 }
 
-/// All changes of a device.
+/// Totals of a device's changes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Summary {
-    /// Runs of changed bytes, each as long as possible.
+    /// Number of runs of changed bytes, each as long as possible.
     pub extents: u64,
     /// Changed bytes.
     pub bytes: u64,
-    /// Those of them that are known to read as zeroes.
+    /// Changed bytes that are known to read as zeroes.
     pub zero_bytes: u64,
 }
 
-/// Calls `row` for what the device holds itself, in order, until it returns false; adds up what was
-/// given.
+/// Calls `row` for each changed run of a device, in order, until it returns false. Returns the
+/// totals of the rows passed to it.
 ///
 /// # Errors
 /// [`DeltaError::NoChanges`], [`DeltaError::Read`].
@@ -138,7 +138,7 @@ pub fn show(
     let mut runs = Runs::of(device)?;
     while let Some(run) = runs.next()? {
         summary.extents += 1;
-        each_extent(device, run.start, run.end, &mut |extent| {
+        for_each_extent(device, run.start, run.end, &mut |extent| {
             let zero = extent.kind != ExtentKind::Data;
             summary.bytes += extent.len;
             summary.zero_bytes += if zero { extent.len } else { 0 };

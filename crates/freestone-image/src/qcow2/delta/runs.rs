@@ -1,4 +1,5 @@
-//! Walking over what a device says of itself, however few rows it gives at a time.
+//! Iteration over the changed runs and extents of a device, which reports a limited number of rows
+//! per call.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -7,10 +8,10 @@ use freestone_core::device::{Changes, Device, Error, Extent};
 
 use super::DeltaError;
 
-/// Most rows that are asked for at once.
+/// Maximum number of rows requested at once.
 const MAX_ROWS: usize = 1024;
 
-/// Changed ranges, in order, each as long as possible.
+/// Changed ranges of a device, in order, each as long as possible.
 pub(super) struct Runs<'a> {
     changes: &'a dyn Changes,
     at: u64,
@@ -25,14 +26,14 @@ impl<'a> Runs<'a> {
     }
 
     pub fn next(&mut self) -> Result<Option<Range<u64>>, DeltaError> {
-        // The last one found may go on where the next rows begin.
+        // The last range found may continue in the next rows.
         while self.found.len() < 2 && self.at < self.size {
-            self.ask()?;
+            self.fetch_rows()?;
         }
         Ok(self.found.pop_front())
     }
 
-    fn ask(&mut self) -> Result<(), DeltaError> {
+    fn fetch_rows(&mut self) -> Result<(), DeltaError> {
         let (from, found) = (self.at, &mut self.found);
         let mut rows = 0;
         let described = self.changes.changes(from, self.size - from, &mut |row| {
@@ -58,7 +59,7 @@ impl<'a> Runs<'a> {
 }
 
 /// Calls `row` for the extents of a range until it returns false.
-pub(super) fn each_extent(
+pub(super) fn for_each_extent(
     device: &dyn Device,
     start: u64,
     end: u64,

@@ -1,5 +1,4 @@
-//! Saving: what the device holds itself, into a new overlay, which then takes the place of an old
-//! one.
+//! Saves the changes of a device as a new overlay, which then replaces an old one.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -12,38 +11,39 @@ use crate::qcow2::header::{MAGIC, MAX_NAME_BYTES, RawHeader};
 use freestone_core::device::{Blocking as _, Device, ExtentKind, IoBuf};
 use freestone_core::replace::{DELTA_PREFIX, Durability, MayGo, Place, Replace};
 
-use super::runs::{Runs, each_extent};
+use super::runs::{Runs, for_each_extent};
 use super::writer::{CLUSTER_BYTES, MAX_SIZE_BYTES, Writer};
 use super::{DeltaError, Summary, show};
 
-/// Clusters that are read at once.
+/// Clusters read at once.
 const BATCH_CLUSTERS: u64 = 16;
 
-/// A delta that was saved.
+/// Totals of a saved delta.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Saved {
-    /// What the device held itself.
+    /// Changes of the device.
     pub changes: Summary,
-    /// Clusters of 64 KiB that were saved with their data.
+    /// Clusters of 64 KiB saved with data.
     pub data_clusters: u64,
-    /// Clusters of 64 KiB that were saved as zeroes.
+    /// Clusters of 64 KiB saved as zero clusters.
     pub zero_clusters: u64,
     /// Length of the file in bytes.
     pub file_bytes: u64,
 }
 
-/// Saves what `device` holds itself as a qcow2 overlay on its base.
+/// Saves the changes of `device` as a qcow2 overlay on its base.
 ///
-/// The overlay is written beside `to`, without a name where the file system can do that (else under
-/// one that begins with `.freestone-delta-`, which a failure removes), made durable, and put there;
-/// so `to` is the old file or the new one at any moment, also after a crash. An old file is
-/// replaced if it is an overlay too, or empty. It belongs to this process's user alone (mode 0600).
-/// The base is named by its file name where both are in one directory, so that they can be moved
-/// together, else by its absolute path. `progress` gets changed bytes done and in all.
+/// The overlay is written in the directory of `to` without a name. If the file system cannot do
+/// that, the file has a name that begins with `.freestone-delta-`, and a failure removes it. The
+/// file is made durable and then renamed, so `to` is the old file or the new one at any moment,
+/// even after a crash. An old file is replaced only if it is an overlay or empty. The new file has
+/// mode 0600. If base and overlay are in one directory, the overlay refers to the base by its file
+/// name, so that both can be moved together; otherwise by its absolute path. `progress` gets the
+/// changed bytes done and the total.
 ///
 /// # Errors
-/// [`DeltaError`]: all but the ones of [`apply`](super::apply). The old file is kept; only where the very last step failed, to make the
-/// new one's name durable, either may be there after a crash.
+/// Any [`DeltaError`] except those of [`apply`](super::apply). The old file is kept. If only the
+/// last step failed, which makes the new name durable, a crash may leave either file.
 pub fn save(
     device: &dyn Device,
     base: &Path,
@@ -55,18 +55,19 @@ pub fn save(
     save_with(device, base, base_format, to, &options, progress)
 }
 
-/// How a delta is saved.
+/// Options for saving a delta.
 pub struct Options<'a> {
-    /// Which old file is replaced.
+    /// Selects which old file may be replaced.
     pub replace: Replace,
-    /// Asked between pieces of up to 1 MiB: whether to stop. Once true, it stays true.
+    /// Called between pieces of up to 1 MiB; saving stops if it returns true. It must not return
+    /// false after that.
     pub cancelled: &'a dyn Fn() -> bool,
 }
 
-/// As [`save`], with all choices.
+/// Like [`save`], with options.
 ///
 /// # Errors
-/// As [`save`], and [`DeltaError::Cancelled`].
+/// Same as [`save`], and [`DeltaError::Cancelled`].
 pub fn save_with(
     device: &dyn Device,
     base: &Path,
@@ -75,15 +76,15 @@ pub fn save_with(
     options: &Options<'_>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Saved, DeltaError> {
-    let go_on = || if (options.cancelled)() { Err(DeltaError::Cancelled) } else { Ok(()) };
+    let check_cancelled = || if (options.cancelled)() { Err(DeltaError::Cancelled) } else { Ok(()) };
     let size = device.geometry().size;
     if size > MAX_SIZE_BYTES {
         return Err(DeltaError::DeviceSize { size, most: MAX_SIZE_BYTES });
     }
     let changes = show(device, &mut |_| !(options.cancelled)())?;
-    go_on()?;
+    check_cancelled()?;
     let place = Place::new(to).map_err(|source| DeltaError::Write { path: to.to_owned(), source })?;
-    let name = name_of(base, base_format, &place)?;
+    let name = base_name(base, base_format, &place)?;
     let failed = |source| DeltaError::Write { path: place.path.clone(), source };
     let may_go: MayGo = options.replace.may_go("qcow2 overlay", is_overlay);
     place.check(may_go).map_err(failed)?;
@@ -91,18 +92,18 @@ pub fn save_with(
     let saved = {
         let writer = Writer::new(unfinished.as_file(), size).map_err(failed)?;
         let path = &place.path;
-        let mut saving = Saving { device, size, writer, data_clusters: 0, zero_clusters: 0, path };
-        saving.run(changes.bytes, &go_on, progress)?;
-        let Saving { writer, data_clusters, zero_clusters, .. } = saving;
+        let mut job = SaveJob { device, size, writer, data_clusters: 0, zero_clusters: 0, path };
+        job.run(changes.bytes, &check_cancelled, progress)?;
+        let SaveJob { writer, data_clusters, zero_clusters, .. } = job;
         let file_bytes = writer.finish(name.as_bytes(), base_format).map_err(failed)?;
         Saved { changes, data_clusters, zero_clusters, file_bytes }
     };
-    go_on()?;
+    check_cancelled()?;
     place.put(unfinished, may_go).and_then(Durability::into_result).map_err(failed)?;
     Ok(saved)
 }
 
-struct Saving<'a> {
+struct SaveJob<'a> {
     device: &'a dyn Device,
     size: u64,
     writer: Writer<'a>,
@@ -111,16 +112,16 @@ struct Saving<'a> {
     path: &'a Path,
 }
 
-impl Saving<'_> {
+impl SaveJob<'_> {
     fn run(
         &mut self,
         total: u64,
-        go_on: &dyn Fn() -> Result<(), DeltaError>,
+        check_cancelled: &dyn Fn() -> Result<(), DeltaError>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<(), DeltaError> {
         let mut buffer = IoBuf::zeroed((BATCH_CLUSTERS * CLUSTER_BYTES) as usize)
             .map_err(|error| DeltaError::Read { at: 0, error })?;
-        // The first cluster that has not been saved; two changes may lie in one.
+        // First cluster that is not saved yet; two changed runs may share a cluster.
         let mut next = 0;
         let mut done = 0;
         progress(0, total);
@@ -132,12 +133,12 @@ impl Saving<'_> {
             while next < end {
                 let batch = next..end.min(next + BATCH_CLUSTERS);
                 next = batch.end;
-                go_on()?;
+                check_cancelled()?;
                 self.batch(batch, &mut buffer)?;
                 let now = run.end.min(next * CLUSTER_BYTES);
                 done += now - passed;
                 passed = now;
-                // A device in use may have changed more meanwhile.
+                // A device in use may report more changes than were counted before.
                 progress(done.min(total), total);
             }
             done += run.end - passed;
@@ -150,7 +151,7 @@ impl Saving<'_> {
         let start = clusters.start * CLUSTER_BYTES;
         let end = self.size.min(clusters.end * CLUSTER_BYTES);
         let mut has_data = [false; BATCH_CLUSTERS as usize];
-        each_extent(self.device, start, end, &mut |extent| {
+        for_each_extent(self.device, start, end, &mut |extent| {
             if extent.kind == ExtentKind::Data {
                 let first = (extent.offset - start) / CLUSTER_BYTES;
                 let last = (extent.offset - start + extent.len - 1) / CLUSTER_BYTES;
@@ -158,7 +159,7 @@ impl Saving<'_> {
             }
             true
         })?;
-        // What lies between the first and the last data is read at once.
+        // One read covers everything from the first to the last cluster with data.
         let data = has_data.iter().position(|&data| data).zip(has_data.iter().rposition(|&data| data));
         if let Some((first, last)) = data {
             let from = start + first as u64 * CLUSTER_BYTES;
@@ -183,15 +184,15 @@ impl Saving<'_> {
     }
 }
 
-/// Whether a file begins as an image that names a backing file.
+/// Returns true if a file begins like an image that names a backing file.
 fn is_overlay(head: &[u8]) -> bool {
     let backing_file_offset = offset_of!(RawHeader, backing_file_offset);
     head.starts_with(&MAGIC.to_be_bytes())
         && head.get(backing_file_offset..).is_some_and(|rest| rest.len() >= 8 && rest[..8] != [0; 8])
 }
 
-/// How the overlay names its base.
-fn name_of(base: &Path, format: Format, to: &Place) -> Result<OsString, DeltaError> {
+/// Returns the name by which the overlay refers to its base.
+fn base_name(base: &Path, format: Format, to: &Place) -> Result<OsString, DeltaError> {
     let refuse = |reason: String| DeltaError::Base { path: base.to_owned(), reason };
     let path = fs::canonicalize(base).map_err(|error| refuse(error.to_string()))?;
     let below = match format {
@@ -205,7 +206,7 @@ fn name_of(base: &Path, format: Format, to: &Place) -> Result<OsString, DeltaErr
     }
     let name = match path.file_name() {
         Some(name) if path.parent() == Some(&to.dir) => {
-            // Not to be taken for the name of a protocol.
+            // A prefix keeps qemu from taking the part before the colon as a protocol name.
             let colon = name.as_bytes().contains(&b':');
             if colon { Path::new(".").join(name).into_os_string() } else { name.to_owned() }
         }
@@ -218,7 +219,7 @@ fn name_of(base: &Path, format: Format, to: &Place) -> Result<OsString, DeltaErr
 fn check_name(name: &OsStr) -> Result<(), String> {
     let len = name.len() as u64;
     if len > MAX_NAME_BYTES {
-        return Err(format!("its name has {len} bytes, an image can name {MAX_NAME_BYTES}"));
+        return Err(format!("its name has {len} bytes; at most {MAX_NAME_BYTES} are possible"));
     }
     Ok(())
 }

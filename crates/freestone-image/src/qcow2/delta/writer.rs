@@ -1,5 +1,5 @@
-//! Writes a qcow2 overlay from front to back: data and L2 tables as they come, then the L1 table
-//! and the refcounts, and the header last. Every cluster of the file has one user, so every
+//! Writes a qcow2 overlay sequentially: data clusters and L2 tables in disk order, then the L1
+//! table and the refcounts, and the header last. Every cluster of the file is used once, so every
 //! refcount is 1.
 
 use std::fs::File;
@@ -14,70 +14,68 @@ use crate::qcow2::chain::Format;
 use crate::qcow2::header::{EXTENSION_BACKING_FORMAT, MAGIC, MAX_L1_BYTES, RawHeader, V3_BYTES};
 use crate::qcow2::table::{COPIED, ZERO};
 
-/// Clusters of a delta, in bits.
+/// Cluster size of a delta, as a power of two.
 const CLUSTER_BITS: u32 = 16;
-/// Clusters of a delta, in bytes.
 pub(super) const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
-/// Entries of an L2 table: one cluster.
+/// Entries of an L2 table, which is one cluster.
 const L2_ENTRIES: u64 = CLUSTER_BYTES / 8;
-/// Entries of a refcount block of 16 bits each: one cluster.
+/// Entries of a refcount block, which is one cluster of 16-bit refcounts.
 const REFCOUNTS: u64 = CLUSTER_BYTES / 2;
-/// Refcounts of 2^4 bits.
+/// Refcounts have 2^4 bits.
 const REFCOUNT_ORDER: u32 = 4;
-/// Bytes of our header: with the field for the compression type.
+/// Bytes of the header, with the compression type field.
 const HEADER_BYTES: u32 = V3_BYTES + 8;
 /// Largest disk that the L1 table can describe, in bytes.
 pub(super) const MAX_SIZE_BYTES: u64 = MAX_L1_BYTES / 8 * L2_ENTRIES * CLUSTER_BYTES;
-/// Memory for what is written next.
 const BUFFER_BYTES: usize = 1 << 20;
 
-const _: () =
-    assert!(CLUSTER_BYTES as usize == ZEROES_BYTES, "a cluster is written from the zeroes that are there");
+const _: () = assert!(CLUSTER_BYTES as usize == ZEROES_BYTES, "ZEROES must fill a cluster");
 
 pub(super) struct Writer<'a> {
     file: &'a File,
     out: BufWriter<&'a File>,
-    /// Clusters written, the header's among them.
+    /// Clusters written, including the header.
     clusters: u64,
     size: u64,
     l1: Vec<u64>,
-    /// The L2 table under way, and which one it is.
+    /// The current L2 table and its index.
     l2: Vec<u64>,
     table: Option<u64>,
 }
 
 impl<'a> Writer<'a> {
-    /// An overlay for a disk of `size` bytes (at most [`MAX_SIZE_BYTES`]) in an empty file.
+    /// Starts an overlay for a disk of `size` bytes (at most [`MAX_SIZE_BYTES`]) in an empty file.
     pub fn new(file: &'a File, size: u64) -> io::Result<Self> {
         let mut out = BufWriter::with_capacity(BUFFER_BYTES, file);
-        // Keeps the place of the header; a file without its magic number is no image.
+        // Reserves the header's cluster. Without the magic number, an unfinished file is not an
+        // image.
         out.write_all(&ZEROES.0)?;
         let l1 = vec![0; size.div_ceil(L2_ENTRIES * CLUSTER_BYTES) as usize];
         Ok(Self { file, out, clusters: 1, size, l1, l2: vec![0; L2_ENTRIES as usize], table: None })
     }
 
-    /// Adds a cluster of zeroes. Clusters come in rising order, each once.
+    /// Adds a zero cluster. Clusters must be added in rising order, each once.
     pub fn zero(&mut self, cluster: u64) -> io::Result<()> {
-        self.enter(cluster, ZERO)
+        self.set_entry(cluster, ZERO)
     }
 
-    /// Adds a cluster of data; the disk may end within it.
+    /// Adds a data cluster; the last one may be short.
     pub fn data(&mut self, cluster: u64, data: &[u8]) -> io::Result<()> {
         let at = self.append(data)?;
-        self.enter(cluster, at | COPIED)
+        self.set_entry(cluster, at | COPIED)
     }
 
-    fn enter(&mut self, cluster: u64, entry: u64) -> io::Result<()> {
+    fn set_entry(&mut self, cluster: u64, entry: u64) -> io::Result<()> {
         let table = cluster / L2_ENTRIES;
         if self.table != Some(table) {
-            self.end_table()?;
+            self.write_table()?;
             self.table = Some(table);
         }
         self.l2[(cluster % L2_ENTRIES) as usize] = entry;
         Ok(())
     }
 
-    fn end_table(&mut self) -> io::Result<()> {
+    fn write_table(&mut self) -> io::Result<()> {
         if let Some(table) = self.table.take() {
             let bytes: Vec<u8> = self.l2.iter().flat_map(|entry| entry.to_be_bytes()).collect();
             self.l1[table as usize] = self.append(&bytes)? | COPIED;
@@ -86,7 +84,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes whole clusters; returns the first byte.
+    /// Writes whole clusters, padded with zeroes. Returns the first byte.
     fn append(&mut self, bytes: &[u8]) -> io::Result<u64> {
         let at = self.clusters * CLUSTER_BYTES;
         self.out.write_all(bytes)?;
@@ -96,9 +94,9 @@ impl<'a> Writer<'a> {
         Ok(at)
     }
 
-    /// Writes what is left. Returns the bytes of the file; they are not yet durable.
+    /// Writes the metadata. Returns the length of the file in bytes. Nothing is durable yet.
     pub fn finish(mut self, backing: &[u8], format: Format) -> io::Result<u64> {
-        self.end_table()?;
+        self.write_table()?;
         let l1: Vec<u8> = self.l1.iter().flat_map(|entry| entry.to_be_bytes()).collect();
         let l1_at = self.append(&l1)?;
         let (blocks, table_clusters) = refcount_clusters(self.clusters);
@@ -121,7 +119,7 @@ impl<'a> Writer<'a> {
     fn header(&self, l1: u64, refcounts: u64, clusters: u64, backing: &[u8], format: Format) -> Vec<u8> {
         let format = format.name().as_bytes();
         let extension_bytes = 8 + format.len().next_multiple_of(8);
-        // After the extension that ends them all.
+        // Follows the end marker of the extensions.
         let name_at = HEADER_BYTES as usize + extension_bytes + 8;
         let raw = RawHeader {
             magic: MAGIC.into(),
@@ -150,7 +148,8 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Clusters of refcount blocks and of the table of them, for a file with so many other clusters.
+/// Returns the clusters of refcount blocks and of the refcount table for a file with `others` other
+/// clusters.
 fn refcount_clusters(others: u64) -> (u64, u64) {
     let (mut blocks, mut table) = (1, 1);
     loop {
@@ -167,10 +166,10 @@ fn refcount_clusters(others: u64) -> (u64, u64) {
 mod tests {
     use super::{REFCOUNTS, refcount_clusters};
 
-    /// Refcounts count themselves: around the sizes at which one more block is due, exactly as many
-    /// as needed.
+    /// Refcount blocks count themselves: around each size that needs one more block, exactly the
+    /// needed number is used.
     #[test]
-    fn refcounts_cover_themselves() {
+    fn refcount_blocks_cover_themselves() {
         for full in [1, 2, 3, 8192, 8193] {
             for others in full * REFCOUNTS - 6..full * REFCOUNTS + 3 {
                 let (blocks, table) = refcount_clusters(others);

@@ -1,4 +1,4 @@
-//! The raw client: every number is written out here, nothing is shared with the server.
+//! A raw client that encodes every number itself and shares no code with the server.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -43,16 +43,16 @@ impl<T: Read + Write + Send> Stream for T {}
 
 pub struct Client {
     pub stream: Box<dyn Stream>,
-    /// Replies have chunks.
+    /// True if replies have chunks.
     pub structured: bool,
-    /// Headers are extended ones.
+    /// True if headers are extended.
     pub extended: bool,
     next_cookie: u64,
-    /// The offsets of requests with extended headers, which replies repeat.
+    /// Offsets of requests with extended headers, which replies repeat.
     offsets: HashMap<u64, u64>,
 }
 
-/// A context's identifier, and its extents: length and flags.
+/// The identifier of a context, and its extents as length and flags.
 pub type Context = (u32, Vec<(u32, u32)>);
 
 /// The same with extended headers.
@@ -101,7 +101,7 @@ impl Chunk {
     }
 }
 
-/// A request's header.
+/// Encodes a compact request header.
 pub fn request(flags: u16, command: u16, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
     let mut bytes = 0x2560_9513_u32.to_be_bytes().to_vec();
     bytes.extend(flags.to_be_bytes());
@@ -112,7 +112,7 @@ pub fn request(flags: u16, command: u16, cookie: u64, offset: u64, len: u32) -> 
     bytes
 }
 
-/// A request's extended header.
+/// Encodes an extended request header.
 pub fn long_request(flags: u16, command: u16, cookie: u64, offset: u64, len: u64) -> Vec<u8> {
     let mut bytes = 0x21e4_1c71_u32.to_be_bytes().to_vec();
     bytes.extend(flags.to_be_bytes());
@@ -123,7 +123,7 @@ pub fn long_request(flags: u16, command: u16, cookie: u64, offset: u64, len: u64
     bytes
 }
 
-/// An option with its data.
+/// Encodes an option with its data.
 pub fn option(kind: u32, data: &[u8]) -> Vec<u8> {
     let mut bytes = b"IHAVEOPT".to_vec();
     bytes.extend(kind.to_be_bytes());
@@ -165,7 +165,7 @@ impl Client {
                 stream.set_read_timeout(patience).unwrap();
                 Box::new(stream)
             }
-            Address::Stdin => unreachable!("nobody connects there"),
+            Address::Stdin => unreachable!("no connects at stdin"),
         };
         Self::over(stream)
     }
@@ -196,7 +196,7 @@ impl Client {
         u64::from_be_bytes(self.bytes(8).try_into().unwrap())
     }
 
-    /// The server closes, and sends nothing more before.
+    /// Checks that the server closes the connection without sending data.
     pub fn assert_closed(&mut self) {
         let mut rest = Vec::new();
         match self.stream.read_to_end(&mut rest) {
@@ -222,7 +222,7 @@ impl Client {
         OptionReply { kind, data: self.bytes(len) }
     }
 
-    /// All replies to an option, the last one being ACK or an error.
+    /// Receives all replies to an option. The last one is ACK or an error.
     pub fn option_replies(&mut self, option: u32) -> Vec<OptionReply> {
         let mut replies = Vec::new();
         loop {
@@ -243,7 +243,7 @@ impl Client {
         self.option_replies(kind)
     }
 
-    /// Kind of the last reply to an option.
+    /// Sends an option and returns the kind of the last reply.
     pub fn outcome(&mut self, kind: u32, data: &[u8]) -> u32 {
         self.option(kind, data).last().unwrap().kind
     }
@@ -266,7 +266,7 @@ impl Client {
         }
     }
 
-    /// Sets these contexts; the identifiers and names that the server confirms.
+    /// Selects these contexts. Returns the identifiers and names that the server confirms.
     pub fn set_contexts(&mut self, name: &str, queries: &[&str]) -> Vec<(u32, String)> {
         let mut replies = self.option(10, &context_data(name, queries));
         assert_eq!(replies.pop().unwrap().kind, ACK);
@@ -284,7 +284,7 @@ impl Client {
         assert_eq!(replies[0].kind, META_CONTEXT);
     }
 
-    /// Size and transmission flags.
+    /// Chooses an export. Returns its size and transmission flags.
     pub fn go(&mut self, name: &str) -> (u64, u16) {
         let replies = self.option(7, &info_data(name, &[]));
         assert_eq!(replies.last().unwrap().kind, ACK, "{replies:?}");
@@ -364,7 +364,7 @@ impl Client {
         self.next_cookie
     }
 
-    /// A request's header as this client has it.
+    /// Encodes a request header with the negotiated layout.
     pub fn header(&mut self, flags: u16, command: u16, cookie: u64, offset: u64, len: u64) -> Vec<u8> {
         if !self.extended {
             return request(flags, command, cookie, offset, u32::try_from(len).unwrap());
@@ -384,13 +384,13 @@ impl Client {
         cookie
     }
 
-    /// As [`run`](Self::run), with extended headers.
+    /// Runs a request like [`run`](Self::run), with extended headers.
     pub fn run_long(&mut self, flags: u16, command: u16, offset: u64, len: u64) -> u32 {
         let cookie = self.ask_long(flags, command, offset, len);
         self.plain_reply(cookie)
     }
 
-    /// The errno of a request without data in its reply.
+    /// Runs a request without data in its reply, and returns its error number.
     pub fn run(&mut self, flags: u16, command: u16, offset: u64, len: u32) -> u32 {
         let cookie = self.ask(flags, command, offset, len);
         self.plain_reply(cookie)
@@ -426,7 +426,7 @@ impl Client {
         got.remove(&cookie).unwrap()
     }
 
-    /// Collects the replies to reads, by cookie; checks that the chunks cover each exactly.
+    /// Collects the replies to reads by cookie. Checks that the chunks cover each read exactly.
     pub fn read_replies(
         &mut self,
         wanted: &mut HashMap<u64, (u64, u32)>,
@@ -480,7 +480,7 @@ impl Client {
         results
     }
 
-    /// The extents of `base:allocation`, where nothing else was negotiated.
+    /// Returns the extents of `base:allocation`, the only selected context.
     pub fn status(&mut self, flags: u16, offset: u64, len: u32) -> Result<Vec<(u32, u32)>, u32> {
         let mut contexts = self.statuses(flags, offset, len)?;
         assert_eq!(contexts.len(), 1, "{contexts:?}");
@@ -488,7 +488,7 @@ impl Client {
         Ok(contexts.remove(0).1)
     }
 
-    /// Each context's identifier and extents, in the order of the chunks.
+    /// Returns each context's identifier and extents, in the order of the chunks.
     pub fn statuses(&mut self, flags: u16, offset: u64, len: u32) -> Result<Vec<Context>, u32> {
         let wanted = self.ask(flags, BLOCK_STATUS, offset, len);
         let mut contexts = Vec::new();
@@ -510,20 +510,20 @@ impl Client {
         }
     }
 
-    /// As [`statuses`](Self::statuses), with extended headers.
+    /// Returns extents like [`statuses`](Self::statuses), with extended headers.
     pub fn long_statuses(&mut self, flags: u16, offset: u64, len: u64) -> Result<Vec<LongContext>, u32> {
         let wanted = self.ask_long(flags, BLOCK_STATUS, offset, len);
         self.long_status_reply(wanted)
     }
 
-    /// Block status of the contexts with these identifiers.
+    /// Returns the block status of the contexts with these identifiers.
     pub fn status_of(&mut self, offset: u64, len: u64, ids: &[u32]) -> Result<Vec<LongContext>, u32> {
         let mut payload = len.to_be_bytes().to_vec();
         payload.extend(ids.iter().flat_map(|id| id.to_be_bytes()));
         self.status_with(0, offset, &payload)
     }
 
-    /// Block status with any payload.
+    /// Sends a block status request with any payload.
     pub fn status_with(&mut self, flags: u16, offset: u64, payload: &[u8]) -> Result<Vec<LongContext>, u32> {
         let cookie = self.cookie();
         let flags = flags | PAYLOAD_LEN;
@@ -559,7 +559,7 @@ impl Client {
     }
 }
 
-/// Size and transmission flags among the replies to INFO or GO.
+/// Returns size and transmission flags from the replies to INFO or GO.
 pub fn export_info(replies: &[OptionReply]) -> (u64, u16) {
     let reply = replies.iter().find(|reply| reply.kind == INFO && reply.data[..2] == [0, 0]).unwrap();
     assert_eq!(reply.data.len(), 12);

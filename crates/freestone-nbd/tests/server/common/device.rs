@@ -1,4 +1,4 @@
-//! A device in memory whose manners a test can change.
+//! A memory device whose behavior a test can change.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
@@ -11,23 +11,23 @@ use freestone_core::device::{
 };
 
 pub const PAGE: u64 = 4096;
-/// What a failed read leaves behind.
+/// Byte that a failed read leaves in its buffer.
 pub const SPOILT: u8 = 0xEE;
 
-/// Of the calling thread.
+/// Returns the CPU time of the calling thread.
 fn cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// What a request does when it comes with `submit`.
+/// How the device executes requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Manner {
-    /// Everything is done inline.
+    /// Inline.
     Inline,
-    /// Everything would block, and is done by a thread soon.
+    /// On a thread: `try_io` returns that it would block.
     Thread,
-    /// Everything would block, and waits for the test.
+    /// When the test releases them: `try_io` returns that it would block.
     Held,
 }
 
@@ -37,18 +37,18 @@ pub struct MemDevice {
     kinds: Mutex<Vec<ExtentKind>>,
     /// Pages that were written, zeroed or discarded.
     own: Mutex<Vec<bool>>,
-    /// Whether the device says that it was made from another.
+    /// True if the device reports changes, like a fork.
     pub forked: AtomicBool,
     manner: Mutex<Manner>,
-    /// Most bytes of one try; 0 is no bound.
+    /// Maximum number of bytes per try; 0 means unlimited.
     pub per_try: AtomicU64,
-    /// Requests that touch this byte fail with Media, as far as the byte is not `u64::MAX`.
+    /// Requests that include this byte fail with Media; `u64::MAX` disables this.
     pub bad_byte: AtomicU64,
-    /// CPU time that a request takes, in microseconds.
+    /// CPU time of a request, in microseconds.
     pub cost_us: AtomicU64,
-    /// Requests that a worker did, or began.
+    /// Number of tries by worker threads.
     pub by_workers: AtomicU64,
-    /// Reads that fail leave something in the buffer.
+    /// Failed reads change the buffer.
     pub spoils: AtomicBool,
     /// The device panics on its next request.
     pub panics: AtomicBool,
@@ -58,7 +58,7 @@ pub struct MemDevice {
     me: std::sync::Weak<Self>,
 }
 
-/// What a device of so many bytes is, if nothing else is said.
+/// Returns the default geometry of a device of `size` bytes.
 pub fn geometry(size: u64) -> Geometry {
     Geometry {
         size,
@@ -106,7 +106,7 @@ impl MemDevice {
         })
     }
 
-    /// With one zone of the whole size, as far as exports ask: large writes must come as a whole.
+    /// Creates a device with one zone, so that the server does not split large writes.
     pub fn zoned(size: u64) -> Arc<Self> {
         Self::with(size, |geometry| {
             geometry.zones = Some(ZoneGeometry {
@@ -138,7 +138,7 @@ impl MemDevice {
         self.apply(&Request::write(offset, data.len() as u64), Buffer::Write(data)).unwrap();
     }
 
-    /// What was asked of the device, by kind.
+    /// Returns the logged requests of one kind.
     pub fn requests(&self, op: Op) -> Vec<Request> {
         self.log.lock().unwrap().iter().copied().filter(|request| request.op == op).collect()
     }
@@ -147,7 +147,7 @@ impl MemDevice {
         self.held.lock().unwrap().iter().map(|(request, ..)| *request).collect()
     }
 
-    /// Finishes the held request at `index`.
+    /// Completes the held request at `index`.
     pub fn release(&self, index: usize) {
         let (request, buffer, done) = self.held.lock().unwrap().remove(index);
         self.finish(&request, buffer, done);
@@ -159,7 +159,7 @@ impl MemDevice {
         }
     }
 
-    /// Drops the held requests: their completions answer Gone.
+    /// Drops the held requests, which complete with Gone.
     pub fn drop_all(&self) {
         let held = std::mem::take(&mut *self.held.lock().unwrap());
         drop(held);
@@ -221,7 +221,7 @@ impl Device for MemDevice {
     }
 
     fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
-        assert!(!self.panics.swap(false, SeqCst), "asked to");
+        assert!(!self.panics.swap(false, SeqCst), "injected");
         request.check(&self.geometry())?;
         match &buffer {
             Buffer::None => assert!(!matches!(request.op, Op::Read | Op::Write)),
@@ -296,7 +296,7 @@ impl Device for MemDevice {
     }
 }
 
-/// Page by page; a bad byte at the offset plus one is an error here only.
+/// One extent per page. Fails if the bad byte is one byte after the offset.
 impl Changes for MemDevice {
     fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> Result<u64> {
         if self.bad_byte.load(SeqCst) == offset + 1 {
@@ -315,7 +315,7 @@ impl Changes for MemDevice {
     }
 }
 
-/// Only the geometry matters to exports: one conventional zone.
+/// Exports use only the geometry: one conventional zone.
 impl Zoned for MemDevice {
     fn report(&self, _: u64, row: &mut dyn FnMut(Zone) -> bool) -> Result<()> {
         let size = self.geometry().size;

@@ -1,4 +1,4 @@
-//! A small device in memory and a raw client, byte by byte after the protocol's specification.
+//! A small memory device and a raw client, written byte by byte from the protocol specification.
 #![allow(dead_code, unused_imports, reason = "each test program uses a part of it")]
 #![allow(clippy::missing_panics_doc, missing_docs, reason = "test code")]
 
@@ -16,7 +16,7 @@ use freestone_nbd::{Address, ExportOptions, Limits, Server, Workers};
 pub use client::Client;
 pub use device::MemDevice;
 
-/// What a client negotiates.
+/// The headers that a client negotiates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Headers {
     Simple,
@@ -50,7 +50,7 @@ impl Fixture {
         Self::over(Server::new(limits))
     }
 
-    /// With workers for a machine of so many CPUs.
+    /// Creates a server with workers for a machine with `cpus` CPUs.
     pub fn with_workers(cpus: usize) -> Self {
         Self::over(Server::with_workers(Limits::default(), &Workers::new(cpus)))
     }
@@ -61,7 +61,7 @@ impl Fixture {
         Self { server, address, directory }
     }
 
-    /// With `device` as "disk", the default export.
+    /// Creates a server with `device` as "disk", the default export.
     pub fn serving(device: &Arc<impl Device + 'static>) -> Self {
         let fixture = Self::new();
         fixture.publish("disk", device);
@@ -82,8 +82,8 @@ impl Fixture {
         Client::connect(&self.address)
     }
 
-    /// A client in the transmission phase of "disk", with `base:allocation` where replies have
-    /// chunks; `true` is structured replies, `false` is none.
+    /// Returns a client in the transmission phase of "disk", with `base:allocation` if replies have chunks.
+    /// `true` selects structured replies, `false` simple ones.
     pub fn enter(&self, headers: impl Into<Headers>) -> Client {
         let mut client = self.connect();
         client.greet(3);
@@ -95,7 +95,7 @@ impl Fixture {
         client
     }
 
-    /// No connection is left, and the server still serves.
+    /// Checks that no connection is left, and that the server still serves.
     pub fn assert_sound(&self) {
         self.assert_no_connections();
         let mut client = self.enter(true);
@@ -109,16 +109,16 @@ impl Fixture {
     }
 }
 
-/// Waits for `condition`, which must come true soon.
+/// Waits until `condition` is true, for at most 30 seconds.
 pub fn eventually(mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !condition() {
-        assert!(Instant::now() < deadline, "it did not come true");
+        assert!(Instant::now() < deadline, "timeout waiting for the condition");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Bytes that tell where they belong.
+/// Returns bytes that depend on their position and a seed.
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64)
         .map(|i| ((i / 8).wrapping_add(seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8)

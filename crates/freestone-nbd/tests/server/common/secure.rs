@@ -1,4 +1,4 @@
-//! A server with TLS, and clients that come by it.
+//! A server with TLS, and its clients.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -19,7 +19,7 @@ use super::client::{ACK, Client, option};
 pub const STARTTLS: u32 = 5;
 pub const ERR_TLS_REQD: u32 = 0x8000_0005;
 
-/// A server with TLS at a Unix socket, and whom it trusts.
+/// A server with TLS at a Unix socket, and its certificate authority.
 pub struct Secure {
     pub server: Server,
     pub address: Address,
@@ -32,7 +32,7 @@ impl Secure {
         Self::with(mode, Limits::default(), true)
     }
 
-    /// With clients' certificates verified, or not.
+    /// Creates a server that verifies client certificates, or not.
     pub fn with(mode: TlsMode, limits: Limits, verify: bool) -> Self {
         Self::over(Server::with_workers(limits, &Workers::new(2)), mode, verify)
     }
@@ -53,7 +53,7 @@ impl Secure {
         self.server.publish(&self.address, name, device, options).unwrap();
     }
 
-    /// In clear, behind the greeting.
+    /// Returns a client without TLS, after the greeting.
     pub fn clear(&self) -> Client {
         let mut client = Client::connect(&self.address);
         client.greet(3);
@@ -61,24 +61,24 @@ impl Secure {
     }
 
     pub fn socket(&self) -> UnixStream {
-        let Address::Unix(path) = &self.address else { unreachable!("it is one") };
+        let Address::Unix(path) = &self.address else { unreachable!("a Unix address") };
         let socket = UnixStream::connect(path).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         socket
     }
 
-    /// By TLS, behind the greeting.
+    /// Returns a client with TLS, after the greeting.
     pub fn client(&self) -> Client {
         self.client_as(Some("alice"), rustls::ALL_VERSIONS)
     }
 
-    /// The same with this certificate or without one.
+    /// Returns a client with TLS, with this certificate or none.
     pub fn client_as(&self, who: Option<&str>, versions: &[&'static SupportedProtocolVersion]) -> Client {
         let stream = self.stream(&self.ours, who, versions);
         Client::over(Box::new(stream))
     }
 
-    /// A connection that has answered the greeting and was told to start TLS.
+    /// Returns a connection at which `OPT_STARTTLS` was acknowledged.
     pub fn upgraded(&self) -> UnixStream {
         let socket = self.socket();
         let mut client = Client::over(Box::new(socket.try_clone().unwrap()));
@@ -89,7 +89,8 @@ impl Secure {
         socket
     }
 
-    /// By TLS, with a certificate of this authority; the handshake is done with the first bytes.
+    /// Returns a TLS stream with a certificate of this authority. The handshake takes place with the first
+    /// bytes.
     pub fn stream(
         &self,
         of: &Authority,
@@ -99,14 +100,14 @@ impl Secure {
         StreamOwned::new(connection(&self.ours, of, who, versions), self.upgraded())
     }
 
-    /// No connection is left, and the server still serves.
+    /// Checks that no connection is left, and that the server still serves.
     pub fn assert_sound(&self) {
         super::eventually(|| self.server.stats().connections == 0);
         self.assert_serves();
         super::eventually(|| self.server.stats().connections == 0);
     }
 
-    /// It serves.
+    /// Checks that the server serves a client.
     pub fn assert_serves(&self) {
         let mut client = self.client();
         client.structured();
@@ -125,7 +126,7 @@ pub fn files(ours: &Authority, verify: bool) -> TlsFiles {
     }
 }
 
-/// The client's side, before its first byte.
+/// Returns the client side of a TLS connection, before its first byte.
 pub fn connection(
     trusts: &Authority,
     of: &Authority,
@@ -151,13 +152,13 @@ pub fn connection(
     ClientConnection::new(Arc::new(config), server).unwrap()
 }
 
-/// The connection ends without a word in clear, whatever was sent before.
+/// Checks that the connection ends without plaintext, whatever was sent before.
 pub fn assert_ends(socket: &mut (impl Read + Write)) {
     let mut rest = [0; 4096];
     loop {
         match socket.read(&mut rest) {
             Ok(0) => return,
-            Ok(n) => assert!(!rest[..n].windows(8).any(|bytes| bytes == b"IHAVEOPT"), "it went on"),
+            Ok(n) => assert!(!rest[..n].windows(8).any(|bytes| bytes == b"IHAVEOPT"), "plaintext was sent"),
             Err(error) => {
                 use std::io::ErrorKind::{ConnectionReset, InvalidData, UnexpectedEof};
                 assert!(matches!(error.kind(), ConnectionReset | InvalidData | UnexpectedEof), "{error}");

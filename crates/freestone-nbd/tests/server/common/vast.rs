@@ -1,4 +1,4 @@
-//! A device of any size that holds nothing but zeroes, and says what was asked of it.
+//! A device of any size that contains only zeroes and logs trims and write zeroes.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -9,15 +9,15 @@ use freestone_core::device::{
 
 use super::device::geometry;
 
-/// Reads, flushes and status are done at once.
+/// Reads, flushes and block status complete inline.
 pub struct Vast {
     size: u64,
-    /// Bytes of a trim or of zeroes that are done in one try; 0: they have to be submitted, and wait
-    /// for the test.
+    /// Maximum number of bytes of a trim or write zeroes per try. With 0 they must be submitted, and the test
+    /// completes them.
     pub per_try: AtomicU64,
-    /// What has this byte fails.
+    /// Trims and write zeroes that include this byte fail.
     pub bad_byte: AtomicU64,
-    /// Trims and zeroes that were done, or submitted.
+    /// Trims and write zeroes that were completed inline or submitted.
     pub steps: Mutex<Vec<Request>>,
     held: Mutex<Vec<(Request, Completion)>>,
 }
@@ -33,12 +33,12 @@ impl Vast {
         }
     }
 
-    /// What waits for the test.
+    /// Returns the requests that the test must complete.
     pub fn held(&self) -> Vec<Request> {
         self.held.lock().unwrap().iter().map(|(request, _)| *request).collect()
     }
 
-    /// Finishes what has waited longest.
+    /// Completes the oldest held request.
     pub fn release(&self) {
         let (request, done) = self.held.lock().unwrap().remove(0);
         done.complete(self.outcome(&request), IoBuf::empty());

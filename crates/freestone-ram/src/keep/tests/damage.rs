@@ -1,8 +1,8 @@
-//! Files that are cut, damaged, or newer.
+//! Files that are truncated, damaged or newer.
 
 use super::*;
 
-/// A directory with a whole file and two increments; and what was saved each time.
+/// Creates a directory with a whole file and two increments. Returns the content of each save.
 fn three_saves(path: &Path) -> Vec<Vec<u8>> {
     let ram = family().ram(MIB).unwrap();
     let mut random = Random(11);
@@ -18,7 +18,7 @@ fn three_saves(path: &Path) -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// What the directory shows: all pages, of which some may fail.
+/// Returns all pages of the restored device; `None` for those that cannot be read.
 pub fn shown(path: &Path, damaged: Damaged) -> Result<Vec<Option<Vec<u8>>>, KeepError> {
     let family = family();
     let mut keep = Keep::open_with(path, BaseCheck::default(), damaged)?;
@@ -58,7 +58,7 @@ pub fn write_all(path: &Path, files: &BTreeMap<String, Vec<u8>>) {
     }
 }
 
-/// Where blocks begin in a file.
+/// Returns the positions of the blocks of a file.
 pub fn blocks(path: &Path) -> Vec<u64> {
     let mut reader = saved::reader::Reader::open_any(path).unwrap();
     let mut at = vec![reader.at()];
@@ -69,7 +69,7 @@ pub fn blocks(path: &Path) -> Vec<u64> {
 }
 
 #[test]
-fn a_save_that_was_cut_anywhere_leaves_the_one_before() {
+fn truncated_save_restores_previous_one() {
     let dir = tempfile::tempdir().unwrap();
     let (path, other) = (dir.path().join("kept"), dir.path().join("cut"));
     let contents = three_saves(&path);
@@ -77,16 +77,16 @@ fn a_save_that_was_cut_anywhere_leaves_the_one_before() {
     let names: Vec<_> = all.keys().cloned().collect();
     assert_eq!(names, ["0000000001-0001.part", "0000000001-0002.part", "0000000001.whole"]);
     assert!(is(&shown(&path, Damaged::Refuse).unwrap(), &contents[2]));
-    // As a file system would leave it that names what is not there yet.
+    // A file system may have a name whose content is incomplete.
     for (name, present) in [(&names[1], 2), (&names[0], 1), (&names[2], 0)] {
         let len = all[name].len() as u64;
         let cuts = blocks(&path.join(name)).into_iter().chain([0, 1, 20, 64, 70, len - 80]);
         let cuts = cuts.flat_map(|at| [at, at + 1, at + 39, at + 41, at + 100]).filter(|&at| at < len);
-        // A quick run takes each fourth cut, so each of the five distances still occurs.
+        // A quick run takes every fourth cut; all five distances still occur.
         for cut in cuts.step_by(effort(4, 1)) {
             let mut left = all.clone();
             left.get_mut(name).unwrap().truncate(cut as usize);
-            // What is named later is not there yet.
+            // Files with later names do not exist yet.
             left.retain(|other, _| {
                 other == name || other.ends_with("whole") || (present == 2 && *other == names[0])
             });
@@ -94,7 +94,7 @@ fn a_save_that_was_cut_anywhere_leaves_the_one_before() {
             match (present, shown(&other, Damaged::Refuse)) {
                 (0, shown) => assert!(matches!(shown, Err(KeepError::Read(_))), "{cut}"),
                 (_, Ok(pages)) => assert!(is(&pages, &contents[present - 1]), "{name} {cut}"),
-                // The header alone is not known to be of this chain.
+                // The header alone does not identify the chain.
                 (_, Err(error)) => assert!(matches!(error, KeepError::Read(_)) && cut < 64, "{cut}: {error}"),
             }
             if present > 0 {
@@ -105,10 +105,9 @@ fn a_save_that_was_cut_anywhere_leaves_the_one_before() {
     }
 }
 
-/// At each step of what a save does with files a crash leaves a directory from which the old or
-/// the new content comes.
+/// A crash at any step of a save leaves a directory with the old or the new content.
 #[test]
-fn a_crash_at_any_step_of_a_whole_save_or_a_merge_leaves_a_chain() {
+fn crash_during_whole_save_or_merge_keeps_chain() {
     let dir = tempfile::tempdir().unwrap();
     let (path, other) = (dir.path().join("kept"), dir.path().join("crashed"));
     let contents = three_saves(&path);
@@ -119,7 +118,8 @@ fn a_crash_at_any_step_of_a_whole_save_or_a_merge_leaves_a_chain() {
     let merged = files(&path);
     let (name, bytes) = merged.iter().next().unwrap();
     assert_eq!((merged.len(), &**name), (1, "0000000002.whole"));
-    // Unfinished under a name of its own; named; then the old ones go, newest first.
+    // The new file is unfinished under a temporary name, then named; then the old files are
+    // removed, newest first.
     let mut steps = vec![before.clone()];
     for cut in [0, 100, bytes.len() / 2, bytes.len()] {
         let mut step = before.clone();
@@ -143,7 +143,7 @@ fn a_crash_at_any_step_of_a_whole_save_or_a_merge_leaves_a_chain() {
 }
 
 #[test]
-fn a_bit_that_flips_anywhere_gives_an_error_and_never_other_data() {
+fn flipped_bit_never_returns_wrong_data() {
     let dir = tempfile::tempdir().unwrap();
     let (path, other) = (dir.path().join("kept"), dir.path().join("flipped"));
     let contents = three_saves(&path);
@@ -167,7 +167,7 @@ fn a_bit_that_flips_anywhere_gives_an_error_and_never_other_data() {
                             .into_iter()
                             .all(|(page, content)| page.as_ref().is_none_or(|page| page == content))
                     };
-                    // The end of the newest file: it is taken for a save that was not completed.
+                    // Damage at the end of the newest file counts as an incomplete save.
                     let last = name.contains("0002");
                     cut += u32::from(!right(&contents[2]));
                     assert!(right(&contents[2]) || last && right(&contents[1]), "{name} {at}");
@@ -180,7 +180,7 @@ fn a_bit_that_flips_anywhere_gives_an_error_and_never_other_data() {
 }
 
 #[test]
-fn a_damaged_page_can_be_written_again_and_then_all_can_be_saved() {
+fn damaged_page_can_be_rewritten_and_saved() {
     let dir = tempfile::tempdir().unwrap();
     let contents = three_saves(dir.path());
     let name = dir.path().join("0000000001.whole");
@@ -203,7 +203,7 @@ fn a_damaged_page_can_be_written_again_and_then_all_can_be_saved() {
 }
 
 #[test]
-fn what_a_newer_program_wrote_is_refused_and_stays() {
+fn newer_format_version_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("kept");
     three_saves(&path);
@@ -219,14 +219,14 @@ fn what_a_newer_program_wrote_is_refused_and_stays() {
         assert_eq!(files(&path).len(), 3);
         fs::write(path.join(name), &original).unwrap();
     }
-    // An increment for itself is nothing that can be restored.
+    // An increment alone cannot be restored.
     let part = path.join("0000000001-0001.part");
     let error = crate::save::restore(&part, &family(), &[], &mut |_, _| {}).err().unwrap();
     assert!(matches!(error, RestoreError::Increment(_)), "{error}");
 }
 
 #[test]
-fn files_in_the_place_of_others_are_refused() {
+fn swapped_or_missing_files_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let (path, other) = (dir.path().join("kept"), dir.path().join("other"));
     three_saves(&path);
@@ -239,7 +239,7 @@ fn files_in_the_place_of_others_are_refused() {
     let keep = Keep::open_with(&other, BaseCheck::default(), Damaged::LeaveOut).unwrap();
     assert_eq!(keep.contents().unwrap().left_out, 2);
     drop(keep);
-    // One is missing.
+    // A file is missing.
     let mut missing = files(&path);
     missing.remove("0000000001-0001.part");
     write_all(&other, &missing);

@@ -1,4 +1,4 @@
-//! System calls that fail while a directory changes.
+//! Failing system calls while a directory changes.
 
 use freestone_core::fail_points::{Call, Fault, inject};
 use rustix::io::Errno;
@@ -6,27 +6,27 @@ use rustix::io::Errno;
 use super::damage::write_all;
 use super::*;
 
-/// A fault that lets `after` calls succeed, and fails the next ones.
+/// Creates a fault: `after` calls succeed, the next ones fail.
 fn fault(call: Call, after: u32, times: u32) -> Fault {
     Fault { call, after, times, errno: Errno::IO, is_done: false }
 }
 
-/// A disk that is saved again and again, and what of it must be there at the next start.
+/// A disk that is saved repeatedly, and the content that must survive a crash.
 struct Life {
     dir: tempfile::TempDir,
     other: tempfile::TempDir,
     ram: Ram,
     keep: Keep,
-    /// What the disk held, from the last content that was reported as saved on.
+    /// The disk's contents since the last one reported as saved.
     contents: Vec<Vec<u8>>,
-    /// Names that came up in a step that failed: a crash may undo them.
+    /// Names created by failed steps: a crash may undo them.
     doubtful: Vec<String>,
     round: u8,
 }
 
 impl Life {
     fn new() -> Self {
-        // In memory, if that is there: an fsync of a disk takes milliseconds, and there are thousands.
+        // In memory if possible: an fsync of a disk takes milliseconds, and there are thousands.
         let in_memory = || tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
         let (dir, other) = (in_memory(), in_memory());
         let keep = Keep::open(&dir.path().join("kept")).unwrap();
@@ -42,7 +42,8 @@ impl Life {
         self.dir.path().join("kept")
     }
 
-    /// Does a step, which promises the present content if it succeeds. Checks what a crash would leave.
+    /// Runs a step; if it `promises` and succeeds, the current content must survive. Checks the
+    /// directory after a crash.
     fn step(&mut self, promises: bool, step: impl FnOnce(&mut Keep, &Ram) -> bool, shown: &str) -> bool {
         let before = files(&self.path());
         let done = step(&mut self.keep, &self.ram);
@@ -92,9 +93,9 @@ impl Life {
     }
 }
 
-/// Every call of a life fails, once or twice, before or after it was done. What was reported is there
-/// after a crash, also if that undoes names that are not known to be durable; the next save but one
-/// after the fault succeeds, and no file of older generations stays.
+/// Every system call of a history fails, once or twice, before or after its effect. Reported
+/// content survives a crash, even if that undoes names not known to be durable. The second save
+/// after the fault succeeds, and no file of older generations remains.
 #[test]
 fn save_or_merge_any_call_fails_loses_nothing() {
     let mut faults = 0;
@@ -104,7 +105,7 @@ fn save_or_merge_any_call_fails_loses_nothing() {
         (Call::SyncFile, true, 1),
         (Call::Place, true, 1),
         (Call::Open, false, 1),
-        // There are many, and little that differs between them.
+        // Numerous calls that differ little.
         (Call::Read, false, effort(11, 1)),
         (Call::ReadData, false, 1),
     ];
@@ -138,7 +139,8 @@ fn save_or_merge_any_call_fails_loses_nothing() {
     assert!(faults > 30, "{faults}");
 }
 
-/// A merge whose name may not be durable is not continued: the files before it would be lost.
+/// A merged file whose name may not be durable is not continued: a crash would lose the files
+/// before it.
 #[test]
 fn merge_dir_sync_fails_next_save_is_whole() {
     let mut life = Life::new();
@@ -158,8 +160,8 @@ fn merge_dir_sync_fails_next_save_is_whole() {
     assert_eq!(save(&mut life.keep, &devices).wrote, Wrote::Nothing);
 }
 
-/// An error that may pass is no reason to take an older file: the newer one would come back later, over
-/// what was saved meanwhile.
+/// A transient error must not select an older file: the newer one would reappear later and
+/// supersede newer saves.
 #[test]
 fn open_passing_error_takes_no_older_generation() {
     let mut life = Life::new();
@@ -195,7 +197,7 @@ fn open_passing_error_takes_no_older_generation() {
     assert!(content(named(&devices, "a")) == newest);
 }
 
-/// A directory that cannot be synced or emptied at the start is used all the same.
+/// A directory that cannot be synced or cleaned up at the start is still used.
 #[test]
 fn open_dir_sync_fails_content_is_served() {
     let mut life = Life::new();
@@ -214,7 +216,7 @@ fn open_dir_sync_fails_content_is_served() {
     assert_eq!(files(&path).len(), 1);
 }
 
-/// A name of the present generation that is taken holds up one save, not all.
+/// An existing file with the name of the next increment fails one save, not all.
 #[test]
 fn increment_name_taken_next_save_is_whole() {
     let mut life = Life::new();
@@ -223,7 +225,7 @@ fn increment_name_taken_next_save_is_whole() {
     life.ram.write_at(0, &[5; 512], Flags::empty()).unwrap();
     let devices: [(&str, &Ram); 1] = [("a", &life.ram)];
     let failed = life.keep.save(&devices, &never, &mut |_, _| {}).unwrap_err();
-    assert!(failed.to_string().contains("it is there already"), "{failed}");
+    assert!(failed.to_string().contains("the file already exists"), "{failed}");
     assert_eq!(save(&mut life.keep, &devices).wrote, Wrote::Whole);
     assert_eq!(files(&life.path()).len(), 1);
 }

@@ -1,26 +1,27 @@
-//! Random histories of families against byte vectors, which are reopened at random moments.
+//! Random histories of families compared with byte vectors, reopened at random moments.
 
 use super::*;
 use crate::ram::ForkConfig;
 
 const SIZE_MAX: u64 = 3 * MIB;
-/// What [`Modelled::least`] is of a fork of a snapshot: the model does not know what a rewind brings.
+/// Value of [`ModelledDevice::base_size`] for a fork of a snapshot, whose rewind the model does not
+/// cover.
 const OF_SNAPSHOT: u64 = 1;
 
-/// A device, and what it should show.
-struct Modelled {
+/// A device and its expected content.
+struct ModelledDevice {
     name: String,
     ram: Ram,
     bytes: Vec<u8>,
-    /// The base's size, of a fork.
-    least: u64,
+    /// For a fork: size of its base.
+    base_size: u64,
 }
 
 struct World {
     random: Random,
     family: Family,
     base: Ram,
-    devices: Vec<Modelled>,
+    devices: Vec<ModelledDevice>,
     names: u64,
 }
 
@@ -34,16 +35,16 @@ impl World {
         let base = base.snapshot().unwrap();
         let family = family();
         let ram = family.ram(2 * MIB).unwrap();
-        let disk = Modelled { name: "disk".into(), bytes: content(&ram), ram, least: 0 };
+        let disk = ModelledDevice { name: "disk".into(), bytes: content(&ram), ram, base_size: 0 };
         let fork = family.fork(Arc::new(base.clone()), &ForkConfig::default()).unwrap();
-        let fork = Modelled { name: "fork".into(), bytes: content(&fork), ram: fork, least: MIB };
+        let fork = ModelledDevice { name: "fork".into(), bytes: content(&fork), ram: fork, base_size: MIB };
         Self { random, family, base, devices: vec![disk, fork], names: 0 }
     }
 
     fn step(&mut self) {
         let at = self.random.below(self.devices.len() as u64) as usize;
         let (random, few) = (&mut self.random, self.devices.len() < 7);
-        let Modelled { ram, bytes, least, .. } = &mut self.devices[at];
+        let ModelledDevice { ram, bytes, base_size, .. } = &mut self.devices[at];
         if ram.is_snapshot() {
             return self.of_snapshot(at);
         }
@@ -75,18 +76,18 @@ impl World {
                 bytes[first as usize..end as usize].fill(0);
             }
             27 if size < SIZE_MAX => {
-                let more = random.below(40) * if *least > 0 { 512 } else { PAGE };
+                let more = random.below(40) * if *base_size > 0 { 512 } else { PAGE };
                 ram.grow(size + more).unwrap();
                 bytes.resize((size + more) as usize, 0);
             }
             28 if few => {
-                let (ram, bytes, least) = (ram.snapshot().unwrap(), bytes.clone(), *least);
-                self.add("snapshot", ram, bytes, least);
+                let (ram, bytes, base_size) = (ram.snapshot().unwrap(), bytes.clone(), *base_size);
+                self.add("snapshot", ram, bytes, base_size);
             }
-            29 if *least != OF_SNAPSHOT && random.below(20) == 0 => {
+            29 if *base_size != OF_SNAPSHOT && random.below(20) == 0 => {
                 ram.rewind().unwrap();
                 bytes.fill(0);
-                if *least > 0 {
+                if *base_size > 0 {
                     let below = content(&self.base);
                     bytes[..below.len()].copy_from_slice(&below);
                 }
@@ -97,7 +98,7 @@ impl World {
 
     fn of_snapshot(&mut self, at: usize) {
         if self.devices.len() < 7 && self.random.below(4) == 0 {
-            let Modelled { ram, bytes, .. } = &self.devices[at];
+            let ModelledDevice { ram, bytes, .. } = &self.devices[at];
             let (ram, bytes) = (ram.fork(&ForkConfig::default()).unwrap(), bytes.clone());
             self.add("twin", ram, bytes, OF_SNAPSHOT);
         } else if self.random.below(8) == 0 {
@@ -105,9 +106,9 @@ impl World {
         }
     }
 
-    fn add(&mut self, kind: &str, ram: Ram, bytes: Vec<u8>, least: u64) {
+    fn add(&mut self, kind: &str, ram: Ram, bytes: Vec<u8>, base_size: u64) {
         self.names += 1;
-        self.devices.push(Modelled { name: format!("{kind}{}", self.names), ram, bytes, least });
+        self.devices.push(ModelledDevice { name: format!("{kind}{}", self.names), ram, bytes, base_size });
     }
 
     fn save(&self, keep: &mut Keep) -> KeptNow {
@@ -116,7 +117,7 @@ impl World {
     }
 
     fn check(&self, what: &str) {
-        for Modelled { name, ram, bytes, .. } in &self.devices {
+        for ModelledDevice { name, ram, bytes, .. } in &self.devices {
             let shown = content(ram);
             assert_eq!(shown.len(), bytes.len(), "{what}: {name}");
             let differs = (0..bytes.len()).find(|&at| shown[at] != bytes[at]);
@@ -124,7 +125,7 @@ impl World {
         }
     }
 
-    /// As the directory has it, in a new family.
+    /// Replaces the devices by restored ones in a new family.
     fn reopen(&mut self, path: &Path) -> (Keep, Loading) {
         self.family = family();
         let (keep, devices, loading) = restored(path, &self.family, &[Base::Snapshot(self.base.clone())]);
@@ -150,7 +151,7 @@ fn run(seed: u64, steps: u64) -> [u32; 3] {
             5 if keep.contents().is_some() => drop(keep.merge(&never, &mut |_, _| {}).unwrap()),
             6 => {
                 world.save(&mut keep);
-                // Nothing that was not saved may be there, and nothing be missing.
+                // The restored devices must have exactly the saved content.
                 drop((keep, loading.take()));
                 let (again, left) = world.reopen(dir.path());
                 (keep, loading) = (again, Some(left));
@@ -158,7 +159,7 @@ fn run(seed: u64, steps: u64) -> [u32; 3] {
                     world.check(&format!("seed {seed}, step {step}, just restored"));
                 }
             }
-            // Some blocks more, or all.
+            // Load a few blocks, or all.
             7..14 => {
                 if let Some(loading) = &mut loading {
                     let left = Cell::new(world.random.below(4));
@@ -179,7 +180,7 @@ fn run(seed: u64, steps: u64) -> [u32; 3] {
 }
 
 #[test]
-fn families_come_back_as_they_were_whatever_became_of_them() {
+fn random_histories_restore_families() {
     let mut wrote = [0; 3];
     for seed in 1..=effort(1, 5) {
         for (all, one) in wrote.iter_mut().zip(run(seed, 400)) {
@@ -189,7 +190,7 @@ fn families_come_back_as_they_were_whatever_became_of_them() {
     assert!(wrote[0] > effort(1, 6) && wrote[1] > effort(2, 12), "{wrote:?}: both kinds of files");
 }
 
-/// Saves a disk of 8 MiB that is full of noise, named a. What it holds.
+/// Saves a disk of 8 MiB of random pages, named a. Returns its content.
 fn saved_noise(dir: &Path, seed: u64) -> Vec<u8> {
     let ram = family().ram(8 * MIB).unwrap();
     let mut random = Random(seed);
@@ -201,10 +202,10 @@ fn saved_noise(dir: &Path, seed: u64) -> Vec<u8> {
     content(&ram)
 }
 
-/// Snapshots are read and forked while their origin's pages are still in the files, are written,
-/// discarded and loaded.
+/// Snapshots are read and forked while pages of their origin are still in the files, and the origin
+/// is written, discarded and loaded.
 #[test]
-fn snapshots_that_begin_while_pages_are_in_the_files() {
+fn snapshots_during_loading_keep_content() {
     let dir = tempfile::tempdir().unwrap();
     let before = saved_noise(dir.path(), 77);
     for loaded_first in [false, true] {
@@ -224,7 +225,7 @@ fn snapshots_that_begin_while_pages_are_in_the_files() {
         then[5 * PAGE_BYTES + 512..][..512].fill(9);
         let mut now = then.clone();
         now[..700 * PAGE_BYTES].fill(0);
-        // An older one inherits what a younger one holds for it.
+        // An older snapshot takes over pages of a removed younger one.
         let check = |second: Option<&Ram>| {
             assert!(content(&first) == before && content(&fork) == forked && content(live) == now);
             assert!(second.is_none_or(|second| content(second) == then));
@@ -244,7 +245,7 @@ fn snapshots_that_begin_while_pages_are_in_the_files() {
 }
 
 #[test]
-fn a_device_that_is_rewound_or_removed_while_it_is_loaded_leaves_its_snapshots_whole() {
+fn rewind_or_removal_during_loading_keeps_snapshots() {
     let dir = tempfile::tempdir().unwrap();
     let before = saved_noise(dir.path(), 78);
     for remove in [false, true] {
@@ -267,7 +268,7 @@ fn a_device_that_is_rewound_or_removed_while_it_is_loaded_leaves_its_snapshots_w
         if let Some((_, live)) = devices.first() {
             assert_eq!(content(live)[1024..], vec![0; 8 * MIB as usize - 1024]);
         }
-        // All memory comes back.
+        // All memory is freed.
         drop((keep, devices, snapshot, loading));
         let begun = std::time::Instant::now();
         while family.stat().charged + family.stat().retiring > 0 {

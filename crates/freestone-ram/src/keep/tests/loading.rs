@@ -1,4 +1,4 @@
-//! Devices that are used while they are loaded.
+//! Devices in use while they are loaded.
 
 use super::*;
 use crate::codec::Algorithm;
@@ -6,7 +6,7 @@ use crate::ram::{Backing, Contents, ForkConfig};
 use freestone_core::device::{Extent, ExtentKind};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A directory with a disk whose pages each say which they are.
+/// Creates a directory with a disk whose pages contain their numbers.
 fn numbered(path: &Path, pages: u64, algorithm: Algorithm) -> Ram {
     let config = Config { comp_algorithm: algorithm, ..Config::default() };
     let ram = Family::new(config).unwrap().ram(pages * PAGE).unwrap();
@@ -18,7 +18,7 @@ fn numbered(path: &Path, pages: u64, algorithm: Algorithm) -> Ram {
     ram
 }
 
-/// Half of it compresses.
+/// Half of the page compresses.
 fn number_page(page: u64, version: u64) -> Vec<u8> {
     let mut random = Random(page << 8 | version << 1 | 1);
     let mut bytes = vec![version as u8; PAGE_BYTES];
@@ -28,17 +28,17 @@ fn number_page(page: u64, version: u64) -> Vec<u8> {
     bytes
 }
 
-/// Threads of the caller's work with them.
+/// The types can be moved to the caller's threads.
 #[test]
-fn they_go_to_other_threads() {
-    fn goes<T: Send>() {}
-    goes::<Keep>();
-    goes::<Loading>();
+fn keep_and_loading_are_send() {
+    fn assert_send<T: Send>() {}
+    assert_send::<Keep>();
+    assert_send::<Loading>();
 }
 
-/// Writers, discards and snapshots beside the loader: whatever was answered is there.
+/// Writes, discards and snapshots concurrent with the loader: completed writes are never lost.
 #[test]
-fn writers_win_over_the_loader() {
+fn writes_during_loading_win() {
     const PAGES: u64 = 4096;
     let dir = tempfile::tempdir().unwrap();
     numbered(dir.path(), PAGES, Algorithm::Lz4);
@@ -54,7 +54,7 @@ fn writers_win_over_the_loader() {
                         let mut random = Random(round * 10 + writer + 1);
                         let mut last = BTreeMap::new();
                         while !stop.load(Ordering::SeqCst) {
-                            // Each has pages of its own.
+                            // Each writer has pages of its own.
                             let page = random.below(PAGES / 3) * 3 + writer;
                             let version = last.get(&page).copied().unwrap_or(0);
                             let mut bytes = vec![0; PAGE_BYTES];
@@ -101,7 +101,7 @@ fn writers_win_over_the_loader() {
                 assert!(shown[(page * PAGE) as usize..][..PAGE_BYTES] == expected, "page {page}");
             }
         });
-        // What is saved is that, too: the next round begins with other files.
+        // The saved content is the same; the next round begins with other files.
         let _ = save(&mut keep, &borrowed(&devices));
         let now = content(ram);
         drop((keep, loading));
@@ -113,9 +113,9 @@ fn writers_win_over_the_loader() {
     }
 }
 
-/// Without room loading waits, and goes on when there is some; what is not loaded is read.
+/// Without memory the loader waits and continues later; missing pages are read from the files.
 #[test]
-fn loading_waits_for_memory_and_loses_nothing() {
+fn loading_without_memory_waits() {
     let dir = tempfile::tempdir().unwrap();
     let ram = numbered(dir.path(), 1024, Algorithm::Lz4);
     let before = content(&ram);
@@ -127,13 +127,13 @@ fn loading_waits_for_memory_and_loses_nothing() {
     assert_eq!(loaded, Loaded::Cancelled);
     assert!(family.stat().mem_used_total <= MIB);
     assert!(content(ram) == before, "what is not in memory is in the files");
-    // A save needs no memory for it.
+    // A save needs no memory for pages in the files.
     let (path, devices) = (dir.path(), borrowed(&devices));
     let other = tempfile::tempdir().unwrap();
     crate::save::save(&devices, &other.path().join("f"), BaseCheck::default(), &mut |_, _| {}).unwrap();
     let saved = crate::save::restore(&other.path().join("f"), &self::family(), &[], &mut |_, _| {}).unwrap();
     assert!(content(&saved[0].1) == before);
-    // Writers meet the limit as ever.
+    // Writes are subject to the limit as usual.
     let failed =
         (0..1024).any(|page| ram.write_at(page * PAGE, &number_page(page, 1), Flags::empty()).is_err());
     assert!(failed);
@@ -145,9 +145,9 @@ fn loading_waits_for_memory_and_loses_nothing() {
     assert!(files(path).len() == 2);
 }
 
-/// A device that may not have so much holds up no other.
+/// A device at its cap does not delay the loading of others.
 #[test]
-fn a_device_without_room_is_loaded_last() {
+fn loading_skips_device_at_cap() {
     let dir = tempfile::tempdir().unwrap();
     let family = family();
     let (a, b) = (family.ram(2 * MIB).unwrap(), family.ram(2 * MIB).unwrap());
@@ -175,7 +175,7 @@ fn a_device_without_room_is_loaded_last() {
 }
 
 #[test]
-fn where_pages_are_spilled_all_is_loaded_within_the_limit() {
+fn loading_with_backing_device_stays_within_limit() {
     let dir = tempfile::tempdir().unwrap();
     let before = content(&numbered(dir.path(), 1024, Algorithm::Lz4));
     let backing = family().ram(16 * MIB).unwrap();
@@ -188,9 +188,9 @@ fn where_pages_are_spilled_all_is_loaded_within_the_limit() {
     assert!(content(named(&devices, "a")) == before);
 }
 
-/// All algorithms, into a family that has another one; forks and their bases; extents and changes.
+/// Files of all algorithms are loaded into families with other algorithms.
 #[test]
-fn any_algorithm_is_read_and_loaded_by_any_family() {
+fn all_algorithms_load_into_any_family() {
     for algorithm in [Algorithm::Lz4, Algorithm::Lz4hc, Algorithm::Zstd, Algorithm::Lzo, Algorithm::Store] {
         let dir = tempfile::tempdir().unwrap();
         let before = content(&numbered(dir.path(), 300, algorithm));
@@ -205,7 +205,7 @@ fn any_algorithm_is_read_and_loaded_by_any_family() {
 }
 
 #[test]
-fn what_is_not_loaded_is_the_devices_own_in_extents_and_changes() {
+fn unloaded_pages_count_as_own_changes() {
     let dir = tempfile::tempdir().unwrap();
     let base = family().ram(MIB).unwrap();
     base.write_at(0, &[5; 8192], Flags::empty()).unwrap();
@@ -244,17 +244,18 @@ fn what_is_not_loaded_is_the_devices_own_in_extents_and_changes() {
         contents
     };
     assert_eq!(contents(), Contents { unloaded: 1, below: 255, ..Contents::default() });
+    assert!(!ram.holds_nothing());
     load(&mut loading);
     assert_eq!(look().1, changes);
     assert_eq!(contents(), Contents { compressed: 1, below: 255, ..Contents::default() });
-    // A fork over the snapshot of it.
+    // A fork of a snapshot of the device.
     let above = ram.snapshot().unwrap().fork(&ForkConfig::default()).unwrap();
     assert!(content(&above) == content(&fork));
 }
 
-/// A read of what is in memory is as ever after loading, and files are closed.
+/// After loading, reads of memory do not wait, and the files are closed.
 #[test]
-fn after_loading_the_files_are_let_go() {
+fn files_are_closed_after_loading() {
     let dir = tempfile::tempdir().unwrap();
     numbered(dir.path(), 500, Algorithm::Lz4);
     let open = || {
@@ -280,16 +281,16 @@ fn files_of(dir: &Path) -> Vec<std::path::PathBuf> {
     fs::read_dir(dir).unwrap().map(|row| row.unwrap().path()).collect()
 }
 
-/// Time of this thread on its CPU, which other programs do not change much.
+/// Returns the CPU time of this thread, which other programs affect little.
 fn cpu() -> std::time::Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     std::time::Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs() as u32)
 }
 
-/// The figures of a disk, which `--nocapture` shows: of 64 MiB, or of as many as `KEEP_MIB` says, in
-/// the directory `KEEP_DIR`.
+/// Prints measurements with `--nocapture`, for a disk of 64 MiB or `KEEP_MIB`, in the directory
+/// `KEEP_DIR`.
 #[test]
-fn a_disk_is_there_at_once_and_an_increment_is_small() {
+fn restore_is_immediate_and_increment_small() {
     use std::time::Instant;
     let dir = match std::env::var_os("KEEP_DIR") {
         Some(dir) => tempfile::tempdir_in(dir).unwrap(),

@@ -13,7 +13,6 @@ fn version(path: &Path) -> u32 {
     Header::read_from_prefix(&fs::read(path).unwrap()).unwrap().0.version.get()
 }
 
-/// The only file in a directory.
 fn only_file(dir: &Path) -> std::path::PathBuf {
     let names: Vec<_> = files(dir).into_keys().collect();
     assert_eq!(names.len(), 1, "{names:?}");
@@ -38,7 +37,7 @@ fn damage(path: &Path) {
     fs::write(path, &bytes).unwrap();
 }
 
-/// A block that is damaged ends no save: what it held is saved as lost, once, and all else goes on.
+/// A damaged block does not fail a save: its pages are saved as lost, once.
 #[test]
 fn save_damaged_block_saves_pages_as_lost() {
     let dir = tempfile::tempdir().unwrap();
@@ -49,7 +48,7 @@ fn save_damaged_block_saves_pages_as_lost() {
     let restored_ram = named(&devices, "a");
     restored_ram.write_at(0, &[3; 512], Flags::empty()).unwrap();
     assert_eq!(save(&mut keep, &borrowed(&devices)).wrote, Wrote::Increment);
-    // The merge cannot read the block; memory may still have what it held.
+    // The merge cannot read the block, but memory may still have its pages.
     assert!(matches!(keep.merge(&never, &mut |_, _| {}), Err(KeepError::Read(_))));
     let now = save(&mut keep, &borrowed(&devices));
     assert_eq!((now.wrote, now.lost), (Wrote::Whole, lost));
@@ -69,7 +68,7 @@ fn save_damaged_block_saves_pages_as_lost() {
     let plain = crate::save::restore(&only_file(dir.path()), &family(), &[], &mut |_, _| {});
     assert!(matches!(plain, Err(RestoreError::Damaged { .. })), "a plain restore has no page to give");
 
-    // Who writes the pages has a disk without lost ones.
+    // Writing the lost pages repairs the disk.
     let (mut keep, devices, _loading) = restored(dir.path(), &family(), &[]);
     named(&devices, "a").write_at(0, &content(&ram), Flags::empty()).unwrap();
     save(&mut keep, &borrowed(&devices));
@@ -79,8 +78,8 @@ fn save_damaged_block_saves_pages_as_lost() {
     assert!(shown(dir.path(), Damaged::Refuse).unwrap().iter().all(Option::is_some));
 }
 
-/// One read that fails, or two one after the other, is tried again. Where all fail pages are saved as
-/// lost, and the next save tries them once more.
+/// One or two successive read errors are retried. If all retries fail, pages are saved as lost, and
+/// the next save retries them.
 #[test]
 fn save_passing_read_error_loses_nothing() {
     let dir = tempfile::tempdir().unwrap();
@@ -89,7 +88,7 @@ fn save_passing_read_error_loses_nothing() {
     for times in [1, 2, u32::MAX] {
         let (mut keep, devices, loading) = restored(dir.path(), &family(), &[]);
         let disk = named(&devices, "a");
-        // Another device has come: a whole save.
+        // A new device forces a whole save.
         let other = disk.family().ram(PAGE).unwrap();
         let all: [(&str, &Ram); 2] = [("a", disk), ("b", &other)];
         inject(Some(fault(times)));
@@ -99,7 +98,7 @@ fn save_passing_read_error_loses_nothing() {
         assert_eq!((now.wrote, now.lost > 500), (Wrote::Whole, times > 2), "{times}: {now:?}");
         if now.lost > 0 {
             assert_eq!(now.lost, now.pages);
-            // As long as an unreadable block is left alone.
+            // The time in which an unreadable block is not retried.
             std::thread::sleep(std::time::Duration::from_millis(1100));
             let again = save(&mut keep, &all);
             assert_eq!((again.wrote, again.pages, again.lost), (Wrote::Increment, now.lost, 0));
@@ -114,7 +113,7 @@ fn save_passing_read_error_loses_nothing() {
 
 const HEAD: usize = size_of::<BlockHeader>();
 
-/// Makes records of one page each lost.
+/// Turns records of single pages into lost ones.
 fn lose(path: &Path, is_lost: impl Fn(u32, u64) -> bool) {
     let starts = blocks(path);
     let mut bytes = fs::read(path).unwrap();
@@ -153,8 +152,7 @@ fn lose(path: &Path, is_lost: impl Fn(u32, u64) -> bool) {
     fs::write(path, &bytes).unwrap();
 }
 
-/// What two snapshots and their origin did with a page, one after the other, and which of the three
-/// records is lost.
+/// Operations of two snapshots and their origin on a page in turn, and the record that is lost.
 struct Case {
     did: [u64; 3],
     lost: u64,
@@ -163,7 +161,7 @@ struct Case {
 const KEPT: u64 = 0;
 const WROTE: u64 = 1;
 const DISCARDED: u64 = 2;
-/// One for each case.
+/// One page for each case.
 const PAGES: u64 = 18 * 4;
 
 impl Case {
@@ -175,7 +173,7 @@ impl Case {
         self.did[node] == WROTE && self.lost == node as u64 + 1
     }
 
-    /// The byte that a node's page is full of; `None`: it is lost.
+    /// Returns the byte that fills a node's page; `None` if it is lost.
     fn expected(&self, node: usize) -> Option<u8> {
         let changed = (0..=node).rev().find(|&node| self.did[node] != KEPT);
         match changed {
@@ -186,8 +184,8 @@ impl Case {
     }
 }
 
-/// In a chain of snapshots a page that is lost in one of them fails there, and is right in the others.
-/// (Where nothing was written a read may fail, too, if another one of the chain has lost that page.)
+/// A page lost in one node of a chain fails there, and is right in the others. (Unwritten pages may
+/// fail, too, if another node of the chain has lost that page.)
 #[test]
 fn restore_snapshot_chain_lost_pages_fail_alone() {
     let dir = tempfile::tempdir().unwrap();
@@ -195,7 +193,7 @@ fn restore_snapshot_chain_lost_pages_fail_alone() {
     let write = |node: usize| {
         for page in 0..PAGES {
             match Case::of(page).did[node] {
-                // Pages of one content would be one record.
+                // Pages of equal content would share a record.
                 WROTE => {
                     let mut bytes = [node as u8 + 1, page as u8, 1, 1].repeat(PAGE_BYTES / 4);
                     bytes.truncate(PAGE_BYTES);

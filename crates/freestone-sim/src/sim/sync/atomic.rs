@@ -1,4 +1,4 @@
-//! Shared atomics: every access is a point at which another task may go on.
+//! Simulated atomics. Each access is a scheduling point.
 
 pub use std::sync::atomic::{Ordering, compiler_fence, fence};
 
@@ -6,70 +6,70 @@ use super::schedule::point;
 
 macro_rules! integer {
     ($name:ident, $value:ty) => {
-        /// As in `std::sync::atomic`.
+        /// Simulated atomic of `std::sync::atomic`.
         #[derive(Debug, Default, zerocopy::FromZeros)]
         #[repr(transparent)]
         pub struct $name(std::sync::atomic::$name);
 
         impl $name {
-            /// With this value.
+            /// Creates an atomic.
             pub const fn new(value: $value) -> Self {
                 Self(std::sync::atomic::$name::new(value))
             }
-            /// As `std`'s.
+            /// As in `std`.
             pub fn load(&self, order: Ordering) -> $value {
                 point();
                 self.0.load(order)
             }
-            /// As `std`'s.
+            /// As in `std`.
             pub fn store(&self, value: $value, order: Ordering) {
                 point();
                 self.0.store(value, order);
             }
-            /// As `std`'s.
+            /// As in `std`.
             pub fn swap(&self, value: $value, order: Ordering) -> $value {
                 point();
                 self.0.swap(value, order)
             }
-            /// As `std`'s.
+            /// As in `std`.
             pub fn fetch_add(&self, value: $value, order: Ordering) -> $value {
                 point();
                 self.0.fetch_add(value, order)
             }
-            /// As `std`'s.
+            /// As in `std`.
             pub fn fetch_sub(&self, value: $value, order: Ordering) -> $value {
                 point();
                 self.0.fetch_sub(value, order)
             }
-            /// As `std`'s.
+            /// As in `std`.
             pub fn fetch_and(&self, value: $value, order: Ordering) -> $value {
                 point();
                 self.0.fetch_and(value, order)
             }
-            /// As `std`'s.
+            /// As in `std`.
             pub fn fetch_or(&self, value: $value, order: Ordering) -> $value {
                 point();
                 self.0.fetch_or(value, order)
             }
-            /// As `std`'s.
+            /// As in `std`.
             pub fn fetch_xor(&self, value: $value, order: Ordering) -> $value {
                 point();
                 self.0.fetch_xor(value, order)
             }
-            /// As `std`'s.
+            /// As in `std`.
             pub fn fetch_max(&self, value: $value, order: Ordering) -> $value {
                 point();
                 self.0.fetch_max(value, order)
             }
-            /// As `std`'s.
+            /// As in `std`.
             pub fn fetch_min(&self, value: $value, order: Ordering) -> $value {
                 point();
                 self.0.fetch_min(value, order)
             }
-            /// As `std`'s.
+            /// As in `std`.
             ///
             /// # Errors
-            /// It held something else: that.
+            /// The present value, if it differs from `current`.
             pub fn compare_exchange(
                 &self,
                 current: $value,
@@ -80,10 +80,10 @@ macro_rules! integer {
                 point();
                 self.0.compare_exchange(current, new, success, failure)
             }
-            /// As `std`'s; it never fails without a reason.
+            /// As in `std`, but never fails spuriously.
             ///
             /// # Errors
-            /// It held something else: that.
+            /// The present value, if it differs from `current`.
             pub fn compare_exchange_weak(
                 &self,
                 current: $value,
@@ -93,10 +93,10 @@ macro_rules! integer {
             ) -> Result<$value, $value> {
                 self.compare_exchange(current, new, success, failure)
             }
-            /// As `std`'s.
+            /// As in `std`.
             ///
             /// # Errors
-            /// `update` gave nothing: what it held.
+            /// The present value, if `update` returns `None`.
             pub fn fetch_update(
                 &self,
                 set: Ordering,
@@ -106,11 +106,11 @@ macro_rules! integer {
                 point();
                 self.0.fetch_update(set, fetch, update)
             }
-            /// As `std`'s.
+            /// As in `std`.
             pub fn get_mut(&mut self) -> &mut $value {
                 self.0.get_mut()
             }
-            /// As `std`'s.
+            /// As in `std`.
             pub fn into_inner(self) -> $value {
                 self.0.into_inner()
             }
@@ -122,33 +122,33 @@ integer!(AtomicU32, u32);
 integer!(AtomicU64, u64);
 integer!(AtomicUsize, usize);
 
-/// As `std::sync::atomic::AtomicBool`.
+/// Simulated `std::sync::atomic::AtomicBool`.
 #[derive(Debug, Default)]
 pub struct AtomicBool(std::sync::atomic::AtomicBool);
 
 impl AtomicBool {
-    /// With this value.
+    /// Creates an atomic.
     pub const fn new(value: bool) -> Self {
         Self(std::sync::atomic::AtomicBool::new(value))
     }
-    /// As `std`'s.
+    /// As in `std`.
     pub fn load(&self, order: Ordering) -> bool {
         point();
         self.0.load(order)
     }
-    /// As `std`'s.
+    /// As in `std`.
     pub fn store(&self, value: bool, order: Ordering) {
         point();
         self.0.store(value, order);
     }
-    /// As `std`'s.
+    /// As in `std`.
     pub fn swap(&self, value: bool, order: Ordering) -> bool {
         point();
         self.0.swap(value, order)
     }
 }
 
-/// As `std::sync::atomic::AtomicPtr`.
+/// Simulated `std::sync::atomic::AtomicPtr`.
 #[derive(Debug, zerocopy::FromZeros)]
 #[repr(transparent)]
 pub struct AtomicPtr<T>(std::sync::atomic::AtomicPtr<T>);
@@ -160,29 +160,29 @@ impl<T> Default for AtomicPtr<T> {
 }
 
 impl<T> AtomicPtr<T> {
-    /// With this value.
+    /// Creates an atomic.
     pub const fn new(value: *mut T) -> Self {
         Self(std::sync::atomic::AtomicPtr::new(value))
     }
-    /// As `std`'s.
+    /// As in `std`.
     pub fn load(&self, order: Ordering) -> *mut T {
         point();
         self.0.load(order)
     }
-    /// As `std`'s.
+    /// As in `std`.
     pub fn store(&self, value: *mut T, order: Ordering) {
         point();
         self.0.store(value, order);
     }
-    /// As `std`'s.
+    /// As in `std`.
     pub fn swap(&self, value: *mut T, order: Ordering) -> *mut T {
         point();
         self.0.swap(value, order)
     }
-    /// As `std`'s.
+    /// As in `std`.
     ///
     /// # Errors
-    /// It held something else: that.
+    /// The present value, if it differs from `current`.
     pub fn compare_exchange(
         &self,
         current: *mut T,
@@ -193,7 +193,7 @@ impl<T> AtomicPtr<T> {
         point();
         self.0.compare_exchange(current, new, success, failure)
     }
-    /// As `std`'s.
+    /// As in `std`.
     pub fn get_mut(&mut self) -> &mut *mut T {
         self.0.get_mut()
     }

@@ -1,4 +1,4 @@
-//! Channels, with the interface of `std::sync::mpsc`.
+//! Simulated channels, with the interface of `std::sync::mpsc`.
 
 use std::sync::Arc;
 pub use std::sync::mpsc::{RecvError, RecvTimeoutError, SendError, TryRecvError, TrySendError};
@@ -7,148 +7,148 @@ use std::time::Duration;
 use super::{key_of, schedule};
 use crate::sim::time::Instant;
 
-/// What those are found by who wait for something to come, and for room.
+/// Fields whose addresses are the keys of tasks that wait for a value or for space.
 #[derive(Debug, Default)]
 struct Keys {
-    came: u8,
-    went: u8,
+    sent: u8,
+    received: u8,
 }
 
 impl Keys {
-    fn came(&self) -> usize {
-        key_of(&self.came)
+    fn sent(&self) -> usize {
+        key_of(&self.sent)
     }
-    fn went(&self) -> usize {
-        key_of(&self.went)
+    fn received(&self) -> usize {
+        key_of(&self.received)
     }
 }
 
-/// As `std::sync::mpsc::Sender`.
+/// Simulated `std::sync::mpsc::Sender`.
 #[derive(Debug)]
 pub struct Sender<T> {
     inner: Option<std::sync::mpsc::Sender<T>>,
     keys: Arc<Keys>,
 }
 
-/// As `std::sync::mpsc::SyncSender`.
+/// Simulated `std::sync::mpsc::SyncSender`.
 #[derive(Debug)]
 pub struct SyncSender<T> {
     inner: Option<std::sync::mpsc::SyncSender<T>>,
     keys: Arc<Keys>,
 }
 
-/// As `std::sync::mpsc::Receiver`.
+/// Simulated `std::sync::mpsc::Receiver`.
 #[derive(Debug)]
 pub struct Receiver<T> {
     inner: Option<std::sync::mpsc::Receiver<T>>,
     keys: Arc<Keys>,
 }
 
-/// As `std::sync::mpsc::channel`.
+/// Simulated `std::sync::mpsc::channel`.
 pub fn channel<T>() -> (Sender<T>, Receiver<T>) {
     let (tx, rx) = std::sync::mpsc::channel();
     let keys = Arc::<Keys>::default();
     (Sender { inner: Some(tx), keys: Arc::clone(&keys) }, Receiver { inner: Some(rx), keys })
 }
 
-/// As `std::sync::mpsc::sync_channel`.
+/// Simulated `std::sync::mpsc::sync_channel`.
 pub fn sync_channel<T>(bound: usize) -> (SyncSender<T>, Receiver<T>) {
     let (tx, rx) = std::sync::mpsc::sync_channel(bound);
     let keys = Arc::<Keys>::default();
     (SyncSender { inner: Some(tx), keys: Arc::clone(&keys) }, Receiver { inner: Some(rx), keys })
 }
 
-const THERE: &str = "it is there until it is dropped";
+const PRESENT: &str = "present until dropped";
 
 impl<T> Sender<T> {
-    /// Sends.
+    /// Sends a value.
     ///
     /// # Errors
-    /// Nobody can receive any more.
+    /// If the receiver was dropped.
     pub fn send(&self, value: T) -> Result<(), SendError<T>> {
         schedule::point();
-        self.inner.as_ref().expect(THERE).send(value)?;
-        schedule::wake(self.keys.came(), true);
+        self.inner.as_ref().expect(PRESENT).send(value)?;
+        schedule::wake(self.keys.sent(), true);
         Ok(())
     }
 }
 
 impl<T> SyncSender<T> {
-    /// Sends; waits for room.
+    /// Sends a value, waiting for space.
     ///
     /// # Errors
-    /// Nobody can receive any more.
+    /// If the receiver was dropped.
     pub fn send(&self, mut value: T) -> Result<(), SendError<T>> {
-        let inner = self.inner.as_ref().expect(THERE);
-        if schedule::me().is_none() {
+        let inner = self.inner.as_ref().expect(PRESENT);
+        if schedule::current_task().is_none() {
             return inner.send(value);
         }
         schedule::point();
         loop {
             match inner.try_send(value) {
                 Ok(()) => {
-                    schedule::wake(self.keys.came(), true);
+                    schedule::wake(self.keys.sent(), true);
                     return Ok(());
                 }
                 Err(TrySendError::Disconnected(value)) => return Err(SendError(value)),
-                Err(TrySendError::Full(again)) => value = again,
+                Err(TrySendError::Full(rejected)) => value = rejected,
             }
-            schedule::block(self.keys.went(), None);
+            schedule::block(self.keys.received(), None);
         }
     }
 
-    /// Sends where there is room.
+    /// Sends a value if the channel has space.
     ///
     /// # Errors
-    /// There is none, or nobody can receive any more.
+    /// If the channel is full, or the receiver was dropped.
     pub fn try_send(&self, value: T) -> Result<(), TrySendError<T>> {
         schedule::point();
-        self.inner.as_ref().expect(THERE).try_send(value)?;
-        schedule::wake(self.keys.came(), true);
+        self.inner.as_ref().expect(PRESENT).try_send(value)?;
+        schedule::wake(self.keys.sent(), true);
         Ok(())
     }
 }
 
 impl<T> Receiver<T> {
-    fn there(&self) -> &std::sync::mpsc::Receiver<T> {
-        self.inner.as_ref().expect(THERE)
+    fn inner(&self) -> &std::sync::mpsc::Receiver<T> {
+        self.inner.as_ref().expect(PRESENT)
     }
 
-    /// Takes what is there.
+    /// Receives a value if one is available.
     ///
     /// # Errors
-    /// Nothing is, or nobody can send any more.
+    /// If the channel is empty, or all senders were dropped.
     pub fn try_recv(&self) -> Result<T, TryRecvError> {
         schedule::point();
-        let value = self.there().try_recv()?;
-        schedule::wake(self.keys.went(), true);
+        let value = self.inner().try_recv()?;
+        schedule::wake(self.keys.received(), true);
         Ok(value)
     }
 
-    /// Waits for something.
+    /// Waits for a value.
     ///
     /// # Errors
-    /// Nobody can send any more.
+    /// If all senders were dropped.
     pub fn recv(&self) -> Result<T, RecvError> {
-        if schedule::me().is_none() {
-            return self.there().recv();
+        if schedule::current_task().is_none() {
+            return self.inner().recv();
         }
         loop {
             match self.try_recv() {
                 Ok(value) => return Ok(value),
                 Err(TryRecvError::Disconnected) => return Err(RecvError),
-                Err(TryRecvError::Empty) => schedule::block(self.keys.came(), None),
+                Err(TryRecvError::Empty) => schedule::block(self.keys.sent(), None),
             };
         }
     }
 
-    /// Waits for something, at most so long.
+    /// Waits for a value, at most for `most`.
     ///
     /// # Errors
-    /// Nothing came, or nobody can send any more.
+    /// On timeout, or if all senders were dropped.
     pub fn recv_timeout(&self, most: Duration) -> Result<T, RecvTimeoutError> {
-        if schedule::me().is_none() {
-            return self.there().recv_timeout(most);
+        if schedule::current_task().is_none() {
+            return self.inner().recv_timeout(most);
         }
         let until = Instant::now() + most;
         loop {
@@ -161,22 +161,22 @@ impl<T> Receiver<T> {
             if left.is_zero() {
                 return Err(RecvTimeoutError::Timeout);
             }
-            schedule::block(self.keys.came(), Some(left));
+            schedule::block(self.keys.sent(), Some(left));
         }
     }
 
-    /// What comes, until nobody can send any more.
+    /// Returns an iterator over values until all senders are dropped.
     pub fn iter(&self) -> impl Iterator<Item = T> + '_ {
         std::iter::from_fn(|| self.recv().ok())
     }
 
-    /// What is there.
+    /// Returns an iterator over the available values.
     pub fn try_iter(&self) -> impl Iterator<Item = T> + '_ {
         std::iter::from_fn(|| self.try_recv().ok())
     }
 }
 
-/// What comes, until nobody can send any more.
+/// Iterator over values until all senders are dropped.
 #[derive(Debug)]
 pub struct IntoIter<T>(Receiver<T>);
 
@@ -210,21 +210,21 @@ impl<T> Clone for SyncSender<T> {
 impl<T> Drop for Sender<T> {
     fn drop(&mut self) {
         self.inner = None;
-        schedule::wake(self.keys.came(), true);
+        schedule::wake(self.keys.sent(), true);
     }
 }
 
 impl<T> Drop for SyncSender<T> {
     fn drop(&mut self) {
         self.inner = None;
-        schedule::wake(self.keys.came(), true);
+        schedule::wake(self.keys.sent(), true);
     }
 }
 
 impl<T> Drop for Receiver<T> {
     fn drop(&mut self) {
-        // What was not received is dropped with it, and may hold senders of other channels.
+        // Values that were not received are dropped first, as they may contain senders of other channels.
         self.inner = None;
-        schedule::wake(self.keys.went(), true);
+        schedule::wake(self.keys.received(), true);
     }
 }

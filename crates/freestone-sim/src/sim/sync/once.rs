@@ -1,43 +1,43 @@
-//! Values that are made once, with the interfaces of `std::sync::OnceLock` and `LazyLock`. There
-//! whoever comes second sleeps in the kernel, which would stop the simulation.
+//! Simulated `std::sync::OnceLock` and `LazyLock`. With `std`'s types a second initialiser would sleep in the
+//! kernel, which would stop the simulation.
 
 use std::fmt;
 use std::ops::Deref;
 
 use super::{Mutex, PoisonError};
 
-/// As `std::sync::OnceLock`.
+/// Simulated `std::sync::OnceLock`.
 pub struct OnceLock<T> {
     making: Mutex<()>,
     value: std::sync::OnceLock<T>,
 }
 
 impl<T> OnceLock<T> {
-    /// Empty.
+    /// Creates an empty cell.
     pub const fn new() -> Self {
         Self { making: Mutex::new(()), value: std::sync::OnceLock::new() }
     }
 
-    /// The value, if there is one.
+    /// Returns the value, if there is one.
     pub fn get(&self) -> Option<&T> {
         self.value.get()
     }
 
-    /// The value, if there is one.
+    /// Returns the value, if there is one.
     pub fn get_mut(&mut self) -> Option<&mut T> {
         self.value.get_mut()
     }
 
-    /// Puts a value in.
+    /// Stores a value.
     ///
     /// # Errors
-    /// There is one: gives the new one back.
+    /// Returns the new value if the cell has one already.
     pub fn set(&self, value: T) -> Result<(), T> {
         let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
         self.value.set(value)
     }
 
-    /// The value, which is made where there is none.
+    /// Returns the value, creating it if necessary.
     pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
         if let Some(value) = self.value.get() {
             return value;
@@ -50,7 +50,7 @@ impl<T> OnceLock<T> {
         self.value.get_or_init(|| value)
     }
 
-    /// What it held.
+    /// Returns the value, if there is one.
     pub fn into_inner(self) -> Option<T> {
         self.value.into_inner()
     }
@@ -68,19 +68,19 @@ impl<T: fmt::Debug> fmt::Debug for OnceLock<T> {
     }
 }
 
-/// As `std::sync::LazyLock`.
+/// Simulated `std::sync::LazyLock`.
 pub struct LazyLock<T> {
     value: OnceLock<T>,
     make: fn() -> T,
 }
 
 impl<T> LazyLock<T> {
-    /// Made when it is first looked at.
+    /// Creates a cell that is initialised on first access.
     pub const fn new(make: fn() -> T) -> Self {
         Self { value: OnceLock::new(), make }
     }
 
-    /// The value.
+    /// Returns the value, creating it if necessary.
     pub fn force(this: &Self) -> &T {
         this.value.get_or_init(this.make)
     }

@@ -1,4 +1,4 @@
-//! Snapshots with stores, as dm-snapshot keeps them, of any device.
+//! Snapshots with stores, like those of dm-snapshot, of any device.
 
 use std::sync::{Arc, Weak};
 
@@ -11,9 +11,9 @@ use freestone::ram::{DISKSIZE_BYTES_MAX, Family, Ram};
 use serde_json::{Value, json};
 use tracing::warn;
 
+use super::super::exclusive::keeps_nothing;
 use super::super::registry::Registry;
-use super::super::taken::keeps_nothing;
-use super::super::{Built, Entry, IS_SNAPSHOT, KindSpec, Made, Takes};
+use super::super::{Built, Entry, ExclusiveUse, IS_SNAPSHOT, KindInstance, KindSpec};
 use super::{CowPlace, NAME, SnapshotSpec};
 use crate::family;
 use crate::files::open;
@@ -22,117 +22,121 @@ use crate::path_text;
 use crate::refusal::{Errno, Refusal};
 use freestone::view::ReadOnly;
 
-/// One that is ready.
+/// A snapshot with a store that is ready to be taken.
 pub(super) struct PendingCow {
     pending: cow::PendingSnapshot,
     device: CowDevice,
     read_only: bool,
     persistent: bool,
-    below: Below,
+    dependencies: Dependencies,
 }
 
-/// What a snapshot stands on beside its origin.
-struct Below {
-    /// The COW device, where it is one of the server.
+/// Devices that a snapshot depends on, without its origin.
+struct Dependencies {
+    /// COW device, if it is a device of the server.
     cow: Option<Arc<Entry>>,
-    /// The one that takes pages of its family.
+    /// Backing device of the family, if it is a device of the server.
     backing: Option<Arc<Entry>>,
 }
 
 impl PendingCow {
-    pub(super) fn group(&mut self) -> &mut dyn Pending {
+    /// Returns the member of a consistency group.
+    pub(super) fn group_member(&mut self) -> &mut dyn Pending {
         &mut self.pending
     }
 
+    /// Opens the COW device and prepares the snapshot.
     pub(super) fn prepare(
         name: &str,
-        asked: &SnapshotSpec,
+        spec: &SnapshotSpec,
         origin: &Arc<Entry>,
         registry: &Registry,
     ) -> Result<Self, Refusal> {
-        let (config, device, below) = device(name, asked, origin, registry)?;
-        Self::on(asked, origin, &config, device, below)
+        let (config, device, dependencies) = open_device(name, spec, origin, registry)?;
+        Self::with_device(spec, origin, &config, device, dependencies)
     }
 
-    /// The same on the COW device of a snapshot that lost its power.
-    pub(super) fn again(asked: &SnapshotSpec, origin: &Arc<Entry>, old: &Entry) -> Result<Self, Refusal> {
+    /// Prepares a snapshot again, on its COW device after a power cut.
+    pub(super) fn reopen(spec: &SnapshotSpec, origin: &Arc<Entry>, old: &Entry) -> Result<Self, Refusal> {
         let Some((snapshot, device)) = old.kind.cow().zip(old.kind.cow_device()) else {
-            unreachable!("only such snapshots come here")
+            unreachable!("the caller passes snapshots with stores")
         };
-        let cow = asked.cow.as_ref().and_then(|cow| cow.place.device());
+        let cow = spec.cow.as_ref().and_then(|cow| cow.place.device());
         let cow = old.needs().iter().find(|needed| Some(needed.name()) == cow).cloned();
-        let below = Below { cow, backing: old.backing.clone() };
+        let dependencies = Dependencies { cow, backing: old.backing.clone() };
         let device = CowDevice::new(Arc::clone(&device.device), None);
-        Self::on(asked, origin, &snapshot.config(), device, below)
+        Self::with_device(spec, origin, &snapshot.config(), device, dependencies)
     }
 
-    fn on(
-        asked: &SnapshotSpec,
+    fn with_device(
+        spec: &SnapshotSpec,
         origin: &Arc<Entry>,
         config: &cow::Config,
         device: CowDevice,
-        below: Below,
+        dependencies: Dependencies,
     ) -> Result<Self, Refusal> {
-        let Some(origin) = &origin.cow_origin else { unreachable!("asked before") };
-        let pending = prepare(asked, origin, config, &device)?;
-        let read_only = asked.readonly.unwrap_or(asked.cow.is_none());
-        let persistent = asked.cow.as_ref().is_some_and(|cow| cow.store.is_persistent());
-        Ok(Self { pending, device, read_only, persistent, below })
+        let Some(origin) = &origin.cow_origin else { unreachable!("the caller checked the origin") };
+        let pending = prepare(spec, origin, config, &device)?;
+        let read_only = spec.readonly.unwrap_or(spec.cow.is_none());
+        let persistent = spec.cow.as_ref().is_some_and(|cow| cow.store.is_persistent());
+        Ok(Self { pending, device, read_only, persistent, dependencies })
     }
 
-    /// Whether its store is to outlive the server, or a loss of power.
+    /// Returns true if the store survives the server and power cuts.
     pub(super) fn is_persistent(&self) -> bool {
         self.persistent
     }
 
     pub(super) fn finish(self, origin: Arc<Entry>) -> Built {
-        let Self { pending, device: on, read_only, below: Below { cow, backing }, .. } = self;
+        let Self {
+            pending, device: cow_device, read_only, dependencies: Dependencies { cow, backing }, ..
+        } = self;
         let needs = cow.into_iter().chain([origin]).collect();
         let snapshot = pending.into_snapshot();
         let device: Arc<dyn Device> = Arc::new(snapshot.clone());
         let device = if read_only { Arc::new(ReadOnly(device)) } else { device };
-        Built { needs, backing, ..Built::alone(CowSnapshot(snapshot, on), device) }
+        Built { needs, backing, ..Built::standalone(CowSnapshot(snapshot, cow_device), device) }
     }
 }
 
-/// What takes the copies of a snapshot, and what cuts the snapshot off from it.
+/// Device with the copies of a snapshot, and the gate between the snapshot and the device.
 pub struct CowDevice {
     device: Arc<dyn Device>,
-    /// What the snapshot has of it.
-    pub(super) lead: Arc<Quiesce>,
-    /// The same, where no COW device was given.
+    /// Gate through which the snapshot uses the device.
+    pub(super) gate: Arc<Quiesce>,
+    /// The device, if it is a private RAM disk.
     in_memory: Option<Ram>,
 }
 
 impl CowDevice {
     fn new(device: Arc<dyn Device>, in_memory: Option<Ram>) -> Self {
-        let lead = Arc::new(Quiesce::new(Arc::clone(&device)));
-        Self { device, lead, in_memory }
+        let gate = Arc::new(Quiesce::new(Arc::clone(&device)));
+        Self { device, gate, in_memory }
     }
 }
 
-/// Where its copies go, and what that stands on.
-fn device(
+/// Opens the device for the copies. Returns the settings of the store and the dependencies as well.
+fn open_device(
     name: &str,
-    asked: &SnapshotSpec,
-    below: &Arc<Entry>,
+    spec: &SnapshotSpec,
+    origin: &Arc<Entry>,
     registry: &Registry,
-) -> Result<(cow::Config, CowDevice, Below), Refusal> {
+) -> Result<(cow::Config, CowDevice, Dependencies), Refusal> {
     let mut config = cow::Config {
         kind: cow::StoreKind::Transient,
-        chunk_bytes: asked.chunk_size,
-        discard_zeroes_cow: asked.discard_zeroes_cow,
-        discard_passdown_origin: asked.discard_passdown_origin,
+        chunk_bytes: spec.chunk_size,
+        discard_zeroes_cow: spec.discard_zeroes_cow,
+        discard_passdown_origin: spec.discard_passdown_origin,
         force: true,
-        // What only the power takes away, a store outlives.
-        may_end: below.layers.can_cut,
+        // A persistent store survives power cuts, even if the device ends with the process.
+        may_end: origin.layers.can_cut,
     };
-    let mut on = Below { cow: None, backing: registry.backing(&asked.family)? };
+    let mut dependencies = Dependencies { cow: None, backing: registry.backing(&spec.family)? };
     let mut in_memory = None;
-    let device: Arc<dyn Device> = match &asked.cow {
+    let device: Arc<dyn Device> = match &spec.cow {
         None => {
-            config.chunk_bytes = Some(chunk_in_memory(asked));
-            let copies = private_cow(name, asked, below.size(), registry, on.backing.as_ref())?;
+            config.chunk_bytes = Some(chunk_in_memory(spec));
+            let copies = private_cow(name, spec, origin.size(), registry, dependencies.backing.as_ref())?;
             in_memory = Some(copies.clone());
             Arc::new(copies)
         }
@@ -145,30 +149,30 @@ fn device(
                     Arc::new(open(&file, "cow_size").map_err(|e| e.of("cow"))?)
                 }
                 CowPlace::Device(cow_name) => {
-                    let (entry, device) = cow_device(&asked.origin, cow_name, cow.store, registry)?;
+                    let (entry, device) = cow_device(&spec.origin, cow_name, cow.store, registry)?;
                     config.may_end |= entry.layers.can_cut;
-                    on.cow = Some(entry);
+                    dependencies.cow = Some(entry);
                     device
                 }
             }
         }
     };
-    Ok((config, CowDevice::new(device, in_memory), on))
+    Ok((config, CowDevice::new(device, in_memory), dependencies))
 }
 
 fn prepare(
-    asked: &SnapshotSpec,
+    spec: &SnapshotSpec,
     origin: &cow::Origin,
     config: &cow::Config,
     device: &CowDevice,
 ) -> Result<cow::PendingSnapshot, Refusal> {
-    let place = match asked.cow.as_ref().map(|cow| &cow.place) {
+    let place = match spec.cow.as_ref().map(|cow| &cow.place) {
         Some(CowPlace::Path(path)) => path.display().to_string(),
         Some(CowPlace::Device(name)) => name.clone(),
         None => String::new(),
     };
-    let lead = Arc::clone(&device.lead) as Arc<dyn Device>;
-    let pending = origin.prepare_snapshot(lead, config).map_err(|error| {
+    let gate = Arc::clone(&device.gate) as Arc<dyn Device>;
+    let pending = origin.prepare_snapshot(gate, config).map_err(|error| {
         let errno = match error {
             cow::SetupError::InUse
             | cow::SetupError::Merging
@@ -187,34 +191,34 @@ fn prepare(
     Ok(pending.at(place))
 }
 
-/// Memory has pages.
-fn chunk_in_memory(asked: &SnapshotSpec) -> u64 {
-    asked.chunk_size.unwrap_or(cow::CHUNK_BYTES_MIN)
+/// Returns the chunk size of copies in memory; the default is a page.
+fn chunk_in_memory(spec: &SnapshotSpec) -> u64 {
+    spec.chunk_size.unwrap_or(cow::CHUNK_BYTES_MIN)
 }
 
-/// Room in memory for the copies of an origin of `size` bytes: a disk of the family in which the
-/// snapshot's forks will be.
+/// Creates the private RAM disk for the copies of an origin of `size` bytes. It begins the family of
+/// the snapshot's forks.
 fn private_cow(
     name: &str,
-    asked: &SnapshotSpec,
+    spec: &SnapshotSpec,
     size: u64,
     registry: &Registry,
     backing: Option<&Arc<Entry>>,
 ) -> Result<Ram, Refusal> {
-    let chunk = chunk_in_memory(asked);
+    let chunk = chunk_in_memory(spec);
     let disksize = size.next_multiple_of(chunk).saturating_add(chunk).min(DISKSIZE_BYTES_MAX);
-    let family = registry.new_family(name, &asked.family, disksize, backing)?;
-    family.ram(disksize).map_err(family::refused)
+    let family = registry.new_family(name, &spec.family, disksize, backing)?;
+    family.ram(disksize).map_err(family::setup_refusal)
 }
 
-/// A device of the server that takes copies, and is nobody else's.
+/// Finds a device of the server that can be a COW device, and that no other device uses.
 fn cow_device(
     origin: &str,
     name: &str,
     store: cow::StoreKind,
     registry: &Registry,
 ) -> Result<(Arc<Entry>, Arc<dyn Device>), Refusal> {
-    let takes = Takes::copies(name);
+    let takes = ExclusiveUse::copies(name);
     if name == origin {
         return Err(takes.refuse(Errno::EINVAL, "is the origin itself"));
     }
@@ -233,10 +237,10 @@ fn cow_device(
     Ok((entry, device))
 }
 
-/// What an origin held at one moment.
+/// An open snapshot with a store.
 struct CowSnapshot(cow::Snapshot, CowDevice);
 
-impl Made for CowSnapshot {
+impl KindInstance for CowSnapshot {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -262,7 +266,7 @@ impl Made for CowSnapshot {
     }
 
     fn check_base(&self, base: &Entry) -> Result<(), String> {
-        // From then on it changes with its origin.
+        // A merging snapshot changes together with its origin.
         if self.0.merge_status() != MergeStatus::None {
             return Err("is merged into its origin; take another snapshot".into());
         }
@@ -283,13 +287,13 @@ impl Made for CowSnapshot {
     fn begin_merge(&self, entry: &Arc<Entry>, registry: &Registry) -> Result<(), Refusal> {
         let KindSpec::Snapshot(spec) = &entry.spec.kind else { return Ok(()) };
         let (name, origin) = (entry.name(), &spec.origin);
-        let asked = spec.cow.as_ref().is_some_and(|cow| cow.merge);
+        let requested = spec.cow.as_ref().is_some_and(|cow| cow.merge);
         match self.0.merge_status() {
-            MergeStatus::Stopped if !asked => {
-                warn!("{name}: its merge into {origin} was under way, and goes on (merge=yes)");
+            MergeStatus::Stopped if !requested => {
+                warn!("{name}: continues its unfinished merge into {origin} (merge=yes)");
             }
             MergeStatus::Stopped => {}
-            MergeStatus::None if asked => {}
+            MergeStatus::None if requested => {}
             _ => return Ok(()),
         }
         registry.check_unused(entry, "merged")?;
@@ -322,12 +326,12 @@ impl Made for CowSnapshot {
     }
 }
 
-/// Attributes of such a snapshot, and those of its forks' family.
+/// Attributes, including those of the forks' family.
 const NAMES: [&str; 15] = joined(&OWN_NAMES, &family::NAMES, &[]);
 const OWN_NAMES: [&str; 9] =
     ["origin", "size", "readonly", "cow", "store", "chunk_size", "status", "missed_writes", "cow_stat"];
 
-/// Whether a snapshot missed writes of its origin before it was opened.
+/// Returns whether a snapshot missed writes of its origin before it was opened.
 pub fn missed_writes(snapshot: &cow::Snapshot) -> Value {
     json!(match snapshot.missed_writes() {
         cow::Missed::Nothing => "no",
@@ -336,7 +340,7 @@ pub fn missed_writes(snapshot: &cow::Snapshot) -> Value {
     })
 }
 
-/// What a snapshot with copies did.
+/// Returns the statistics of a snapshot with a store.
 pub fn cow_stat(snapshot: &cow::Snapshot) -> Value {
     let s = snapshot.stats();
     json!({
@@ -351,7 +355,7 @@ pub fn cow_stat(snapshot: &cow::Snapshot) -> Value {
     })
 }
 
-/// How far a merge is; `None` where none was begun.
+/// Returns the state of a merge, or None if no merge was begun.
 pub fn merge(status: &cow::MergeStatus) -> Option<Value> {
     Some(match status {
         cow::MergeStatus::None => return None,

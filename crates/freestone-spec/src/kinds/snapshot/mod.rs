@@ -1,5 +1,6 @@
-//! Snapshots: what devices held, any number of them at one moment. Those of a RAM disk or fork are in
-//! its family's memory; those with stores, of any device, are in [`cow`].
+//! Kind `snapshot`: the content of one device, or of several devices at one moment. Snapshots of RAM
+//! disks and forks share the memory of their family. Snapshots with stores, of any device, are in
+//! [`cow`]. [`snapshots`] takes several at one moment with a [`consistency_group`].
 
 mod cow;
 mod stack;
@@ -20,7 +21,9 @@ pub use self::cow::{CowDevice, cow_stat, merge, missed_writes};
 pub use self::stack::{CutOutcome, Stack};
 use super::fork;
 use super::registry::Registry;
-use super::{Asked, Built, Entry, IS_SNAPSHOT, Made, Spec, Takes, finished, parse_name};
+use super::{
+    Built, Entry, ExclusiveUse, IS_SNAPSHOT, KindConfig, KindInstance, Spec, finish_entry, parse_name,
+};
 use crate::entries::SpecError;
 use crate::family::{self, FamilySpec};
 use crate::keys::{Keys, joined, parse_bool, parse_length};
@@ -42,47 +45,47 @@ const OWN_KEYS: [&str; 10] = [
     "merge",
 ];
 const KEYS: [&str; 28] = joined(&OWN_KEYS, &family::KEYS, &["publish", "tls_clients", "on_lost", "keep"]);
-/// Keys that mean nothing where the copies are kept in memory.
+/// Keys that need `cow`.
 const COW_KEYS: [&str; 4] = ["cow_size", "store", "force", "merge"];
 
-/// A snapshot as it was asked for.
+/// Specification of a snapshot.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SnapshotSpec {
-    /// The name of its origin.
+    /// Name of the origin.
     pub origin: String,
-    /// Where copies of chunks go. Where nothing was said: nowhere for pages in memory, which are handed
-    /// over, and a private RAM disk for all else.
+    /// COW device. None: a snapshot of a RAM disk or fork needs no copies, because its origin hands pages
+    /// over; any other snapshot has a private RAM disk.
     pub cow: Option<CowSpec>,
-    /// Unit of copies in bytes, where there are any.
+    /// Unit of copies in bytes; None for the default.
     pub chunk_size: Option<u64>,
-    /// Its users only read. Where nothing was said: with `cow` they write too.
+    /// Read-only for users. None: read-only without `cow`, writable with it.
     pub readonly: Option<bool>,
-    /// A discard of the snapshot zeroes its own chunks.
+    /// A discard of the snapshot zeroes the snapshot's own chunks.
     pub discard_zeroes_cow: bool,
-    /// It also goes to the origin.
+    /// A discard of the snapshot is also passed to the origin.
     pub discard_passdown_origin: bool,
-    /// What its forks share, and copies that are kept in memory.
+    /// Family of the snapshot's forks, and of copies in memory.
     pub family: FamilySpec,
-    /// Whether anything of that was said.
+    /// A key of the family was given.
     pub family_said: bool,
 }
 
-/// Where a snapshot's copies go.
+/// Specification of a COW device and its store.
 #[derive(Debug, Clone)]
 pub struct CowSpec {
-    /// The device.
+    /// File, or device of the server.
     pub place: CowPlace,
-    /// Bytes, where not the file's own.
+    /// Size of the file in bytes; None for its present size.
     pub size: Option<u64>,
-    /// What is remembered where.
+    /// Kind of the store.
     pub store: StoreKind,
-    /// Also where origin or device end with the process.
+    /// Allow a persistent store if the origin or the device ends with the process.
     pub force: bool,
-    /// It is merged into its origin from the beginning on.
+    /// Begin to merge the snapshot into its origin at once.
     pub merge: bool,
 }
 
-/// With force or without, it is the same: that is said of one time.
+/// Compares all but `force`, which only applies to the creation of the snapshot.
 impl PartialEq for CowSpec {
     fn eq(&self, other: &Self) -> bool {
         let Self { place, size, store, force: _, merge } = self;
@@ -102,7 +105,7 @@ pub enum CowPlace {
 }
 
 impl CowPlace {
-    /// The name of the device, if it is one of the server.
+    /// Returns the name of a device of the server.
     fn device(&self) -> Option<&str> {
         match self {
             Self::Device(name) => Some(name),
@@ -152,7 +155,7 @@ impl SnapshotSpec {
     }
 }
 
-/// A path has a slash, a device's name has none.
+/// Parses `cow`: a path has a slash, the name of a device has none.
 fn parse_cow(text: &str) -> Result<CowPlace, String> {
     if text.contains('/') {
         return Ok(CowPlace::Path(path_text::path(text)));
@@ -177,12 +180,12 @@ fn parse_chunk(text: &str) -> Result<u64, String> {
 
 // ---- setting up ---------------------------------------------------------------------------------
 
-impl Asked for SnapshotSpec {
+impl KindConfig for SnapshotSpec {
     fn build(&self, spec: &Spec, registry: &Registry) -> Result<Built, Refusal> {
-        let mut begun = [self.prepare(&spec.name, registry)?];
-        take(&mut begun).map_err(|(_, refusal)| refusal)?;
-        let [begun] = begun;
-        Ok(begun.finish())
+        let mut prepared = [self.prepare(&spec.name, registry)?];
+        take_all(&mut prepared).map_err(|(_, refusal)| refusal)?;
+        let [prepared] = prepared;
+        Ok(prepared.finish())
     }
 
     fn family(&self) -> Option<&FamilySpec> {
@@ -201,8 +204,12 @@ impl Asked for SnapshotSpec {
         !self.cow.as_ref().is_some_and(|cow| cow.store.is_persistent())
     }
 
-    fn takes(&self) -> Vec<Takes<'_>> {
-        self.copies_to().map(Takes::copies).into_iter().chain(Takes::pages(&self.family)).collect()
+    fn takes(&self) -> Vec<ExclusiveUse<'_>> {
+        self.copies_to()
+            .map(ExclusiveUse::copies)
+            .into_iter()
+            .chain(ExclusiveUse::pages(&self.family))
+            .collect()
     }
 
     fn changes(&self) -> Vec<&str> {
@@ -211,57 +218,62 @@ impl Asked for SnapshotSpec {
     }
 }
 
-/// Snapshots of all of these, at one moment.
+/// Takes snapshots of several devices at one moment.
 pub fn snapshots(specs: Vec<Spec>, registry: &Registry) -> Result<Vec<Entry>, Refusal> {
-    let mut begun = Vec::with_capacity(specs.len());
+    let mut prepared = Vec::with_capacity(specs.len());
     let mut taken = HashSet::new();
     for spec in &specs {
         if let Some(twice) = spec.kind.takes().iter().find(|takes| !taken.insert(takes.name.to_owned())) {
-            return Err(twice.refuse(Errno::EBUSY, "is for one of these alone").of(&spec.name));
+            return Err(twice
+                .refuse(Errno::EBUSY, "is given for another of these snapshots too")
+                .of(&spec.name));
         }
-        let super::KindSpec::Snapshot(asked) = &spec.kind else { unreachable!("only snapshots come here") };
-        begun.push(asked.prepare(&spec.name, registry).map_err(|refusal| refusal.of(&spec.name))?);
+        let super::KindSpec::Snapshot(snapshot) = &spec.kind else {
+            unreachable!("the caller passes snapshots")
+        };
+        prepared.push(snapshot.prepare(&spec.name, registry).map_err(|refusal| refusal.of(&spec.name))?);
     }
-    take(&mut begun).map_err(|(at, refusal)| refusal.of(&specs[at].name))?;
-    specs.into_iter().zip(begun).map(|(spec, begun)| finished(spec, begun.finish())).collect()
+    take_all(&mut prepared).map_err(|(at, refusal)| refusal.of(&specs[at].name))?;
+    specs.into_iter().zip(prepared).map(|(spec, prepared)| finish_entry(spec, prepared.finish())).collect()
 }
 
-/// Takes all of them; else which one is late.
-fn take(begun: &mut [Begun]) -> Result<(), (usize, Refusal)> {
-    let mut pending: Vec<&mut dyn Pending> = begun
+/// Takes all prepared snapshots at one moment. An error has the index of the snapshot that failed.
+fn take_all(prepared: &mut [PreparedSnapshot]) -> Result<(), (usize, Refusal)> {
+    let mut pending: Vec<&mut dyn Pending> = prepared
         .iter_mut()
-        .map(|begun| match &mut begun.pending {
-            Which::Memory(pending) => pending as &mut dyn Pending,
-            Which::Cow(pending) => pending.group(),
+        .map(|prepared| match &mut prepared.pending {
+            PendingKind::Memory(pending) => pending as &mut dyn Pending,
+            PendingKind::Cow(pending) => pending.group_member(),
         })
         .collect();
     consistency_group::take(&mut pending).map_err(|Late { at }| {
-        let why = format!("origin={}: {NotInTime}", begun[at].origin.name());
+        let why = format!("origin={}: {NotInTime}", prepared[at].origin.name());
         (at, Refusal::failed(Errno::ETIMEDOUT, why))
     })?;
-    begun.iter().enumerate().try_for_each(|(at, begun)| begun.settle().map_err(|why| (at, why)))
+    prepared.iter().enumerate().try_for_each(|(at, prepared)| prepared.settle().map_err(|why| (at, why)))
 }
 
-/// A snapshot that is ready.
-struct Begun {
-    pending: Which,
+/// A snapshot that is ready to be taken.
+struct PreparedSnapshot {
+    pending: PendingKind,
     origin: Arc<Entry>,
 }
 
-enum Which {
+/// The pending part of a prepared snapshot.
+enum PendingKind {
     Memory(PendingSnapshot),
     Cow(PendingCow),
 }
 
 impl SnapshotSpec {
-    fn prepare(&self, name: &str, registry: &Registry) -> Result<Begun, Refusal> {
+    fn prepare(&self, name: &str, registry: &Registry) -> Result<PreparedSnapshot, Refusal> {
         let origin = registry.needed("origin", &self.origin)?;
         let refuse = |why: &str| Refusal::failed(Errno::EINVAL, format!("origin={}: {why}", self.origin));
         if let Some(taken) = registry.taken_by(&origin) {
             return Err(Refusal { errno: Errno::EBUSY, ..refuse(&taken) });
         }
         origin.kind.check_origin().map_err(refuse)?;
-        // What a drive keeps apart is not among its pages: of that there are copies.
+        // Unflushed writes of a power layer are not in the disk's pages, so such a device needs copies.
         let pages = origin.kind.ram().filter(|_| self.cow.is_none() && origin.layers.power.is_none());
         let hidden = if pages.is_some() { origin.hides() } else { origin.layers.zones_hide() };
         if let Some(why) = hidden {
@@ -270,19 +282,19 @@ impl SnapshotSpec {
         let pending = match (pages, &origin.cow_origin) {
             (Some(ram), _) => {
                 check_in_memory(self)?;
-                Which::Memory(ram.prepare_snapshot().map_err(family::refused)?)
+                PendingKind::Memory(ram.prepare_snapshot().map_err(family::setup_refusal)?)
             }
-            (None, Some(_)) => Which::Cow(PendingCow::prepare(name, self, &origin, registry)?),
+            (None, Some(_)) => PendingKind::Cow(PendingCow::prepare(name, self, &origin, registry)?),
             (None, None) => return Err(refuse("is read-only, so it does not change")),
         };
-        Ok(Begun { pending, origin })
+        Ok(PreparedSnapshot { pending, origin })
     }
 }
 
-/// Refuses what means nothing for a snapshot of a RAM disk or fork without copies.
-fn check_in_memory(asked: &SnapshotSpec) -> Result<(), Refusal> {
-    let origin = &asked.origin;
-    let why = match asked {
+/// Refuses keys that have no meaning for a snapshot of a RAM disk or fork without copies.
+fn check_in_memory(spec: &SnapshotSpec) -> Result<(), Refusal> {
+    let origin = &spec.origin;
+    let why = match spec {
         SnapshotSpec { chunk_size: Some(bytes), .. } => {
             format!(
                 "chunk_size={}: only with cow; without it a ram device preserves single pages",
@@ -301,10 +313,11 @@ fn check_in_memory(asked: &SnapshotSpec) -> Result<(), Refusal> {
     Err(Refusal::failed(Errno::EINVAL, why))
 }
 
-impl Begun {
-    /// A store outlives a loss of power, and shows then what the origin holds now.
+impl PreparedSnapshot {
+    /// Flushes the origin of a persistent store. The store survives power cuts, and then needs the
+    /// present content of the origin.
     fn settle(&self) -> Result<(), Refusal> {
-        let (Which::Cow(pending), Some(origin)) = (&self.pending, &self.origin.cow_origin) else {
+        let (PendingKind::Cow(pending), Some(origin)) = (&self.pending, &self.origin.cow_origin) else {
             return Ok(());
         };
         if !pending.is_persistent() {
@@ -319,29 +332,29 @@ impl Begun {
     fn finish(self) -> Built {
         let Self { pending, origin } = self;
         match pending {
-            Which::Memory(pending) => {
+            PendingKind::Memory(pending) => {
                 let snapshot = Arc::new(pending.into_snapshot());
-                // It holds what it shows, also without its origin, but not what that stands on.
+                // The snapshot keeps its content without its origin, but not without the origin's base.
                 let (needs, backing) = (origin.needs().to_vec(), origin.backing.clone());
-                // Whoever rewinds a fork has it claimed, as has who takes a snapshot of it.
+                // The number cannot change here: rewinding a fork and taking a snapshot of it claim the fork.
                 let rewinds = origin.rewinds.load(Ordering::SeqCst);
                 let origin: Option<(Weak<Entry>, u64)> = Some((Arc::downgrade(&origin), rewinds));
                 Built {
                     needs,
                     backing,
                     origin,
-                    ..Built::alone(MemorySnapshot(Arc::clone(&snapshot)), snapshot)
+                    ..Built::standalone(MemorySnapshot(Arc::clone(&snapshot)), snapshot)
                 }
             }
-            Which::Cow(pending) => pending.finish(origin),
+            PendingKind::Cow(pending) => pending.finish(origin),
         }
     }
 }
 
-/// What a RAM disk or fork held at one moment.
+/// An open snapshot in memory.
 pub(super) struct MemorySnapshot(pub Arc<Ram>);
 
-impl Made for MemorySnapshot {
+impl KindInstance for MemorySnapshot {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -371,19 +384,19 @@ impl Made for MemorySnapshot {
     }
 }
 
-/// What a merge forbids.
+/// Restrictions while a merge is running or unfinished.
 impl Entry {
-    /// Refuses to show an origin of which only a part is merged.
+    /// Fails if the device is an origin with an unfinished merge.
     pub fn check_whole(&self) -> Result<(), Refusal> {
         if !self.cow_origin.as_ref().is_some_and(Origin::is_half_merged) {
             return Ok(());
         }
         let name = self.name();
-        Err(Refusal::failed(Errno::EBUSY, format!("{name}: {}", self.kind.half_merged(name))))
+        Err(Refusal::failed(Errno::EBUSY, format!("{name}: {}", self.kind.half_merged_message(name))))
     }
 
-    /// Why what is done to the data alone would not be what users of the device see; `None` where
-    /// it is.
+    /// Returns the reason why an operation on the data alone would not match what users of the device
+    /// see, or None.
     pub fn hides(&self) -> Option<&'static str> {
         let merging = self.cow_origin.as_ref().is_some_and(Origin::is_merging);
         self.layers.hide().or(merging.then_some("a snapshot is being merged into it"))

@@ -1,5 +1,5 @@
-//! An origin with its snapshots and their COW devices: parts of one machine, whose power is lost for
-//! all of them at one moment.
+//! Power cut of an origin together with its snapshots and their COW devices, like the drives of one
+//! machine.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,27 +8,27 @@ use freestone::power::Cut;
 use freestone::quiesce::Shut;
 
 use super::super::registry::Registry;
-use super::super::{Entry, KindSpec, finished};
+use super::super::{Entry, KindSpec, finish_entry};
 use super::cow::PendingCow;
-use super::{Begun, Which, take};
+use super::{PendingKind, PreparedSnapshot, take_all};
 use crate::layers::CutError;
 use crate::refusal::{Errno, Refusal};
 
-/// How long the power waits for what the devices are doing.
+/// How long a power cut waits for requests in flight.
 const QUIET_WAIT: Duration = Duration::from_secs(10);
 
-/// What a cut did to a drive.
+/// Result of a power cut of one drive.
 pub type CutOutcome = Result<Cut, CutError>;
 
-/// All that has something to do with the snapshots of one origin.
+/// An origin with its snapshots and their COW devices.
 pub struct Stack {
     origin: Arc<Entry>,
-    /// Those with copies.
+    /// Snapshots with copies.
     pub snapshots: Vec<Arc<Entry>>,
 }
 
 impl Stack {
-    /// Of which `snapshot` is one; `None` where it is no snapshot with copies.
+    /// Returns the stack of a snapshot, or None if it is not a snapshot with copies.
     pub fn of(snapshot: &Entry, registry: &Registry) -> Option<Self> {
         snapshot.kind.cow()?;
         let origin = registry.find(snapshot.spec.kind.below()?)?;
@@ -39,47 +39,47 @@ impl Stack {
         Some(Self { origin, snapshots })
     }
 
-    /// Origin and COW devices.
+    /// Returns the origin and the COW devices.
     pub fn drives(&self) -> Vec<&Arc<Entry>> {
         let cows = self.snapshots.iter().flat_map(|snapshot| snapshot.needs());
         let cows = cows.filter(|needed| !Arc::ptr_eq(needed, &self.origin));
         std::iter::once(&self.origin).chain(cows).collect()
     }
 
-    /// What is worked on: drives and snapshots.
+    /// Returns the names of the drives and snapshots.
     pub fn names(&self) -> Vec<&str> {
         self.drives().into_iter().chain(&self.snapshots).map(|entry| entry.name()).collect()
     }
 
-    /// Cuts the power of all drives that have a switch, by one seed, while nothing gets to any of
-    /// them. Says what that did to each. After that the snapshots are lost, until they are
-    /// [opened](Self::reopen) again. Nobody should be connected any more.
+    /// Cuts the power of all drives that allow power cuts, with one seed, while no requests reach them.
+    /// Returns the result for each drive. The snapshots must be [reopened](Self::reopen) after this.
+    /// Clients should be disconnected.
     ///
     /// # Errors
-    /// Who is busy for too long. No power was cut.
+    /// Returns the name of a device whose requests do not complete in time. No power was cut then.
     pub fn cut(&self, seed: u64) -> Result<Vec<(String, CutOutcome)>, String> {
         let busy = |entry: &Entry| entry.name().to_owned();
         let drives = self.drives();
         let Some(origin) = &self.origin.cow_origin else { return Ok(Vec::new()) };
-        let _on = KeepOn(&drives);
-        let mut late = None;
+        let _power_on = PowerOnGuard(&drives);
+        let mut busy_snapshot = None;
         let off = origin.power_off(QUIET_WAIT, || {
-            drives.iter().skip(1).copied().for_each(let_go);
+            drives.iter().skip(1).copied().for_each(release_held_requests);
             let mut shut = Vec::new();
             for snapshot in &self.snapshots {
                 let Some(device) = snapshot.kind.cow_device() else { continue };
-                let Some(lead) = device.lead.shut(QUIET_WAIT) else {
-                    late = Some(busy(snapshot));
+                let Some(shut_gate) = device.gate.shut(QUIET_WAIT) else {
+                    busy_snapshot = Some(busy(snapshot));
                     return false;
                 };
-                shut.push(lead);
+                shut.push(shut_gate);
             }
-            // No way back: what comes from the stores from now on is lost.
+            // The cut cannot be undone from here on: later writes of the stores are lost.
             shut.into_iter().for_each(Shut::for_good);
-            let_go(&self.origin);
+            release_held_requests(&self.origin);
             true
         });
-        let Some(off) = off else { return Err(late.unwrap_or_else(|| busy(&self.origin))) };
+        let Some(off) = off else { return Err(busy_snapshot.unwrap_or_else(|| busy(&self.origin))) };
         let switched = drives.iter().filter_map(|entry| Some((entry, entry.layers.power.as_ref()?)));
         let switched = switched.filter(|(entry, _)| entry.layers.can_cut);
         let cuts = switched.map(|(entry, power)| (entry.name().to_owned(), entry.layers.cut(power, seed)));
@@ -88,28 +88,30 @@ impl Stack {
         Ok(cuts)
     }
 
-    /// What is there after the reboot in the place of one of the snapshots: what its store holds.
+    /// Opens a snapshot again after the power cut, with the content of its store.
     ///
     /// # Errors
-    /// A transient store is lost; one that cannot be opened.
+    /// Fails if the store is transient, and so is lost, or if it cannot be opened.
     pub fn reopen(&self, old: &Entry) -> Result<Entry, Refusal> {
-        let KindSpec::Snapshot(asked) = &old.spec.kind else { unreachable!("only snapshots come here") };
-        if !asked.cow.as_ref().is_some_and(|cow| cow.store.is_persistent()) {
+        let KindSpec::Snapshot(spec) = &old.spec.kind else { unreachable!("the stack has only snapshots") };
+        if !spec.cow.as_ref().is_some_and(|cow| cow.store.is_persistent()) {
             let why = "a transient store does not outlive the loss of power";
             return Err(Refusal::failed(Errno::EIO, format!("{}: {why}", old.name())));
         }
-        let pending = PendingCow::again(asked, &self.origin, old).map_err(|why| why.of(old.name()))?;
-        let mut begun = [Begun { pending: Which::Cow(pending), origin: Arc::clone(&self.origin) }];
-        take(&mut begun).map_err(|(_, why)| why.of(old.name()))?;
-        let [begun] = begun;
-        let mut new = finished(old.spec.clone(), begun.finish())?;
+        let pending = PendingCow::reopen(spec, &self.origin, old).map_err(|why| why.of(old.name()))?;
+        let mut prepared =
+            [PreparedSnapshot { pending: PendingKind::Cow(pending), origin: Arc::clone(&self.origin) }];
+        take_all(&mut prepared).map_err(|(_, why)| why.of(old.name()))?;
+        let [prepared] = prepared;
+        let mut new = finish_entry(old.spec.clone(), prepared.finish())?;
         new.take_limits_of(old)?;
         Ok(new)
     }
 }
 
-/// What hangs is done already, and who waits for the power to be cut is gone.
-fn let_go(drive: &Arc<Entry>) {
+/// Completes hanging requests, which have been executed, and fails those held by an elapsed
+/// countdown. Their clients are disconnected.
+fn release_held_requests(drive: &Arc<Entry>) {
     if let Some(faults) = &drive.layers.faults {
         faults.release();
     }
@@ -118,10 +120,10 @@ fn let_go(drive: &Arc<Entry>) {
     }
 }
 
-/// Whatever comes of it, the drives have power in the end.
-struct KeepOn<'a>(&'a [&'a Arc<Entry>]);
+/// Guard that switches the power of the drives on when it is dropped.
+struct PowerOnGuard<'a>(&'a [&'a Arc<Entry>]);
 
-impl Drop for KeepOn<'_> {
+impl Drop for PowerOnGuard<'_> {
     fn drop(&mut self) {
         self.0.iter().filter_map(|drive| drive.layers.power.as_ref()).for_each(|power| power.keep_on());
     }

@@ -1,4 +1,4 @@
-//! What cannot be set up, and which sentence says so.
+//! Tests of devices that cannot be built, and of their error messages.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ pub(super) fn add(registry: &Registry, text: &str) {
 }
 
 #[test]
-fn what_cannot_be_set_up_is_named() {
+fn build_error_names_device_and_cause() {
     let registry = Registry::default();
     let error = sentence(&registry, "f=file,path=/nowhere/at/all");
     assert!(error.starts_with("f: ") && error.contains("/nowhere/at/all"), "{error}");
@@ -32,7 +32,7 @@ fn what_cannot_be_set_up_is_named() {
 }
 
 #[test]
-fn bases_that_cannot_be_are_told_apart() {
+fn unsuitable_base_or_origin_is_refused_with_reason() {
     let registry = Registry::default();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("disk").display().to_string();
@@ -57,8 +57,8 @@ fn bases_that_cannot_be_are_told_apart() {
             "x=fork,base=disk",
             "x: base=disk: is live; take a snapshot and fork that: freestone snapshot disk NAME",
         ),
-        ("x=fork,base=n", "x: base=n: a null device is no base"),
-        ("x=fork,base=t", "x: base=t: is a template; fork what it is made of, s"),
+        ("x=fork,base=n", "x: base=n: a null device cannot be a base"),
+        ("x=fork,base=t", "x: base=t: is a template; fork its base, s"),
         (
             "x=fork,base=w",
             "x: base=w: is a snapshot that its users write (readonly=no); take one with readonly=yes",
@@ -122,13 +122,13 @@ fn bases_that_cannot_be_are_told_apart() {
             "x: cow=r: the COW device ends with the process, so a persistent store is pointless; use a transient one (N), or force it",
         ),
     ] {
-        let said = sentence(&registry, text);
-        assert!(said.starts_with(expected), "{text}: {said}");
+        let message = sentence(&registry, text);
+        assert!(message.starts_with(expected), "{text}: {message}");
     }
 }
 
 #[test]
-fn a_device_without_bytes_has_snapshots_without_bytes() {
+fn snapshot_of_empty_device_is_empty() {
     let registry = Registry::default();
     add(&registry, "empty=null,size=0");
     add(&registry, "c=ram,disksize=1M,power_cut=yes");

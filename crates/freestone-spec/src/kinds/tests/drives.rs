@@ -1,4 +1,4 @@
-//! Test drives: what is taken, and what is refused with which sentence.
+//! Tests of test drives and layers: accepted and refused keys.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ fn null(keys: &str) -> NullSpec {
 }
 
 #[test]
-fn the_kernels_parameters_are_taken() {
+fn null_accepts_parameters_of_null_blk() {
     let bare = null("blocksize=4096");
     assert_eq!(
         (bare.backing, bare.discard, bare.fua, bare.cache_size),
@@ -43,7 +43,7 @@ fn the_kernels_parameters_are_taken() {
 }
 
 #[test]
-fn layers_are_taken() {
+fn layer_keys_parse() {
     for device in ["n=null,size=1G", "r=ram,disksize=1G", "f=file,path=a,size=1G"] {
         let spec: Spec = format!(
             "{device},zoned=1,zone_size=64M,zone_capacity=48M,zone_nr_conv=2,zone_max_open=3,zone_max_active=4,\
@@ -70,14 +70,14 @@ fn layers_are_taken() {
     let spec: Spec = "f=fork,base=b,faults=none,power_cut=yes,record=/l".parse().unwrap();
     assert_eq!((spec.layers.faults.as_deref(), spec.layers.power_cut), (Some("none"), true));
     assert_eq!(spec.layers.record.unwrap().to_str(), Some("/l"));
-    // Nothing was asked for.
+    // No layer is specified.
     for text in ["r=ram,disksize=1G", "r=ram,disksize=1G,zoned=0,power_cut=no"] {
         assert!(text.parse::<Spec>().unwrap().layers.is_empty(), "{text}");
     }
 }
 
 #[test]
-fn refusals_of_test_drives() {
+fn invalid_drive_keys_are_refused_with_reason() {
     let null = "n=null,size=1G,";
     let unit = "(K, M, G and T are known, 1024-based)";
     let bad = "must be +FIRST-LAST (bad) or -FIRST-LAST (good again) in 512-byte sectors, as in +8-15, with ; between \
@@ -92,14 +92,14 @@ fn refusals_of_test_drives() {
         ("memory_backed=1,cache_size=64", format!("cache_size=64: give a unit; 64M? {unit}; 0 is no cache")),
         (
             "power_cut=1",
-            "power_cut=1: only with memory_backed=1: what keeps nothing has nothing to lose".into(),
+            "power_cut=1: only with memory_backed=1: without memory there is no data to lose".into(),
         ),
-        ("record=/l", "record=/l: only with memory_backed=1: what keeps nothing has nothing to lose".into()),
+        ("record=/l", "record=/l: only with memory_backed=1: without memory there is no data to lose".into()),
         (
             "memory_backed=1,fua=0",
             "fua=0: only with cache_size: without a cache every write is durable as it is".into(),
         ),
-        ("mbps=40961", "mbps=40961: must be 0 (no limit) to 40960 (MiB a second)".into()),
+        ("mbps=40961", "mbps=40961: must be 0 (no limit) to 40960 (MiB per second)".into()),
         (
             "completion_nsec=60000000001",
             "completion_nsec=60000000001: must be 0 to 60000000000 (nanoseconds); longer is faults='all delay=120s'"
@@ -138,7 +138,7 @@ fn refusals_of_test_drives() {
         ("zoned=1,zone_offline=", "zone_offline=: must be offsets, with ; between several".into()),
         (
             "zoned=1,zone_state=/z",
-            "zone_state=/z: only for a file: what is in memory ends with the process, and its zones with it".into(),
+            "zone_state=/z: only for a file: a device in memory ends with the process, and so do its zones".into(),
         ),
         (
             "seed=1",
@@ -187,7 +187,7 @@ fn refusals_of_test_drives() {
 
 /// Every parameter of the kernel's driver that is not a key here is refused with a reason.
 #[test]
-fn parameters_that_mean_nothing_here_say_so() {
+fn unsupported_null_blk_parameters_are_refused() {
     for key in [
         "gb",
         "bs",

@@ -1,10 +1,10 @@
-//! What is taken and what is refused.
+//! Tests of device specifications: accepted and refused keys.
 
 mod building;
 mod drives;
+mod exclusive;
 #[cfg(feature = "rbd")]
 mod rbd;
-mod taken;
 
 use freestone::codec::Algorithm;
 use freestone::cow::StoreKind;
@@ -20,7 +20,7 @@ fn ram(keys: &str) -> FamilySpec {
 }
 
 #[test]
-fn devices_are_parsed() {
+fn keys_of_each_kind_parse() {
     let spec: Spec =
         "r=ram,disksize=4G,comp_algorithm=zstd,algorithm_params=level=3,mem_limit=1g".parse().unwrap();
     assert_eq!((spec.name.as_str(), spec.publish), ("r", None));
@@ -64,7 +64,7 @@ fn ram_family() -> FamilySpec {
 }
 
 #[test]
-fn forks_snapshots_and_templates_are_parsed() {
+fn keys_of_forks_and_snapshots_parse() {
     let spec: Spec = "f=fork,base=golden,size=20G,mem_limit=512M,mem_min=64M,full=wait".parse().unwrap();
     let KindSpec::Fork(fork) = spec.kind else { panic!() };
     assert_eq!((fork.base.as_str(), fork.size), ("golden", Some(20 << 30)));
@@ -98,7 +98,7 @@ fn forks_snapshots_and_templates_are_parsed() {
 }
 
 #[test]
-fn refusals_of_forks_and_snapshots() {
+fn invalid_fork_and_snapshot_keys_are_refused() {
     let unit = "(K, M, G and T are known, 1024-based)";
     for (text, sentence) in [
         ("f=fork", "f: base is missing; a fork device needs it, for example base=golden".to_owned()),
@@ -142,7 +142,7 @@ fn refusals_of_forks_and_snapshots() {
 }
 
 #[test]
-fn refusals_name_device_key_and_what_is_allowed() {
+fn refusal_names_device_key_and_allowed_values() {
     let form = "a device is NAME=KIND[,key=value]..., for example ram0=ram,disksize=4G";
     let ram = "the keys of a ram device are disksize, readonly, on_lost, keep, comp_algorithm, algorithm_params, mem_limit, recomp_algorithm, \
                auto_recompress, backing_dev, backing_size, compressed_writeback, writeback_limit, \
@@ -241,14 +241,14 @@ fn refusals_name_device_key_and_what_is_allowed() {
 }
 
 #[test]
-fn the_largest_sizes_are_taken() {
+fn largest_sizes_parse() {
     for text in ["r=ram,disksize=256T", "n=null,size=8388607T", "f=file,path=a,size=8388607T"] {
         assert!(text.parse::<Spec>().is_ok(), "{text}");
     }
 }
 
 #[test]
-fn a_backing_device_is_taken() {
+fn backing_device_keys_parse() {
     let backing = ram("backing_dev=spill.img").backing.unwrap();
     let file = |path: &str| BackingPlace::Path(path.into());
     assert_eq!((backing.place, backing.size, backing.compressed), (file("spill.img"), None, true));
@@ -265,7 +265,7 @@ fn a_backing_device_is_taken() {
 }
 
 #[test]
-fn secondary_algorithms_are_taken() {
+fn secondary_algorithms_parse() {
     let algorithms = |keys: &str| ram(keys).recomp_algorithms.map(|s| s.map(|s| (s.algorithm, s.params)));
     let plain = |algorithm| Some((algorithm, String::new()));
     assert_eq!(algorithms("recomp_algorithm=zstd"), [plain(Algorithm::Zstd), None, None]);
@@ -298,7 +298,7 @@ fn secondary_algorithms_are_taken() {
 }
 
 #[test]
-fn refusals_of_writeback_and_recompression() {
+fn invalid_writeback_keys_are_refused() {
     let numbers = "must be no, or the seconds a page must be idle, 1 to 86400";
     for (keys, sentence) in [
         ("backing_size=8G", "backing_size=8G: only with backing_dev=PATH or backing_dev=device:NAME"),

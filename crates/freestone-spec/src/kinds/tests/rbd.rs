@@ -1,4 +1,4 @@
-//! Images in RBD, as they are asked for.
+//! Tests of specifications of images in RBD.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,7 +13,7 @@ fn rbd(keys: &str) -> RbdSpec {
 }
 
 #[test]
-fn what_is_taken() {
+fn rbd_keys_parse() {
     let spec = rbd("image=rbd/vm");
     assert_eq!((spec.image.to_string().as_str(), spec.readonly), ("rbd/vm", false));
     assert_eq!((spec.conf, spec.id, spec.snap), (None, None, None));
@@ -30,7 +30,7 @@ fn what_is_taken() {
 }
 
 #[test]
-fn what_is_refused() {
+fn invalid_rbd_keys_are_refused() {
     for (text, sentence) in [
         ("d=rbd", "d: image is missing; an rbd device needs it, for example image=rbd/vm"),
         ("d=rbd,image=vm", "d: image=vm: must be POOL/NAME or POOL/NAMESPACE/NAME"),

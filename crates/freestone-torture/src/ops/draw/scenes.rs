@@ -1,17 +1,17 @@
-//! Scenes: ops that belong together, for what takes several of them on the same few devices. In a
-//! run that is drawn op by op those seldom meet.
+//! Scenes: groups of ops on the same few devices. Ops drawn one by one seldom meet on the same
+//! device.
 
 use super::Draw;
 use crate::disk::{Chances, Plan};
-use crate::ops::{Focus, Io, Op, What};
+use crate::ops::{Focus, Io, IoKind, Op};
 
-/// Of a thousand ops so many are scenes.
+/// Scenes per thousand ops.
 const SCENES: u64 = 12;
-/// The fill that does not compress.
+/// Fill pattern that does not compress.
 const NOISE: u8 = 1;
 
 impl Draw {
-    /// So many ops, scenes among them.
+    /// Draws `count` ops, scenes among them.
     pub fn ops(&mut self, count: usize) -> Vec<Op> {
         let mut ops = Vec::with_capacity(count);
         while ops.len() < count {
@@ -19,7 +19,7 @@ impl Draw {
                 ops.push(self.op());
                 continue;
             }
-            // A merge is for what fails.
+            // A merge is most useful with faults.
             match self.below(if self.faults { 4 } else { 3 }) {
                 0 => self.crowd(&mut ops),
                 1 => self.spill(&mut ops),
@@ -31,18 +31,18 @@ impl Draw {
         ops
     }
 
-    /// A device fills its family to the limit and goes, and others are written at once.
+    /// A device fills its family up to the limit and is removed while other devices are written.
     fn crowd(&mut self, ops: &mut Vec<Op>) {
         ops.push(Op::Focus(Focus::Family(self.any())));
         ops.push(Op::Limit { family: 0, kib: self.kib(512, 4096) });
         for _ in 0..=self.below(2) {
-            // An empty verb waits for the one before, and no longer.
+            // An empty verb only waits for the verb before it.
             ops.extend([Op::Ram { family: 0, kib: self.kib(1024, 8192) }, Op::Snapshot(Vec::new())]);
             for _ in 0..6 + self.below(16) {
                 let node = if self.chance(85) { u16::MAX } else { self.any() };
                 let len = 256 + self.below(768) as u16;
                 let at = self.next_at(len);
-                ops.push(Op::Io(Io { node, at, len, fill: NOISE, ..self.io_of(What::Write) }));
+                ops.push(Op::Io(Io { node, at, len, fill: NOISE, ..self.io_of(IoKind::Write) }));
             }
             if self.chance(30) {
                 ops.push(Op::Snapshot(vec![self.any()]));
@@ -56,22 +56,22 @@ impl Draw {
                 ops.push(Op::Snapshot(Vec::new()));
             }
             for _ in 0..4 + self.below(8) {
-                // Little, so that there stays room.
-                let (io, len) = (self.io_of(What::Write), 1 + self.below(16) as u16);
+                // Small writes, so that some room remains.
+                let (io, len) = (self.io_of(IoKind::Write), 1 + self.below(16) as u16);
                 ops.push(Op::Io(Io { len, fill: if self.chance(70) { NOISE } else { io.fill }, ..io }));
             }
         }
         ops.push(Op::Limit { family: 0, kib: 0 });
     }
 
-    /// Pages are spilled to a slow device, and written meanwhile.
+    /// Pages are spilled to a slow device and overwritten meanwhile.
     fn spill(&mut self, ops: &mut Vec<Op>) {
         ops.push(Op::Focus(Focus::Family(self.any())));
         let delay = Chances { delay: 200 + self.below(800) as u16, ..Chances::default() };
         let slow = Plan { read: delay, write: delay, delay_max_us: 1 << self.below(14), ..Plan::default() };
         for _ in 0..=self.below(3) {
             for _ in 0..4 + self.below(8) {
-                ops.push(self.hot_page(What::Write));
+                ops.push(self.hot_page(IoKind::Write));
             }
             if self.faults {
                 let plan = if self.chance(80) { slow } else { self.plan() };
@@ -79,7 +79,7 @@ impl Draw {
             }
             ops.push(Op::Writeback { node: self.any(), which: [0, 3, 3, 4][self.below(4) as usize] });
             for _ in 0..4 + self.below(12) {
-                let what = if self.chance(70) { What::Write } else { What::Read };
+                let what = if self.chance(70) { IoKind::Write } else { IoKind::Read };
                 ops.push(self.hot_page(what));
             }
             ops.push(Op::Check(self.any()));
@@ -87,16 +87,16 @@ impl Draw {
         ops.push(Op::Heal(None));
     }
 
-    /// A snapshot is written and merged while disks fail, and all of it dies.
+    /// A snapshot is written and merged while disks fail; then everything on the disk crashes.
     fn merge(&mut self, ops: &mut Vec<Op>) {
         let fresh = self.chance(60);
         if fresh {
-            // The last of all that can be covered.
+            // `u16::MAX` selects the last device that can be covered, which is the new disk.
             ops.extend([self.disk(), Op::Origin(u16::MAX)]);
         }
         ops.push(Op::Focus(Focus::Disk(if fresh { u16::MAX } else { self.any() })));
         for _ in 0..=self.below(2) {
-            // Of those that can be merged, with small chunks: a merge has many steps then.
+            // Store kinds that can be merged, with small chunks, so that a merge has many steps.
             let (chunk, store) = (self.below(2) as u8, self.below(2) as u8);
             ops.push(Op::CowSnapshot { origin: self.any(), store, chunk, ample: true, on: None });
         }
@@ -107,7 +107,7 @@ impl Draw {
         for _ in 0..=self.below(2) {
             let begins_well = self.chance(50);
             if begins_well {
-                // The empty verb waits until it has begun.
+                // The empty verb waits until the merge has started.
                 ops.extend([Op::Merge(merged), Op::Snapshot(Vec::new())]);
             }
             for _ in 0..=self.below(3) {
@@ -132,7 +132,7 @@ impl Draw {
         }
         if self.crashes {
             if self.chance(50) {
-                ops.push(Op::Io(Io { wait: true, ..self.io_of(What::Flush) }));
+                ops.push(Op::Io(Io { wait: true, ..self.io_of(IoKind::Flush) }));
             }
             ops.push(Op::Crash { tree: self.any(), power: self.chance(60), seed: self.rng.word() });
         }
@@ -142,33 +142,33 @@ impl Draw {
         }
     }
 
-    /// A request of this kind.
-    fn io_of(&mut self, what: What) -> Io {
+    /// Draws a request of this kind.
+    fn io_of(&mut self, what: IoKind) -> Io {
         Io { what, ..self.io() }
     }
 
-    /// Where the last one ended.
+    /// Returns the end of the last request.
     fn next_at(&mut self, len: u16) -> u32 {
         let at = self.next;
         self.next = at.wrapping_add(u32::from(len));
         at
     }
 
-    /// A request to one of a few pages, which does not compress.
-    fn hot_page(&mut self, what: What) -> Op {
+    /// Draws a request to one of a few pages, with data that does not compress.
+    fn hot_page(&mut self, what: IoKind) -> Op {
         let at = self.hot[0].wrapping_add(self.below(8) as u32);
         let len = 1 + self.below(4) as u16;
         Op::Io(Io { at, len, pages: true, fill: NOISE, ..self.io_of(what) })
     }
 
-    /// A request to one of a few places.
+    /// Draws a request to one of a few addresses.
     fn near(&mut self) -> Op {
         let io = self.io();
         let at = self.hot[0].wrapping_add(self.below(64) as u32);
         Op::Io(Io { at, len: 1 + io.len % 64, pages: false, ..io })
     }
 
-    /// Writes fail, and often were done all the same.
+    /// Draws a plan under which writes fail, often although they were done.
     fn doubtful(&mut self) -> Plan {
         let most = [100, 400, 700][self.below(3) as usize];
         let fail_done = 1 + self.below(most) as u16;

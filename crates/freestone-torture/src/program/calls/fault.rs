@@ -1,4 +1,4 @@
-//! A case of the sweep: which call of a scene fails, how, for how long, and how the server ends.
+//! A case of the sweep: the call of a scene that fails, how, for how long, and how the server ends.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,29 +10,29 @@ use super::kinds::{KINDS, Kind, errno_name, errno_of};
 /// A numbered call.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Site {
-    /// Name of its kind.
+    /// Name of the kind of call.
     pub call: String,
     /// File, directory or kind of descriptor, with all numbers replaced by `#`.
     pub object: String,
-    /// Ordinal among the calls of this kind on this object, from 1.
+    /// Number of the call among those of this kind on this object, from 1.
     pub nth: u32,
 }
 
 /// How a call fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum How {
+pub enum FailureMode {
     /// The call does nothing and returns this error.
     Fails(i32),
     /// The call is done and returns this error.
     Done(i32),
-    /// The call transfers half of what was asked for.
+    /// The call transfers half of the requested length.
     Short,
 }
 
 /// How long calls of the kind fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
-    /// This call alone.
+    /// Only this call.
     Once,
     /// This call and the next one of its kind.
     Twice,
@@ -46,11 +46,11 @@ pub enum Extent {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     /// SIGTERM after the script.
-    Told,
+    Terminated,
     /// SIGKILL after the script.
     Killed,
     /// SIGKILL at the failing call.
-    There,
+    AtCall,
 }
 
 /// One run of a scene.
@@ -61,14 +61,14 @@ pub struct Case {
     /// The call that fails first.
     pub site: Site,
     /// How the call fails.
-    pub how: How,
+    pub how: FailureMode,
     /// For how long calls fail.
     pub extent: Extent,
     /// How the server ends.
     pub end: End,
 }
 
-impl How {
+impl FailureMode {
     /// Returns all ways in which calls of this kind fail.
     pub fn all(kind: &Kind) -> Vec<Self> {
         let fails = kind.errnos.iter().map(|&errno| Self::Fails(errno));
@@ -77,7 +77,7 @@ impl How {
         fails.chain(done).chain(short).collect()
     }
 
-    /// Returns how long this failure can last. Calls that are to be repeated fail once only.
+    /// Returns how long this failure can last. Retryable failures last for at most two calls.
     pub fn extents(self) -> &'static [Extent] {
         match self {
             Self::Fails(EINTR | ECONNABORTED | EBUSY) | Self::Done(_) | Self::Short => {
@@ -96,12 +96,12 @@ impl Site {
 }
 
 impl Case {
-    /// Returns true if the failure is over when the server is told to end.
+    /// Returns true if the failure has ended when the server is told to end.
     pub fn is_over_at_end(&self) -> bool {
         self.extent != Extent::Ever
     }
 
-    /// Returns true if only one or two calls fail, so that requests and verbs succeed when they are repeated.
+    /// Returns true if only one or two calls fail, so that repeated requests and verbs succeed.
     pub fn is_short(&self) -> bool {
         matches!(self.extent, Extent::Once | Extent::Twice)
     }
@@ -113,7 +113,7 @@ impl fmt::Display for Site {
     }
 }
 
-impl fmt::Display for How {
+impl fmt::Display for FailureMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Fails(errno) => f.write_str(errno_name(*errno)),
@@ -132,9 +132,9 @@ impl fmt::Display for Case {
             Extent::Ever => "ever",
         };
         let end = match self.end {
-            End::Told => "told",
+            End::Terminated => "told",
             End::Killed => "killed",
-            End::There => "there",
+            End::AtCall => "there",
         };
         write!(f, "{} {} {} {extent} {end}", self.scene, self.site, self.how)
     }
@@ -150,9 +150,9 @@ impl FromStr for Case {
         };
         let errno = |name: &str| errno_of(name).ok_or_else(|| format!("{name}: unknown error"));
         let how = match (how, how.strip_prefix("done+")) {
-            ("short", _) => How::Short,
-            (_, Some(name)) => How::Done(errno(name)?),
-            (name, None) => How::Fails(errno(name)?),
+            ("short", _) => FailureMode::Short,
+            (_, Some(name)) => FailureMode::Done(errno(name)?),
+            (name, None) => FailureMode::Fails(errno(name)?),
         };
         let extent = match extent {
             "once" => Extent::Once,
@@ -162,9 +162,9 @@ impl FromStr for Case {
             _ => return Err(format!("{extent}: must be once, twice, script or ever")),
         };
         let end = match end {
-            "told" => End::Told,
+            "told" => End::Terminated,
             "killed" => End::Killed,
-            "there" => End::There,
+            "there" => End::AtCall,
             _ => return Err(format!("{end}: must be told, killed or there")),
         };
         let nth = nth.parse().map_err(|why| format!("{nth}: {why}"))?;
@@ -179,9 +179,9 @@ mod tests {
 
     #[test]
     fn case_printed_and_parsed_is_equal() {
-        for how in [How::Fails(libc::EIO), How::Done(libc::ENOSPC), How::Short] {
+        for how in [FailureMode::Fails(libc::EIO), FailureMode::Done(libc::ENOSPC), FailureMode::Short] {
             let site = Site { call: "fsync".into(), object: "state/content/#".into(), nth: 2 };
-            let case = Case { scene: "saves".into(), site, how, extent: Extent::Once, end: End::There };
+            let case = Case { scene: "saves".into(), site, how, extent: Extent::Once, end: End::AtCall };
             assert_eq!(case.to_string().parse(), Ok(case));
         }
     }

@@ -1,4 +1,4 @@
-//! What must be there after a life in which calls failed: two more servers, of which no call fails.
+//! Judges the state after a life in which calls failed: starts two more servers without failures.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,30 +6,30 @@ use serde_json::json;
 
 use super::super::server;
 use super::fault::End;
-use super::life::{Answer, Life, Place};
-use super::model::{Lasts, Model, Presence};
+use super::life::{Answer, Life, RunDir};
+use super::model::{Lifetime, Model, Presence};
 use super::tracer::Arm;
 use crate::oracle::{Durability, Fill, Oracle};
 
-/// A device that is made and removed to see that verbs work.
+/// Name of a device created and removed to check that verbs work.
 const PROBE: &str = "probe";
 
-/// What a server lists.
+/// Devices that a server lists.
 #[derive(Debug, Default)]
 struct Listed {
-    /// Whether the device is withheld, by name.
+    /// True if the device is withheld, by name.
     devices: BTreeMap<String, bool>,
     missing: BTreeSet<String>,
 }
 
-/// Looks which devices a life has, and which of them clients find.
-pub fn look(life: &mut Life<'_>, is_exact: bool) {
+/// Determines which devices a server has, and which of them clients find.
+pub fn update_visibility(life: &mut Life<'_>, is_exact: bool) {
     let Some(listed) = list(life) else { return };
     let mut withheld = Vec::new();
     for (name, disk) in &mut life.model.disks {
         let is_withheld = listed.devices.get(name).copied();
-        disk.is_seen = disk.is_home && is_withheld == Some(false);
-        if is_withheld == Some(true) && disk.lasts == Lasts::Saved && is_exact {
+        disk.is_visible = disk.uses_server_address && is_withheld == Some(false);
+        if is_withheld == Some(true) && disk.lifetime == Lifetime::Saved && is_exact {
             withheld.push(name.clone());
         }
     }
@@ -51,15 +51,15 @@ fn list(life: &mut Life<'_>) -> Option<Listed> {
     Some(listed)
 }
 
-/// Starts two servers one after the other and judges what they have. `is_exact`: kept content must be as
-/// it was last, and nothing that is kept may be withheld.
-pub fn judge(place: &Place<'_>, model: &mut Model, words: &[&str], is_exact: bool) -> Vec<String> {
+/// Starts two servers one after the other and judges their devices. `is_exact`: kept content must be the last one,
+/// and no kept device may be withheld.
+pub fn judge(run_dir: &RunDir<'_>, model: &mut Model, words: &[&str], is_exact: bool) -> Vec<String> {
     let mut findings = Vec::new();
     for (at, is_exact) in [("the next start", is_exact), ("the start after that", true)] {
-        let mut life = match Life::start(place, model, words, Arm::Never, None) {
+        let mut life = match Life::start(run_dir, model, words, Arm::Never, None) {
             Ok(life) => life,
             Err((said, ended)) => {
-                let log = server::log_tail(&place.dir);
+                let log = server::log_tail(&run_dir.dir);
                 findings.push(format!("{at} fails with {}: {said}\n{log}", ended.status));
                 return findings;
             }
@@ -68,7 +68,7 @@ pub fn judge(place: &Place<'_>, model: &mut Model, words: &[&str], is_exact: boo
         if life.findings.is_empty() {
             use_all(&mut life);
         }
-        let (_, found) = life.end(End::Told);
+        let (_, found) = life.end(End::Terminated);
         findings.extend(found.into_iter().map(|what| format!("{at}: {what}")));
         if !findings.is_empty() {
             break;
@@ -97,51 +97,51 @@ fn compare(life: &mut Life<'_>, is_exact: bool) {
     }
     for name in listed.devices.keys().chain(&listed.missing) {
         if !names.contains(name) {
-            life.findings.push(format!("{name} is listed, and nobody has made it"));
+            life.findings.push(format!("{name} is listed but was never created"));
         }
     }
     for name in names {
         if let Some(&is_withheld) = listed.devices.get(&name) {
-            one(life, &name, is_withheld, is_exact);
+            judge_device(life, &name, is_withheld, is_exact);
         }
     }
 }
 
-/// Judges one device, which is listed.
-fn one(life: &mut Life<'_>, name: &str, is_withheld: bool, is_exact: bool) {
+/// Judges one listed device.
+fn judge_device(life: &mut Life<'_>, name: &str, is_withheld: bool, is_exact: bool) {
     let disk = life.model.disk(name);
-    match disk.lasts {
-        Lasts::Always if is_withheld => {
+    match disk.lifetime {
+        Lifetime::Permanent if is_withheld => {
             life.findings.push(format!("LOSS: {name} is withheld although its content is in a file"));
         }
-        Lasts::Saved if is_withheld && is_exact => {
+        Lifetime::Saved if is_withheld && is_exact => {
             life.findings.push(format!("LOSS: {name} is withheld although the last server has saved it"));
         }
-        Lasts::Saved if is_withheld => disk.oracle.crash(),
-        Lasts::Never => {
+        Lifetime::Saved if is_withheld => disk.oracle.crash(),
+        Lifetime::Temporary => {
             let size = disk.oracle.size();
             disk.oracle = Oracle::new(name, size, Durability::Nothing);
         }
-        Lasts::Always | Lasts::Saved => {}
+        Lifetime::Permanent | Lifetime::Saved => {}
     }
     let disk = life.model.disk(name);
-    let (is_home, is_fragile) = (disk.is_home, disk.is_fragile);
-    if !is_home || is_fragile && life.is_invalid(name) {
+    let (uses_server_address, is_fragile) = (disk.uses_server_address, disk.is_fragile);
+    if !uses_server_address || is_fragile && life.is_invalid(name) {
         return;
     }
-    life.model.disk(name).is_seen = true;
+    life.model.disk(name).is_visible = true;
     if is_withheld {
         life.ask("publish", &json!({ "name": name }));
     }
     life.read_all(name);
 }
 
-/// Sees that the server works: devices can be written, made and removed.
+/// Checks that the server works: devices can be written, created and removed.
 fn use_all(life: &mut Life<'_>) {
     let names: Vec<String> = life.model.disks.keys().cloned().collect();
     for name in names {
         let disk = life.model.disk(&name);
-        if disk.is_writable && disk.is_home && disk.presence == Presence::Yes {
+        if disk.is_writable && disk.uses_server_address && disk.presence == Presence::Yes {
             life.write(&name, 8..16, Fill::Noise);
             life.flush(&name);
         }

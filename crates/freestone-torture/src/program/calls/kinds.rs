@@ -2,24 +2,24 @@
 
 use libc::c_long;
 
-/// What a call is about, by the position of its arguments.
+/// The object of a call, by the position of its arguments.
 #[derive(Debug, Clone, Copy)]
 pub enum Subject {
-    /// A path.
+    /// A path argument.
     Path(usize),
     /// A path below a directory's descriptor.
     PathAt(usize, usize),
     /// A descriptor of a file or directory. Calls on sockets, pipes and eventfds are not numbered.
     File(usize),
-    /// A descriptor of any kind.
+    /// A descriptor of any type.
     Descriptor(usize),
-    /// The file of an entry with this opcode, which the call hands over to a ring.
+    /// The file of a ring entry with this opcode, which the call submits.
     Entry(u8),
-    /// Nothing that has a name.
+    /// No named object.
     None,
 }
 
-/// One kind of call.
+/// A kind of call.
 #[derive(Debug, Clone, Copy)]
 pub struct Kind {
     /// Name in tables and repeat lines.
@@ -33,16 +33,47 @@ pub struct Kind {
     pub errnos: &'static [i32],
     /// The call may fail although it was done: on a network file system whose reply was lost.
     pub may_be_done: bool,
-    /// Position of the length that may be transferred in part only; of an entry any.
+    /// Position of the length that a short transfer halves; any value for a ring entry.
     pub length: Option<usize>,
+    /// Which calls fail on a read-only file system.
+    pub writes: Writes,
+}
+
+/// Which calls of a kind change a file system.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Writes {
+    None,
+    All,
+    /// Calls whose argument at this position has a flag of open(2) for writing or creating.
+    WithFlags(usize),
+}
+
+impl Writes {
+    /// Returns true if a call with these arguments changes a file system.
+    pub fn is_met(self, arguments: &[u64; 6]) -> bool {
+        const WRITING: i32 = libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC;
+        match self {
+            Self::None => false,
+            Self::All => true,
+            Self::WithFlags(at) => arguments[at] & WRITING as u64 != 0,
+        }
+    }
 }
 
 const fn kind(name: &'static str, number: c_long, subject: Subject, errnos: &'static [i32]) -> Kind {
-    Kind { name, number, only: None, subject, errnos, may_be_done: false, length: None }
+    Kind { name, number, only: None, subject, errnos, may_be_done: false, length: None, writes: Writes::None }
 }
 
 const fn done(kind: Kind) -> Kind {
-    Kind { may_be_done: true, ..kind }
+    Kind { may_be_done: true, ..writes(kind) }
+}
+
+const fn writes(kind: Kind) -> Kind {
+    Kind { writes: Writes::All, ..kind }
+}
+
+const fn opens(flags: usize, kind: Kind) -> Kind {
+    Kind { writes: Writes::WithFlags(flags), ..kind }
 }
 
 const fn only(at: usize, value: i32, kind: Kind) -> Kind {
@@ -82,10 +113,10 @@ const AGAIN: &[i32] = &[libc::EINTR];
 
 use Subject::{Descriptor, File, Path, PathAt};
 
-/// All kinds. Calls by which the server waits, wakes its threads or talks to clients are not among them.
+/// All kinds. Calls with which the server waits, wakes threads or talks to clients are not included.
 pub const KINDS: &[Kind] = &[
-    kind("openat", libc::SYS_openat, PathAt(0, 1), OPEN),
-    kind("open", libc::SYS_open, Path(0), OPEN),
+    opens(2, kind("openat", libc::SYS_openat, PathAt(0, 1), OPEN)),
+    opens(1, kind("open", libc::SYS_open, Path(0), OPEN)),
     done(kind("linkat", libc::SYS_linkat, PathAt(2, 3), NAME)),
     done(kind("link", libc::SYS_link, Path(1), NAME)),
     done(kind("rename", libc::SYS_rename, Path(1), NAME)),
@@ -96,9 +127,9 @@ pub const KINDS: &[Kind] = &[
     done(kind("unlink", libc::SYS_unlink, Path(0), UNLINK)),
     done(kind("unlinkat", libc::SYS_unlinkat, PathAt(0, 1), UNLINK)),
     done(kind("rmdir", libc::SYS_rmdir, Path(0), UNLINK)),
-    kind("fsync", libc::SYS_fsync, File(0), SYNC),
-    kind("fdatasync", libc::SYS_fdatasync, File(0), SYNC),
-    kind("sync_file_range", libc::SYS_sync_file_range, File(0), SYNC),
+    writes(kind("fsync", libc::SYS_fsync, File(0), SYNC)),
+    writes(kind("fdatasync", libc::SYS_fdatasync, File(0), SYNC)),
+    writes(kind("sync_file_range", libc::SYS_sync_file_range, File(0), SYNC)),
     done(kind("ftruncate", libc::SYS_ftruncate, File(0), WRITE)),
     done(kind("fallocate", libc::SYS_fallocate, File(0), WRITE)),
     length(2, done(kind("write", libc::SYS_write, File(0), WRITE))),
@@ -110,7 +141,7 @@ pub const KINDS: &[Kind] = &[
     length(2, kind("pread64", libc::SYS_pread64, File(0), READ)),
     kind("preadv", libc::SYS_preadv, File(0), READ),
     kind("preadv2", libc::SYS_preadv2, File(0), READ),
-    kind("copy_file_range", libc::SYS_copy_file_range, File(2), WRITE),
+    writes(kind("copy_file_range", libc::SYS_copy_file_range, File(2), WRITE)),
     kind("getdents64", libc::SYS_getdents64, File(0), LOOK),
     kind("statx", libc::SYS_statx, PathAt(0, 1), LOOK),
     kind("newfstatat", libc::SYS_newfstatat, PathAt(0, 1), LOOK),
@@ -121,8 +152,8 @@ pub const KINDS: &[Kind] = &[
     kind("fstatfs", libc::SYS_fstatfs, File(0), LOOK),
     kind("readlink", libc::SYS_readlink, Path(0), LOOK),
     kind("readlinkat", libc::SYS_readlinkat, PathAt(0, 1), LOOK),
-    kind("chmod", libc::SYS_chmod, Path(0), LOOK),
-    kind("fchmod", libc::SYS_fchmod, File(0), LOOK),
+    writes(kind("chmod", libc::SYS_chmod, Path(0), LOOK)),
+    writes(kind("fchmod", libc::SYS_fchmod, File(0), LOOK)),
     kind("fgetxattr", libc::SYS_fgetxattr, File(0), LOOK),
     done(kind("fsetxattr", libc::SYS_fsetxattr, File(0), NAME)),
     done(kind("fremovexattr", libc::SYS_fremovexattr, File(0), NAME)),
@@ -145,14 +176,14 @@ pub const KINDS: &[Kind] = &[
     kind("io_uring_setup", libc::SYS_io_uring_setup, Subject::None, RING),
     kind("io_uring_enter", libc::SYS_io_uring_enter, Subject::None, ENTER),
     length(0, entry("ring-read", IORING_OP_READ, READ)),
-    length(0, entry("ring-write", IORING_OP_WRITE, WRITE)),
-    entry("ring-fsync", IORING_OP_FSYNC, SYNC),
-    entry("ring-fallocate", IORING_OP_FALLOCATE, WRITE),
+    writes(length(0, entry("ring-write", IORING_OP_WRITE, WRITE))),
+    writes(entry("ring-fsync", IORING_OP_FSYNC, SYNC)),
+    writes(entry("ring-fallocate", IORING_OP_FALLOCATE, WRITE)),
     kind("io_uring_register", libc::SYS_io_uring_register, Subject::None, MEMORY),
     kind("getrandom", libc::SYS_getrandom, Subject::None, AGAIN),
 ];
 
-/// Marks the beginning of `serve`: the first call of its own that no library makes.
+/// Marks the start of `serve`: its first own call that no library makes.
 pub const MARKER: (c_long, u64) = (libc::SYS_prctl, 57);
 
 const ERRNOS: &[(i32, &str)] = &[
@@ -171,6 +202,7 @@ const ERRNOS: &[(i32, &str)] = &[
     (libc::ENOBUFS, "ENOBUFS"),
     (libc::EDQUOT, "EDQUOT"),
     (libc::EFBIG, "EFBIG"),
+    (libc::EROFS, "EROFS"),
 ];
 
 /// Returns the name of an error.

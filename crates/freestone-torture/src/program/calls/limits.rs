@@ -1,6 +1,7 @@
-//! Limits that are reached: not one call fails, but each that needs more than is left.
+//! Resource limits: instead of one call, every call that exceeds the remaining resource fails.
 //!
-//! A case names the limit in the place of a call, and what is left in the place of the ordinal: `limit nofile 3`.
+//! A case has the name of the limit in place of a call, and the remaining amount in place of the ordinal: `limit
+//! nofile 3`.
 
 use std::fs::{self, File};
 use std::io;
@@ -14,57 +15,65 @@ use rustix::fs::{FallocateFlags, fallocate, statvfs};
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use tempfile::NamedTempFile;
 
-use super::fault::{Case, End, Extent, How, Site};
+use super::fault::{Case, End, Extent, FailureMode, Site};
 use super::hash;
 
-/// In the place of a call's name.
+/// Stands in place of a call's name.
 pub const LIMIT: &str = "limit";
-/// File that takes the room of a disk, beside the directory of a run.
+/// File that fills a disk, next to the directory of a run.
 const FILLER: &str = "filler";
 const KIB: u64 = 1024;
 
-/// One limit.
+/// A limit.
 struct Limit {
     name: &'static str,
-    reached: Reached,
-    /// Error of the calls that need more.
+    kind: LimitKind,
+    /// Error of calls that exceed the limit.
     errno: i32,
-    /// What is left: descriptors or KiB.
+    /// Remaining amount: descriptors, KiB or calls.
     left: &'static [u32],
 }
 
 const LIMITS: &[Limit] = &[
     Limit {
         name: "nofile",
-        reached: Reached::Descriptors,
+        kind: LimitKind::Descriptors,
         errno: libc::EMFILE,
         left: &[0, 1, 2, 4, 8, 16, 32],
     },
-    Limit { name: "fsize", reached: Reached::FileSize, errno: libc::EFBIG, left: &[0, 1, 8, 64, 512] },
-    Limit { name: "room", reached: Reached::Room, errno: libc::ENOSPC, left: &[0, 4, 64, 512] },
-    Limit { name: "log", reached: Reached::Log, errno: libc::EAGAIN, left: &[0] },
+    Limit { name: "fsize", kind: LimitKind::FileSize, errno: libc::EFBIG, left: &[0, 1, 8, 64, 512] },
+    Limit { name: "room", kind: LimitKind::Room, errno: libc::ENOSPC, left: &[0, 4, 64, 512] },
+    Limit { name: "changes", kind: LimitKind::Changes, errno: libc::EROFS, left: &[0, 1, 4, 16, 64, 256] },
+    Limit { name: "log", kind: LimitKind::Log, errno: libc::EAGAIN, left: &[0] },
 ];
 
-/// A limit of a run.
+/// The resource of a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reached {
+pub enum LimitKind {
     /// Descriptors (`RLIMIT_NOFILE`).
     Descriptors,
     /// Size of a file (`RLIMIT_FSIZE`).
     FileSize,
-    /// Room on the disk.
+    /// Free space on the disk.
     Room,
-    /// Standard error is a pipe that nobody reads.
+    /// Number of calls that change files, before the file system becomes read-only.
+    Changes,
+    /// Standard error is a pipe that is not read.
     Log,
 }
 
 /// Returns the limit of a case.
-pub fn of(case: Option<&Case>) -> Option<Reached> {
+pub fn limit_of(case: Option<&Case>) -> Option<LimitKind> {
     let site = &case.filter(|case| case.site.call == LIMIT)?.site;
-    LIMITS.iter().find(|limit| limit.name == site.object).map(|limit| limit.reached)
+    LIMITS.iter().find(|limit| limit.name == site.object).map(|limit| limit.kind)
 }
 
-/// Returns the cases of a scene. How long a limit lasts and how the server ends is drawn.
+/// Returns the number of changes after which the file system of a case is read-only.
+pub fn changes_left(case: &Case) -> Option<u32> {
+    (limit_of(Some(case)) == Some(LimitKind::Changes)).then_some(case.site.nth)
+}
+
+/// Returns the cases of a scene. The extent of a limit and the end of the server are drawn.
 pub fn cases(scene: &str, seed: u64) -> Vec<Case> {
     let mut cases = Vec::new();
     for limit in LIMITS {
@@ -72,14 +81,20 @@ pub fn cases(scene: &str, seed: u64) -> Vec<Case> {
             let site = Site { call: LIMIT.to_owned(), object: limit.name.to_owned(), nth: left };
             let mut rng = Rng::new(hash(&(seed, scene, &site)));
             let extent = if rng.chance(50) { Extent::Script } else { Extent::Ever };
-            let end = if rng.chance(50) { End::Told } else { End::Killed };
-            cases.push(Case { scene: scene.to_owned(), site, how: How::Fails(limit.errno), extent, end });
+            let end = if rng.chance(50) { End::Terminated } else { End::Killed };
+            cases.push(Case {
+                scene: scene.to_owned(),
+                site,
+                how: FailureMode::Fails(limit.errno),
+                extent,
+                end,
+            });
         }
     }
     cases
 }
 
-/// A limit that a server has; dropping this lifts it.
+/// A limit imposed on a server; dropping this lifts it.
 #[derive(Debug)]
 pub struct Imposed {
     pid: Option<Pid>,
@@ -92,18 +107,18 @@ impl Imposed {
     pub fn new(pid: pid_t, dir: &Path, case: &Case) -> io::Result<Self> {
         let mut imposed = Self { pid: Pid::from_raw(pid), resource: None, filler: None };
         let left = u64::from(case.site.nth);
-        match of(Some(case)) {
-            Some(Reached::Descriptors) => imposed.set(Resource::Nofile, first_beyond(pid, left)?)?,
-            Some(Reached::FileSize) => imposed.set(Resource::Fsize, left * KIB)?,
-            Some(Reached::Room) => imposed.fill(dir, left * KIB)?,
-            // It has been so from the start.
-            Some(Reached::Log) | None => {}
+        match limit_of(Some(case)) {
+            Some(LimitKind::Descriptors) => imposed.set(Resource::Nofile, first_beyond(pid, left)?)?,
+            Some(LimitKind::FileSize) => imposed.set(Resource::Fsize, left * KIB)?,
+            Some(LimitKind::Room) => imposed.fill(dir, left * KIB)?,
+            // The tracer counts changes. The log pipe is never read.
+            Some(LimitKind::Changes | LimitKind::Log) | None => {}
         }
         Ok(imposed)
     }
 
     fn set(&mut self, resource: Resource, most: u64) -> io::Result<()> {
-        // The maximum as well: a server raises what it may have to that.
+        // Set the maximum as well, since a server raises its limit to the maximum.
         let limit = Rlimit { current: Some(most), maximum: Some(most) };
         self.resource = Some((resource, prlimit(self.pid, resource, limit)?));
         Ok(())
@@ -127,13 +142,14 @@ impl Drop for Imposed {
             let _ = prlimit(self.pid, resource, before);
         }
         if let Some(filler) = self.filler.take() {
-            // A run that finds no room fails.
+            // If this fails, later runs have no space and fail.
             let _ = fs::remove_file(filler);
         }
     }
 }
 
-/// Returns the limit with which a process can open so many more descriptors: it is given the lowest free numbers.
+/// Returns the limit with which a process can open `left` more descriptors: the kernel assigns the lowest free
+/// numbers.
 fn first_beyond(pid: pid_t, left: u64) -> io::Result<u64> {
     let used: Vec<u64> = fs::read_dir(format!("/proc/{pid}/fd"))?
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
@@ -142,15 +158,15 @@ fn first_beyond(pid: pid_t, left: u64) -> io::Result<u64> {
     Ok(free.nth(left as usize).unwrap_or(u64::MAX))
 }
 
-/// A disk of its own for runs whose disk has little room.
+/// A file system for runs that fill the disk.
 pub struct Disk {
     at: PathBuf,
-    /// What servers log, on another disk.
+    /// Log of the servers, on another disk.
     log: NamedTempFile,
 }
 
 impl Disk {
-    /// Mounts it at a directory. Only root can.
+    /// Mounts the file system at a directory. Only root can.
     pub fn mount(at: &Path) -> Result<Self, String> {
         let mount = Command::new("mount")
             .args(["-t", "tmpfs", "-o", "size=64m", "freestone-torture"])
@@ -167,7 +183,7 @@ impl Disk {
 }
 
 impl Disk {
-    /// Has the log at a path be on the other disk.
+    /// Places the log at this path on the other disk.
     pub fn begin_log(&self, path: &Path) -> io::Result<()> {
         self.log.as_file().set_len(0)?;
         symlink(self.log.path(), path)
@@ -176,7 +192,7 @@ impl Disk {
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        // A server that was killed may have it open for a moment longer.
+        // A killed server may use the disk for a moment longer.
         let _ = Command::new("umount").arg("--lazy").arg(&self.at).status();
     }
 }

@@ -1,11 +1,11 @@
-//! The sweep of failing system calls: each scene runs once to number the calls of the server's own code,
-//! and then again and again, each time with one of them failing.
+//! Mode calls: a sweep of failing system calls. Each scene runs once to number the system calls of the server's own
+//! code, then repeatedly, each time with one of them failing.
 //!
-//! A [`Case`] is a call, how it fails, for how long, and how the server ends. After it two servers without
-//! failures are started, and judged by the [oracle](crate::oracle): all that was answered is there or was
-//! reported as lost, nothing hangs, the server starts, its exit status is true, and a refusal is a
-//! sentence. The cases of a run are drawn from its seed; the run's report has for each finding the line
-//! that repeats it.
+//! A [`Case`] names a call, how it fails, for how long, and how the server ends. After the case, two servers without
+//! failures are started and judged by the [oracle](crate::oracle). Everything completed must still exist or be
+//! reported as lost. Nothing may hang, the server must start, its exit status must be correct, and a refusal must be
+//! one sentence. The cases of a run are drawn from its seed; the report contains for each finding the line that
+//! repeats it.
 
 mod fault;
 mod judge;
@@ -32,16 +32,16 @@ use freestone_testkit::Rng;
 use tempfile::TempDir;
 
 pub use self::fault::{Case, Site};
-use self::fault::{End, Extent, How};
-use self::life::{Life, Place};
+use self::fault::{End, Extent, FailureMode};
+use self::life::{Life, RunDir};
 use self::model::Model;
 use self::scenes::{SCENES, Scene};
 use self::tracer::Arm;
-use super::server::{self, Held};
+use super::server::{self, Resources};
 
-/// Of the calls of one kind on one object, this many are failed, and the last one.
+/// Number of calls that fail of each kind and object, in addition to the last one.
 const ORDINALS_MAX: u32 = 6;
-/// Scenes wait for disks and for the server's own times, so more of them run than there are processors.
+/// Number of parallel runs. Scenes mostly wait for disks and timeouts, so this may exceed the number of CPUs.
 const WORKERS: usize = 8;
 /// Directory that is copied for each run.
 const DIR: &str = "run";
@@ -58,27 +58,27 @@ pub struct Choice {
     pub calls: Vec<String>,
     /// At most this many cases.
     pub cases: Option<usize>,
-    /// At most so long.
+    /// Time limit.
     pub time: Option<Duration>,
-    /// No more cases after the first finding.
+    /// Stop after the first finding.
     pub is_first: bool,
 }
 
-/// One row of the table.
+/// A row of the table.
 #[derive(Debug, Clone, Default)]
 struct Row {
-    /// Calls that were numbered, and those of them that differ.
+    /// Number of calls, and of distinct ones.
     calls: usize,
     sites: usize,
-    /// Cases that there are.
+    /// Number of possible cases.
     cases: usize,
     runs: usize,
-    /// Runs in which the call was not met.
+    /// Runs in which the call did not occur.
     unmet: usize,
     findings: usize,
 }
 
-/// What a sweep has found.
+/// Result of a sweep.
 #[derive(Debug, Clone, Default)]
 pub struct Report {
     rows: BTreeMap<String, Row>,
@@ -112,7 +112,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// A scene whose first server has ended: what each run begins with.
+/// A scene whose first server has ended: the starting point of each run.
 struct Prepared {
     scene: &'static Scene,
     model: Model,
@@ -122,7 +122,7 @@ struct Prepared {
 }
 
 impl Prepared {
-    /// `has_disk`: in a file system of its own.
+    /// Prepares a scene. `has_disk`: in a file system of its own.
     fn new(scene: &'static Scene, program: &Path, has_disk: bool) -> Result<Self, String> {
         let root = tempfile::Builder::new().prefix("torture-calls-").tempdir().map_err(|e| e.to_string())?;
         let disk = has_disk.then(|| limits::Disk::mount(root.path())).transpose()?;
@@ -131,50 +131,50 @@ impl Prepared {
         let mut model = Model::default();
         let devices = (scene.prepare)(&dir, &mut model);
         let words: Vec<&str> = scene.words.iter().copied().chain(devices).collect();
-        let place = Place { program, dir };
-        let mut life = Life::start(&place, &mut model, &words, Arm::Never, None)
+        let run_dir = RunDir { program, dir };
+        let mut life = Life::start(&run_dir, &mut model, &words, Arm::Never, None)
             .map_err(|(said, ended)| format!("{}: {}: {said}", scene.name, ended.status))?;
         (scene.settle)(&mut life);
-        let (ended, findings) = life.end(End::Told);
+        let (ended, findings) = life.end(End::Terminated);
         if !findings.is_empty() {
             return Err(format!("{}: before any call failed: {findings:?}", scene.name));
         }
         if !ended.status.success() {
-            return Err(format!("{}: {}\n{}", scene.name, ended.status, server::log_tail(&place.dir)));
+            return Err(format!("{}: {}\n{}", scene.name, ended.status, server::log_tail(&run_dir.dir)));
         }
-        fs::remove_file(place.dir.join(server::LOG)).map_err(|e| e.to_string())?;
+        fs::remove_file(run_dir.dir.join(server::LOG)).map_err(|e| e.to_string())?;
         let prepared = Self { scene, model, disk, root };
-        copy(&place.dir, &prepared.root.path().join(KEPT_DIR))?;
+        copy(&run_dir.dir, &prepared.root.path().join(KEPT_DIR))?;
         Ok(prepared)
     }
 
-    /// Runs the scene with a case, or with none. `held`: what the server has at the end of the script if no
-    /// call fails.
-    fn run(&self, program: &Path, case: Option<&Case>, held: &Held) -> Result<Run, String> {
+    /// Runs the scene, with a case or without. `held`: resources of the server at the end of the script if no call
+    /// fails.
+    fn run(&self, program: &Path, case: Option<&Case>, held: &Resources) -> Result<Run, String> {
         let dir = self.root.path().join(DIR);
         fs::remove_dir_all(&dir).map_err(|e| e.to_string())?;
         copy(&self.root.path().join(KEPT_DIR), &dir)?;
         if let Some(disk) = &self.disk {
             disk.begin_log(&dir.join(server::LOG)).map_err(|e| e.to_string())?;
         }
-        let (mut model, place) = (self.model.clone(), Place { program, dir });
+        let (mut model, run_dir) = (self.model.clone(), RunDir { program, dir });
         let Scene { words, arm, script, .. } = *self.scene;
-        let started = Life::start(&place, &mut model, words, arm, case);
+        let started = Life::start(&run_dir, &mut model, words, arm, case);
         let mut run = Run::default();
         let is_exact = match started {
             Ok(mut life) => {
                 let is_exact = !life.start_may_withhold();
-                judge::look(&mut life, is_exact);
+                judge::update_visibility(&mut life, is_exact);
                 script(&mut life);
                 life.server.end_script();
                 match case {
                     None => {
-                        (run.script, run.held) = (life.server.sites().len(), life.most_held());
+                        (run.script, run.held) = (life.server.sites().len(), life.most_resources());
                     }
-                    Some(case) if case.is_short() => life.check_held(held),
+                    Some(case) if case.is_short() => life.check_resources(held),
                     Some(_) => {}
                 }
-                let (ended, findings) = life.end(case.map_or(End::Told, |case| case.end));
+                let (ended, findings) = life.end(case.map_or(End::Terminated, |case| case.end));
                 (run.hits, run.sites, run.findings) = (ended.hits, ended.sites, findings);
                 !ended.is_killed && ended.status.success()
             }
@@ -183,60 +183,65 @@ impl Prepared {
                 if ended.hits == 0 {
                     return Err(format!("{}: {}: {said}", self.scene.name, ended.status));
                 }
-                run.findings = failed_start(case, &place, &said, &ended);
-                // No client has written. A server that was killed may have gone further than it said.
+                run.findings = failed_start(case, &run_dir, &said, &ended);
+                // No client has written. A killed server may have progressed further than it reported.
                 !ended.is_killed
             }
         };
         if run.findings.is_empty() {
-            run.findings = judge::judge(&place, &mut model, words, is_exact);
+            run.findings = judge::judge(&run_dir, &mut model, words, is_exact);
         }
         if !run.findings.is_empty() {
-            run.log = server::log_tail(&place.dir);
+            run.log = server::log_tail(&run_dir.dir);
         }
         Ok(run)
     }
 }
 
-/// What is wrong with a start that has failed since a call did.
-fn failed_start(case: Option<&Case>, place: &Place<'_>, said: &str, ended: &life::Ended) -> Vec<String> {
-    let log = server::log_tail(&place.dir);
+/// Judges a start that failed after a call failed.
+fn failed_start(
+    case: Option<&Case>,
+    run_dir: &RunDir<'_>,
+    said: &str,
+    ended: &life::EndState,
+) -> Vec<String> {
+    let log = server::log_tail(&run_dir.dir);
     let mut findings = Vec::new();
     if said.starts_with("HANG") {
         findings.push(said.to_owned());
     } else if !ended.is_killed && ended.status.code() != Some(1) {
-        findings.push(format!("the start dies: {}", ended.status));
+        findings.push(format!("the server died at the start: {}", ended.status));
     } else if !ended.is_killed && !log.lines().any(|line| line.contains("freestone: ")) {
-        findings.push("the start fails, and says nothing".to_owned());
+        findings.push("the start fails without a message".to_owned());
     }
     let is_of_device = case.is_some_and(|case| {
         let object = &case.site.object;
         let is_its_own =
             Path::new(object).extension().is_some_and(|kind| kind == "img") || object.starts_with("exports/");
-        // The next call may be one for the server itself.
+        // A second failure may hit a call of the server itself.
         is_its_own && case.extent == Extent::Once
     });
     if is_of_device && !ended.is_killed {
-        findings.push(format!("the server does not start as one device or export fails\n{log}"));
+        findings.push(format!("the server does not start because one device or export fails\n{log}"));
     }
     findings
 }
 
-/// A run of a scene, and what was wrong.
+/// A run of a scene, and its findings.
 #[derive(Default)]
 struct Run {
-    /// All calls.
+    /// All numbered calls.
     sites: Vec<Site>,
-    /// How many of the calls belong to the script and not to the end.
+    /// Number of calls before the end of the script.
     script: usize,
-    /// What the server has at the end of the script.
-    held: Held,
+    /// Resources of the server at the end of the script.
+    held: Resources,
     hits: u32,
     findings: Vec<String>,
     log: String,
 }
 
-/// Copies a directory. The base of forks is linked: a kept fork over another inode is withheld.
+/// Copies a directory. The base of forks is hard-linked, since a kept fork over another inode is withheld.
 fn copy(from: &Path, to: &Path) -> Result<(), String> {
     let status = Command::new("cp").arg("-a").arg(from).arg(to).status().map_err(|e| e.to_string())?;
     if !status.success() {
@@ -249,11 +254,11 @@ fn copy(from: &Path, to: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Runs the cases that the seed chooses. Once all of them have run, they are drawn again until the time is over.
+/// Runs the cases drawn from the seed. After all of them have run, draws again until the time is over.
 ///
 /// # Errors
-/// The sweep itself went wrong.
-pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, String> {
+/// Fails if the sweep itself fails.
+pub fn run_cases(seed: u64, choice: &Choice, program: &Path) -> Result<Report, String> {
     let end = choice.time.map(|time| Instant::now() + time);
     let mut report = Report::default();
     let (mut runs, mut held) = (Vec::new(), BTreeMap::new());
@@ -274,7 +279,7 @@ pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, Strin
         }
         all.truncate(choice.cases.unwrap_or(usize::MAX));
         if all.is_empty() {
-            return Err("there is no such case".into());
+            return Err("no case matches the choice".into());
         }
         let is_last = choice.cases.is_some();
         sweep(&mut report, all, &held, end, choice.is_first, program)?;
@@ -286,8 +291,8 @@ pub fn calls(seed: u64, choice: &Choice, program: &Path) -> Result<Report, Strin
     Ok(report)
 }
 
-/// Draws a case for each way in which each call of these scenes fails, in a random order. A case and its place
-/// depend on the seed and the call alone, so that a call which comes in some runs only changes no other case.
+/// Draws a case for each way in which each call of these scenes can fail, in random order. A case and its position
+/// depend on the seed and the call only, so a call that occurs only in some runs changes no other case.
 fn draw(runs: &[(&str, Run)], choice: &Choice, seed: u64) -> Vec<Case> {
     let mut all = Vec::new();
     for (scene, run) in runs {
@@ -305,8 +310,8 @@ fn draw(runs: &[(&str, Run)], choice: &Choice, seed: u64) -> Vec<Case> {
 /// Runs one case again.
 ///
 /// # Errors
-/// The sweep itself went wrong.
-pub fn again(line: &str, program: &Path) -> Result<Report, String> {
+/// Fails if the sweep itself fails.
+pub fn repeat(line: &str, program: &Path) -> Result<Report, String> {
     let case: Case = line.parse()?;
     let mut report = Report::default();
     report.rows.entry(case.scene.clone()).or_default().cases = 1;
@@ -315,9 +320,9 @@ pub fn again(line: &str, program: &Path) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Runs a scene without a failure.
+/// Runs a scene without failures.
 fn number(scene: &'static Scene, program: &Path) -> Result<Run, String> {
-    let run = Prepared::new(scene, program, false)?.run(program, None, &Held::default())?;
+    let run = Prepared::new(scene, program, false)?.run(program, None, &Resources::default())?;
     if run.findings.is_empty() {
         return Ok(run);
     }
@@ -329,11 +334,11 @@ fn scene_of(name: &str) -> Result<&'static Scene, String> {
     scene.ok_or_else(|| format!("{name}: unknown scene"))
 }
 
-/// Runs cases side by side until the time is over. The last cases come first.
+/// Runs cases in parallel until the time is over, starting with the last.
 fn sweep(
     report: &mut Report,
     cases: Vec<Case>,
-    held: &BTreeMap<String, Held>,
+    held: &BTreeMap<String, Resources>,
     end: Option<Instant>,
     is_first: bool,
     program: &Path,
@@ -346,7 +351,7 @@ fn sweep(
     let work = || {
         let mut prepared: BTreeMap<(String, bool), Prepared> = BTreeMap::new();
         while let Some(case) = next() {
-            let ran = one(&mut prepared, &case, &held[&case.scene], program);
+            let ran = run_case(&mut prepared, &case, &held[&case.scene], program);
             let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
             let (report, failed) = &mut *outcome;
             match ran {
@@ -380,13 +385,13 @@ fn sweep(
     outcome.into_inner().unwrap_or_else(PoisonError::into_inner).1
 }
 
-fn one(
+fn run_case(
     prepared: &mut BTreeMap<(String, bool), Prepared>,
     case: &Case,
-    held: &Held,
+    held: &Resources,
     program: &Path,
 ) -> Result<Run, String> {
-    let has_disk = limits::of(Some(case)) == Some(limits::Reached::Room);
+    let has_disk = limits::limit_of(Some(case)) == Some(limits::LimitKind::Room);
     let key = (case.scene.clone(), has_disk);
     if !prepared.contains_key(&key) {
         prepared.insert(key.clone(), Prepared::new(scene_of(&case.scene)?, program, has_disk)?);
@@ -410,22 +415,22 @@ fn distinct(sites: &[Site]) -> Vec<Site> {
     sites.iter().filter(is_one).cloned().collect()
 }
 
-/// Returns a case for each call and way to fail. How long it fails and how the server ends is drawn.
+/// Returns a case for each call and failure. The extent and the end of the server are drawn.
 fn cases(scene: &str, run: &Run, seed: u64) -> Vec<Case> {
     let mut cases = Vec::new();
     let of_script: BTreeSet<&Site> = run.sites[..run.script].iter().collect();
     for site in distinct(&run.sites) {
         let Some(kind) = site.kind() else { continue };
-        for how in How::all(kind) {
+        for how in FailureMode::all(kind) {
             let mut rng = Rng::new(hash(&(seed, scene, &site, how)));
             let is_met = |extent: &&Extent| **extent != Extent::Script || of_script.contains(&site);
             let extents: Vec<&Extent> = how.extents().iter().filter(is_met).collect();
             let extent = *extents[rng.below(extents.len() as u64) as usize];
-            // A server that is killed after the script does not come to the calls of its end.
+            // A server killed after the script does not reach the calls of its end.
             let ends: &[End] = if of_script.contains(&site) {
-                &[End::Told, End::Told, End::Killed, End::There]
+                &[End::Terminated, End::Terminated, End::Killed, End::AtCall]
             } else {
-                &[End::Told, End::There]
+                &[End::Terminated, End::AtCall]
             };
             let end = ends[rng.below(ends.len() as u64) as usize];
             cases.push(Case { scene: scene.to_owned(), site: site.clone(), how, extent, end });

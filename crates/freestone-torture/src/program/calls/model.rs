@@ -1,4 +1,4 @@
-//! What each device must hold and whether it must exist, as far as the server has answered.
+//! The expected content of each device and whether it must exist, according to the server's answers.
 
 use std::collections::BTreeMap;
 
@@ -6,15 +6,15 @@ use crate::oracle::{Durability, Fill, Kind as Writing, Oracle, Outcome, SECTOR_B
 
 pub const SECTOR: u64 = SECTOR_BYTES as u64;
 
-/// What becomes of a device's content when its server ends.
+/// Lifetime of a device's content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lasts {
-    /// The content stays: it is that of a file.
-    Always,
-    /// The content is saved at an orderly end and now and then.
+pub enum Lifetime {
+    /// The content is in a file and stays.
+    Permanent,
+    /// The content is saved at an orderly end and periodically.
     Saved,
     /// The content is lost, and the device is withheld.
-    Never,
+    Temporary,
 }
 
 /// Whether a device exists.
@@ -26,24 +26,24 @@ pub enum Presence {
     Unknown,
 }
 
-/// One device.
+/// A device.
 #[derive(Debug, Clone)]
-#[expect(clippy::struct_excessive_bools, reason = "any of them go together")]
+#[expect(clippy::struct_excessive_bools, reason = "independent properties")]
 pub struct Disk {
     pub oracle: Oracle,
-    pub lasts: Lasts,
+    pub lifetime: Lifetime,
     pub presence: Presence,
     pub is_writable: bool,
     /// The device is published at the server's own address.
-    pub is_home: bool,
-    /// Clients find the device there now.
-    pub is_seen: bool,
+    pub uses_server_address: bool,
+    /// Clients find the device at that address now.
+    pub is_visible: bool,
     /// One failure may make requests fail from then on: the device is a snapshot, which may become invalid,
     /// or has zones, whose write pointer may have moved.
     pub is_fragile: bool,
-    /// Sectors that are read.
+    /// Number of sectors that are read.
     pub shown: u64,
-    /// Write that filled the file.
+    /// Id of the write that filled the file.
     pub filled_by: u64,
 }
 
@@ -56,33 +56,34 @@ pub struct Model {
 
 impl Model {
     /// Adds a device that is all zeroes.
-    pub fn add(&mut self, name: &str, bytes: u64, lasts: Lasts) -> &mut Disk {
-        let durability = match lasts {
-            Lasts::Always => Durability::Answered,
-            Lasts::Saved => Durability::Flushed,
-            Lasts::Never => Durability::Nothing,
+    pub fn add(&mut self, name: &str, bytes: u64, lifetime: Lifetime) -> &mut Disk {
+        let durability = match lifetime {
+            Lifetime::Permanent => Durability::Completed,
+            Lifetime::Saved => Durability::Flushed,
+            Lifetime::Temporary => Durability::Nothing,
         };
         let oracle = Oracle::new(name, bytes / SECTOR, durability);
-        self.put(name, oracle, lasts)
+        self.put(name, oracle, lifetime)
     }
 
-    /// Adds a device that shows what another one holds now.
-    pub fn add_over(&mut self, name: &str, base: &str, lasts: Lasts) -> &mut Disk {
-        let durability = if lasts == Lasts::Always { Durability::Answered } else { Durability::Flushed };
+    /// Adds a device with the current content of another one.
+    pub fn add_over(&mut self, name: &str, base: &str, lifetime: Lifetime) -> &mut Disk {
+        let durability =
+            if lifetime == Lifetime::Permanent { Durability::Completed } else { Durability::Flushed };
         let below = self.disks.get_mut(base).expect("the scene has it");
         let oracle = below.oracle.snapshot(name, durability);
-        self.put(name, oracle, lasts)
+        self.put(name, oracle, lifetime)
     }
 
-    fn put(&mut self, name: &str, oracle: Oracle, lasts: Lasts) -> &mut Disk {
+    fn put(&mut self, name: &str, oracle: Oracle, lifetime: Lifetime) -> &mut Disk {
         let shown = oracle.size();
         let disk = Disk {
             oracle,
-            lasts,
+            lifetime,
             presence: Presence::Yes,
             is_writable: true,
-            is_home: true,
-            is_seen: true,
+            uses_server_address: true,
+            is_visible: true,
             is_fragile: false,
             shown,
             filled_by: 0,
@@ -102,7 +103,7 @@ impl Model {
         filled.id(self.serial)
     }
 
-    /// Writes a part of a file that a device is about to be made of.
+    /// Records and returns the content of a file that a device will use.
     pub fn fill_file(&mut self, name: &str, bytes: u64) -> Vec<u8> {
         let id = self.write_id(Fill::Text);
         self.disk(name).filled_by = id;

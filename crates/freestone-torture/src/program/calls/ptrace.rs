@@ -1,4 +1,4 @@
-//! The few system calls by which a process is traced: thin, and for x86-64.
+//! System calls for tracing a process: a thin wrapper, for x86-64.
 
 #![expect(unsafe_code)]
 // UNSAFETY: ptrace(2), seccomp(2) and waitpid(2) for threads have no safe interface in the libraries used here.
@@ -10,22 +10,22 @@ use std::ptr;
 
 use libc::{c_int, c_long, pid_t, sock_filter, sock_fprog, user_regs_struct};
 
-/// Why a thread of the traced process stands still, or that it ended.
+/// Why a thread of the traced process stopped, or that it ended.
 #[derive(Debug, Clone, Copy)]
 pub enum Stop {
-    /// A thread or, by its number, the process ended with this status of waitpid(2).
+    /// A thread, or the process if the number is its own, ended with this status of waitpid(2).
     Ended(c_int),
-    /// A call is about to be made that the filter names.
+    /// A call that the filter names is about to be made.
     Call,
-    /// A call has been made.
+    /// A call has returned.
     Done,
     /// A signal is about to be delivered.
     Signal(c_int),
-    /// Another thread or program begins.
+    /// A new thread or program starts.
     Other,
 }
 
-/// Returns a filter by which these calls stop for the tracer.
+/// Returns a filter that stops these calls for the tracer.
 pub fn filter(numbers: &[c_long]) -> Vec<sock_filter> {
     let step = |code: u32, jt: usize, k: u32| sock_filter {
         code: code as u16,
@@ -33,7 +33,7 @@ pub fn filter(numbers: &[c_long]) -> Vec<sock_filter> {
         jf: 0,
         k,
     };
-    // The number of the call is the first field of what a filter looks at.
+    // The call number is the first field that a filter reads.
     let mut steps = vec![step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0)];
     for (at, &number) in numbers.iter().enumerate() {
         steps.push(step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, numbers.len() - at, number as u32));
@@ -43,8 +43,8 @@ pub fn filter(numbers: &[c_long]) -> Vec<sock_filter> {
     steps
 }
 
-/// Starts a process that the calling thread traces. It stands still, with [`Stop::Signal`], before its
-/// first instruction.
+/// Starts a process traced by the calling thread. The process stops with [`Stop::Signal`] before its first
+/// instruction.
 pub fn spawn(command: &mut Command, filter: Vec<sock_filter>) -> io::Result<Child> {
     let begin = move || {
         let program = sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
@@ -61,7 +61,7 @@ pub fn spawn(command: &mut Command, filter: Vec<sock_filter>) -> io::Result<Chil
     command.spawn()
 }
 
-/// Chooses what stops the process, which stands still.
+/// Sets the tracing options of a stopped process.
 pub fn set_options(pid: pid_t) -> io::Result<()> {
     let options = libc::PTRACE_O_EXITKILL
         | libc::PTRACE_O_TRACESECCOMP
@@ -73,7 +73,7 @@ pub fn set_options(pid: pid_t) -> io::Result<()> {
     request(libc::PTRACE_SETOPTIONS, pid, options as usize)
 }
 
-/// Waits for the next stop of any thread that the calling thread traces; None if there is none left.
+/// Waits for the next stop of any thread that the calling thread traces; None if no thread is left.
 pub fn wait() -> io::Result<Option<(pid_t, Stop)>> {
     let mut status = 0;
     // SAFETY: `status` is written by the call alone.
@@ -98,19 +98,19 @@ pub fn wait() -> io::Result<Option<(pid_t, Stop)>> {
     Ok(Some((pid, stop)))
 }
 
-/// Lets a thread go on, with a signal unless that is 0.
+/// Resumes a thread, with a signal unless that is 0.
 pub fn go_on(thread: pid_t, signal: c_int) {
-    // A thread that was killed meanwhile is waited for.
+    // If the thread was killed meanwhile, `wait` reports it.
     let _ = request(libc::PTRACE_CONT, thread, signal as usize);
 }
 
-/// Lets a thread make the call that it stopped before, and stops it after that.
+/// Resumes a thread until it has made its call.
 pub fn make_call(thread: pid_t) {
     // As above.
     let _ = request(libc::PTRACE_SYSCALL, thread, 0);
 }
 
-/// Returns the registers of a thread that stands still.
+/// Returns the registers of a stopped thread.
 pub fn registers(thread: pid_t) -> io::Result<user_regs_struct> {
     // SAFETY: a struct of integers, for which zeroes are valid.
     let mut registers: user_regs_struct = unsafe { std::mem::zeroed() };
@@ -120,7 +120,7 @@ pub fn registers(thread: pid_t) -> io::Result<user_regs_struct> {
     if done == 0 { Ok(registers) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Replaces the registers of a thread that stands still.
+/// Replaces the registers of a stopped thread.
 pub fn set_registers(thread: pid_t, registers: &user_regs_struct) {
     let from = ptr::from_ref(registers);
     // SAFETY: the kernel reads the struct. A thread that was killed meanwhile needs no registers.

@@ -1,7 +1,7 @@
-//! Entries that a process is about to hand over to `io_uring`.
+//! Reads and modifies the entries that a process is about to submit to `io_uring`.
 //!
-//! The tracer finds them in the memory of the process, which stands still before `io_uring_enter`. To have an
-//! entry fail it is replaced by a NOP that has the kernel answer with an error (Linux 6.10).
+//! The tracer finds the entries in the memory of the process, which is stopped before `io_uring_enter`. A failing
+//! entry is replaced by a NOP that returns an error (Linux 6.10).
 
 use std::fs::{self, File};
 use std::io;
@@ -12,12 +12,12 @@ use libc::pid_t;
 /// Offsets at which the two parts of a ring are mapped.
 const OFFSET_RING: u64 = 0;
 const OFFSET_ENTRIES: u64 = 0x1000_0000;
-/// Offsets in a ring: what the kernel has taken, what was queued, and the number of entries less one.
+/// Offsets in a ring: kernel head, tail, and the number of entries minus one.
 const HEAD: u64 = 0;
 const TAIL: u64 = 4;
 const MASK: u64 = 16;
 const ENTRY_BYTES: u64 = 64;
-/// A ring of more entries is none.
+/// Maximum number of entries of a plausible ring.
 const ENTRIES_MAX: u32 = 1 << 15;
 /// `IORING_NOP_INJECT_RESULT`: the result is the length.
 const INJECT_RESULT: u32 = 1;
@@ -47,7 +47,7 @@ impl Entry {
         let mut bytes = [0; ENTRY_BYTES as usize];
         bytes[24..28].copy_from_slice(&(-errno).to_le_bytes());
         bytes[28..32].copy_from_slice(&INJECT_RESULT.to_le_bytes());
-        // By which the process knows it again.
+        // User data, by which the process identifies the completion.
         bytes[32..40].copy_from_slice(&self.bytes[32..40]);
         memory(pid)?.write_all_at(&bytes, self.address)
     }
@@ -63,7 +63,7 @@ fn memory(pid: pid_t) -> io::Result<File> {
     File::options().read(true).write(true).open(format!("/proc/{pid}/mem"))
 }
 
-/// Returns what is queued in the ring of this descriptor.
+/// Returns the entries queued in the ring of this descriptor.
 pub fn queued(pid: pid_t, ring: u64) -> io::Result<Vec<Entry>> {
     let inode = fs::metadata(format!("/proc/{pid}/fd/{ring}"))?.ino();
     let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
@@ -82,7 +82,7 @@ pub fn queued(pid: pid_t, ring: u64) -> io::Result<Vec<Entry>> {
         return Err(io::Error::other("the ring is laid out otherwise"));
     }
     let entry = |at: u32| {
-        // The library maps each place of the queue to the entry of the same number.
+        // The library maps each slot of the queue to the entry of the same number.
         let address = entries + u64::from(head.wrapping_add(at) & mask) * ENTRY_BYTES;
         let mut bytes = [0; ENTRY_BYTES as usize];
         memory.read_exact_at(&mut bytes, address).map(|()| Entry { address, bytes })
@@ -90,7 +90,7 @@ pub fn queued(pid: pid_t, ring: u64) -> io::Result<Vec<Entry>> {
     (0..queued).map(entry).collect()
 }
 
-/// Returns where a line of `/proc/PID/maps` says that this part of a file begins.
+/// Returns the start address in a line of `/proc/PID/maps`, if the line maps this file at this offset.
 fn start_of(line: &str, inode: u64, offset: u64) -> Option<u64> {
     let mut words = line.split_whitespace();
     let (range, _, at, _, of) = (words.next()?, words.next(), words.next()?, words.next(), words.next()?);

@@ -1,4 +1,5 @@
-//! The scenes: what a server has, and what is done while its calls are numbered and fail.
+//! The scenes: the devices of a server, and the script that runs while its calls are numbered and
+//! fail.
 
 mod disks;
 
@@ -8,7 +9,7 @@ use std::path::Path;
 use serde_json::json;
 
 use super::life::Life;
-use super::model::{Lasts, Model};
+use super::model::{Lifetime, Model};
 use super::tracer::Arm;
 use crate::oracle::Fill;
 
@@ -16,18 +17,18 @@ const MIB: u64 = 1 << 20;
 /// Sectors of a mebibyte.
 const MIB_SECTORS: u64 = MIB / 512;
 
-/// One scene.
+/// A scene.
 pub struct Scene {
     pub name: &'static str,
     /// Makes files and the model. Returns the devices of the first server.
     pub prepare: fn(&Path, &mut Model) -> Vec<&'static str>,
-    /// What clients do before.
+    /// Prepares the content before calls are numbered.
     pub settle: fn(&mut Life<'_>),
     /// Options of all servers but the first.
     pub words: &'static [&'static str],
     /// When calls are numbered.
     pub arm: Arm,
-    /// What is done. The script arms the tracer itself if it is to be armed later.
+    /// The script. With [`Arm::Later`] the script itself arms the tracer.
     pub script: fn(&mut Life<'_>),
 }
 
@@ -137,18 +138,18 @@ fn write_file(dir: &Path, name: &str, content: &[u8]) {
     fs::write(dir.join(name), content).expect("the directory of a run is writable");
 }
 
-/// A device of each kind that lasts in its own way.
+/// Creates a device for each lifetime of content.
 fn all_kinds(dir: &Path, model: &mut Model) -> Vec<&'static str> {
     fs::create_dir(dir.join("exports")).expect("the directory of a run is writable");
     for name in ["g", "d"] {
-        model.add(name, MIB, Lasts::Always);
+        model.add(name, MIB, Lifetime::Permanent);
         let content = model.fill_file(name, MIB);
         write_file(dir, &format!("{name}.img"), &content);
     }
     model.disk("g").is_writable = false;
-    model.add("kept", 2 * MIB, Lasts::Saved);
-    model.add_over("job", "g", Lasts::Saved);
-    model.add("plain", MIB, Lasts::Never);
+    model.add("kept", 2 * MIB, Lifetime::Saved);
+    model.add_over("job", "g", Lifetime::Saved);
+    model.add("plain", MIB, Lifetime::Temporary);
     vec![
         "g=file,path=./g.img,readonly=yes",
         "d=file,path=./d.img",
@@ -162,7 +163,7 @@ fn fill_all(life: &mut Life<'_>) {
     life.write("kept", 0..1000, Fill::Text);
     life.write("job", 100..300, Fill::Noise);
     life.write("d", 500..600, Fill::Noise);
-    let at = format!("unix:{}", life.place.dir.join("exports/g.sock").display());
+    let at = format!("unix:{}", life.run_dir.dir.join("exports/g.sock").display());
     life.ask("publish", &json!({ "name": "g", "nbd": at }));
 }
 
@@ -187,20 +188,20 @@ fn change_all(life: &mut Life<'_>) {
 
 fn verbs(life: &mut Life<'_>) {
     life.server.arm();
-    life.model.add("n", MIB, Lasts::Never);
-    life.make("n", "create", &json!({ "device": "n=null,size=1M,memory_backed=1,publish=yes" }));
-    life.model.add("new", MIB, Lasts::Always);
-    life.make("new", "create", &json!({ "device": "new=file,path=./new.img,size=1M,publish=yes" }));
+    life.model.add("n", MIB, Lifetime::Temporary);
+    life.create_device("n", "create", &json!({ "device": "n=null,size=1M,memory_backed=1,publish=yes" }));
+    life.model.add("new", MIB, Lifetime::Permanent);
+    life.create_device("new", "create", &json!({ "device": "new=file,path=./new.img,size=1M,publish=yes" }));
     life.write("new", 0..64, Fill::Text);
     life.flush("new");
-    life.model.add("more", MIB, Lasts::Saved);
-    life.make("more", "create", &json!({ "device": "more=ram,disksize=1M,keep=yes,publish=yes" }));
+    life.model.add("more", MIB, Lifetime::Saved);
+    life.create_device("more", "create", &json!({ "device": "more=ram,disksize=1M,keep=yes,publish=yes" }));
     life.write("more", 0..64, Fill::Text);
-    life.model.add_over("trial", "g", Lasts::Never).is_home = false;
-    life.model.disk("trial").is_seen = false;
-    life.make("trial", "fork", &json!({ "base": "g", "name": "trial" }));
+    life.model.add_over("trial", "g", Lifetime::Temporary).uses_server_address = false;
+    life.model.disk("trial").is_visible = false;
+    life.create_device("trial", "fork", &json!({ "base": "g", "name": "trial" }));
     life.ask("set", &json!({ "name": "kept", "attrs": { "mem_limit": "8M" } }));
-    let at = format!("unix:{}", life.place.dir.join("exports/t.sock").display());
+    let at = format!("unix:{}", life.run_dir.dir.join("exports/t.sock").display());
     life.ask("publish", &json!({ "name": "trial", "nbd": at }));
     life.ask("unpublish", &json!({ "name": "trial" }));
     life.remove("trial");
@@ -209,7 +210,7 @@ fn verbs(life: &mut Life<'_>) {
 }
 
 fn one_kept(_: &Path, model: &mut Model) -> Vec<&'static str> {
-    model.add("kept", 2 * MIB, Lasts::Saved);
+    model.add("kept", 2 * MIB, Lifetime::Saved);
     vec!["kept=ram,disksize=2M,keep=yes"]
 }
 
@@ -217,7 +218,7 @@ fn fill_kept(life: &mut Life<'_>) {
     life.write("kept", 0..MIB_SECTORS, Fill::Noise);
 }
 
-/// An increment that is merged at once, then another one at the end.
+/// Writes an increment that is merged at once, then another one at the end.
 fn saves(life: &mut Life<'_>) {
     life.server.arm();
     life.write("kept", 0..MIB_SECTORS * 3 / 4, Fill::Noise);
@@ -226,7 +227,7 @@ fn saves(life: &mut Life<'_>) {
 }
 
 fn one_file(dir: &Path, model: &mut Model) -> Vec<&'static str> {
-    model.add("d", MIB, Lasts::Always);
+    model.add("d", MIB, Lifetime::Permanent);
     let content = model.fill_file("d", MIB);
     write_file(dir, "d.img", &content);
     vec!["d=file,path=./d.img"]
@@ -234,27 +235,31 @@ fn one_file(dir: &Path, model: &mut Model) -> Vec<&'static str> {
 
 fn nothing(_: &mut Life<'_>) {}
 
-/// Verbs until the log of the state is about to be written anew, then some more.
+/// Runs verbs until the log of the state directory is about to be rewritten, then some more.
 fn rewrite(life: &mut Life<'_>) {
     const REWRITE_BYTES: u64 = 4 << 20;
-    // As many and as far away as may be, so that few verbs fill the log.
+    // Many distant ranges, so that few verbs fill the log.
     let blocks: Vec<String> =
         (0..500_u64).map(|at| (1 << 32) + 16 * at).map(|at| format!("+{at}-{}", at + 1)).collect();
     let big = format!("big=null,size=4T,badblocks={}", blocks.join(";"));
-    let log = life.place.dir.join("state/topology");
+    let log = life.run_dir.dir.join("state/topology");
     let bytes = || fs::metadata(&log).map_or(0, |file| file.len());
     while bytes() + 2 * (big.len() as u64) < REWRITE_BYTES && life.findings.is_empty() {
         life.ask("create", &json!({ "device": big }));
         life.ask("remove", &json!({ "name": "big" }));
     }
     life.server.arm();
-    life.model.add("big", 4 << 40, Lasts::Never).is_home = false;
+    life.model.add("big", 4 << 40, Lifetime::Temporary).uses_server_address = false;
     for _ in 0..3 {
-        life.make("big", "create", &json!({ "device": big }));
+        life.create_device("big", "create", &json!({ "device": big }));
         life.remove("big");
     }
-    life.model.add("precious", MIB, Lasts::Always);
-    life.make("precious", "create", &json!({ "device": "precious=file,path=./p.img,size=1M,publish=yes" }));
+    life.model.add("precious", MIB, Lifetime::Permanent);
+    life.create_device(
+        "precious",
+        "create",
+        &json!({ "device": "precious=file,path=./p.img,size=1M,publish=yes" }),
+    );
     life.write("precious", 0..64, Fill::Text);
     life.remove("d");
 }

@@ -1,8 +1,7 @@
-//! A server under a tracer, which numbers its system calls and has chosen ones fail.
+//! A traced server: the tracer numbers its system calls and makes chosen ones fail.
 //!
-//! The thread that starts the server traces it until it has ended, since Linux binds a traced process to a
-//! thread. [`Record`] is shared with it. A second thread kills a server that takes longer for a step than
-//! [`STEP_MAX`].
+//! The thread that starts the server traces it until its end, since Linux binds a traced process to a thread. Both
+//! threads share a [`Record`]. A second thread kills a server that exceeds [`STEP_MAX`] in one step.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -18,16 +17,16 @@ use std::time::{Duration, Instant};
 use libc::{c_int, c_long, pid_t, user_regs_struct};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::super::server::{self, Held};
-use super::fault::{Case, End, Extent, How, Site};
-use super::kinds::{KINDS, Kind, MARKER, Subject};
+use super::super::server::{self, Resources};
+use super::fault::{Case, End, Extent, FailureMode, Site};
+use super::kinds::{KINDS, Kind, MARKER, Subject, Writes};
 use super::limits::{self, Imposed};
 use super::ptrace::{self, Stop};
 use super::ring;
 
 /// Longest time for one step of a script. A server's end takes up to 12 s by its own limits.
 const STEP_MAX: Duration = Duration::from_secs(30);
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 const PATH_MAX_BYTES: usize = 4096;
 
 /// When calls are numbered and fail.
@@ -35,56 +34,65 @@ const PATH_MAX_BYTES: usize = 4096;
 pub enum Arm {
     /// Never.
     Never,
-    /// From the beginning of `serve` on.
+    /// From the start of `serve`.
     AtStart,
-    /// Once the script says so.
+    /// When the script arms the tracer.
     Later,
-    /// From the first call on that is about a file in the directory of the run.
+    /// From the first call on a file in the directory of the run.
     AtFile,
 }
 
-/// What the tracer was told and what it saw.
+/// Settings and results of the tracer.
 #[derive(Debug, Default)]
-#[expect(clippy::struct_excessive_bools, reason = "any of them go together")]
+#[expect(clippy::struct_excessive_bools, reason = "independent properties")]
 struct Record {
     waits_for_marker: bool,
     waits_for_file: bool,
     is_armed: bool,
     case: Option<Case>,
-    /// The limit of the case.
+    /// The imposed limit of the case.
     imposed: Option<Imposed>,
-    /// The chosen call and later ones that were chosen to fail.
+    /// Number of calls that were chosen to fail.
     chosen: u32,
-    /// The script is over.
+    /// Number of calls that changed a file or would have changed one.
+    changes: u32,
+    /// The script has ended.
     is_over: bool,
     counts: HashMap<(&'static str, String), u32>,
     sites: Vec<Site>,
-    /// Calls that failed.
+    /// Number of calls that failed.
     hits: u32,
-    /// The tracer has killed the server at the call.
+    /// The tracer has killed the server at the failing call.
     is_killed: bool,
     status: Option<ExitStatus>,
 }
 
 impl Record {
-    /// Begins to number calls, and imposes the limit of the case.
+    /// Starts numbering calls, and imposes the limit of the case.
     fn arm(&mut self, pid: pid_t, dir: &Path) {
         self.is_armed = true;
         let Some(case) = self.case.as_ref().filter(|case| case.site.call == limits::LIMIT) else { return };
-        // A run whose limit is not reached is counted as one that did not meet its call.
+        // A run that does not reach its limit counts as one in which the call did not occur.
         match Imposed::new(pid, dir, case) {
-            Ok(imposed) => (self.imposed, self.hits) = (Some(imposed), 1),
+            Ok(imposed) => {
+                self.imposed = Some(imposed);
+                self.hits = u32::from(limits::changes_left(case).is_none());
+            }
             Err(error) => eprintln!("{case}: {error}"),
         }
     }
 
-    /// Numbers a call. Returns how it fails, if it does.
-    fn number(&mut self, kind: &'static Kind, object: String) -> Option<How> {
+    /// Numbers a call. Returns how it fails, if it does. `changes` is true if the call would fail on a read-only file
+    /// system.
+    fn number(&mut self, kind: &'static Kind, object: String, changes: bool) -> Option<FailureMode> {
         let count = self.counts.entry((kind.name, object.clone())).or_default();
         *count += 1;
         let site = Site { call: kind.name.to_owned(), object, nth: *count };
         let how = self.case.as_ref().and_then(|case| {
-            let is_chosen = case.site == site || (self.chosen > 0 && case.site.call == site.call);
+            let is_chosen = match limits::changes_left(case) {
+                Some(left) => changes && self.changes >= left,
+                None => case.site == site || (self.chosen > 0 && case.site.call == site.call),
+            };
             let fails = match case.extent {
                 Extent::Once => self.chosen == 0,
                 Extent::Twice => self.chosen < 2,
@@ -94,13 +102,14 @@ impl Record {
             (is_chosen && fails).then_some(case.how)
         });
         self.chosen += u32::from(how.is_some());
+        self.changes += u32::from(changes);
         self.sites.push(site);
         how
     }
 }
 
-/// A server that is traced.
-pub struct Traced {
+/// A traced server.
+pub struct TracedProcess {
     shared: Arc<Shared>,
     pid: pid_t,
     dir: PathBuf,
@@ -112,9 +121,9 @@ pub struct Traced {
 struct Shared {
     record: Mutex<Record>,
     changed: Condvar,
-    /// The step that runs, and since when.
+    /// The current step, and when it started.
     step: Mutex<Option<(String, Instant)>>,
-    /// The step that took too long, and what the server's threads did.
+    /// The step that took too long, and where the server's threads waited.
     hung: Mutex<Option<String>>,
 }
 
@@ -123,8 +132,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Traced {
-    /// Starts a server whose calls are numbered, and of which those of `case` fail.
+impl TracedProcess {
+    /// Starts a server, numbers its calls, and makes those of `case` fail.
     pub fn start(command: Command, dir: &Path, arm: Arm, case: Option<&Case>) -> io::Result<Self> {
         let shared = Arc::new(Shared::default());
         {
@@ -146,7 +155,7 @@ impl Traced {
         Ok(Self { shared, pid, dir, output, threads })
     }
 
-    /// Waits until the server says that it is ready. The error is what it said instead.
+    /// Waits until the server is ready. The error contains its output.
     pub fn wait_ready(&mut self) -> Result<(), String> {
         self.step("start");
         let mut said = String::new();
@@ -159,7 +168,7 @@ impl Traced {
         Ok(())
     }
 
-    /// Begins to number calls.
+    /// Starts numbering calls.
     pub fn arm(&self) {
         lock(&self.shared.record).arm(self.pid, &self.dir);
     }
@@ -173,17 +182,17 @@ impl Traced {
         }
     }
 
-    /// Names what is waited for from now on.
+    /// Sets the name of the step that is waited for.
     pub fn step(&self, what: impl Into<String>) {
         *lock(&self.shared.step) = Some((what.into(), Instant::now()));
     }
 
-    /// Returns how many calls have failed.
+    /// Returns the number of calls that failed.
     pub fn hits(&self) -> u32 {
         lock(&self.shared.record).hits
     }
 
-    /// Returns all calls that were numbered.
+    /// Returns all numbered calls.
     pub fn sites(&self) -> Vec<Site> {
         lock(&self.shared.record).sites.clone()
     }
@@ -198,9 +207,9 @@ impl Traced {
         lock(&self.shared.hung).clone()
     }
 
-    /// Returns the descriptors and threads that the server has.
-    pub fn held(&self, dir: &Path) -> Held {
-        Pid::from_raw(self.pid).map(|pid| Held::of(pid, dir)).unwrap_or_default()
+    /// Returns descriptors and threads of the server.
+    pub fn resources(&self, dir: &Path) -> Resources {
+        Pid::from_raw(self.pid).map(|pid| Resources::of(pid, dir)).unwrap_or_default()
     }
 
     /// Returns true if the server has ended.
@@ -215,7 +224,7 @@ impl Traced {
         }
     }
 
-    /// Waits for the end, which the watchdog sees to.
+    /// Waits for the end. The watchdog enforces the time limit.
     pub fn wait(&self) -> ExitStatus {
         let mut record = lock(&self.shared.record);
         loop {
@@ -227,11 +236,11 @@ impl Traced {
     }
 }
 
-impl Drop for Traced {
+impl Drop for TracedProcess {
     fn drop(&mut self) {
         self.signal(Signal::KILL);
         for thread in self.threads.drain(..) {
-            // It has nothing to return.
+            // A panic of that thread was already reported.
             let _ = thread.join();
         }
     }
@@ -247,7 +256,7 @@ fn kill(pid: pid_t, signal: Signal) {
 /// Kills a server that hangs.
 fn watch(pid: pid_t, shared: &Shared) {
     while lock(&shared.record).status.is_none() {
-        thread::sleep(LOOK_EVERY);
+        thread::sleep(POLL_INTERVAL);
         let step = lock(&shared.step).clone();
         let Some((what, since)) = step.filter(|(_, since)| since.elapsed() > STEP_MAX) else { continue };
         let hung = format!("{what}: no end after {} s\n{}", since.elapsed().as_secs(), stacks(pid));
@@ -256,7 +265,7 @@ fn watch(pid: pid_t, shared: &Shared) {
     }
 }
 
-/// Returns what each thread of a process waits for.
+/// Returns the kernel function in which each thread of a process waits.
 fn stacks(pid: pid_t) -> String {
     let mut lines = Vec::new();
     for entry in fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
@@ -267,12 +276,12 @@ fn stacks(pid: pid_t) -> String {
     lines.join("\n")
 }
 
-type Begun = io::Result<(pid_t, ChildStdout)>;
+type SpawnResult = io::Result<(pid_t, ChildStdout)>;
 
-fn trace(mut command: Command, dir: &Path, shared: &Shared, tell: &mpsc::Sender<Begun>) {
+fn trace(mut command: Command, dir: &Path, shared: &Shared, tell: &mpsc::Sender<SpawnResult>) {
     let mut numbers: Vec<c_long> = KINDS.iter().map(|kind| kind.number).chain([MARKER.0]).collect();
     numbers.dedup();
-    let begun = ptrace::spawn(&mut command, ptrace::filter(&numbers)).and_then(|mut child| {
+    let spawned = ptrace::spawn(&mut command, ptrace::filter(&numbers)).and_then(|mut child| {
         let output = child.stdout.take().ok_or_else(|| io::Error::other("no output"))?;
         let pid = child.id() as pid_t;
         let Some((_, Stop::Signal(_))) = ptrace::wait()? else {
@@ -281,8 +290,8 @@ fn trace(mut command: Command, dir: &Path, shared: &Shared, tell: &mpsc::Sender<
         ptrace::set_options(pid)?;
         Ok((pid, output))
     });
-    let (pid, output) = match begun {
-        Ok(begun) => begun,
+    let (pid, output) = match spawned {
+        Ok(spawned) => spawned,
         Err(error) => {
             let _ = tell.send(Err(error));
             return;
@@ -304,15 +313,15 @@ fn trace(mut command: Command, dir: &Path, shared: &Shared, tell: &mpsc::Sender<
                 shared.changed.notify_all();
             }
             Stop::Ended(_) => {}
-            Stop::Call => tracer.call(thread, shared),
-            Stop::Done => tracer.done(thread, shared),
-            // A new thread begins with it.
+            Stop::Call => tracer.on_call(thread, shared),
+            Stop::Done => tracer.on_return(thread, shared),
+            // A new thread starts with this stop.
             Stop::Other | Stop::Signal(libc::SIGSTOP) => ptrace::go_on(thread, 0),
             Stop::Signal(signal) => ptrace::go_on(thread, signal),
         }
     }
     let mut record = lock(&shared.record);
-    // Where the tracer failed, nobody waits for ever.
+    // If the tracer failed, waiters must not wait forever.
     record.status.get_or_insert(ExitStatus::from_raw(libc::SIGKILL));
     shared.changed.notify_all();
 }
@@ -321,38 +330,40 @@ struct Tracer {
     pid: pid_t,
     dir: PathBuf,
     program: PathBuf,
-    /// Addresses of the program itself, once they are looked up.
+    /// Address range of the program itself, once it is known.
     own: Option<(u64, u64)>,
-    /// Calls that are being made and fail after that, by thread.
+    /// Results that replace those of calls in progress, by thread.
     replaced: HashMap<pid_t, c_int>,
 }
 
-/// What becomes of a call.
+/// Decision about a call.
 enum Fate {
-    Is(How),
-    Well,
+    Fails(FailureMode),
+    Succeeds,
 }
 
 impl Tracer {
-    fn call(&mut self, thread: pid_t, shared: &Shared) {
+    fn on_call(&mut self, thread: pid_t, shared: &Shared) {
         let Ok(mut registers) = ptrace::registers(thread) else { return ptrace::go_on(thread, 0) };
-        if registers.orig_rax as c_long == libc::SYS_io_uring_enter && self.entries(registers.rdi, shared) {
+        if registers.orig_rax as c_long == libc::SYS_io_uring_enter
+            && self.on_ring_entries(registers.rdi, shared)
+        {
             return;
         }
-        match self.fate(thread, &registers, shared) {
-            Fate::Well => ptrace::go_on(thread, 0),
-            Fate::Is(How::Fails(errno)) => {
-                // No call of this number: the kernel returns what stands in rax.
+        match self.decide(thread, &registers, shared) {
+            Fate::Succeeds => ptrace::go_on(thread, 0),
+            Fate::Fails(FailureMode::Fails(errno)) => {
+                // No system call has this number, so the kernel returns the value in rax.
                 registers.orig_rax = u64::MAX;
                 registers.rax = i64::from(-errno) as u64;
                 ptrace::set_registers(thread, &registers);
-                self.failed(thread, shared);
+                self.resume_after_failure(thread, shared);
             }
-            Fate::Is(How::Done(errno)) => {
+            Fate::Fails(FailureMode::Done(errno)) => {
                 self.replaced.insert(thread, errno);
                 ptrace::make_call(thread);
             }
-            Fate::Is(How::Short) => {
+            Fate::Fails(FailureMode::Short) => {
                 registers.rdx = (registers.rdx / 2).max(1);
                 ptrace::set_registers(thread, &registers);
                 self.replaced.insert(thread, 0);
@@ -361,22 +372,26 @@ impl Tracer {
         }
     }
 
-    /// Numbers what a ring is handed, and has the chosen entries fail. Returns true if the server was killed.
-    fn entries(&self, ring: u64, shared: &Shared) -> bool {
+    /// Numbers the entries submitted to a ring, and makes the chosen ones fail. Returns true if the server was
+    /// killed.
+    fn on_ring_entries(&self, ring: u64, shared: &Shared) -> bool {
         if !lock(&shared.record).is_armed {
             return false;
         }
-        // A ring that is being closed has none.
+        // A ring that is being closed has no entries.
         for entry in ring::queued(self.pid, ring).unwrap_or_default() {
             let is_it = |kind: &&Kind| matches!(kind.subject, Subject::Entry(code) if code == entry.opcode());
             let Some(kind) = KINDS.iter().find(is_it) else { continue };
-            let Some((object, _)) = link(self.pid, entry.file()).and_then(|path| self.name(&path)) else {
+            let Some((object, is_of_run)) =
+                descriptor_target(self.pid, entry.file()).and_then(|path| self.name(&path))
+            else {
                 continue;
             };
-            let failed = match lock(&shared.record).number(kind, object) {
-                Some(How::Fails(errno)) => entry.fail(self.pid, errno),
-                Some(How::Short) => entry.shorten(self.pid),
-                Some(How::Done(_)) | None => continue,
+            let changes = is_of_run && kind.writes == Writes::All;
+            let failed = match lock(&shared.record).number(kind, object, changes) {
+                Some(FailureMode::Fails(errno)) => entry.fail(self.pid, errno),
+                Some(FailureMode::Short) => entry.shorten(self.pid),
+                Some(FailureMode::Done(_)) | None => continue,
             };
             if failed.is_ok() && self.note_failure(shared) {
                 return true;
@@ -385,8 +400,8 @@ impl Tracer {
         false
     }
 
-    /// The call has been made.
-    fn done(&mut self, thread: pid_t, shared: &Shared) {
+    /// Handles the return of a call.
+    fn on_return(&mut self, thread: pid_t, shared: &Shared) {
         let Some(errno) = self.replaced.remove(&thread) else { return ptrace::go_on(thread, 0) };
         if errno != 0
             && let Ok(mut registers) = ptrace::registers(thread)
@@ -394,21 +409,21 @@ impl Tracer {
             registers.rax = i64::from(-errno) as u64;
             ptrace::set_registers(thread, &registers);
         }
-        self.failed(thread, shared);
+        self.resume_after_failure(thread, shared);
     }
 
-    /// The call has failed, and the thread is about to see it.
-    fn failed(&self, thread: pid_t, shared: &Shared) {
+    /// Counts a failed call, and resumes the thread.
+    fn resume_after_failure(&self, thread: pid_t, shared: &Shared) {
         if !self.note_failure(shared) {
             ptrace::go_on(thread, 0);
         }
     }
 
-    /// Counts a failure. Returns true if the server ends at it.
+    /// Counts a failure. Returns true if the case kills the server there.
     fn note_failure(&self, shared: &Shared) -> bool {
         let mut record = lock(&shared.record);
         record.hits += 1;
-        record.is_killed |= record.case.as_ref().is_some_and(|case| case.end == End::There);
+        record.is_killed |= record.case.as_ref().is_some_and(|case| case.end == End::AtCall);
         if record.is_killed {
             kill(self.pid, Signal::KILL);
         }
@@ -416,7 +431,7 @@ impl Tracer {
     }
 
     /// Numbers a call, and decides whether it fails.
-    fn fate(&mut self, thread: pid_t, registers: &user_regs_struct, shared: &Shared) -> Fate {
+    fn decide(&mut self, thread: pid_t, registers: &user_regs_struct, shared: &Shared) -> Fate {
         let number = registers.orig_rax as c_long;
         let arguments =
             [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9];
@@ -427,10 +442,10 @@ impl Tracer {
                     record.waits_for_marker = false;
                     record.arm(self.pid, &self.dir);
                 }
-                return Fate::Well;
+                return Fate::Succeeds;
             }
             if !record.is_armed && !record.waits_for_file {
-                return Fate::Well;
+                return Fate::Succeeds;
             }
         }
         let is_it = |kind: &&Kind| {
@@ -438,23 +453,24 @@ impl Tracer {
                 && !matches!(kind.subject, Subject::Entry(_))
                 && kind.only.is_none_or(|(at, value)| arguments[at] & u64::from(u32::MAX) == value)
         };
-        let Some(kind) = KINDS.iter().find(is_it) else { return Fate::Well };
+        let Some(kind) = KINDS.iter().find(is_it) else { return Fate::Succeeds };
         if kind.number == libc::SYS_mmap && !self.is_own(registers) {
-            return Fate::Well;
+            return Fate::Succeeds;
         }
-        let Some((object, is_of_run)) = self.object(thread, kind, &arguments) else { return Fate::Well };
+        let Some((object, is_of_run)) = self.object(thread, kind, &arguments) else { return Fate::Succeeds };
         let mut record = lock(&shared.record);
         if record.waits_for_file {
             if !is_of_run {
-                return Fate::Well;
+                return Fate::Succeeds;
             }
             record.waits_for_file = false;
             record.arm(self.pid, &self.dir);
         }
-        record.number(kind, object).map_or(Fate::Well, Fate::Is)
+        let changes = is_of_run && kind.writes.is_met(&arguments);
+        record.number(kind, object, changes).map_or(Fate::Succeeds, Fate::Fails)
     }
 
-    /// Memory that an allocator maps is not the server's: without it std aborts.
+    /// Returns true if the mapping is not one of an allocator: without that memory std aborts.
     fn is_own(&mut self, registers: &user_regs_struct) -> bool {
         const ANONYMOUS: u64 = libc::MAP_ANONYMOUS as u64;
         let program = self.program.to_string_lossy();
@@ -469,46 +485,48 @@ impl Tracer {
         registers.r10 & ANONYMOUS == 0 || (first..last).contains(&registers.rip)
     }
 
-    /// Returns the name of what a call is about, and whether that is in the directory of the run; None if the
-    /// call is not numbered.
+    /// Returns the object of a call, and true if it is in the directory of the run; None if the call is not numbered.
     fn object(&self, thread: pid_t, kind: &Kind, arguments: &[u64; 6]) -> Option<(String, bool)> {
         let path = match kind.subject {
             Subject::None | Subject::Entry(_) => return Some(("-".to_owned(), false)),
-            Subject::Path(at) => PathBuf::from(self.text(arguments[at])?),
+            // The directory of the run is the server's working directory.
+            Subject::Path(at) => self.dir.join(self.read_string(arguments[at])?),
             Subject::PathAt(fd, at) => {
-                // A look at a descriptor may have no path at all.
-                let path = PathBuf::from(self.text(arguments[at]).unwrap_or_default());
+                // A query of a descriptor may have no path.
+                let path = PathBuf::from(self.read_string(arguments[at]).unwrap_or_default());
                 if path.is_absolute() || arguments[fd] as c_int == libc::AT_FDCWD {
-                    path
+                    self.dir.join(path)
                 } else {
-                    let of = link(thread, arguments[fd])?;
+                    let of = descriptor_target(thread, arguments[fd])?;
                     if path.as_os_str().is_empty() { of } else { of.join(path) }
                 }
             }
-            Subject::File(at) => link(thread, arguments[at]).filter(|path| path.is_absolute())?,
-            Subject::Descriptor(at) => link(thread, arguments[at])?,
+            Subject::File(at) => {
+                descriptor_target(thread, arguments[at]).filter(|path| path.is_absolute())?
+            }
+            Subject::Descriptor(at) => descriptor_target(thread, arguments[at])?,
         };
         self.name(&path)
     }
 
     fn name(&self, path: &Path) -> Option<(String, bool)> {
-        // Directories above that of the run have other names each time.
+        // Directories above that of the run have a different name in each run.
         if path != self.dir && path.has_root() && self.dir.starts_with(path) {
             return Some(("above".to_owned(), false));
         }
         let text = path.to_string_lossy();
-        // A library that is loaded at run time is not the server's.
+        // Libraries loaded at run time are not the server's files.
         if text.starts_with("/usr/lib") || text.starts_with("/lib") || text.starts_with("/etc/ld.so") {
             return None;
         }
         let text = text.strip_prefix(&*self.dir.to_string_lossy()).unwrap_or(&text);
         let text = text.trim_start_matches("./").trim_start_matches('/');
-        // Standard error; without it nobody could judge what the server says.
-        if text == server::LOG { None } else { Some((normal(text), path.starts_with(&self.dir))) }
+        // Standard error must work: the judge reads it.
+        if text == server::LOG { None } else { Some((normalize(text), path.starts_with(&self.dir))) }
     }
 
-    /// Reads a string of the server.
-    fn text(&self, address: u64) -> Option<String> {
+    /// Reads a string from the memory of the server.
+    fn read_string(&self, address: u64) -> Option<String> {
         if address == 0 {
             return None;
         }
@@ -521,13 +539,13 @@ impl Tracer {
     }
 }
 
-/// Returns what a descriptor of a process is.
-fn link(process: pid_t, descriptor: u64) -> Option<PathBuf> {
+/// Returns the target of a descriptor of a process.
+fn descriptor_target(process: pid_t, descriptor: u64) -> Option<PathBuf> {
     fs::read_link(format!("/proc/{process}/fd/{}", descriptor as c_int)).ok()
 }
 
-/// Replaces what differs between runs: UUIDs, numbers, and what a name has instead of a path.
-fn normal(text: &str) -> String {
+/// Replaces everything that differs between runs: UUIDs and numbers.
+fn normalize(text: &str) -> String {
     let mut normal = String::new();
     let is_word =
         |part: &str| part.len() >= 16 && part.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
@@ -554,10 +572,10 @@ fn normal(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::normal;
+    use super::normalize;
 
     #[test]
-    fn numbers_and_uuids_are_one_sign_in_names() {
+    fn normalize_replaces_numbers_and_uuids() {
         let names = [
             ("state/content/0f3a9c0f3a9c4d5e8f00112233445566/12.whole", "state/content/#/#.whole"),
             ("socket:[4711]", "socket:[#]"),
@@ -565,7 +583,7 @@ mod tests {
             ("", "."),
         ];
         for (name, wanted) in names {
-            assert_eq!(normal(name), wanted);
+            assert_eq!(normalize(name), wanted);
         }
     }
 }

@@ -1,43 +1,43 @@
-//! What a run of several lives consists of, drawn from a seed: plain values, so that any part of it
-//! is a run, too.
+//! The steps of a run of several lives, drawn from a seed: plain values, so that any subset of them is
+//! a run, too.
 
 use freestone_testkit::Rng;
 use serde::{Deserialize, Serialize};
 
-/// Threads of a life that ask for verbs, and such that are clients.
-pub const HANDS: u8 = 3;
+/// Number of threads that run verbs, and of client threads.
+pub const VERB_THREADS: u8 = 3;
 pub const CLIENTS: u8 = 4;
-/// Most lives that end in the middle of everything; one more ends with all devices removed.
+/// Maximum number of lives that end under load; one more ends with all devices removed.
 const LIVES_MAX: u64 = 6;
 const VERBS_MAX: u64 = 40;
 const VISITS_MAX: u64 = 8;
-/// Powers of two of answers after which a server ends.
+/// Logarithm of the largest number of completions after which a server ends.
 const AFTER_LOG_MAX: u64 = 11;
 
-/// One step. Those of a thread come one after the other; threads run beside one another.
+/// A step. Steps of one thread run in order; threads run concurrently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Op {
-    /// A verb, by one of the threads that ask for them.
+    /// A verb, run by one of the verb threads.
     Verb {
-        /// Which of them.
+        /// Thread.
         by: u8,
-        /// Of all that it chooses.
+        /// Seed of all its choices.
         seed: u64,
     },
-    /// A client connects to some device, and has random requests or reads all of it.
+    /// A client connects to a device, and sends random requests or reads all of it.
     Visit {
-        /// Which of the clients' threads.
+        /// Thread.
         by: u8,
-        /// Of all that it chooses.
+        /// Seed of all its choices.
         seed: u64,
     },
-    /// Everything is read before anything else happens.
+    /// Reads everything before anything else happens.
     Sweep,
-    /// The life ends, once so many requests and verbs were answered, or there is nothing else to do.
+    /// Ends the life when this many requests and verbs have completed, or nothing is left to do.
     End {
-        /// Answers.
+        /// Number of completions.
         after: u64,
-        /// By which signal.
+        /// How the server ends.
         how: End,
     },
 }
@@ -48,10 +48,11 @@ pub enum End {
     /// `kill -9`.
     Killed,
     /// SIGTERM.
-    Told,
-    /// `kill -9`; and the next one so many microseconds after its start, ready or not.
+    #[serde(rename = "Told")]
+    Terminated,
+    /// `kill -9`; the next server is killed this many microseconds after its start, ready or not.
     KilledTwice {
-        /// After its start.
+        /// Time after its start.
         micros: u64,
     },
 }
@@ -59,35 +60,35 @@ pub enum End {
 /// A run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Case {
-    /// Of the devices and files that are there in the beginning.
+    /// Seed of the devices and files.
     pub devices: u64,
-    /// What is done.
+    /// The steps.
     pub ops: Vec<Op>,
 }
 
 impl Case {
-    /// The run of a seed.
+    /// Draws the run of a seed.
     pub fn draw(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let devices = rng.word();
         let mut ops = Vec::new();
         let lives = 2 + rng.below(LIVES_MAX - 1);
         for _ in 0..lives {
-            life(&mut ops, &mut rng);
+            add_life(&mut ops, &mut rng);
             let most = 2 << rng.below(AFTER_LOG_MAX);
             let after = rng.below(most);
             let how = match rng.below(10) {
                 0..6 => End::Killed,
                 6 => End::KilledTwice { micros: rng.below(60_000) },
-                _ => End::Told,
+                _ => End::Terminated,
             };
             ops.push(Op::End { after, how });
         }
-        life(&mut ops, &mut rng);
+        add_life(&mut ops, &mut rng);
         Self { devices, ops }
     }
 
-    /// What is done in each life; only the last one has no end of its own.
+    /// Returns the steps of each life, and its end; the last life has none.
     pub fn lives(&self) -> impl Iterator<Item = (&[Op], Option<(u64, End)>)> {
         let mut lives: Vec<_> = self.ops.split_inclusive(|op| matches!(op, Op::End { .. })).collect();
         if lives.last().is_none_or(|life| matches!(life.last(), Some(Op::End { .. }))) {
@@ -100,12 +101,12 @@ impl Case {
     }
 }
 
-fn life(ops: &mut Vec<Op>, rng: &mut Rng) {
+fn add_life(ops: &mut Vec<Op>, rng: &mut Rng) {
     if rng.chance(50) {
         ops.push(Op::Sweep);
     }
     let count = 1 + rng.below(VERBS_MAX);
-    for by in 0..HANDS {
+    for by in 0..VERB_THREADS {
         ops.extend((0..count).map(|_| Op::Verb { by, seed: rng.word() }));
     }
     let count = 1 + rng.below(VISITS_MAX);
@@ -119,7 +120,7 @@ mod tests {
     use super::{Case, Op};
 
     #[test]
-    fn any_part_of_a_run_is_one() {
+    fn subset_of_run_is_a_run() {
         let case = Case::draw(7);
         assert_eq!(case, Case::draw(7));
         assert_ne!(case, Case::draw(8));

@@ -1,4 +1,4 @@
-//! One run: its lives, one after the other.
+//! Executes one run: its lives, one after the other.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,22 +11,22 @@ use rustix::process::Signal;
 use serde_json::json;
 
 use super::super::control;
-use super::super::far::Far;
-use super::super::round::{self, END_MAX, ended};
+use super::super::far::FarServer;
+use super::super::round::{self, END_MAX, wait_orderly_end};
 use super::super::server::{self, Server};
-use super::super::verbs::Hand;
+use super::super::verbs::VerbThread;
 use super::super::watch::VERB_MAX;
 use super::super::world::World;
 use super::super::{Failure, Report, clients, images, plan};
-use super::again;
-use super::case::{CLIENTS, Case, End, HANDS, Op};
+use super::case::{CLIENTS, Case, End, Op, VERB_THREADS};
+use super::restart;
 
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Runs a case with the program at `binary`.
 ///
 /// # Errors
-/// What was wrong first.
+/// Returns the first failure.
 pub fn run(seed: u64, case: &Case, binary: &Path) -> Result<Report, Box<Failure>> {
     let began = Instant::now();
     let world = Arc::new(World::with_state(binary));
@@ -35,15 +35,15 @@ pub fn run(seed: u64, case: &Case, binary: &Path) -> Result<Report, Box<Failure>
         Err(error) => return Err(failed(&world, seed, began, error.to_string())),
     };
     world.set_dir(dir.path());
-    let mut outcome = all(&world, dir.path(), case);
-    if let Some(trouble) = world.trouble() {
-        outcome = Err(trouble.what);
+    let mut outcome = run_lives(&world, dir.path(), case);
+    if let Some(first_failure) = world.first_failure() {
+        outcome = Err(first_failure.what);
     }
     match outcome {
         Ok(()) => Ok(Report::of(&world, 1)),
         Err(what) => {
             let failure = failed(&world, seed, began, what);
-            // Somebody will want to look at it.
+            // Keep the directory for the analysis.
             let _ = dir.keep();
             Err(failure)
         }
@@ -52,54 +52,56 @@ pub fn run(seed: u64, case: &Case, binary: &Path) -> Result<Report, Box<Failure>
 
 fn failed(world: &World, seed: u64, began: Instant, what: String) -> Box<Failure> {
     let (dir, after) = (world.dir(), began.elapsed());
-    let running = world.trouble().map_or_else(|| world.running(), |trouble| trouble.running);
+    let running =
+        world.first_failure().map_or_else(|| world.running(), |first_failure| first_failure.running);
     let (log, report) = (server::log_tail(&dir), Report::of(world, 0));
     Box::new(Failure { seed, after, what, running, log, dir, report })
 }
 
-fn all(world: &Arc<World>, dir: &Path, case: &Case) -> Result<(), String> {
+fn run_lives(world: &Arc<World>, dir: &Path, case: &Case) -> Result<(), String> {
     let mut rng = Rng::new(case.devices);
     let far = plan::make(world, dir, &mut rng).map_err(|e| format!("the files of a run: {e}"))?;
-    let mut far = Far::start(&world.program, dir, far)?;
+    let mut far = FarServer::start(&world.program, dir, far)?;
     let mut before = None;
     for (ops, end) in case.lives() {
         if rng.chance(30) {
-            far.again(world)?;
+            far.restart(world)?;
         }
         let server = start(world, dir, before)?;
-        one(world, &server, ops, end)?;
-        if world.trouble().is_some() {
+        run_life(world, &server, ops, end)?;
+        if world.first_failure().is_some() {
             return Ok(());
         }
         before = end.map(|(_, how)| how);
     }
-    // There is nothing left for another server.
+    // The next server must have no devices.
     let server = Server::start(&world.program, dir, &state(), false)?;
-    let list = control::ask(&server.control, "list", &json!({})).map_err(|no| format!("list: {no:?}"))?;
+    let list =
+        control::ask(&server.control, "list", &json!({})).map_err(|error| format!("list: {error:?}"))?;
     if list["devices"] != json!([]) || !list["missing"].is_null() {
         return Err(format!("after all was removed, the next server has {list}"));
     }
     server.signal(Signal::TERM);
-    ended(world, &server)?;
+    wait_orderly_end(world, &server)?;
     images::settle_all(world)?;
-    round::no_files(world, dir)
+    round::check_files(world, dir)
 }
 
 fn state() -> Vec<String> {
     vec!["--state".into(), server::STATE.into()]
 }
 
-/// A server, with what it must have. `before`: how the last one ended.
+/// Starts a server and checks its devices. `before`: how the last server ended.
 fn start(world: &World, dir: &Path, before: Option<End>) -> Result<Server, String> {
     world.set_stop(false);
-    world.set_dying(false);
-    world.answers.clear();
+    world.set_server_ending(false);
+    world.completions.clear();
     let Some(before) = before else {
-        let words: Vec<String> = state().into_iter().chain(round::words(world)).collect();
-        world.note(format!("a server starts: {words:?}"));
-        let server =
-            Server::start(&world.program, dir, &words, false).map_err(|e| format!("{words:?}: {e}"))?;
-        again::first(world)?;
+        let device_args: Vec<String> = state().into_iter().chain(round::device_args(world)).collect();
+        world.note(format!("a server starts: {device_args:?}"));
+        let server = Server::start(&world.program, dir, &device_args, false)
+            .map_err(|e| format!("{device_args:?}: {e}"))?;
+        restart::check_first_start(world)?;
         return Ok(server);
     };
     let mut starts = 1;
@@ -110,21 +112,21 @@ fn start(world: &World, dir: &Path, before: Option<End>) -> Result<Server, Strin
     }
     world.note("a server starts on its state".into());
     let server = Server::start(&world.program, dir, &state(), false)?;
-    again::judge(world, before != End::Told, starts)?;
+    restart::judge(world, before != End::Terminated, starts)?;
     images::settle_all(world)?;
     Ok(server)
 }
 
-/// One life.
-fn one(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, End)>) -> Result<(), String> {
+/// Runs one life.
+fn run_life(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, End)>) -> Result<(), String> {
     let over = AtomicBool::new(false);
     let done = thread::scope(|scope| {
         let watchdog = scope.spawn(|| round::watch(world, server, &over));
         if ops.contains(&Op::Sweep) {
-            clients::sweep_all(world);
+            clients::read_all_devices(world);
         }
         let mut threads = Vec::new();
-        for by in 0..HANDS {
+        for by in 0..VERB_THREADS {
             let of = |op: &Op| {
                 if let Op::Verb { by: who, seed } = op { (*who == by).then_some(*seed) } else { None }
             };
@@ -140,13 +142,13 @@ fn one(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, End)>)
         }
         if let Some((after, how)) = end {
             let all_done = || threads.iter().all(thread::ScopedJoinHandle::is_finished);
-            while !world.answers.reached(after, LOOK_EVERY) && !world.stopped() && !all_done() {}
-            if world.trouble().is_none() {
-                let _unsteady = world.steady.write().unwrap_or_else(PoisonError::into_inner);
-                world.set_dying(true);
-                world.note(format!("the server is to be {how:?}"));
+            while !world.completions.wait_for(after, POLL_INTERVAL) && !world.stopped() && !all_done() {}
+            if world.first_failure().is_none() {
+                let _no_kill_guard = world.no_kill.write().unwrap_or_else(PoisonError::into_inner);
+                world.set_server_ending(true);
+                world.note(format!("the server ends: {how:?}"));
                 let (signal, name) = match how {
-                    End::Told => (Signal::TERM, "SIGTERM"),
+                    End::Terminated => (Signal::TERM, "SIGTERM"),
                     End::Killed | End::KilledTwice { .. } => (Signal::KILL, "kill -9"),
                 };
                 let when = if all_done() { "" } else { " in traffic" };
@@ -161,8 +163,8 @@ fn one(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, End)>)
             }
         }
         let mut done = Ok(());
-        if end.is_none() && world.trouble().is_none() {
-            clients::sweep_all(world);
+        if end.is_none() && world.first_failure().is_none() {
+            clients::read_all_devices(world);
             let slot = world.watch.slot("end".into());
             slot.begin("removes all devices", 2 * VERB_MAX);
             done = remove_all(world, server);
@@ -172,7 +174,7 @@ fn one(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, End)>)
         done
     });
     world.watch.clear();
-    if world.trouble().is_some() {
+    if world.first_failure().is_some() {
         return Ok(());
     }
     done?;
@@ -181,10 +183,10 @@ fn one(world: &Arc<World>, server: &Server, ops: &[Op], end: Option<(u64, End)>)
             Some(status) if server::was_killed(status) => Ok(()),
             status => Err(format!("killed, the server ended with {status:?}")),
         },
-        Some((_, End::Told)) => ended(world, server),
+        Some((_, End::Terminated)) => wait_orderly_end(world, server),
         None => {
             server.signal(Signal::TERM);
-            ended(world, server)?;
+            wait_orderly_end(world, server)?;
             world.counts.add("ends", "emptied", 1);
             Ok(())
         }
@@ -197,7 +199,7 @@ fn verbs(world: &World, by: u8, seeds: &[u64]) {
         if world.stopped() {
             break;
         }
-        Hand::new(world, &slot, Rng::new(*seed)).one();
+        VerbThread::new(world, &slot, Rng::new(*seed)).run_random_verb();
         slot.end();
     }
 }
@@ -208,17 +210,17 @@ fn visits(world: &World, by: u8, seeds: &[u64]) {
         if world.stopped() {
             break;
         }
-        clients::one(world, &slot, &mut Rng::new(*seed));
+        clients::connect_once(world, &slot, &mut Rng::new(*seed));
     }
 }
 
-/// What could not be made again goes, too: by name, as there is no device.
+/// Removes all devices, including those that could not be created again.
 fn remove_all(world: &World, server: &Server) -> Result<(), String> {
     round::remove_all(world, server)?;
     for disk in world.missing() {
         let asked = json!({ "name": disk.name });
         control::ask(&server.control, "remove", &asked)
-            .map_err(|no| format!("remove {}, which is missing: {no:?}", disk.name))?;
+            .map_err(|error| format!("remove {}, which is missing: {error:?}", disk.name))?;
     }
     Ok(())
 }

@@ -1,15 +1,16 @@
-//! Servers with a state that end in the middle of verbs and requests, and are started again: what was
-//! answered is there then, and what was lost is nobody's to see until somebody says so.
+//! Mode lives: servers with a state directory end in the middle of verbs and requests and are
+//! started again. Everything completed must still exist, and lost content must stay withheld until
+//! a verb releases it.
 //!
-//! A run is drawn from its seed as a list of ops, and each life of a server takes its part of that. A
-//! server ends when so many requests and verbs were answered. Threads are real, and so are servers:
-//! which of the ops run side by side, and which verbs are under way when a server is killed, is not
-//! the same in two runs of a seed. So a run that failed is repeated to see how often it does, and
-//! made shorter by runs that are repeated as well.
+//! A run is a list of ops drawn from its seed; each life of a server executes a part of the list. A
+//! server ends after a given number of completions. Threads and servers are real: which ops run
+//! concurrently, and which verbs are cut off by a kill, differs between two runs of a seed. A
+//! failed run is therefore repeated to measure how often it fails, and shortened with repeated
+//! runs.
 
-mod again;
 mod case;
 mod life;
+mod restart;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -19,16 +20,16 @@ use crate::shrink::shrink;
 pub use case::{Case, End, Op};
 pub use life::run;
 
-/// How often a run that failed is repeated.
+/// Repetitions of a failed run.
 const REPEATS: u32 = 5;
-/// How often a shorter one is tried that has not failed.
+/// Attempts to make a shortened run fail.
 const TRIES: u32 = 2;
-/// The time for all runs that are to be shorter.
+/// Total time for shortening.
 const SHRINK_MAX: Duration = Duration::from_secs(300);
 
-/// Runs from this seed on until the time is over, at least one. False where one failed: it was
-/// printed, and made short where it `shrinks`.
-pub fn lives(first: u64, time: Duration, shrinks: bool, binary: &Path) -> (Report, bool) {
+/// Runs seeds from `first` on until the time is over, at least one. Returns false if one failed;
+/// the failure was printed, and shortened if `shrinks` is set.
+pub fn run_seeds(first: u64, time: Duration, shrinks: bool, binary: &Path) -> (Report, bool) {
     let began = Instant::now();
     let mut all = Report::default();
     for seed in first.. {
@@ -37,7 +38,7 @@ pub fn lives(first: u64, time: Duration, shrinks: bool, binary: &Path) -> (Repor
             Ok(report) => all.add(&report),
             Err(failure) => {
                 println!("{failure}");
-                // A fault that was put back need not be made short.
+                // A run with an injected fault (a mutant) need not be shortened.
                 if shrinks && std::env::var_os("FREESTONE_MUTANT").is_none_or(|name| name.is_empty()) {
                     shorten(seed, &case, binary);
                 }
@@ -51,16 +52,16 @@ pub fn lives(first: u64, time: Duration, shrinks: bool, binary: &Path) -> (Repor
     (all, true)
 }
 
-/// Leaves out what is not needed for the failure, and prints the rest.
+/// Removes the ops that the failure does not need, and prints the rest.
 fn shorten(seed: u64, case: &Case, binary: &Path) {
     let fails = |case: &Case| {
         let failure = run(seed, case, binary).err()?;
-        // Only the first one is kept.
+        // Keep only the directory of the first failure.
         let _ = std::fs::remove_dir_all(&failure.dir);
         Some(failure)
     };
     let again = (0..REPEATS).filter(|_| fails(case).is_some()).count();
-    println!("seed {seed}: of {REPEATS} repeats {again} fail");
+    println!("seed {seed}: {again} of {REPEATS} repeats fail");
     if again == 0 {
         return;
     }
@@ -77,7 +78,7 @@ fn shorten(seed: u64, case: &Case, binary: &Path) {
     });
     println!("{} of {} steps are enough, for `freestone-torture life`:", ops.len(), case.ops.len());
     let shorter = Case { ops, ..case.clone() };
-    // Numbers and names are always JSON.
+    // Serialization of numbers and names cannot fail.
     println!("{}", serde_json::to_string(&shorter).unwrap_or_default());
     if let Some(failure) = last {
         println!("{}", failure.what);

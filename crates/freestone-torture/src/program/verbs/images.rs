@@ -1,24 +1,24 @@
-//! Images: what devices hold goes to a store, and comes back as devices.
+//! Verbs of images: devices are pushed to a store, and images become devices.
 
 use std::process::{Command, Stdio};
 
 use serde_json::json;
 
 use super::super::images::{self, CACHE};
-use super::super::link::Place;
+use super::super::link::Address;
 use super::super::server;
 use super::super::watch::VERB_MAX;
-use super::super::world::{Disk, Kind, May, TAGS};
-use super::{Hand, is_bare, root};
+use super::super::world::{Disk, Kind, PossibleImage, TAGS};
+use super::{VerbThread, has_no_volatile_cache, root};
 
-impl Hand<'_> {
-    /// One of these.
+impl VerbThread<'_> {
+    /// Runs one of these verbs.
     pub(super) fn images(&mut self) {
         match self.rng.below(10) {
             0..4 => self.push(),
             4..8 => self.pull(),
             8 => {
-                if let Some(disk) = self.some(|disk| disk.kind == Kind::Image) {
+                if let Some(disk) = self.choose(|disk| disk.kind == Kind::Image) {
                     self.ask("trace", &json!({ "name": disk.name }));
                 }
             }
@@ -29,32 +29,33 @@ impl Hand<'_> {
     fn push(&mut self) {
         let whole = |disk: &Disk| {
             let kinds = [Kind::Ram, Kind::Fork, Kind::Frozen, Kind::Base, Kind::Image];
-            kinds.contains(&disk.kind) && is_bare(disk)
+            kinds.contains(&disk.kind) && has_no_volatile_cache(disk)
         };
-        let Some(disk) = self.some(whole) else { return };
+        let Some(disk) = self.choose(whole) else { return };
         if disk.may_fail() || root(&disk).is_some_and(|root| root.may_fail()) {
             return;
         }
         let at = self.rng.below(TAGS.len() as u64) as usize;
         let world = self.world;
-        // Somebody else pushes there.
+        // Another thread pushes there.
         let Ok(mut may) = world.tags[at].try_lock() else { return };
         let since = disk.oracle().begin_read();
         let full = self.rng.chance(15);
-        let asked = json!({ "name": disk.name, "url": images::url(world, TAGS[at]), "full": full });
-        let told = self.ask_of("push", &asked, Some(&disk));
-        if told.is_none() && !self.cut_off && !world.dying() {
+        let params = json!({ "name": disk.name, "url": images::url(world, TAGS[at]), "full": full });
+        let answer = self.ask_about("push", &params, Some(&disk));
+        if answer.is_none() && !self.cut_off && !world.server_ending() {
             return disk.oracle().abandon(since);
         }
-        let oracle = disk.taken(since, TAGS[at]);
-        let image = told.as_ref().and_then(|told| Some(told["url"].as_str()?.rsplit_once('@')?.1.to_owned()));
-        if told.is_some() {
+        let oracle = disk.snapshot_since(since, TAGS[at]);
+        let image =
+            answer.as_ref().and_then(|answer| Some(answer["url"].as_str()?.rsplit_once('@')?.1.to_owned()));
+        if answer.is_some() {
             may.clear();
         }
-        may.push(May { image, oracle });
+        may.push(PossibleImage { image, oracle });
     }
 
-    /// An image as a device: made, or pulled into the cache as well.
+    /// Makes an image a device, with `create` or `pull`.
     fn pull(&mut self) {
         if self.is_full() {
             return;
@@ -68,7 +69,7 @@ impl Hand<'_> {
             Ok(false) => return,
             Err(why) => return world.fail(why),
         }
-        let Some(May { image: Some(image), oracle }) = may.first() else { return };
+        let Some(PossibleImage { image: Some(image), oracle }) = may.first() else { return };
         let name = self.name('i');
         let (url, image) = (images::url(world, TAGS[at]), image.clone());
         let pulls = self.rng.chance(50);
@@ -76,29 +77,29 @@ impl Hand<'_> {
             if pulls || self.rng.chance(60) { self.path(CACHE).display().to_string() } else { "none".into() };
         let pinned = format!("{url}@{image}");
         let said = if self.rng.chance(30) { &pinned } else { &url };
-        let words = |url: &str| format!("{name}=image,url={url},cache={cache}");
-        let places = vec![Place::Nbd(self.path(server::NBD))];
+        let device_args = |url: &str| format!("{name}=image,url={url},cache={cache}");
+        let places = vec![Address::Nbd(self.path(server::NBD))];
         let disk = Disk {
-            kept: true,
-            words: Some(words(&pinned)),
+            survives_restart: true,
+            device_args: Some(device_args(&pinned)),
             image: Some(image),
-            made_by: words(said),
+            created_by: device_args(said),
             ..Disk::new(&name, Kind::Image, oracle.clone(), places)
         };
         let done = if pulls {
             self.ask("pull", &json!({ "url": said, "name": name, "cache": cache, "publish": "yes" }))
         } else {
-            self.ask("create", &json!({ "device": format!("{},publish=yes", words(said)) }))
+            self.ask("create", &json!({ "device": format!("{},publish=yes", device_args(said)) }))
         };
-        // A pull that is ended leaves the device.
-        self.cut_off |= done.is_none() && world.dying();
+        // A pull that is cut off leaves the device.
+        self.cut_off |= done.is_none() && world.server_ending();
         drop(may);
         if done.is_some() || self.cut_off {
-            self.made_all(vec![disk]);
+            self.add_all_created(vec![disk]);
         }
     }
 
-    /// By the program itself, which asks no server.
+    /// Prunes the store with the program itself, which asks no server.
     fn prune(&mut self) {
         let url = format!("file://{}", self.path(images::STORE).display());
         self.slot.begin("prune", VERB_MAX);
@@ -106,7 +107,7 @@ impl Hand<'_> {
         command.args(["prune", &url]).stdin(Stdio::null()).env_remove("RUST_LOG");
         match command.output() {
             Ok(output) if output.status.success() => self.world.counts.add("verbs", "prune ok", 1),
-            // Before the first push.
+            // No push has happened yet.
             Ok(output) if String::from_utf8_lossy(&output.stderr).contains("there is no tag, so") => {}
             outcome => self.world.fail(format!("prune {url}: {outcome:?}")),
         }

@@ -1,27 +1,29 @@
-//! What is saved, and made of that again.
+//! Verbs that save devices, and create devices from saved files.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::json;
 
-use super::super::flight::Flight;
+use super::super::cut_off::CutOffVerb;
 use super::super::world::{Disk, Kind};
-use super::{Hand, SECTOR, is_bare, root};
+use super::{SECTOR, VerbThread, has_no_volatile_cache, root};
 use crate::oracle::Oracle;
 
-impl Hand<'_> {
+impl VerbThread<'_> {
     pub(super) fn save_and_restore(&mut self) {
-        let whole = |disk: &Disk| matches!(disk.kind, Kind::Ram | Kind::Fork | Kind::Frozen) && is_bare(disk);
-        let Some(disk) = self.some(whole) else { return };
-        // A file that others replace, too.
+        let whole = |disk: &Disk| {
+            matches!(disk.kind, Kind::Ram | Kind::Fork | Kind::Frozen) && has_no_volatile_cache(disk)
+        };
+        let Some(disk) = self.choose(whole) else { return };
+        // A shared file, which other threads replace, too.
         let number = self.rng.below(3);
         let shared = self.path(&format!("{number}.saved"));
         if self.rng.chance(50) {
-            self.ask_of("save", &json!({ "names": [disk.name], "file": shared }), Some(&disk));
+            self.ask_about("save", &json!({ "names": [disk.name], "file": shared }), Some(&disk));
             return;
         }
-        // What a snapshot was taken of is not in a file, nor is what a fork of one stands on.
+        // The file does not contain the origin of a snapshot, nor the base of a fork of a snapshot.
         if root(&disk).is_some_and(|root| root.kind == Kind::Image) {
             return;
         }
@@ -32,14 +34,14 @@ impl Hand<'_> {
         let name = self.name('b');
         let own = self.path(&format!("{name}.saved"));
         let since = disk.oracle().begin_read();
-        if self.ask_of("save", &json!({ "names": [disk.name], "file": own }), Some(&disk)).is_none() {
+        if self.ask_about("save", &json!({ "names": [disk.name], "file": own }), Some(&disk)).is_none() {
             return disk.oracle().abandon(since);
         }
-        let oracle = disk.taken(since, &name);
-        let restored = self.ask_of("restore", &json!({ "file": own, "name": name }), Some(&disk));
+        let oracle = disk.snapshot_since(since, &name);
+        let restored = self.ask_about("restore", &json!({ "file": own, "name": name }), Some(&disk));
         let _ = std::fs::remove_file(&own);
-        let told = restored.as_ref().and_then(|restored| restored["devices"][0]["kind"].as_str());
-        let kind = match told {
+        let answer = restored.as_ref().and_then(|restored| restored["devices"][0]["kind"].as_str());
+        let kind = match answer {
             None if !self.cut_off => return,
             None if disk.kind == Kind::Ram => Kind::Ram,
             Some("ram") => Kind::Ram,
@@ -47,57 +49,62 @@ impl Hand<'_> {
             Some("snapshot") => Kind::Frozen,
             Some(kind) => return self.world.fail(format!("restore of {}: a {kind}", disk.name)),
         };
-        let of = root(&disk).filter(|root| root.kind == Kind::Base && kind != Kind::Ram);
-        let made_by = format!("restored, was {}", disk.story());
-        let new = Disk { of, made_by, ..Disk::new(&name, kind, oracle, Vec::new()) };
-        self.made_all(vec![new]);
+        let parent = root(&disk).filter(|root| root.kind == Kind::Base && kind != Kind::Ram);
+        let created_by = format!("restored, was {}", disk.describe());
+        let new = Disk { parent, created_by, ..Disk::new(&name, kind, oracle, Vec::new()) };
+        // A restored fork keeps its own limit, and has no backing device.
+        new.set_tight(kind == Kind::Restored && (disk.known().limit.is_some() || disk.is_tight()));
+        self.add_all_created(vec![new]);
     }
 
-    /// What a fork of the image holds goes to another one as an overlay.
+    /// Saves the changes of a fork and applies them to another fork of the base.
     pub(super) fn delta(&mut self) {
-        let Some(fork) = self.some(|d| d.kind == Kind::Fork && of_image(d) && is_bare(d)) else { return };
+        let Some(fork) = self.choose(|d| d.kind == Kind::Fork && of_image(d) && has_no_volatile_cache(d))
+        else {
+            return;
+        };
         if self.is_full() {
             return;
         }
-        let file = self.path(&format!("{}.qcow2", self.world.number()));
+        let file = self.path(&format!("{}.qcow2", self.world.next_number()));
         let since = fork.oracle().begin_read();
         if self.ask("delta.save", &json!({ "name": fork.name, "file": file })).is_none() {
             return fork.oracle().abandon(since);
         }
         let name = self.name('d');
-        let oracle = fork.taken(since, &name);
-        let base = fork.of.clone().expect("a fork has a base");
+        let oracle = fork.snapshot_since(since, &name);
+        let base = fork.parent.clone().expect("a fork has a base");
         let size = oracle.size() * SECTOR;
         let same = size == base.oracle().size() * SECTOR;
-        // The size of the fork is not known for certain where it was grown; only one that is as its
-        // base is applied.
+        // The size of a grown fork is not known for certain; apply only the delta of one with the
+        // size of its base.
         if same {
-            self.applied(&base, &fork, &name, &file, oracle);
+            self.apply_delta(&base, &fork, &name, &file, oracle);
         }
         let _ = std::fs::remove_file(&file);
     }
 
-    fn applied(&mut self, base: &Arc<Disk>, fork: &Disk, name: &str, file: &Path, oracle: Oracle) {
-        let (spills, made_by) = (base.spills, format!("delta of {}", fork.story()));
-        let of = Some(Arc::clone(base));
-        let disk = Disk { of, spills, made_by, ..Disk::new(name, Kind::Fork, oracle, Vec::new()) };
+    fn apply_delta(&mut self, base: &Arc<Disk>, fork: &Disk, name: &str, file: &Path, oracle: Oracle) {
+        let (spills, created_by) = (base.spills, format!("delta of {}", fork.describe()));
+        let parent = Some(Arc::clone(base));
+        let disk = Disk { parent, spills, created_by, ..Disk::new(name, Kind::Fork, oracle, Vec::new()) };
         if self.ask("fork", &json!({ "base": base.name, "name": name })).is_none() {
             if self.cut_off {
-                self.world.in_flight(Flight::Makes(vec![disk]));
+                self.world.add_cut_off(CutOffVerb::Creates(vec![disk]));
             }
             return;
         }
-        let asked = json!({ "name": name, "file": file });
-        if self.ask_of("delta.apply", &asked, Some(base)).is_some() {
-            return self.made(disk);
+        let params = json!({ "name": name, "file": file });
+        if self.ask_about("delta.apply", &params, Some(base)).is_some() {
+            return self.add_created(disk);
         }
-        // Part of it may be there: nobody looks.
+        // Part of the delta may have been applied: the content is not judged.
         if self.cut_off || self.ask("remove", &json!({ "name": name })).is_none() {
-            self.world.in_flight(Flight::Makes(vec![disk]));
+            self.world.add_cut_off(CutOffVerb::Creates(vec![disk]));
         }
     }
 }
 
 fn of_image(disk: &Disk) -> bool {
-    disk.of.as_ref().is_some_and(|of| of.kind == Kind::Base)
+    disk.parent.as_ref().is_some_and(|of| of.kind == Kind::Base)
 }

@@ -1,14 +1,15 @@
-//! What changes nothing that a client sees.
+//! Verbs that change nothing that a client sees.
 
 use serde_json::json;
 
 use super::super::world::Kind;
-use super::Hand;
+use super::VerbThread;
 
-impl Hand<'_> {
-    /// One of these.
+impl VerbThread<'_> {
+    /// Runs one of these verbs.
     pub(super) fn upkeep(&mut self) {
-        let Some(disk) = self.some(|disk| matches!(disk.kind, Kind::Ram | Kind::Fork | Kind::Frozen)) else {
+        let Some(disk) = self.choose(|disk| matches!(disk.kind, Kind::Ram | Kind::Fork | Kind::Frozen))
+        else {
             return;
         };
         let name = &disk.name;
@@ -25,7 +26,7 @@ impl Hand<'_> {
             }
             3 => {
                 let kind = ["idle", "huge", "huge_idle"][self.rng.below(3) as usize];
-                self.ask_of("recompress", &json!({ "name": name, "type": kind }), Some(&disk))
+                self.ask_about("recompress", &json!({ "name": name, "type": kind }), Some(&disk))
             }
             _ => self.ask("compact", &json!({ "name": name })),
         };

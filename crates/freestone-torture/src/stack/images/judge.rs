@@ -1,4 +1,4 @@
-//! What a tag may show after pushes.
+//! Judges the image of a tag after pushes.
 
 use freestone::store::format::name::Name;
 use freestone::store::image::{Config, Image};
@@ -7,34 +7,34 @@ use freestone::store::push::Pushed;
 use freestone::store::store::{Error, Result as Answer, Store};
 
 use super::super::look::read_all;
-use super::super::{Causes, World, Wrong, wrong};
-use super::{CALM, Pushing, Tagged};
+use super::super::{Causes, Finding, World, finding};
+use super::{FAULTLESS_TIMEOUT, PushTask, TagImage};
 use crate::oracle::{Durability, Oracle, SECTOR_BYTES};
 use crate::rt::sync::Arc;
 
-/// What a tag says, and what that image shows.
-pub type After = Option<(Name, Vec<u8>)>;
+/// The image of a tag, and its content.
+pub type TagContent = Option<(Name, Vec<u8>)>;
 
-/// Pushes of one tag, and what came of them.
-pub struct Judged {
+/// Pushes to one tag, and their results.
+pub struct PushResults {
     pub tag: &'static str,
-    /// Those of the store before.
+    /// Causes of failures of the store before the pushes.
     pub faults: Causes,
-    /// There were several.
-    pub beside: bool,
-    /// A prune was done meanwhile.
+    /// Several pushes ran at once.
+    pub had_others: bool,
+    /// A prune ran at the same time.
     pub prunes: bool,
-    pub ended: Vec<(Pushing, Answer<Pushed>)>,
+    pub ended: Vec<(PushTask, Answer<Pushed>)>,
 }
 
-/// Reads all of what a tag says; nothing is wrong with the store for whoever asks here.
-pub fn look(store: &Arc<Store>, tag: &str) -> Result<After, Wrong> {
-    let read = store.tag(tag, Until::within(CALM));
-    let read = read.map_err(|error| Wrong::Said(format!("tag {tag} cannot be read: {error}")))?;
+/// Reads the whole image of a tag through a connection without faults.
+pub fn read_tag(store: &Arc<Store>, tag: &str) -> Result<TagContent, Finding> {
+    let read = store.tag(tag, Until::within(FAULTLESS_TIMEOUT));
+    let read = read.map_err(|error| Finding::Message(format!("tag {tag} cannot be read: {error}")))?;
     let Some(read) = read else { return Ok(None) };
     let name = read.tag.manifest;
-    let config = Config { timeout: CALM, prefetch: false };
-    let bytes = Image::open(Arc::clone(store), None, name, config, Until::within(CALM))
+    let config = Config { timeout: FAULTLESS_TIMEOUT, prefetch: false };
+    let bytes = Image::open(Arc::clone(store), None, name, config, Until::within(FAULTLESS_TIMEOUT))
         .map_err(|error| error.to_string())
         .and_then(|image| {
             let read = read_all(&image);
@@ -42,15 +42,15 @@ pub fn look(store: &Arc<Store>, tag: &str) -> Result<After, Wrong> {
         });
     match bytes {
         Ok(bytes) => Ok(Some((name, bytes))),
-        Err(error) => wrong(format!("the image of tag {tag} cannot be read: {error}")),
+        Err(error) => finding(format!("the image of tag {tag} cannot be read: {error}")),
     }
 }
 
-/// Whether these bytes are what was to be seen there.
-fn shows(oracle: &mut Oracle, bytes: &[u8]) -> Result<(), Wrong> {
+/// Checks that the bytes are those that the oracle allows.
+fn check_bytes(oracle: &mut Oracle, bytes: &[u8]) -> Result<(), Finding> {
     if oracle.size() * SECTOR_BYTES as u64 != bytes.len() as u64 {
-        return wrong(format!(
-            "an image has {} bytes, and should have {} sectors",
+        return finding(format!(
+            "an image has {} bytes, but should have {} sectors",
             bytes.len(),
             oracle.size()
         ));
@@ -60,34 +60,38 @@ fn shows(oracle: &mut Oracle, bytes: &[u8]) -> Result<(), Wrong> {
 }
 
 impl World {
-    /// No push has changed this tag since.
-    pub(super) fn is_as_it_was(&mut self, tag: &str, after: After) -> Result<(), Wrong> {
+    /// Checks that no push has changed this tag.
+    pub(super) fn check_tag_unchanged(&mut self, tag: &str, after: TagContent) -> Result<(), Finding> {
         let Some(tagged) = self.images.as_mut().and_then(|images| images.tags.get_mut(tag)) else {
             return match after {
                 None => Ok(()),
-                Some((name, _)) => wrong(format!("tag {tag} says {name}, and nobody has set it")),
+                Some((name, _)) => finding(format!("tag {tag} refers to {name}, but was never set")),
             };
         };
         match after {
-            Some((name, bytes)) if name == tagged.name => shows(&mut tagged.shows, &bytes),
+            Some((name, bytes)) if name == tagged.name => check_bytes(&mut tagged.shows, &bytes),
             after => {
                 let name = after.map(|(name, _)| name);
-                wrong(format!("tag {tag} says {name:?}, and was set to {:?}", tagged.name))
+                finding(format!("tag {tag} refers to {name:?}, but was set to {:?}", tagged.name))
             }
         }
     }
 
-    /// What the tag says now, where it was set.
-    pub(super) fn judge_push(&mut self, judged: Judged, after: After) -> Result<Option<Tagged>, Wrong> {
-        let Judged { tag, faults, beside, prunes, ended } = judged;
+    /// Returns the image of the tag after the pushes, if the tag exists.
+    pub(super) fn judge_push(
+        &mut self,
+        results: PushResults,
+        after: TagContent,
+    ) -> Result<Option<TagImage>, Finding> {
+        let PushResults { tag, faults, had_others, prunes, ended } = results;
         let Some(images) = &self.images else { return Ok(None) };
         let had_faults = {
             let now = images.faults.causes();
             now.errors > faults.errors || now.hung > 0
         };
         let before = images.tags.get(tag).cloned();
-        // What it may say, with a name where that is known.
-        let mut may: Vec<(Option<Name>, Oracle)> = Vec::new();
+        // Images that the tag may refer to; the name is known if the push succeeded.
+        let mut allowed: Vec<(Option<Name>, Oracle)> = Vec::new();
         let (mut set, mut failed) = (false, false);
         for (mut one, outcome) in ended {
             let shown = self.oracles.get_mut(&one.oracle);
@@ -100,51 +104,53 @@ impl World {
                 Ok(pushed) => {
                     set = true;
                     self.count(if one.own.is_some() { "pushed changes" } else { "pushed images" });
-                    may.push((Some(pushed.manifest), shown));
+                    allowed.push((Some(pushed.manifest), shown));
                 }
                 Err(error) => {
                     failed = true;
                     self.count("pushes that failed");
-                    // A prune may have been about to delete what the push then wrote again.
+                    // A prune may have been about to delete an object that the push then wrote
+                    // again.
                     if !(prunes && matches!(error, Error::Pruned(_))) {
-                        self.may_push_fail(&one, &error, had_faults, beside)?;
+                        self.may_push_fail(&one, &error, had_faults, had_others)?;
                     }
-                    may.push((None, shown));
+                    allowed.push((None, shown));
                 }
             }
         }
         let Some((name, bytes)) = after else {
-            return if set || before.is_some() { wrong(format!("tag {tag} is gone")) } else { Ok(None) };
+            return if set || before.is_some() { finding(format!("tag {tag} is gone")) } else { Ok(None) };
         };
         if let Some(before) = before.filter(|before| before.name == name) {
-            let is_same = may.iter().any(|(known, _)| *known == Some(name));
+            let is_same = allowed.iter().any(|(known, _)| *known == Some(name));
             if set && !is_same {
-                return wrong(format!("tag {tag} says {name} still, and a push was answered"));
+                return finding(format!("tag {tag} still refers to {name} after a push succeeded"));
             }
-            self.is_as_it_was(tag, Some((name, bytes)))?;
+            self.check_tag_unchanged(tag, Some((name, bytes)))?;
             return Ok(Some(before));
         }
-        let known = may.iter().position(|(known, _)| *known == Some(name));
+        let known = allowed.iter().position(|(known, _)| *known == Some(name));
         let found = match known {
             Some(at) => {
-                shows(&mut may[at].1, &bytes)?;
+                check_bytes(&mut allowed[at].1, &bytes)?;
                 at
             }
             None if failed => {
-                // One that had no answer may have set it all the same.
+                // A push that failed may have set the tag all the same.
                 let mut why = None;
-                let at = may.iter_mut().position(|(name, oracle)| {
-                    name.is_none() && shows(oracle, &bytes).map_err(|wrong| why = Some(wrong)).is_ok()
+                let at = allowed.iter_mut().position(|(name, oracle)| {
+                    name.is_none()
+                        && check_bytes(oracle, &bytes).map_err(|finding| why = Some(finding)).is_ok()
                 });
                 match (at, why) {
                     (Some(at), _) => at,
                     (None, Some(why)) => return Err(why),
-                    (None, None) => return wrong(format!("tag {tag} says {name}")),
+                    (None, None) => return finding(format!("tag {tag} refers to {name}")),
                 }
             }
-            None => return wrong(format!("tag {tag} says {name}, which nobody pushed")),
+            None => return finding(format!("tag {tag} refers to {name}, which was never pushed")),
         };
-        let tagged = Tagged { name, shows: may.swap_remove(found).1 };
+        let tagged = TagImage { name, shows: allowed.swap_remove(found).1 };
         if let Some(images) = &mut self.images {
             images.tags.insert(tag, tagged.clone());
         }
@@ -153,22 +159,20 @@ impl World {
 
     fn may_push_fail(
         &self,
-        one: &Pushing,
+        one: &PushTask,
         error: &Error,
         had_faults: bool,
-        beside: bool,
-    ) -> Result<(), Wrong> {
+        had_others: bool,
+    ) -> Result<(), Finding> {
         let was_killed = |fault: &Fault| *fault == Fault::Other("killed".into());
         let has_cause = match error {
             Error::Device(error) => return self.judge_look(one.id, *error, one.before),
-            Error::TagMoved(_) => beside || one.may_fail,
-            // Its image has no tag any more.
+            Error::TagMoved(_) => had_others || one.may_fail,
+            // The parent image has lost its last tag.
             Error::ParentGoes(_) => one.own.is_some(),
             Error::Object { fault, .. } if was_killed(fault) => one.may_fail,
-            // The tag of its image was set meanwhile.
-            Error::Object { fault: Fault::Other(_), .. } => beside && one.own.is_some(),
             _ => one.may_fail && had_faults,
         };
-        if has_cause { Ok(()) } else { wrong(format!("{} was not pushed: {error}", self.name(one.id))) }
+        if has_cause { Ok(()) } else { finding(format!("pushing {} failed: {error}", self.name(one.id))) }
     }
 }

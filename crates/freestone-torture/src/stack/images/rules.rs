@@ -1,4 +1,4 @@
-//! What goes wrong with a store.
+//! Fault rules of a store.
 
 use freestone::store::objects::Fault;
 use freestone_testkit::Rng;
@@ -10,10 +10,10 @@ use crate::rt::sync::{Arc, Mutex, PoisonError};
 use crate::rt::thread;
 use crate::rt::time::{Duration, Instant};
 
-/// A fault of the store shows so long after it at most: whoever asks later may have waited for the same.
+/// How long a fault of the store can affect requests: a later request may have waited for the same object.
 const SHOWS_MAX: Duration = Duration::from_secs(3);
 
-/// Faults that a store had.
+/// Count and time of the faults of a store.
 #[derive(Default)]
 pub struct StoreFaults {
     count: AtomicU64,
@@ -21,23 +21,26 @@ pub struct StoreFaults {
 }
 
 impl StoreFaults {
-    fn note(&self) {
+    fn record(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
-    fn shows(&self) -> Duration {
+    fn time_left(&self) -> Duration {
         let last = *self.last.lock().unwrap_or_else(PoisonError::into_inner);
         last.map_or(Duration::ZERO, |last| SHOWS_MAX.saturating_sub(last.elapsed()))
     }
 
     pub fn causes(&self) -> Causes {
-        Causes { errors: self.count.load(Ordering::SeqCst), hung: u64::from(self.shows() > Duration::ZERO) }
+        Causes {
+            errors: self.count.load(Ordering::SeqCst),
+            hung: u64::from(self.time_left() > Duration::ZERO),
+        }
     }
 
-    pub fn outlast(&self) {
+    pub fn wait_until_over(&self) {
         loop {
-            let shows = self.shows();
+            let shows = self.time_left();
             if shows.is_zero() {
                 return;
             }
@@ -46,8 +49,8 @@ impl StoreFaults {
     }
 }
 
-/// From now on some requests fail, in this seed's ways.
-pub fn set(memory: &Memory, faults: &Arc<StoreFaults>, seed: u64) {
+/// Makes some requests fail from now on, according to the seed.
+pub fn set_random(memory: &Memory, faults: &Arc<StoreFaults>, seed: u64) {
     let mut rng = Rng::new(seed);
     let percent = [3, 15, 50, 100][rng.below(4) as usize];
     let only = rng.chance(50).then(|| rng.below(8));
@@ -67,13 +70,13 @@ pub fn set(memory: &Memory, faults: &Arc<StoreFaults>, seed: u64) {
             6 => Effect::Cut(rng.below(5000) as usize),
             _ => Effect::Fail(Fault::Denied("403".into())),
         };
-        faults.note();
+        faults.record();
         effect
     });
 }
 
-/// All requests fail from this one on; the first of them may have been done.
-pub fn cut(memory: &Memory, after: u64, is_done: bool) {
+/// Makes all requests fail after the next `after`; the first failing one may have taken effect.
+pub fn fail_from(memory: &Memory, after: u64, is_done: bool) {
     let first = memory.calls() + after;
     let killed = || Fault::Other("killed".into());
     memory.rule(move |call| match call.number.checked_sub(first) {

@@ -1,5 +1,4 @@
-//! Origins and snapshots keep the device contract, on every kind of device, with every kind of
-//! store.
+//! Origins and snapshots pass the device conformance suite, on every kind of device and store.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -25,7 +24,7 @@ fn options(seed: u64) -> Options {
     }
 }
 
-/// A snapshot of a new origin; what is made for it lives as long as the test.
+/// Returns a snapshot of a new origin. The origin must outlive the snapshot.
 fn snapshot(origin: Kind, cow: Kind, config: &Config) -> (Origin, Snapshot) {
     let origin = Origin::new(origin.make(SIZE));
     let snapshot = origin.snapshot(cow.make(COW_SIZE), config).unwrap();
@@ -54,8 +53,8 @@ fn snapshots_conform_with_large_chunks_and_discards() {
     }
 }
 
-/// What a device with smaller blocks than the other one does at once need not be whole blocks of
-/// the snapshot, and the rest of one may follow behind another request: only its own blocks are
+/// A request that the device with smaller blocks completes inline need not be whole blocks of the
+/// snapshot, and another request may run before the rest of a block. So only the smaller blocks are
 /// never torn.
 #[test]
 fn snapshots_conform_with_blocks_of_two_sizes() {
@@ -74,14 +73,14 @@ fn snapshots_conform_with_blocks_of_two_sizes() {
     }
 }
 
-/// What is not all zeroes of a block is data, and the rest is told.
+/// A block that is not all zeroes is reported as data, and the whole range is reported.
 #[test]
-fn extents_of_a_device_with_smaller_blocks_are_whole_blocks() {
+fn extents_of_smaller_blocks_are_whole_blocks() {
     let device = |block| Arc::new(Model::new(1 << 20, block));
     let origin = Origin::new(device(4096));
     let snapshot = origin.snapshot(device(512), &config(StoreKind::Persistent, 16384)).unwrap();
     let mut data = vec![0; 16384];
-    // Blocks that are zero, and two with something at their end and in their middle.
+    // Blocks of zeroes, and two blocks with a byte at the end and in the middle.
     data[8191] = 1;
     data[9216] = 1;
     snapshot.write_at(0, &data, Flags::empty()).unwrap();
@@ -144,7 +143,7 @@ fn origins_conform_with_snapshots_of_several_chunk_sizes() {
 }
 
 #[test]
-fn origins_conform_without_snapshots_and_when_they_are_full() {
+fn origins_conform_without_or_with_full_snapshots() {
     conformance::check("bare origin", &|| Arc::new(Origin::new(Kind::Ram.make(SIZE))), options(41));
     let kept = Mutex::new(Vec::new());
     let make = || -> Arc<dyn Device> {
@@ -156,9 +155,9 @@ fn origins_conform_without_snapshots_and_when_they_are_full() {
     conformance::check("origin of a snapshot that overflows", &make, options(42));
 }
 
-/// A snapshot of a snapshot, and an origin that is a snapshot with one of its own.
+/// A snapshot of a snapshot, and an origin that is itself a snapshot.
 #[test]
-fn they_conform_on_each_other() {
+fn snapshots_conform_on_snapshots() {
     for kind in [Kind::Model, Kind::Sometimes, Kind::Deferred] {
         let kept = Mutex::new(Vec::new());
         let stacked = || {
@@ -179,7 +178,7 @@ fn they_conform_on_each_other() {
 }
 
 #[test]
-fn both_conform_while_and_after_a_snapshot_is_merged() {
+fn origin_and_snapshot_conform_during_and_after_merge() {
     for kind in [Kind::Model, Kind::Sometimes, Kind::Ram] {
         for of_origin in [false, true] {
             let kept = Mutex::new(Vec::new());
@@ -204,9 +203,9 @@ fn both_conform_while_and_after_a_snapshot_is_merged() {
     }
 }
 
-/// An origin whose part is played by a snapshot with larger blocks, in the midst of its merge.
+/// A snapshot with larger blocks takes the origin's place in the middle of its merge.
 #[test]
-fn an_origin_conforms_while_a_snapshot_with_larger_blocks_is_merged() {
+fn origin_conforms_during_merge_with_larger_blocks() {
     for (inline, seed) in [(0, 71), (40, 72), (100, 73)] {
         let kept = Mutex::new(Vec::new());
         let make = || -> Arc<dyn Device> {

@@ -1,5 +1,5 @@
-//! Exception stores whose writes fail, or fail although they were done: what was answered well is
-//! there after a crash, and after any later merge. A crash here is the bytes that both disks hold.
+//! Exception stores whose writes fail, with or without effect. Completed writes must survive a
+//! crash and any later merge. A crash is simulated by copying the bytes of both disks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,7 +35,7 @@ fn open(origin: &Origin, cow: Arc<dyn Device>) -> Snapshot {
     origin.snapshot(cow, &config(StoreKind::Persistent, CHUNK)).unwrap()
 }
 
-/// What the snapshot shows after a crash, and the origin after the merge that follows.
+/// Returns what the snapshot shows after a crash, which must equal the origin after the next merge.
 fn after_a_crash(below: &Faulty, cow: &Faulty) -> Vec<u8> {
     let below = copy_of(below);
     let origin = Origin::new(below.clone());
@@ -51,7 +51,7 @@ fn is_failed(status: &MergeStatus) -> bool {
     matches!(status, MergeStatus::Failed(_))
 }
 
-/// Begins a merge, which marks the store, and has it fail before the first step is recorded.
+/// Starts a merge, which marks the store, and makes it fail before its first step is recorded.
 fn begin(snapshot: &Snapshot, below: &Faulty) {
     below.fault(Some(Op::Flush), When::Always, FAILS);
     snapshot.merge().unwrap();
@@ -60,7 +60,7 @@ fn begin(snapshot: &Snapshot, below: &Faulty) {
 }
 
 #[test]
-fn what_is_written_after_a_merge_step_that_failed_is_not_lost() {
+fn write_after_failed_merge_step_is_not_lost() {
     for through_snapshot in [false, true] {
         for for_good in [false, true] {
             let (below, cow) = (faulty(SIZE), faulty(COW_SIZE));
@@ -68,7 +68,7 @@ fn what_is_written_after_a_merge_step_that_failed_is_not_lost() {
             let snapshot = open(&origin, cow.clone());
             snapshot.write_at(0, &bytes(1, 3 * CHUNK), NONE).unwrap();
             begin(&snapshot, &below);
-            // From now on the merge writes nothing there but its record.
+            // From now on the merge writes only its record to the COW device.
             let next = cow.counts().writes;
             cow.fault(Some(Op::Write), if for_good { When::From(next) } else { When::At(next) }, FAILS_DONE);
             snapshot.merge().unwrap();
@@ -77,13 +77,14 @@ fn what_is_written_after_a_merge_step_that_failed_is_not_lost() {
             let device: &dyn Device = if through_snapshot { &snapshot } else { &origin };
             let new = bytes(2, CHUNK);
             if for_good {
-                // As long as nobody knows which of the two is the chunk's place, it is not written.
+                // While it is unknown which copy of the chunk is valid, the chunk cannot be
+                // written.
                 assert_eq!(device.write_at(CHUNK, &new, NONE), Err(Error::Media));
                 assert_eq!(
                     read(device, CHUNK, CHUNK),
                     bytes(1, 3 * CHUNK)[CHUNK as usize..][..CHUNK as usize]
                 );
-                // The rest of the origin does not suffer from it.
+                // Other chunks of the origin are not affected.
                 device.write_at(8 * CHUNK, &new, NONE).unwrap();
                 cow.heal();
             }
@@ -94,7 +95,7 @@ fn what_is_written_after_a_merge_step_that_failed_is_not_lost() {
                 left[CHUNK as usize..][..CHUNK as usize] == new,
                 "for good {for_good}: what was flushed is lost"
             );
-            // And the merge goes on.
+            // The merge can continue.
             snapshot.merge().unwrap();
             assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
             assert!(read(&*below, CHUNK, CHUNK) == new);
@@ -102,17 +103,17 @@ fn what_is_written_after_a_merge_step_that_failed_is_not_lost() {
     }
 }
 
-/// Merges that fail at any step and are begun again, while the origin is written; both disks fail
+/// Merges that fail at any step and are restarted, while the origin is written and both disks fail
 /// in every way.
 #[test]
-fn merges_that_fail_lose_nothing() {
+fn failed_merges_lose_nothing() {
     let mut failed = 0;
     for seed in 0..12 {
         let mut rng = Rng::new(seed);
         let (below, cow) = (faulty(SIZE), faulty(COW_SIZE));
         let origin = Origin::new(below.clone());
         let snapshot = open(&origin, cow.clone());
-        // Of each block, what it may hold.
+        // For each block, the contents that it may have.
         let mut may: Vec<Vec<Vec<u8>>> = vec![vec![vec![0; BLOCK]]; SIZE as usize / BLOCK];
         let mut write = |device: &dyn Device, rng: &mut Rng, number: u64| {
             let len = BLOCK << rng.below(5);
@@ -168,10 +169,10 @@ fn merges_that_fail_lose_nothing() {
     assert!(failed > 12, "{failed} merges failed");
 }
 
-// ---- a record that is read, and not durable -----------------------------------------------------
+// ---- unflushed state read after a restart -------------------------------------------------------
 
-/// A disk with a volatile cache. When it is told to, the next write that should be durable gets
-/// only there, and the ones after it nowhere; all of them fail.
+/// A disk with a volatile cache. After `fails(true)` all FUA writes fail: the first one reaches the
+/// cache, and later ones have no effect.
 struct Cached {
     power: Power,
     next_arrives: AtomicBool,
@@ -214,10 +215,10 @@ impl Device for Cached {
     }
 }
 
-/// The program ends after a step of a merge got into a cache; the next one finds it done, and then
-/// the power goes.
+/// The program ends after a merge step reached only the cache. The next program reads it as done,
+/// and then the power is cut.
 #[test]
-fn a_merge_that_a_store_was_found_with_is_durable() {
+fn merge_read_from_a_store_is_durable() {
     for seed in 0..10 {
         let (below, cow) = (faulty(SIZE), Cached::new());
         {
@@ -247,10 +248,10 @@ fn a_merge_that_a_store_was_found_with_is_durable() {
     }
 }
 
-/// The same with a snapshot that was given up.
+/// Like the test above, with a snapshot that became invalid.
 #[test]
-fn a_snapshot_that_was_found_invalid_stays_so() {
-    // Each seed waits for the attempts at the header to end, so all of them wait at one time.
+fn snapshot_read_as_invalid_stays_invalid() {
+    // Each seed waits for the header's write attempts to end, so the seeds run in parallel.
     std::thread::scope(|scope| {
         for seed in 0..10 {
             scope.spawn(move || check_found_invalid(seed));
@@ -264,7 +265,7 @@ fn check_found_invalid(seed: u64) {
         let origin = Origin::new(below.clone());
         let snapshot = open(&origin, cow.clone());
 
-        // Its copy fails, so the first write that should be durable is that of the header.
+        // The copy fails, so the first FUA write is that of the header.
 
         below.fault(Some(Op::Read), When::Always, FAILS);
         cow.fails(true);

@@ -1,5 +1,5 @@
-//! Discards and zeroes over what reads as zeroes already: nothing is copied for them, and snapshots
-//! show what they did before.
+//! Discards and write zeroes over ranges that already read as zeroes: nothing is copied, and
+//! snapshots keep their content.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -17,12 +17,12 @@ use crate::cow::support::{CHUNK, KINDS, Kind, bytes, config, read, read_all};
 const NONE: Flags = Flags::empty();
 const CHUNKS: u64 = 64;
 const SIZE: u64 = CHUNKS * CHUNK;
-/// Room for a dozen copies, and for the store's own areas.
+/// Space for a dozen copies and for the store's areas.
 const SMALL_STORE: u64 = 16 * CHUNK;
-/// Chunks of the origin with data; no neighbours, so that holes lie before and behind each.
+/// Chunks of the origin with data. Not adjacent, so that each has holes on both sides.
 const DATA: [u64; 3] = [0, 17, 40];
 
-/// What a discard can be asked as.
+/// Requests that empty a range.
 const EMPTYING: [(Op, Flags); 3] =
     [(Op::Discard, NONE), (Op::WriteZeroes, Flags::MAY_FREE), (Op::WriteZeroes, NONE)];
 
@@ -39,20 +39,20 @@ fn ask(device: &dyn Device, (op, flags): (Op, Flags), offset: u64, len: u64) {
     .unwrap();
 }
 
-/// A device that runs `look` when its extents were found and before they are returned.
-struct Looked {
+/// A device that runs `look` after it has determined its extents, before it returns them.
+struct HookedExtents {
     below: Model,
     knows: bool,
     look: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
-impl Looked {
+impl HookedExtents {
     fn new(knows: bool) -> Arc<Self> {
         Arc::new(Self { below: Model::new(SIZE as usize, 512), knows, look: Mutex::default() })
     }
 }
 
-impl Device for Looked {
+impl Device for HookedExtents {
     fn geometry(&self) -> Geometry {
         self.below.geometry()
     }
@@ -100,7 +100,7 @@ fn trim_of_holes_copies_only_data() {
             let before = read_all(&*below);
             let origin = Origin::new(below);
             let snapshot = snapshot(&origin);
-            // The ends lie within chunks.
+            // The range starts and ends inside chunks.
             ask(&origin, emptying, 512, SIZE - 1024);
             let case = format!("{kind:?} {emptying:?}");
             assert!(matches!(snapshot.status(), Status::Usage(_)), "{case}: {}", snapshot.status());
@@ -113,8 +113,8 @@ fn trim_of_holes_copies_only_data() {
 }
 
 #[test]
-fn trim_copies_where_origin_cannot_tell() {
-    let origin = Origin::new(Looked::new(false));
+fn trim_copies_if_origin_has_no_extents() {
+    let origin = Origin::new(HookedExtents::new(false));
     let snapshot = snapshot(&origin);
     ask(&origin, EMPTYING[0], 0, 4 * CHUNK);
     assert_eq!(snapshot.stats().copied_chunks, 4);
@@ -123,11 +123,11 @@ fn trim_copies_where_origin_cannot_tell() {
 #[test]
 fn write_beside_trim_of_hole_keeps_snapshot() {
     for emptying in EMPTYING {
-        let below = Looked::new(true);
+        let below = HookedExtents::new(true);
         let origin = Origin::new(below.clone());
         let snapshot = snapshot(&origin);
         let (writer, data) = (origin.clone(), bytes(3, CHUNK));
-        // Answered before the extents are, which call its chunk a hole.
+        // The write completes before the extents, which still report its chunk as a hole.
         *below.look.lock().unwrap() = Some(Box::new(move || {
             thread::spawn(move || writer.write_at(5 * CHUNK, &data, NONE).unwrap()).join().unwrap();
         }));
@@ -142,7 +142,7 @@ fn write_beside_trim_of_hole_keeps_snapshot() {
 
 #[test]
 fn snapshot_beside_trim_of_hole_begins_after_it() {
-    let below = Looked::new(true);
+    let below = HookedExtents::new(true);
     let origin = Origin::new(below.clone());
     let _first = snapshot(&origin);
     let begun = Arc::new(AtomicBool::new(false));
@@ -185,7 +185,7 @@ fn zeroes_over_holes_of_snapshot_take_no_room() {
 
 #[test]
 fn origin_write_beside_zeroes_of_snapshot_keeps_them() {
-    let below = Looked::new(true);
+    let below = HookedExtents::new(true);
     let origin = Origin::new(below.clone());
     let snapshot = snapshot(&origin);
     let (writer, data) = (origin.clone(), bytes(3, CHUNK));

@@ -1,5 +1,5 @@
-//! Snapshots that are given up: what their users and the origin's are answered meanwhile, and what
-//! is there after a crash. A crash here is the bytes that both disks hold.
+//! Snapshots that become invalid: completions of requests meanwhile, and the state after a crash. A
+//! crash is simulated by copying the bytes of both disks.
 
 use std::sync::Arc;
 use std::thread;
@@ -16,9 +16,9 @@ const COW_SIZE: u64 = 512 << 10;
 const BLOCK: usize = 512;
 const NONE: Flags = Flags::empty();
 const FAILS: What = What::Fail(Error::Media);
-/// Longer than anything takes that does not wait.
+/// Longer than any operation that does not wait.
 const A_WHILE: Duration = Duration::from_millis(700);
-/// Longer than the origin waits.
+/// Longer than the origin waits for the header.
 const LONG: Duration = Duration::from_secs(30);
 
 struct Pair {
@@ -28,7 +28,7 @@ struct Pair {
     snapshot: Snapshot,
 }
 
-/// An origin with content, and a snapshot of it in which one chunk was written.
+/// Returns an origin with content, and a snapshot with one chunk written.
 fn pair(kind: StoreKind) -> Pair {
     let faulty = |size: u64| Arc::new(Faulty::new(size as usize, BLOCK as u32));
     let (below, cow) = (faulty(SIZE), faulty(COW_SIZE));
@@ -46,14 +46,14 @@ fn copy_of(device: &Faulty) -> Arc<Model> {
 }
 
 impl Pair {
-    /// The snapshot after a crash.
+    /// Returns the snapshot after a crash.
     fn after_a_crash(&self) -> Snapshot {
-        // First: what the origin is overwritten with later is not in it.
+        // Copied first, so that later writes to the origin are not included.
         let below = copy_of(&self.below);
         Origin::new(below).snapshot(copy_of(&self.cow), &config(StoreKind::Persistent, CHUNK)).unwrap()
     }
 
-    fn shown_at_first() -> Vec<u8> {
+    fn initial_content() -> Vec<u8> {
         let mut shown = bytes(1, SIZE);
         shown[CHUNK as usize..2 * CHUNK as usize].copy_from_slice(&bytes(2, CHUNK));
         shown
@@ -68,13 +68,14 @@ fn eventually(what: &str, is: impl Fn() -> bool) {
     }
 }
 
-/// As long as a crash would bring the snapshot back as a good one, the origin is what it was.
+/// The origin does not change while a crash would bring the snapshot back as valid.
 #[test]
-fn an_origin_waits_until_the_disk_says_that_its_snapshot_is_lost() {
+fn origin_waits_until_invalid_header_is_on_disk() {
     let pair = pair(StoreKind::Persistent);
     pair.cow.fault(Some(Op::Write), When::Always, FAILS);
     thread::scope(|scope| {
-        // One that needs a copy, one that comes later and needs another, and one that has its copy.
+        // A write that needs a copy, a later one that needs another copy, and one whose chunk has a
+        // copy.
         for (number, chunk) in [3, 4, 1].into_iter().enumerate() {
             let (origin, snapshot) = (&pair.origin, &pair.snapshot);
             scope.spawn(move || origin.write_at(chunk * CHUNK, &bytes(5, CHUNK), NONE).unwrap());
@@ -88,7 +89,7 @@ fn an_origin_waits_until_the_disk_says_that_its_snapshot_is_lost() {
         let below = read_all(&*pair.below);
         pair.cow.heal();
         assert_ne!(again.status(), Status::Invalid);
-        assert!(shown == Pair::shown_at_first(), "a snapshot that came back shows what is newer");
+        assert!(shown == Pair::initial_content(), "a snapshot that came back shows what is newer");
         assert!(below == bytes(1, SIZE), "the origin was written");
         assert!(!pair.snapshot.is_unmarked());
     });
@@ -98,16 +99,16 @@ fn an_origin_waits_until_the_disk_says_that_its_snapshot_is_lost() {
     }
 }
 
-/// A COW device that is dead for good does not take the origin with it.
+/// A COW device that failed permanently does not block the origin.
 #[test]
-fn an_origin_does_not_wait_for_a_dead_disk_for_ever() {
+fn origin_stops_waiting_for_failed_cow_device() {
     let pair = pair(StoreKind::Persistent);
     pair.cow.fault(Some(Op::Write), When::Always, FAILS);
     let start = Instant::now();
     pair.origin.write_at(3 * CHUNK, &bytes(5, CHUNK), NONE).unwrap();
     assert!(start.elapsed() >= A_WHILE, "the disk was not tried again");
     assert!(start.elapsed() < LONG && pair.snapshot.is_unmarked());
-    // Only once.
+    // Only the first write waits.
     let start = Instant::now();
     pair.origin.write_at(4 * CHUNK, &bytes(5, CHUNK), NONE).unwrap();
     assert!(start.elapsed() < A_WHILE);
@@ -116,9 +117,9 @@ fn an_origin_does_not_wait_for_a_dead_disk_for_ever() {
     assert_eq!(pair.after_a_crash().status(), Status::Invalid);
 }
 
-/// Nor does anybody wait for a snapshot that was removed.
+/// Writes do not wait for a removed snapshot either.
 #[test]
-fn an_origin_does_not_wait_for_a_snapshot_that_is_removed() {
+fn origin_does_not_wait_for_removed_snapshot() {
     let pair = pair(StoreKind::Persistent);
     pair.cow.fault(Some(Op::Write), When::Always, FAILS);
     thread::scope(|scope| {
@@ -134,13 +135,13 @@ fn an_origin_does_not_wait_for_a_snapshot_that_is_removed() {
     });
 }
 
-/// A moment after its store is lost a snapshot is too; nobody is told in between that there is no
-/// room.
+/// A snapshot becomes invalid soon after its store fails. Requests in between must not fail with
+/// "no space".
 #[test]
-fn a_store_that_is_being_given_up_is_not_full() {
+fn store_becoming_invalid_is_not_reported_full() {
     for kind in [StoreKind::Persistent, StoreKind::PersistentOverflow] {
         let pair = pair(kind);
-        // The data of a chunk; its entry, which fails; the header, which does not come to an end.
+        // The data of a chunk succeeds, its entry fails, and the header hangs.
         let next = pair.cow.counts().writes;
         pair.cow.fault(Some(Op::Write), When::At(next + 1), FAILS);
         pair.cow.fault(Some(Op::Write), When::From(next + 2), What::Hang);

@@ -1,4 +1,4 @@
-//! What snapshots show, when they fail, and what they never do to their origin.
+//! Content and failures of snapshots, and their effects on the origin.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
@@ -15,17 +15,17 @@ const SIZE: u64 = 1 << 20;
 const COW_SIZE: u64 = 4 << 20;
 const NONE: Flags = Flags::empty();
 
-/// An origin with content of its own.
+/// Returns an origin with content.
 fn origin(kind: Kind, size: u64) -> (Origin, Vec<u8>) {
     let device = kind.make(size);
     device.write_at(0, &bytes(size, size), NONE).unwrap();
-    // A RAM disk is a whole number of pages.
+    // The size of a RAM disk is rounded up to whole pages.
     let content = read_all(&*device);
     (Origin::new(device), content)
 }
 
 #[test]
-fn a_snapshot_shows_what_the_origin_held() {
+fn snapshot_keeps_content_of_its_origin() {
     for kind in KINDS {
         for (store, chunk) in
             [(StoreKind::Persistent, 4096), (StoreKind::Transient, 16384), (StoreKind::Persistent, 1 << 17)]
@@ -33,8 +33,8 @@ fn a_snapshot_shows_what_the_origin_held() {
             let (origin, content) = origin(kind, SIZE + 1536);
             let snapshot = origin.snapshot(kind.make(COW_SIZE), &config(store, chunk)).unwrap();
             assert!(read_all(&snapshot) == content, "{kind:?} at first");
-            // A part of a chunk, several whole ones, across a boundary, the short last one, and
-            // zeroes.
+            // A part of a chunk, several whole chunks, a range across a boundary, the short last
+            // chunk, and zeroes.
             origin.write_at(512, &bytes(1, 512), NONE).unwrap();
             origin.write_at(2 * chunk, &bytes(2, 2 * chunk), NONE).unwrap();
             origin.write_at(5 * chunk - 1024, &bytes(3, 2048), Flags::FUA).unwrap();
@@ -47,7 +47,7 @@ fn a_snapshot_shows_what_the_origin_held() {
             let stats = snapshot.stats();
             assert!(stats.copied_chunks >= 6 && stats.origin_writes_waited > 0, "{stats:?}");
             assert_eq!(stats.full_chunk_writes, 0, "the origin's content was to be kept");
-            // The second time nothing is copied.
+            // The second write copies nothing.
             origin.write_at(2 * chunk, &bytes(5, 2 * chunk), NONE).unwrap();
             assert_eq!(snapshot.stats().copied_chunks, stats.copied_chunks);
             assert!(read_all(&snapshot) == content, "{kind:?} after the second write");
@@ -56,7 +56,7 @@ fn a_snapshot_shows_what_the_origin_held() {
 }
 
 #[test]
-fn writes_to_a_snapshot_stay_there() {
+fn snapshot_writes_do_not_change_origin() {
     for kind in KINDS {
         let (origin, mut content) = origin(kind, SIZE);
         let kept = content.clone();
@@ -73,11 +73,11 @@ fn writes_to_a_snapshot_stay_there() {
         assert!(read_all(&snapshot) == content, "{kind:?}");
         assert!(read_all(&origin) == kept, "{kind:?}: the origin was written");
         assert_eq!(snapshot.stats().full_chunk_writes, 1 + 8 + 2, "{kind:?}: whole chunks are not copied");
-        // Then the origin, in the same chunks.
+        // The origin writes the same chunks.
         origin.write_at(0, &bytes(77, SIZE), NONE).unwrap();
         assert!(read_all(&snapshot) == content, "{kind:?} after the origin was written");
         snapshot.flush().unwrap();
-        // Opened again, it is the same.
+        // Reopened, the snapshot has the same content.
         let cow = Arc::clone(snapshot.cow());
         drop(snapshot);
         let again = origin.snapshot(cow, &config(StoreKind::Persistent, 4096)).unwrap();
@@ -87,7 +87,7 @@ fn writes_to_a_snapshot_stay_there() {
 }
 
 #[test]
-fn snapshots_of_one_origin_do_not_meet() {
+fn snapshots_of_one_origin_are_independent() {
     for kind in KINDS {
         let (origin, first) = origin(kind, SIZE);
         let make = |store, chunk| origin.snapshot(kind.make(COW_SIZE), &config(store, chunk)).unwrap();
@@ -113,12 +113,12 @@ fn snapshots_of_one_origin_do_not_meet() {
     }
 }
 
-/// A full store: by the origin, and by the snapshot itself.
+/// The store is filled by writes to the origin, or by writes to the snapshot itself.
 #[test]
-fn a_full_store_costs_the_snapshot_and_never_the_origin() {
+fn full_store_invalidates_snapshot_but_not_origin() {
     for kind in [Kind::Model, Kind::Deferred, Kind::Ram] {
         for store in [StoreKind::Persistent, StoreKind::PersistentOverflow, StoreKind::Transient] {
-            // Room for a few chunks only.
+            // The store has space for a few chunks only.
             let small = || kind.make(10 * 4096);
             let (origin, content) = origin(kind, SIZE);
             let by_origin = origin.snapshot(small(), &config(store, 4096)).unwrap();
@@ -150,7 +150,7 @@ fn a_full_store_costs_the_snapshot_and_never_the_origin() {
                 assert_eq!(snapshot.flush(), Err(Error::Media));
                 assert_eq!(snapshot.changes().unwrap().changes(0, 512, &mut |_| true), Err(Error::Gone));
             }
-            // On disk it is invalid as well.
+            // The store is invalid on disk as well.
             if store.is_persistent() {
                 let cow = Arc::clone(by_origin.cow());
                 drop(by_origin);
@@ -162,7 +162,7 @@ fn a_full_store_costs_the_snapshot_and_never_the_origin() {
 }
 
 #[test]
-fn failing_devices_cost_the_snapshot_and_never_the_origin() {
+fn failed_devices_invalidate_snapshot_but_not_origin() {
     for (writes_fail, kind) in
         [(false, StoreKind::Persistent), (true, StoreKind::Persistent), (true, StoreKind::Transient)]
     {
@@ -186,10 +186,10 @@ fn failing_devices_cost_the_snapshot_and_never_the_origin() {
     }
 }
 
-/// A read of the snapshot that is under way while the origin is overwritten shows the old content,
-/// and does not hold up the write.
+/// A snapshot read that is in flight while the origin is overwritten returns the old content, and
+/// does not delay the write.
 #[test]
-fn a_slow_read_sees_old_content_and_holds_up_nobody() {
+fn slow_read_returns_old_content_without_delays() {
     let device = Arc::new(Faulty::new(SIZE as usize, 512));
     let origin = Origin::new(device.clone());
     origin.write_at(0, &bytes(1, 32768), NONE).unwrap();
@@ -205,7 +205,7 @@ fn a_slow_read_sees_old_content_and_holds_up_nobody() {
     device.await_held(1);
     origin.write_at(4096, &bytes(2, 8192), NONE).unwrap();
     assert!(rx.try_recv().is_err());
-    // The disk gives new content to the read that hung.
+    // The disk returns new content to the read that hung.
     device.heal();
     let (outcome, buffer) = rx.recv_timeout(Duration::from_secs(10)).unwrap();
     assert_eq!(outcome, Ok(()));
@@ -213,9 +213,9 @@ fn a_slow_read_sees_old_content_and_holds_up_nobody() {
     assert!(snapshot.stats().rereads > 0);
 }
 
-/// With one copy in flight, many writers of the origin and of its snapshots get through.
+/// With one copy in flight at a time, many writes to the origin and its snapshots complete.
 #[test]
-fn one_copy_at_a_time_is_enough() {
+fn single_copy_in_flight_makes_progress() {
     for kind in [Kind::Model, Kind::Deferred, Kind::Sometimes] {
         let (origin, content) = origin(kind, SIZE);
         let first = origin.snapshot(kind.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
@@ -225,14 +225,14 @@ fn one_copy_at_a_time_is_enough() {
         }
         let (tx, rx) = mpsc::channel();
         let start = Instant::now();
-        // All in flight at once, without a thread each.
+        // All in flight at once, without a thread for each.
         let mut sent = 0;
         let mut rng = Rng::new(5);
         for round in 0..300 {
             let len = 512 << rng.below(6);
             let offset = rng.below((SIZE - len) / 512) * 512;
             let devices: [&dyn Device; 3] = [&origin, &first, &second];
-            // The second snapshot is only read, so that its content is known.
+            // The second snapshot is not written, so its content is known.
             let device = devices[(round % 2) as usize];
             let tx = tx.clone();
             let data = IoBuf::copy_of(&bytes(round, len)).unwrap();
@@ -251,7 +251,7 @@ fn one_copy_at_a_time_is_enough() {
     }
 }
 
-/// The bound holds, and can be changed while requests queue.
+/// The limit holds, and can change while requests wait.
 #[test]
 fn copies_in_flight_are_bounded() {
     let device = Arc::new(Faulty::new(SIZE as usize, 512));
@@ -279,9 +279,9 @@ fn copies_in_flight_are_bounded() {
     assert_eq!(snapshot.stats().copied_chunks, 64);
 }
 
-/// Pending exceptions share the store's commits.
+/// Pending exceptions share commits of the store.
 #[test]
-fn one_large_write_is_one_commit() {
+fn large_write_shares_commits() {
     let origin = Origin::new(Kind::Deferred.make(SIZE));
     let snapshot =
         origin.snapshot(Kind::Deferred.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
@@ -292,14 +292,14 @@ fn one_large_write_is_one_commit() {
 }
 
 #[test]
-fn a_snapshot_begins_at_one_moment() {
+fn snapshots_of_two_origins_are_of_one_moment() {
     for kind in [Kind::Model, Kind::Sometimes, Kind::Deferred] {
         let (one, other) = (Origin::new(kind.make(SIZE)), Origin::new(kind.make(SIZE)));
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let _stop = Stop(&stop);
-            // Each writer counts upwards, in the first device and then in the second, so the second
-            // never is ahead.
+            // Each writer writes increasing numbers to the first device, then to the second, so the
+            // second is never ahead.
             for writer in 0..2 {
                 let (one, other, stop) = (&one, &other, &stop);
                 scope.spawn(move || {
@@ -329,8 +329,8 @@ fn a_snapshot_begins_at_one_moment() {
                         data.chunks(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect()
                     };
                     let (first, second) = (numbers(&first), numbers(&second));
-                    // A device that does a part of a request divides it: what it has done of one
-                    // shows.
+                    // A device that completes requests in part splits them, so parts of a request
+                    // may be visible.
                     let whole = !matches!(kind, Kind::Sometimes);
                     for numbers in [&first, &second].into_iter().filter(|_| whole) {
                         assert!(numbers.iter().all(|number| number == &numbers[0]), "{kind:?}: a torn write");
@@ -344,7 +344,7 @@ fn a_snapshot_begins_at_one_moment() {
 }
 
 #[test]
-fn two_snapshots_of_one_origin_begin_together() {
+fn two_snapshots_of_one_origin_are_of_one_moment() {
     let (origin, content) = origin(Kind::Sometimes, SIZE);
     let prepare =
         || origin.prepare_snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Transient, 4096)).unwrap();
@@ -369,7 +369,7 @@ fn discards_follow_the_options() {
         let snapshot = origin.snapshot(Kind::Model.make(COW_SIZE), &config).unwrap();
         assert_eq!(snapshot.geometry().discard_granularity, if zeroes { 8192 } else { 0 });
         snapshot.write_at(0, &bytes(1, 3 * 8192), NONE).unwrap();
-        // Two chunks with exceptions, one in part, and two without.
+        // Two chunks with exceptions, one of them in part, and two without.
         snapshot.discard(8192, 8192 + 4096).unwrap();
         snapshot.discard(5 * 8192, 2 * 8192).unwrap();
         let shown = read(&snapshot, 0, 3 * 8192);
@@ -387,14 +387,14 @@ fn discards_follow_the_options() {
             assert_eq!(below, content[5 * 8192..6 * 8192]);
             assert_eq!(read(&snapshot, 5 * 8192, 8192), below, "without an exception nothing is done");
         }
-        // Of the whole device, most of which was never written.
+        // The whole device, most of which was never written.
         snapshot.discard(0, SIZE).unwrap();
         assert_eq!(snapshot.stats().exceptions, 3, "a discard makes no exception");
     }
 }
 
 #[test]
-fn what_it_holds_itself_is_told() {
+fn changes_report_chunks_of_the_snapshot() {
     let (origin, _) = origin(Kind::Model, SIZE);
     let snapshot = origin.snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
     origin.write_at(4096 + 512, &[1; 512], NONE).unwrap();
@@ -418,7 +418,7 @@ fn what_it_holds_itself_is_told() {
 }
 
 #[test]
-fn an_origin_that_grows_is_preserved_as_far_as_the_snapshot_goes() {
+fn grown_origin_is_copied_up_to_snapshot_size() {
     let device = Arc::new(Model::new(SIZE as usize + 512, 512));
     device.write_at(0, &bytes(1, SIZE + 512), NONE).unwrap();
     let origin = Origin::new(device.clone());
@@ -456,27 +456,28 @@ fn impossible_snapshots_are_refused() {
     assert!(matches!(refused(Arc::clone(&cow), &plain), SetupError::InUse));
     drop(pending);
     origin.snapshot(cow, &plain).unwrap();
-    // A transient one of a volatile origin needs no force; nor does a persistent one of a file.
+    // A transient snapshot of a volatile origin needs no force, nor does a persistent snapshot of a
+    // file.
     let transient = Config { kind: StoreKind::Transient, ..unforced };
     origin.snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
     let file = Origin::new(Kind::File.make(SIZE));
     file.snapshot(Kind::File.make(COW_SIZE), &unforced).unwrap();
 }
 
-/// Writes that do not end hold up the set that waits for them, for so long, and nobody else; then
-/// all is as it was.
+/// Writes in flight delay only the snapshot set that waits for them, up to a timeout. Then
+/// everything is as before.
 #[test]
 #[ignore = "slow lane"]
-fn an_origin_that_cannot_be_frozen_in_time_is_as_before_and_holds_up_no_other() {
+fn freeze_timeout_leaves_origins_unchanged() {
     let disk = Arc::new(Faulty::new(SIZE as usize, 512));
     let origin = || Origin::new(Kind::Model.make(SIZE));
     let (hung, well, other) = (Origin::new(disk.clone()), origin(), origin());
     let transient = config(StoreKind::Transient, 4096);
     let prepare = |origin: &Origin| origin.prepare_snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
-    let (answer, answers) = mpsc::channel();
+    let (completion, completions) = mpsc::channel();
     let submit = |at| {
-        let answer = answer.clone();
-        let done = Completion::new(move |outcome, _| answer.send(outcome).unwrap());
+        let completion = completion.clone();
+        let done = Completion::new(move |outcome, _| completion.send(outcome).unwrap());
         hung.submit(Request::new(Op::Write, at, 4096), IoBuf::copy_of(&[1; 4096]).unwrap(), done);
     };
     disk.fault(Some(Op::Write), When::Always, What::Hang);
@@ -487,7 +488,7 @@ fn an_origin_that_cannot_be_frozen_in_time_is_as_before_and_holds_up_no_other() 
             let (mut first, mut second) = (prepare(&well), prepare(&hung));
             consistency_group::take(&mut [&mut first, &mut second])
         });
-        // Until the set has frozen the first one, and waits for the second.
+        // Waits until the set has frozen the first origin and waits for the second.
         let write = Request::new(Op::Write, 0, 4096);
         while well.try_io(&write, Buffer::Write(&[2; 4096])) == Ok(Tried::Done) {
             std::thread::yield_now();
@@ -498,20 +499,20 @@ fn an_origin_that_cannot_be_frozen_in_time_is_as_before_and_holds_up_no_other() 
     });
     assert_eq!((well.snapshots(), hung.snapshots()), (0, 0));
     well.write_at(0, &[3; 4096], NONE).unwrap();
-    // The gate is open: this one arrives as well.
+    // The origin is not frozen any more, so this write arrives too.
     submit(4096);
     disk.await_held(2);
     disk.heal();
-    assert_eq!((answers.recv().unwrap(), answers.recv().unwrap()), (Ok(()), Ok(())));
+    assert_eq!((completions.recv().unwrap(), completions.recv().unwrap()), (Ok(()), Ok(())));
     let snapshot = hung.snapshot(Kind::Model.make(COW_SIZE), &transient).unwrap();
     hung.write_at(0, &[4; 4096], NONE).unwrap();
     assert_eq!(read_all(&snapshot)[..8192], [1; 8192]);
 }
 
-/// Nothing keeps the devices when the last handle is gone: not the ring of origin and snapshots,
-/// and not a merge that was stopped.
+/// The devices are released with the last handle: no reference cycle of origin and snapshots, and
+/// no stopped merge holds them.
 #[test]
-fn everything_is_given_back() {
+fn dropped_handles_release_devices() {
     for kind in [Kind::Model, Kind::Deferred, Kind::File] {
         for origin_first in [false, true] {
             let (device, cow) = (kind.make(SIZE), kind.make(COW_SIZE));
@@ -540,7 +541,7 @@ fn everything_is_given_back() {
 }
 
 #[test]
-fn flushes_go_where_the_writes_went() {
+fn flush_of_snapshot_flushes_cow_device_only() {
     let (below, cow) =
         (Arc::new(Faulty::new(SIZE as usize, 512)), Arc::new(Faulty::new(COW_SIZE as usize, 512)));
     let origin = Origin::new(below.clone());

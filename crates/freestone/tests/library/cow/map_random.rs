@@ -1,5 +1,5 @@
-//! An origin and its snapshots against plain bytes: random operations, with readers that check what
-//! is frozen meanwhile.
+//! Random operations on an origin and its snapshots, compared with byte vectors, while readers
+//! check frozen content.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -14,20 +14,20 @@ const SIZE: u64 = (192 << 10) + 1024;
 const COW_SIZE: u64 = 2 << 20;
 const NONE: Flags = Flags::empty();
 
-/// As many as the environment says, else `usual`.
+/// Returns `COW_ROUNDS` from the environment, else `usual`.
 fn rounds(usual: u64) -> u64 {
     std::env::var("COW_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(usual)
 }
 
-/// A snapshot and what it shows.
-struct Shown {
+/// A snapshot and its expected content.
+struct ExpectedSnapshot {
     snapshot: Snapshot,
     cow: Arc<dyn Device>,
     config: Config,
     content: Vec<u8>,
 }
 
-/// A random range in blocks, most often small, often at chunk boundaries.
+/// Returns a random range in blocks, mostly small and often at chunk boundaries.
 fn range(rng: &mut Rng, size: u64) -> (u64, u64) {
     let unit = [512, 4096, 16384][rng.below(3) as usize];
     let offset = rng.below(size / unit) * unit;
@@ -57,7 +57,7 @@ fn random_config(rng: &mut Rng) -> Config {
     config(kinds[rng.below(3) as usize], 4096 << (2 * rng.below(3)))
 }
 
-/// One run: everything on one thread, so that the content is known to the byte.
+/// Runs one seed on a single thread, so that the content is known exactly.
 fn run(kind: Kind, seed: u64) {
     let mut rng = Rng::new(seed);
     let device = kind.make(SIZE);
@@ -65,7 +65,7 @@ fn run(kind: Kind, seed: u64) {
     let mut content = bytes(seed, size);
     device.write_at(0, &content, NONE).unwrap();
     let origin = Origin::new(Arc::clone(&device));
-    let mut snapshots: Vec<Shown> = Vec::new();
+    let mut snapshots: Vec<ExpectedSnapshot> = Vec::new();
     for step in 0..150 {
         let what = format!("{kind:?}, seed {seed}, step {step}");
         let picked = rng.below(snapshots.len().max(1) as u64) as usize;
@@ -88,18 +88,18 @@ fn run(kind: Kind, seed: u64) {
                 let (cow, config) = (kind.make(COW_SIZE), random_config(&mut rng));
                 let snapshot = origin.snapshot(Arc::clone(&cow), &config).unwrap();
                 snapshot.set_cow_threshold(1 + rng.below(20) as usize);
-                snapshots.push(Shown { snapshot, cow, config, content: content.clone() });
+                snapshots.push(ExpectedSnapshot { snapshot, cow, config, content: content.clone() });
             }
             82..86 if !snapshots.is_empty() => {
                 snapshots.swap_remove(picked);
             }
-            // Closed and opened again.
+            // Closed and reopened.
             86..90 if !snapshots.is_empty() => {
-                let Shown { snapshot, cow, config, content } = snapshots.swap_remove(picked);
+                let ExpectedSnapshot { snapshot, cow, config, content } = snapshots.swap_remove(picked);
                 if config.kind.is_persistent() {
                     drop(snapshot);
                     let snapshot = origin.snapshot(Arc::clone(&cow), &config).unwrap();
-                    snapshots.push(Shown { snapshot, cow, config, content });
+                    snapshots.push(ExpectedSnapshot { snapshot, cow, config, content });
                 }
             }
             90..94 if !snapshots.is_empty() => {
@@ -134,7 +134,7 @@ fn run(kind: Kind, seed: u64) {
 }
 
 #[test]
-fn random_operations_agree_with_plain_bytes() {
+fn random_operations_match_byte_vectors() {
     for seed in 0..rounds(6) {
         for kind in KINDS {
             run(kind, seed);
@@ -142,10 +142,10 @@ fn random_operations_agree_with_plain_bytes() {
     }
 }
 
-/// Writers of the origin and of snapshots, each with blocks of its own, snapshots that come and go,
-/// and readers that know what a snapshot must show.
+/// Writers of the origin and of snapshots with their own blocks, snapshots taken and removed, and
+/// readers that know the content of snapshots.
 #[test]
-fn frozen_content_stays_while_all_write() {
+fn frozen_content_stays_during_writes() {
     for kind in [Kind::Model, Kind::Sometimes, Kind::Deferred, Kind::Ram] {
         for seed in 0..rounds(2) {
             concurrent(kind, seed);
@@ -158,7 +158,7 @@ fn concurrent(kind: Kind, seed: u64) {
     let origin = Origin::new(Arc::clone(&device));
     origin.write_at(0, &bytes(seed, SIZE), NONE).unwrap();
     let stop = AtomicBool::new(false);
-    // The snapshots that are not written, with their content.
+    // Snapshots that are not written, with their content.
     let frozen: Mutex<Vec<(Snapshot, Arc<Vec<u8>>)>> = Mutex::default();
     std::thread::scope(|scope| {
         let _stop = Stop(&stop);
@@ -167,7 +167,7 @@ fn concurrent(kind: Kind, seed: u64) {
             scope.spawn(move || {
                 let mut rng = Rng::new(seed * 10 + thread);
                 while !stop.load(Ordering::SeqCst) {
-                    // Single blocks of its own, so that chunks are shared and blocks are not.
+                    // Single blocks, so that writers share chunks but no blocks.
                     let block = rng.below(SIZE / 1024) * 2 + thread;
                     origin.write_at(block * 512, &bytes(rng.word(), 512), NONE).unwrap();
                 }
@@ -205,15 +205,14 @@ fn concurrent(kind: Kind, seed: u64) {
             drop(list);
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
-        // The last look, at all of each.
+        // Final check of all frozen snapshots.
         for (snapshot, content) in frozen.lock().unwrap().iter() {
             assert!(read_all(snapshot) == **content, "{kind:?}, seed {seed}: {snapshot:?}");
         }
     });
 }
 
-/// Many requests in flight at once to one snapshot and its origin, blocks of which no two requests
-/// share.
+/// Many requests in flight to a snapshot and its origin, no two of which share a block.
 #[test]
 fn many_requests_in_flight_do_not_mix() {
     for kind in KINDS {

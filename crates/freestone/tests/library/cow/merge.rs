@@ -1,9 +1,9 @@
-//! Snapshots are merged into their origin while I/O goes on, are stopped and begun again, and
-//! survive a crash at every step.
+//! Merges of snapshots into their origin: during I/O, stopped and resumed, and crashes at every
+//! step.
 //!
-//! Fault model of the crash tests: what a device was given and not flushed may be there or not
-//! after a crash, block by block of 512 bytes; what was flushed, or written with FUA, is there. A
-//! crash happens between any two requests of either device.
+//! Fault model of the crash tests: unflushed writes may survive a crash or not, independently for
+//! each block of 512 bytes. Flushed data and FUA writes survive. A crash happens between any two
+//! requests of either device.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,8 +24,8 @@ const SIZE: u64 = 512 << 10;
 const COW_SIZE: u64 = 4 << 20;
 const NONE: Flags = Flags::empty();
 
-/// Writes here and there, to the snapshot; `content` is what it shows then.
-fn scribble(device: &dyn Device, content: &mut [u8], seed: u64, writes: u32) {
+/// Writes random ranges to the snapshot and updates `content`.
+fn write_random_ranges(device: &dyn Device, content: &mut [u8], seed: u64, writes: u32) {
     let mut rng = Rng::new(seed);
     for _ in 0..writes {
         let len = 512 << rng.below(6);
@@ -42,7 +42,7 @@ fn is_empty(snapshot: &Snapshot) -> bool {
 }
 
 #[test]
-fn a_merge_brings_the_snapshot_into_the_origin() {
+fn merge_writes_snapshot_content_to_origin() {
     for kind in KINDS {
         for chunk in [4096, 65536] {
             let device = kind.make(SIZE + 1024);
@@ -53,11 +53,11 @@ fn a_merge_brings_the_snapshot_into_the_origin() {
             let other = origin.snapshot(kind.make(COW_SIZE), &config(StoreKind::Transient, 16384)).unwrap();
             let frozen = read_all(&other);
             let mut content = frozen.clone();
-            scribble(&snapshot, &mut content, 2, 40);
+            write_random_ranges(&snapshot, &mut content, 2, 40);
             origin.write_at(0, &bytes(3, SIZE / 2), NONE).unwrap();
             assert_eq!(snapshot.merge_status(), MergeStatus::None);
             snapshot.merge().unwrap();
-            // From the beginning both show the snapshot's content.
+            // From the start, both show the snapshot's content.
             assert!(read_all(&origin) == content, "{kind:?}: the origin shows what is half merged");
             assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
             assert!(read_all(&*device) == content, "{kind:?}: the device is not what was merged");
@@ -67,7 +67,7 @@ fn a_merge_brings_the_snapshot_into_the_origin() {
             assert_eq!(origin.snapshots(), 1);
             snapshot.merge().unwrap();
             assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
-            // Both go on as the origin, also for a new snapshot.
+            // Both work as the origin, also for a new snapshot.
             let next = origin.snapshot(kind.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
             snapshot.write_at(4096, &bytes(4, 8192), Flags::FUA).unwrap();
             assert_eq!(read(&origin, 4096, 8192), bytes(4, 8192));
@@ -77,18 +77,18 @@ fn a_merge_brings_the_snapshot_into_the_origin() {
 }
 
 #[test]
-fn io_goes_on_through_snapshot_and_origin() {
+fn io_continues_during_merge() {
     for kind in [Kind::Model, Kind::Sometimes, Kind::Deferred, Kind::Ram] {
         let device = kind.make(SIZE);
         let origin = Origin::new(Arc::clone(&device));
         let snapshot = origin.snapshot(kind.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
         let other = origin.snapshot(kind.make(COW_SIZE), &config(StoreKind::Persistent, 8192)).unwrap();
         let mut content = vec![0; SIZE as usize];
-        scribble(&snapshot, &mut content, 5, 300);
-        // From here on both show the same.
+        write_random_ranges(&snapshot, &mut content, 5, 300);
+        // From here on both show the same content.
         snapshot.merge().unwrap();
         let stop = AtomicBool::new(false);
-        // Each thread has a part of the device to itself, and knows what is there.
+        // Each thread owns a part of the device and knows its content.
         let part = SIZE as usize / 4;
         let mut parts: Vec<&mut [u8]> = content.chunks_mut(part).collect();
         std::thread::scope(|scope| {
@@ -136,7 +136,7 @@ fn io_goes_on_through_snapshot_and_origin() {
 }
 
 #[test]
-fn what_cannot_be_merged_is_refused() {
+fn invalid_merge_is_refused() {
     let origin = Origin::new(Kind::Model.make(SIZE));
     let transient = origin.snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Transient, 4096)).unwrap();
     assert!(matches!(transient.merge(), Err(MergeSetupError::Transient)));
@@ -148,7 +148,7 @@ fn what_cannot_be_merged_is_refused() {
     assert!(matches!(snapshot.merge(), Err(MergeSetupError::Preparing)));
     consistency_group::take(&mut [&mut pending]).unwrap();
     let second = pending.into_snapshot();
-    // One that cannot finish: the run is held up by nothing, so stop it before it is through.
+    // A merge that cannot finish while the COW device hangs.
     let cow = Arc::new(Faulty::new(COW_SIZE as usize, 512));
     let slow = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
     slow.write_at(0, &bytes(1, 4096), NONE).unwrap();
@@ -166,7 +166,7 @@ fn what_cannot_be_merged_is_refused() {
 }
 
 #[test]
-fn writes_to_what_is_being_merged_wait_and_go_to_the_origin() {
+fn write_to_chunk_being_merged_waits() {
     let below = Arc::new(Faulty::new(SIZE as usize, 512));
     let origin = Origin::new(below.clone());
     let snapshot = origin.snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
@@ -174,7 +174,7 @@ fn writes_to_what_is_being_merged_wait_and_go_to_the_origin() {
     below.fault(Some(Op::Flush), When::Always, What::Hang);
     snapshot.merge().unwrap();
     below.await_held(1);
-    // The run was copied, and is not forgotten.
+    // The run of chunks was copied, but not yet removed from the store.
     let (tx, rx) = std::sync::mpsc::channel();
     let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
     snapshot.submit(Request::write(4096, 512), IoBuf::copy_of(&[7; 512]).unwrap(), done);
@@ -188,16 +188,16 @@ fn writes_to_what_is_being_merged_wait_and_go_to_the_origin() {
 }
 
 #[test]
-fn a_failed_merge_loses_nothing_and_goes_on_later() {
+fn failed_merge_loses_nothing_and_resumes() {
     for (of_cow, op) in [(true, Op::Read), (true, Op::Write), (false, Op::Write), (false, Op::Flush)] {
         let (below, cow) =
             (Arc::new(Faulty::new(SIZE as usize, 512)), Arc::new(Faulty::new(COW_SIZE as usize, 512)));
         let origin = Origin::new(below.clone());
         let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
         let mut content = vec![0; SIZE as usize];
-        scribble(&snapshot, &mut content, 6, 30);
+        write_random_ranges(&snapshot, &mut content, 6, 30);
         let device = if of_cow { &cow } else { &below };
-        // The mark of the store still gets through.
+        // The write of the store's mark still succeeds.
         let writes = device.counts().writes;
         let when = if of_cow && op == Op::Write { When::From(writes + 1) } else { When::Always };
         device.fault(Some(op), when, What::Fail(Error::Media));
@@ -210,23 +210,23 @@ fn a_failed_merge_loses_nothing_and_goes_on_later() {
         assert_eq!(snapshot.status().to_string(), "Merge failed");
         device.heal();
         assert!(read_all(&snapshot) == content && read_all(&origin) == content, "after {op:?} failed");
-        scribble(&snapshot, &mut content, 7, 30);
+        write_random_ranges(&snapshot, &mut content, 7, 30);
         snapshot.merge().unwrap();
         assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
         assert!(read_all(&*below) == content, "after {op:?} failed and was healed");
     }
 }
 
-/// A part of the device that is stopped in the middle goes on showing the snapshot, also when the
-/// snapshot's handle is gone.
+/// After a stop in the middle, the origin still shows the snapshot's content, also after the
+/// snapshot's handle was dropped.
 #[test]
-fn the_origin_never_shows_what_is_half_merged() {
+fn stopped_merge_shows_snapshot_content() {
     let device = Kind::Deferred.make(SIZE);
     let cow = Kind::Deferred.make(COW_SIZE);
     let origin = Origin::new(Arc::clone(&device));
     let snapshot = origin.snapshot(Arc::clone(&cow), &config(StoreKind::Persistent, 4096)).unwrap();
     let mut content = vec![0; SIZE as usize];
-    scribble(&snapshot, &mut content, 8, 200);
+    write_random_ranges(&snapshot, &mut content, 8, 200);
     snapshot.merge().unwrap();
     snapshot.stop_merge();
     drop(snapshot);
@@ -235,7 +235,7 @@ fn the_origin_never_shows_what_is_half_merged() {
     content[512..512 + 8192].copy_from_slice(&bytes(9, 8192));
     assert!(read_all(&origin) == content);
     drop(origin);
-    // A new start goes on where it was.
+    // The next start resumes the merge.
     let origin = Origin::new(Arc::clone(&device));
     let snapshot = origin.snapshot(cow, &config(StoreKind::Persistent, 4096)).unwrap();
     assert!(read_all(&snapshot) == content);
@@ -246,7 +246,7 @@ fn the_origin_never_shows_what_is_half_merged() {
 
 // ---- crashes ------------------------------------------------------------------------------------
 
-/// What several devices did, in one order.
+/// Requests of several devices in one order.
 type Log = Arc<Mutex<Vec<(usize, Done)>>>;
 
 #[derive(Clone)]
@@ -255,12 +255,12 @@ enum Done {
     Flush,
 }
 
-/// Notes every write and flush of a device, when it is answered.
+/// Records every write and flush of a device on completion.
 struct Recorder {
     number: usize,
     inner: Model,
     log: Log,
-    /// Called at each flush.
+    /// Runs at each flush.
     at_flush: Mutex<Option<Hook>>,
 }
 
@@ -318,10 +318,10 @@ impl Device for Recorder {
     }
 }
 
-/// Both devices after a crash that lost what `rng` says of what was not flushed.
+/// Returns both devices after a crash. `rng` selects which unflushed writes are lost.
 fn crashed(images: &[Vec<u8>; 2], log: &[(usize, Done)], rng: &mut Rng) -> [Vec<u8>; 2] {
     let mut stable = images.clone();
-    // Blocks that were written since the last flush: all versions they had.
+    // All versions of the blocks written since the last flush.
     let mut loose: [HashMap<u64, Vec<Vec<u8>>>; 2] = Default::default();
     for (number, done) in log {
         match done {
@@ -362,10 +362,10 @@ fn model(content: &[u8]) -> Arc<Model> {
     Arc::new(model)
 }
 
-/// Cuts a merge after every request, opens what is left, checks that nothing is lost, and merges to
-/// the end.
+/// Cuts a merge after every request, opens the result, checks that nothing is lost, and finishes
+/// the merge.
 #[test]
-fn a_crash_at_any_step_of_a_merge_loses_nothing() {
+fn crash_at_any_merge_step_loses_nothing() {
     let size = 128 << 10;
     let log = Log::default();
     let recorder = |number, size| Recorder::new(number, size, &log);
@@ -374,7 +374,7 @@ fn a_crash_at_any_step_of_a_merge_loses_nothing() {
     origin.write_at(0, &bytes(1, size as u64), NONE).unwrap();
     let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
     let mut content = bytes(1, size as u64);
-    // Runs in both directions and single chunks.
+    // Runs of contiguous chunks in both directions, and single chunks.
     for chunk in [3, 4, 5, 9, 8, 20, 21, 22, 23, 30, 12] {
         let data = bytes(chunk, 4096);
         snapshot.write_at(chunk * 4096, &data, NONE).unwrap();
@@ -403,11 +403,11 @@ fn a_crash_at_any_step_of_a_merge_loses_nothing() {
     }
 }
 
-/// Cuts a merge during which the origin is written after every request, and opens what is left with
-/// the same calls: what users see of the origin is never half merged, and what was answered as
-/// durable is there, then, after more writes, and when all is merged.
+/// The origin is written during the merge, which is cut after every request. Reopened in the same
+/// way, the origin never shows a half-merged state, and durable writes survive: at once, after
+/// further writes, and after the merge.
 #[test]
-fn a_crash_during_a_merge_loses_no_flushed_write_to_the_origin() {
+fn crash_during_merge_keeps_flushed_origin_writes() {
     let size = 128 << 10;
     let log = Log::default();
     let (below, cow) = (Recorder::new(0, size, &log), Recorder::new(1, 1 << 20, &log));
@@ -425,15 +425,15 @@ fn a_crash_during_a_merge_loses_no_flushed_write_to_the_origin() {
     origin.flush().unwrap();
     let images = [read_all(&*below), read_all(&*cow)];
     log.lock().unwrap().clear();
-    // While a run is copied: a write to what is not merged yet, to what is, and to what never had
-    // an exception. The log has the answer of each under the number 2.
+    // During the copy of a run: a write to a chunk not yet merged, to a merged chunk, and to chunks
+    // without an exception. The log records their completions under number 2.
     let mut writes = [3, 12, 6, 22, 4].into_iter();
-    let (user, answers) = (origin.clone(), Arc::clone(&log));
+    let (user, completions) = (origin.clone(), Arc::clone(&log));
     *below.at_flush.lock().unwrap() = Some(Box::new(move || {
         if let Some(chunk) = writes.next() {
             let (offset, data) = (chunk * 4096 + 512, bytes(chunk + 100, 1024));
             user.write_at(offset, &data, Flags::FUA).unwrap();
-            answers.lock().unwrap().push((2, Done::Write { offset, data, fua: true }));
+            completions.lock().unwrap().push((2, Done::Write { offset, data, fua: true }));
         }
     }));
     snapshot.merge().unwrap();
@@ -441,11 +441,11 @@ fn a_crash_during_a_merge_loses_no_flushed_write_to_the_origin() {
     *below.at_flush.lock().unwrap() = None;
     let log = log.lock().unwrap().clone();
     assert_eq!(log.iter().filter(|(number, _)| *number == 2).count(), 5);
-    let mut taken_up = 0;
+    let mut resumed_merges = 0;
     for cut in 0..=log.len() {
         let (answered, devices): (Vec<_>, Vec<_>) =
             log[..cut].iter().cloned().partition(|(number, _)| *number == 2);
-        // What was answered, and the write that is under way perhaps: it is in its place or not.
+        // Completed writes survive. The write in flight may have arrived or not.
         let mut wanted = merged.clone();
         for (_, done) in &answered {
             let Done::Write { offset, data, .. } = done else { unreachable!() };
@@ -478,17 +478,17 @@ fn a_crash_during_a_merge_loses_no_flushed_write_to_the_origin() {
                 assert!(shown == wanted, "{at}: the origin");
                 assert!(read_all(&snapshot) == wanted, "{at}: the snapshot");
                 if snapshot.merge_status() == MergeStatus::None {
-                    // All is in the origin, and this is a new snapshot.
+                    // The merge is finished, and this is a new snapshot.
                     assert!(is_empty(&snapshot) && read_all(&*below) == wanted, "{at}");
                     continue;
                 }
-                taken_up += u32::from(snapshot.merge_status() == MergeStatus::Stopped);
+                resumed_merges += u32::from(snapshot.merge_status() == MergeStatus::Stopped);
                 for chunk in [5, 8, 11, 23] {
                     let data = bytes(chunk + 200, 512);
                     origin.write_at(chunk * 4096, &data, Flags::FUA).unwrap();
                     wanted[chunk as usize * 4096..][..512].copy_from_slice(&data);
                 }
-                // And once more, before anything goes on.
+                // Opened again before the merge continues.
             }
             let origin = Origin::new(below.clone());
             let snapshot = origin.snapshot(cow.clone(), &config(StoreKind::Persistent, 4096)).unwrap();
@@ -503,13 +503,13 @@ fn a_crash_during_a_merge_loses_no_flushed_write_to_the_origin() {
             assert!(read_all(&origin) == wanted, "{at}: after the merge");
         }
     }
-    assert!(taken_up > 50, "{taken_up} merges were taken up");
+    assert!(resumed_merges > 50, "{resumed_merges} merges were taken up");
 }
 
-/// Cuts writes to an origin with snapshots after every request: what was answered and flushed is
-/// there, and the snapshots show what they showed.
+/// Cuts writes to an origin with snapshots after every request. Flushed writes survive, and the
+/// snapshots keep their content.
 #[test]
-fn a_crash_during_writes_to_the_origin_loses_no_snapshot() {
+fn crash_during_origin_writes_keeps_snapshots() {
     let size = 128 << 10;
     let log = Log::default();
     let recorder = |number, size| Recorder::new(number, size, &log);
@@ -538,36 +538,35 @@ fn a_crash_during_writes_to_the_origin_loses_no_snapshot() {
     }
 }
 
-/// A merge begins when no write of the origin is under way; where one does not end, it does not
-/// begin.
+/// A merge starts when no origin write is in flight. If one hangs, the merge does not start.
 #[test]
 #[ignore = "slow lane"]
-fn a_merge_into_an_origin_whose_writes_do_not_end_does_not_begin() {
+fn merge_does_not_start_while_origin_write_hangs() {
     let disk = Arc::new(Faulty::new(SIZE as usize, 512));
     let origin = Origin::new(disk.clone());
     let snapshot = origin.snapshot(Kind::Model.make(COW_SIZE), &config(StoreKind::Persistent, 4096)).unwrap();
     snapshot.write_at(0, &bytes(1, 4096), NONE).unwrap();
     disk.fault(Some(Op::Write), When::Always, What::Hang);
-    let (answer, answers) = std::sync::mpsc::channel();
-    let done = Completion::new(move |outcome, _| answer.send(outcome).unwrap());
+    let (completion, completions) = std::sync::mpsc::channel();
+    let done = Completion::new(move |outcome, _| completion.send(outcome).unwrap());
     origin.submit(Request::new(Op::Write, 8192, 4096), IoBuf::copy_of(&bytes(2, 4096)).unwrap(), done);
     disk.await_held(1);
     assert!(matches!(snapshot.merge(), Err(MergeSetupError::NotInTime(_))));
     assert_eq!(snapshot.merge_status(), MergeStatus::None);
-    // The snapshot does not play the origin's part, and both take writes.
+    // The snapshot has not taken the origin's place, and both accept writes.
     snapshot.write_at(4096, &bytes(3, 4096), NONE).unwrap();
     disk.heal();
-    assert_eq!(answers.recv().unwrap(), Ok(()));
+    assert_eq!(completions.recv().unwrap(), Ok(()));
     origin.write_at(12288, &bytes(4, 4096), NONE).unwrap();
     snapshot.merge().unwrap();
     assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
     assert!(read(&*disk, 0, 8192) == [bytes(1, 4096), bytes(3, 4096)].concat());
 }
 
-/// The end of the snapshot's last chunk is the origin's, which has grown, whatever the exception
-/// says of the rest.
+/// The origin has grown, so a read beyond the snapshot's end reads the origin, even in the chunk of
+/// the last exception.
 #[test]
-fn a_read_behind_a_snapshot_that_is_merged_ends() {
+fn read_beyond_merging_snapshot_completes() {
     let device = Arc::new(Model::new(SIZE as usize + 1024, 512));
     let cow = Arc::new(Faulty::new(COW_SIZE as usize, 512));
     let origin = Origin::new(device.clone());

@@ -1,5 +1,5 @@
-//! While a snapshot is merged into an origin without a volatile cache, what is written is as
-//! durable as it is there.
+//! During a merge into an origin without a volatile cache, writes to the COW device must be durable
+//! as well.
 
 use std::sync::{Arc, Mutex};
 
@@ -12,19 +12,19 @@ use freestone_testkit::{Faulty, Model, What, When};
 const SIZE: usize = 128 << 10;
 const NONE: Flags = Flags::empty();
 
-/// A device that has a volatile cache, or none, and keeps what is asked of it.
-struct Seen {
+/// A device with or without a volatile cache, which records its requests.
+struct Recorder {
     inner: Arc<dyn Device>,
     volatile_cache: bool,
     asked: Mutex<Vec<Request>>,
 }
 
-impl Seen {
+impl Recorder {
     fn new(inner: Arc<dyn Device>, volatile_cache: bool) -> Arc<Self> {
         Arc::new(Self { inner, volatile_cache, asked: Mutex::default() })
     }
 
-    /// The writes since the last call.
+    /// Returns the writes since the last call.
     fn writes(&self) -> Vec<Request> {
         let mut asked = std::mem::take(&mut *self.asked.lock().unwrap());
         asked.retain(|request| request.op == Op::Write);
@@ -32,7 +32,7 @@ impl Seen {
     }
 }
 
-impl Device for Seen {
+impl Device for Recorder {
     fn geometry(&self) -> Geometry {
         Geometry { volatile_cache: self.volatile_cache, ..self.inner.geometry() }
     }
@@ -52,18 +52,18 @@ impl Device for Seen {
 }
 
 #[test]
-fn what_goes_to_the_cow_device_is_durable_where_the_origin_has_no_cache() {
+fn cow_writes_are_durable_if_origin_has_no_cache() {
     for volatile in [false, true] {
         let faulty = Arc::new(Faulty::new(SIZE, 512));
-        let below = Seen::new(faulty.clone(), volatile);
-        let cow = Seen::new(Arc::new(Model::new(1 << 20, 512)), true);
+        let below = Recorder::new(faulty.clone(), volatile);
+        let cow = Recorder::new(Arc::new(Model::new(1 << 20, 512)), true);
         let origin = Origin::new(below);
         let config =
             Config { kind: StoreKind::Persistent, chunk_bytes: Some(4096), force: true, ..Config::default() };
         let snapshot = origin.snapshot(cow.clone(), &config).unwrap();
         snapshot.write_at(8192, &[1; 4096], NONE).unwrap();
         snapshot.flush().unwrap();
-        // It stays half merged: what is written to that chunk goes to the COW device.
+        // The chunk stays half merged, so writes to it go to the COW device.
         faulty.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
         snapshot.merge().unwrap();
         assert!(matches!(snapshot.wait_merge(), MergeStatus::Failed(_)));

@@ -1,4 +1,4 @@
-//! A snapshot that was merged to its end is the origin, also while another one is merged after it.
+//! After its merge a snapshot shows the origin, also while another snapshot is merged.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ const COW_SIZE: u64 = 512 << 10;
 const NONE: Flags = Flags::empty();
 
 #[test]
-fn a_merged_snapshot_is_the_origin_while_another_one_is_merged() {
+fn merged_snapshot_follows_the_next_merge() {
     let device = Arc::new(Model::new(SIZE as usize, 512));
     let origin = Origin::new(device.clone());
     let persistent = config(StoreKind::Persistent, CHUNK);
@@ -24,7 +24,7 @@ fn a_merged_snapshot_is_the_origin_while_another_one_is_merged() {
     first.merge().unwrap();
     assert_eq!(first.wait_merge(), MergeStatus::Finished);
     second.write_at(0, &bytes(2, 3 * CHUNK), NONE).unwrap();
-    // It plays the origin's part, and nothing of it is merged yet.
+    // The second snapshot takes the origin's place, with nothing of it merged yet.
     cow.fault(Some(Op::Read), When::Always, What::Fail(Error::Media));
     second.merge().unwrap();
     assert!(matches!(second.wait_merge(), MergeStatus::Failed(_)));

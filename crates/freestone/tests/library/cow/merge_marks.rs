@@ -1,5 +1,5 @@
-//! The marks of a merge under way, on the store and beside the origin: when they come and go, and
-//! what is refused because of them.
+//! Marks of a running merge, on the store and in the notes of the origin: when they are set and
+//! removed, and what they refuse.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -14,7 +14,7 @@ use crate::cow::support::{bytes, config, read, read_all};
 const SIZE: u64 = 256 << 10;
 const COW_SIZE: u64 = 1 << 20;
 const NONE: Flags = Flags::empty();
-/// Bytes of the header that hold the mark.
+/// Header bytes that hold the mark.
 const MARK: std::ops::Range<usize> = 16..48;
 
 fn persistent() -> freestone::cow::Config {
@@ -33,7 +33,7 @@ fn content() -> Vec<u8> {
     content
 }
 
-/// An origin with a snapshot that has three exceptions.
+/// Returns an origin with a snapshot that has three exceptions.
 fn with_snapshot(below: Arc<dyn Device>, cow: Arc<dyn Device>) -> (Origin, Snapshot) {
     let origin = Origin::new(below);
     origin.write_at(0, &bytes(1, SIZE), NONE).unwrap();
@@ -44,7 +44,7 @@ fn with_snapshot(below: Arc<dyn Device>, cow: Arc<dyn Device>) -> (Origin, Snaps
     (origin, snapshot)
 }
 
-/// The devices of a merge of which one run is through.
+/// Returns the devices of a merge of which one run of chunks is finished.
 fn half_merged() -> (Arc<Faulty>, Arc<Faulty>) {
     let devices = [SIZE, COW_SIZE].map(|size| Arc::new(Faulty::new(size as usize, 512)));
     let [below, cow] = devices.clone();
@@ -59,7 +59,7 @@ fn half_merged() -> (Arc<Faulty>, Arc<Faulty>) {
 }
 
 #[test]
-fn the_mark_comes_before_the_first_copy_and_goes_at_the_end() {
+fn mark_is_set_before_first_copy_and_removed_at_end() {
     let (below, cow) =
         (Arc::new(Faulty::new(SIZE as usize, 512)), Arc::new(Faulty::new(COW_SIZE as usize, 512)));
     let (origin, snapshot) = with_snapshot(below.clone(), cow.clone());
@@ -78,10 +78,10 @@ fn the_mark_comes_before_the_first_copy_and_goes_at_the_end() {
 }
 
 #[test]
-fn a_marked_store_is_taken_up_from_the_first_moment() {
+fn marked_store_resumes_its_merge_when_opened() {
     let (below, cow) = half_merged();
     let origin = Origin::new(below.clone());
-    // What was there before can be opened as well, what would begin now cannot.
+    // Stores that existed before can be opened as well; new ones are refused.
     let beside = Arc::new(Model::new(COW_SIZE as usize, 512));
     {
         let other = Origin::new(Arc::new(Model::new(SIZE as usize, 512)));
@@ -109,7 +109,7 @@ fn a_marked_store_is_taken_up_from_the_first_moment() {
 }
 
 #[test]
-fn who_gives_up_a_store_that_was_taken_up_leaves_it_to_the_next() {
+fn dropped_pending_snapshot_keeps_marked_store() {
     let (below, cow) = half_merged();
     let origin = Origin::new(below);
     drop(origin.prepare_snapshot(cow.clone(), &persistent()).unwrap());
@@ -118,9 +118,9 @@ fn who_gives_up_a_store_that_was_taken_up_leaves_it_to_the_next() {
     assert_eq!(read_all(&snapshot), content());
 }
 
-/// A transient store would be written over it.
+/// A transient store would overwrite it.
 #[test]
-fn the_store_of_a_merge_is_not_overwritten() {
+fn marked_store_is_not_overwritten() {
     let (below, cow) = half_merged();
     let before = read_all(&*cow);
     let refused = Origin::new(below).snapshot(cow.clone(), &config(StoreKind::Transient, 4096));
@@ -128,10 +128,10 @@ fn the_store_of_a_merge_is_not_overwritten() {
     assert_eq!(read_all(&*cow), before);
 }
 
-/// A crash before the mark was taken away; or the kernel, which does not know of it, finished the
-/// merge.
+/// The crash happened before the mark was removed. Or the kernel, which does not know the mark,
+/// finished the merge.
 #[test]
-fn a_marked_store_without_exceptions_is_whole() {
+fn marked_store_without_exceptions_is_merged() {
     let (below, cow) = half_merged();
     let mark = read(&*cow, 0, 512);
     {
@@ -149,9 +149,9 @@ fn a_marked_store_without_exceptions_is_whole() {
     assert_eq!(read_all(&snapshot), content());
 }
 
-/// The mark stayed where a kernel finished the merge, and then it took other snapshots there.
+/// The kernel finished the merge, left the mark, and then stored other exceptions.
 #[test]
-fn a_mark_that_does_not_fit_the_list_is_refused() {
+fn mark_that_contradicts_exceptions_is_refused() {
     let (below, cow) = half_merged();
     let mark = read(&*cow, 0, 512)[MARK].to_vec();
     for (olds, fits) in [(vec![5], false), (vec![3, 9, 4, 8], false), (vec![3, 9], true)] {
@@ -175,7 +175,7 @@ fn a_mark_that_does_not_fit_the_list_is_refused() {
 }
 
 #[test]
-fn a_mark_that_cannot_be_written_begins_no_merge() {
+fn failed_mark_starts_no_merge() {
     for lost in [false, true] {
         for what in [What::Fail(Error::Media), What::Tear] {
             let (below, cow) =
@@ -185,7 +185,7 @@ fn a_mark_that_cannot_be_written_begins_no_merge() {
             cow.fault(Some(Op::Write), when, what);
             let refused = snapshot.merge().unwrap_err();
             cow.heal();
-            // The origin is its own, and what is flushed there is not merged over after a crash.
+            // The origin works by itself, and flushed writes are not merged over after a crash.
             assert_eq!(read_all(&origin), bytes(1, SIZE));
             origin.write_at(9 * 4096, &[7; 512], Flags::FUA).unwrap();
             assert_eq!(matches!(refused, MergeSetupError::Invalid), lost, "{refused}");
@@ -201,13 +201,13 @@ fn a_mark_that_cannot_be_written_begins_no_merge() {
     }
 }
 
-// ---- what the origin says -----------------------------------------------------------------------
+// ---- notes of the origin ------------------------------------------------------------------------
 
-/// Notes that outlive an origin. The second field is true if they cannot be removed.
+/// Notes that outlive an origin. If the second field is true, they cannot be removed.
 #[derive(Clone, Default)]
-struct Beside(Arc<Mutex<Option<(u64, String)>>>, Arc<AtomicBool>);
+struct MemoryNotes(Arc<Mutex<Option<(u64, String)>>>, Arc<AtomicBool>);
 
-impl Notes for Beside {
+impl Notes for MemoryNotes {
     fn merge(&self) -> Option<u64> {
         self.0.lock().unwrap().as_ref().map(|(id, _)| *id)
     }
@@ -224,10 +224,10 @@ impl Notes for Beside {
 }
 
 #[test]
-fn an_origin_that_is_half_merged_says_so() {
+fn half_merged_origin_has_a_note() {
     let devices = [SIZE, COW_SIZE].map(|size| Arc::new(Faulty::new(size as usize, 512)));
     let [below, cow] = devices.clone();
-    let beside = Beside::default();
+    let beside = MemoryNotes::default();
     let noted = || Origin::noted(below.clone(), Some(Box::new(beside.clone())));
     {
         drop(with_snapshot(below.clone(), cow.clone()));
@@ -259,7 +259,7 @@ fn an_origin_that_is_half_merged_says_so() {
     snapshot.merge().unwrap();
     assert_eq!(snapshot.wait_merge(), MergeStatus::Finished);
     assert_eq!((beside.merge(), is_marked(&*cow)), (None, false));
-    // A copy of the origin that was made without its note gets it again.
+    // A copy of the origin without the note gets it again.
     let (below, cow) = half_merged();
     let origin = Origin::noted(below.clone(), Some(Box::new(beside.clone())));
     let snapshot = origin.snapshot(cow, &persistent()).unwrap();
@@ -273,7 +273,7 @@ fn an_origin_that_is_half_merged_says_so() {
 fn note_that_cannot_be_removed_keeps_the_mark() {
     let devices = [SIZE, COW_SIZE].map(|size| Arc::new(Faulty::new(size as usize, 512)));
     let [below, cow] = devices.clone();
-    let beside = Beside::default();
+    let beside = MemoryNotes::default();
     let noted = || Origin::noted(below.clone(), Some(Box::new(beside.clone())));
     drop(with_snapshot(below.clone(), cow.clone()));
     beside.1.store(true, Ordering::SeqCst);
@@ -286,7 +286,7 @@ fn note_that_cannot_be_removed_keeps_the_mark() {
     }
     assert!(is_marked(&*cow) && beside.merge().is_some());
     {
-        // Opening the store tries again; until that succeeds both stay.
+        // Opening the store retries the removal. Until it succeeds, mark and note stay.
         let origin = noted();
         let refused = origin.snapshot(cow.clone(), &persistent());
         assert!(matches!(refused, Err(SetupError::NoteStays)), "{refused:?}");

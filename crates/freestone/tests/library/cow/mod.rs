@@ -1,5 +1,4 @@
-//! Snapshots of origins: what they show, their exception stores, merges, and what is there after a
-//! crash.
+//! Snapshots of origins: content, exception stores, merges, and crashes.
 
 mod conformance;
 mod failed_writes;
@@ -13,6 +12,6 @@ mod merge_finished;
 mod merge_marks;
 mod older;
 mod power;
-mod power_again;
+mod repeated_power_loss;
 mod store;
 mod support;

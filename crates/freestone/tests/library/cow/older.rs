@@ -1,4 +1,4 @@
-//! What is known of a store that is opened again: whether it missed writes of its origin.
+//! Reopened stores: detection of origin writes that the store missed.
 
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -12,7 +12,7 @@ use crate::cow::support::{Kind, bytes, config, read, read_all};
 const SIZE: u64 = 256 << 10;
 const COW_SIZE: u64 = 1 << 20;
 const NONE: Flags = Flags::empty();
-/// Bytes of the header that say that the store was closed.
+/// Header bytes that record a clean close.
 const CLOSED: std::ops::Range<usize> = 48..72;
 
 fn persistent() -> Config {
@@ -21,13 +21,13 @@ fn persistent() -> Config {
 
 /// Notes that outlive an origin.
 #[derive(Clone, Default)]
-struct Beside {
+struct MemoryNotes {
     left: Arc<Mutex<Option<Left>>>,
-    /// Where nothing can be kept beside the data.
+    /// True if notes cannot be stored.
     cannot: bool,
 }
 
-impl Notes for Beside {
+impl Notes for MemoryNotes {
     fn merge(&self) -> Option<u64> {
         None
     }
@@ -51,12 +51,12 @@ impl Notes for Beside {
 
 struct Disk {
     below: Arc<dyn Device>,
-    beside: Beside,
+    beside: MemoryNotes,
 }
 
 impl Disk {
     fn new(cannot: bool) -> Self {
-        Self { below: Kind::File.make(SIZE), beside: Beside { cannot, ..Beside::default() } }
+        Self { below: Kind::File.make(SIZE), beside: MemoryNotes { cannot, ..MemoryNotes::default() } }
     }
 
     fn origin(&self) -> Origin {
@@ -72,8 +72,8 @@ fn says_closed(cow: &dyn Device) -> bool {
     read(cow, 0, 512)[CLOSED] != [0; 24]
 }
 
-/// What is dropped is closed when the thread that answered its last request has left.
-fn soon(is: impl Fn() -> bool) {
+/// Waits for the close, which happens when the thread of the last completion releases the device.
+fn wait_until(is: impl Fn() -> bool) {
     let late = Instant::now() + Duration::from_secs(20);
     while !is() {
         assert!(Instant::now() < late, "it was not closed");
@@ -82,8 +82,8 @@ fn soon(is: impl Fn() -> bool) {
 }
 
 #[test]
-fn both_say_how_they_were_closed_and_neither_while_in_use() {
-    // What is made of memory would have to be forced.
+fn clean_close_is_recorded_by_store_and_origin() {
+    // Persistent stores of devices in memory would need force.
     let (disk, cow) = (Disk::new(false), cow());
     for round in 0..3 {
         let origin = disk.origin();
@@ -93,35 +93,35 @@ fn both_say_how_they_were_closed_and_neither_while_in_use() {
         assert!(!says_closed(&*cow), "a crash now would be taken for an end in order");
         origin.write_at(round * 4096, &bytes(round, 4096), NONE).unwrap();
         drop((origin, snapshot));
-        soon(|| says_closed(&*cow) && matches!(disk.beside.left(), Some(Left::Closed { .. })));
+        wait_until(|| says_closed(&*cow) && matches!(disk.beside.left(), Some(Left::Closed { .. })));
     }
 }
 
 #[test]
-fn what_is_refused_is_left_as_it_is() {
+fn refused_store_is_unchanged() {
     let (disk, cow) = (Disk::new(false), cow());
     let origin = disk.origin();
     let snapshot = origin.snapshot(cow.clone(), &persistent()).unwrap();
     origin.write_at(0, &bytes(1, 4096), NONE).unwrap();
     snapshot.remove();
     drop(snapshot);
-    soon(|| says_closed(&*cow));
+    wait_until(|| says_closed(&*cow));
     origin.write_at(8192, &bytes(2, 4096), NONE).unwrap();
     let before = read_all(&*cow);
     let refused = origin.snapshot(cow.clone(), &persistent());
     assert!(matches!(refused, Err(SetupError::Older)), "{refused:?}");
     drop(origin);
-    soon(|| matches!(disk.beside.left(), Some(Left::Closed { .. })));
+    wait_until(|| matches!(disk.beside.left(), Some(Left::Closed { .. })));
     let origin = disk.origin();
     let refused = origin.snapshot(cow.clone(), &persistent());
     assert!(matches!(refused, Err(SetupError::Older)), "{refused:?}");
     assert!(read_all(&*cow) == before);
-    // What is written between the look and the beginning is missed as well.
+    // Writes between the check and the start of the snapshot are missed as well.
     let forced = Config { force: true, ..persistent() };
     let snapshot = origin.snapshot(cow.clone(), &forced).unwrap();
     assert_eq!(snapshot.missed_writes(), Missed::Writes);
     drop(snapshot);
-    soon(|| says_closed(&*cow));
+    wait_until(|| says_closed(&*cow));
     let mut pending = origin.prepare_snapshot(cow, &persistent()).unwrap();
     origin.write_at(0, &bytes(3, 4096), NONE).unwrap();
     freestone::consistency_group::take(&mut [&mut pending]).unwrap();
@@ -129,7 +129,7 @@ fn what_is_refused_is_left_as_it_is() {
 }
 
 #[test]
-fn where_nothing_is_kept_beside_the_data_nobody_knows() {
+fn missed_writes_are_unknown_without_notes() {
     let (disk, cow) = (Disk::new(true), cow());
     for missed in [Missed::Nothing, Missed::Unknown] {
         let origin = disk.origin();

@@ -1,4 +1,4 @@
-//! An origin, its snapshots and their COW devices lose their power.
+//! Power loss of an origin, its snapshots and their COW devices.
 
 use std::sync::Arc;
 use std::thread;
@@ -13,7 +13,7 @@ use crate::cow::support::{CHUNK, bytes, config, read_all};
 
 const SIZE: u64 = 64 << 10;
 const NONE: Flags = Flags::empty();
-/// Longer than anything takes.
+/// Deadline for any operation.
 const LONG: Duration = Duration::from_secs(30);
 
 struct Machine {
@@ -34,8 +34,8 @@ fn machine() -> Machine {
     Machine { below, cow, lead, origin, snapshot }
 }
 
-/// A write to the origin whose copy hangs, until `then` has happened; how it was answered.
-fn hanging(machine: &Machine, then: impl FnOnce()) -> Result<(), Error> {
+/// Returns the result of a write to the origin whose copy hangs until `then` was called.
+fn hang_write_until(machine: &Machine, then: impl FnOnce()) -> Result<(), Error> {
     machine.cow.fault(Some(Op::Write), When::Always, What::Hang);
     thread::scope(|scope| {
         let writer = scope.spawn(|| machine.origin.write_at(3 * CHUNK, &bytes(5, CHUNK), NONE));
@@ -46,38 +46,38 @@ fn hanging(machine: &Machine, then: impl FnOnce()) -> Result<(), Error> {
 }
 
 #[test]
-fn nothing_that_was_begun_before_arrives_after_it() {
+fn no_write_from_before_power_loss_arrives_after_it() {
     let machine = machine();
     let lose = || {
         let off = machine.origin.power_off(LONG, || {
-            // The disk had taken it.
+            // The disk had accepted the write.
             machine.cow.heal();
             machine.lead.shut(LONG).unwrap().for_good();
             true
         });
         off.unwrap().lose();
     };
-    assert_eq!(hanging(&machine, lose), Err(Error::Gone));
+    assert_eq!(hang_write_until(&machine, lose), Err(Error::Gone));
     assert!(read_all(&*machine.below) == bytes(1, SIZE), "the origin was written");
     assert_eq!(machine.snapshot.status(), Status::Invalid);
     assert_eq!(machine.snapshot.read_at(0, &mut [0; 512]), Err(Error::Gone));
     assert_eq!(machine.origin.snapshots(), 0);
 
-    // After the reboot both are there.
+    // After the reboot both are usable.
     let snapshot =
         machine.origin.snapshot(machine.cow.clone(), &config(StoreKind::Persistent, CHUNK)).unwrap();
     assert_ne!(snapshot.status(), Status::Invalid);
     machine.origin.write_at(0, &bytes(7, SIZE), NONE).unwrap();
     assert!(read_all(&snapshot) == bytes(1, SIZE));
     assert!(read_all(&machine.origin) == bytes(7, SIZE));
-    // What is left of the old one records nothing.
+    // Dropping the old snapshot records nothing.
     drop(machine.snapshot);
     assert!(read_all(&snapshot) == bytes(1, SIZE));
     assert_ne!(snapshot.status(), Status::Invalid);
 }
 
 #[test]
-fn a_merge_that_loses_its_power_can_be_gone_on_with() {
+fn merge_resumes_after_power_loss() {
     let machine = machine();
     machine.snapshot.write_at(CHUNK, &bytes(2, 2 * CHUNK), NONE).unwrap();
     let shown = read_all(&machine.snapshot);
@@ -92,7 +92,7 @@ fn a_merge_that_loses_its_power_can_be_gone_on_with() {
     off.unwrap().lose();
     let config = config(StoreKind::Persistent, CHUNK);
     let snapshot = machine.origin.snapshot(machine.cow.clone(), &config).unwrap();
-    // It plays the origin's part from the first moment on.
+    // The snapshot takes the origin's place from the start.
     assert!(read_all(&machine.origin) == shown && read_all(&snapshot) == shown);
     snapshot.merge().unwrap();
     snapshot.wait_merge();
@@ -100,13 +100,13 @@ fn a_merge_that_loses_its_power_can_be_gone_on_with() {
 }
 
 #[test]
-fn where_it_is_given_up_all_goes_on() {
+fn cancelled_power_off_lets_writes_continue() {
     let machine = machine();
     let give_up = || {
         assert!(machine.origin.power_off(LONG, || false).is_none());
         machine.cow.heal();
     };
-    assert_eq!(hanging(&machine, give_up), Ok(()));
+    assert_eq!(hang_write_until(&machine, give_up), Ok(()));
     assert!(read_all(&machine.snapshot) == bytes(1, SIZE));
     assert_eq!(machine.origin.snapshots(), 1);
 }

@@ -1,4 +1,4 @@
-//! What the tests of snapshots share: devices to put them on.
+//! Shared parts of the snapshot tests: devices of several kinds.
 #![allow(dead_code, reason = "each test uses a part")]
 
 use std::sync::Arc;
@@ -12,14 +12,14 @@ use freestone_testkit::{Deferred, Model, Policy, Rng};
 
 pub const CHUNK: u64 = 4096;
 
-/// Devices of one kind.
+/// A kind of device.
 #[derive(Debug, Clone, Copy)]
 pub enum Kind {
-    /// Bytes in memory, at once.
+    /// Bytes in memory, completed inline.
     Model,
-    /// The same, always submitted, in a shuffled order.
+    /// Bytes in memory, always submitted, completed in random order.
     Deferred,
-    /// The same, sometimes submitted, sometimes partly done.
+    /// Bytes in memory, sometimes submitted, sometimes completed in part.
     Sometimes,
     /// A compressed RAM disk.
     Ram,
@@ -38,7 +38,7 @@ impl Kind {
             Self::Sometimes => Arc::new(Deferred::new(model(), Policy::Sometimes(40), 8)),
             Self::Ram => Arc::new(Ram::new(ram::Config { disksize: size, ..Default::default() }).unwrap()),
             Self::File => {
-                // Its name goes when this returns; the file stays as long as it is open.
+                // The name is removed when this returns; the file exists while it is open.
                 let file = tempfile::NamedTempFile::new().unwrap();
                 file.as_file().set_len(size).unwrap();
                 let config =
@@ -49,12 +49,12 @@ impl Kind {
     }
 }
 
-/// A snapshot of this kind with chunks of this size, on devices in memory.
+/// Returns the configuration of a forced snapshot with this store and chunk size.
 pub fn config(kind: StoreKind, chunk: u64) -> Config {
     Config { kind, chunk_bytes: Some(chunk), force: true, ..Config::default() }
 }
 
-/// Incompressible bytes that the seed determines.
+/// Returns incompressible bytes, the same for the same seed.
 pub fn bytes(seed: u64, len: u64) -> Vec<u8> {
     let mut bytes = vec![0; len as usize];
     Rng::new(seed).fill(&mut bytes);
@@ -71,7 +71,7 @@ pub fn read_all(device: &dyn Device) -> Vec<u8> {
     read(device, 0, device.geometry().size)
 }
 
-/// Tells threads to stop when it is dropped, also by a test that fails.
+/// Sets the flag when dropped, so that threads also stop after a failure.
 pub struct Stop<'a>(pub &'a AtomicBool);
 
 impl Drop for Stop<'_> {

@@ -1,5 +1,5 @@
-//! The file device keeps the device contract: in every mode, on both engines, over a disk, over
-//! tmpfs, over a loop device.
+//! The file device passes the conformance suite in every mode, on both engines, over a disk, tmpfs
+//! and a loop device.
 
 use std::cell::Cell;
 use std::fs;
@@ -14,12 +14,12 @@ use freestone_testkit::{Deferred, Policy, Rng};
 
 const SIZE: u64 = 2 << 20;
 
-/// Moderate: each FUA write and flush waits for the disk.
+/// Few rounds, because each FUA write and flush waits for the disk.
 fn options(seed: u64) -> Options {
     Options { seed, rounds: 60, window: 1 << 20, max_io: 512 << 10, thread_rounds: 80, ..Options::default() }
 }
 
-/// New files of one directory, each used once.
+/// New files in a directory, each used once.
 struct Files {
     dir: tempfile::TempDir,
     made: Cell<u32>,
@@ -88,7 +88,7 @@ fn read_only() {
     }
 }
 
-/// tmpfs has no `RWF_NOWAIT` and no `FALLOC_FL_ZERO_RANGE`: the fallbacks.
+/// tmpfs has no `RWF_NOWAIT` and no `FALLOC_FL_ZERO_RANGE`, so the fallbacks are used.
 #[test]
 fn on_tmpfs() {
     let shm = Path::new("/dev/shm");
@@ -104,7 +104,7 @@ fn on_tmpfs() {
 }
 
 #[test]
-fn grows_with_its_file() {
+fn grown_file() {
     let files = Files::new();
     for direct in [Direct::Off, Direct::On] {
         let path = files.path();
@@ -124,7 +124,7 @@ fn block_device() {
     let path = files.path();
     fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
     let Some(disk) = LoopDevice::over(&path) else {
-        // The same through a plain file, so that the test says something everywhere.
+        // Without a loop device a plain file is tested.
         conformance::check("file", &|| files.open(Direct::Auto, Engine::Auto), options(10));
         return;
     };
@@ -151,7 +151,7 @@ fn block_device() {
     conformance::grown(&file, &options(12), &grow).unwrap();
 }
 
-/// A loop device, detached at the end.
+/// A loop device, detached when dropped.
 struct LoopDevice(PathBuf);
 
 impl LoopDevice {

@@ -1,5 +1,5 @@
-//! The device contract, asked of every combination of bases, forks and snapshots two levels deep,
-//! with and without a backing device.
+//! Conformance of every combination of bases, forks and snapshots two levels deep, with and without
+//! a backing device.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +11,7 @@ use freestone_testkit::conformance::{self, Options};
 use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
 
 const MIB: u64 = 1 << 20;
-/// Not whole pages.
+/// Not a whole number of pages.
 const BASE_BYTES: usize = (2 << 20) + 1536;
 
 #[derive(Debug, Clone, Copy)]
@@ -28,7 +28,7 @@ const BASES: [Base; 5] = [Base::Disk, Base::File, Base::DeferredFile, Base::Snap
 #[derive(Debug, Clone, Copy)]
 enum Memory {
     Ample,
-    /// Pages are spilled all the time.
+    /// Pages are evicted all the time.
     Scarce {
         packed: bool,
     },
@@ -71,14 +71,14 @@ fn fork_config() -> ForkConfig {
     ForkConfig { size: Some(3 * MIB), ..ForkConfig::default() }
 }
 
-/// A live device over this base: of whole pages, or not.
+/// Returns a live device over this base, of whole pages or not.
 fn live(base: Base, family: &Family) -> Ram {
     match base {
         Base::Disk => family.ram(3 * MIB).unwrap(),
         Base::File => family.fork(filled_file(), &fork_config()).unwrap(),
         Base::DeferredFile => {
             let deferred = Arc::new(Deferred::new(filled_file(), Policy::Sometimes(50), 3));
-            // As large as that, which ends within a page.
+            // The fork has the size of its base, which ends inside a page.
             family.fork(deferred, &ForkConfig::default()).unwrap()
         }
         Base::Snapshot => {
@@ -109,7 +109,7 @@ fn options() -> Options {
     }
 }
 
-fn each(mut check: impl FnMut(&str, Base, Memory)) {
+fn for_each_combination(mut check: impl FnMut(&str, Base, Memory)) {
     for memory in MEMORIES {
         for base in BASES {
             check(&format!("{base:?}, memory {memory:?}"), base, memory);
@@ -119,14 +119,14 @@ fn each(mut check: impl FnMut(&str, Base, Memory)) {
 
 #[test]
 fn live_devices_conform_over_every_base() {
-    each(|name, base, memory| {
+    for_each_combination(|name, base, memory| {
         conformance::check(name, &|| Arc::new(live(base, &family(memory))), options());
     });
 }
 
 #[test]
-fn live_devices_conform_while_snapshots_come_and_go() {
-    each(|name, base, memory| {
+fn live_devices_conform_during_snapshots() {
+    for_each_combination(|name, base, memory| {
         let stop = AtomicBool::new(false);
         let device = live(base, &family(memory));
         std::thread::scope(|scope| {
@@ -152,9 +152,9 @@ fn live_devices_conform_while_snapshots_come_and_go() {
     });
 }
 
-/// Checks what `make` makes of an origin that is written all the time.
-fn of_a_busy_origin(make: impl Fn(&Ram) -> Ram) {
-    each(|name, base, memory| {
+/// Checks a device that `make` derives from an origin which is written all the time.
+fn check_over_busy_origin(make: impl Fn(&Ram) -> Ram) {
+    for_each_combination(|name, base, memory| {
         let stop = AtomicBool::new(false);
         let origin = live(base, &family(memory));
         fill(&origin, 3);
@@ -164,7 +164,7 @@ fn of_a_busy_origin(make: impl Fn(&Ram) -> Ram) {
                 while !stop.load(Ordering::SeqCst) {
                     fill(&origin, seed);
                     seed += 1;
-                    // The suite needs the processor as well.
+                    // Leaves processor time to the suite.
                     std::thread::sleep(std::time::Duration::from_micros(500));
                 }
             });
@@ -177,11 +177,11 @@ fn of_a_busy_origin(make: impl Fn(&Ram) -> Ram) {
 }
 
 #[test]
-fn snapshots_conform_while_their_origin_is_written() {
-    of_a_busy_origin(|origin| origin.snapshot().unwrap());
+fn snapshots_of_a_busy_origin_conform() {
+    check_over_busy_origin(|origin| origin.snapshot().unwrap());
 }
 
 #[test]
-fn forks_of_snapshots_conform_while_their_origin_is_written() {
-    of_a_busy_origin(|origin| origin.snapshot().unwrap().fork(&ForkConfig::default()).unwrap());
+fn forks_of_snapshots_of_a_busy_origin_conform() {
+    check_over_busy_origin(|origin| origin.snapshot().unwrap().fork(&ForkConfig::default()).unwrap());
 }

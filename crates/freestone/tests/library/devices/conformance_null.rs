@@ -1,4 +1,4 @@
-//! Test drives keep the device contract, alone and stacked.
+//! Test drives pass the conformance suite, alone and stacked.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -59,7 +59,7 @@ fn deferred_null() {
 
 #[test]
 fn memory_alone() {
-    // The last one ends inside a page.
+    // The size of the third one is not a whole number of pages.
     for (size, block) in [(64 << 20, 512), (5 << 40, 4096), ((3 << 20) + 512, 512), (9 << 20, 2048)] {
         conformance::check("memory", &|| memory(size, block), conformance_options());
     }

@@ -1,4 +1,4 @@
-//! The device contract, asked of the compressed RAM disk.
+//! The compressed RAM disk passes the conformance suite.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ fn every_algorithm_conforms() {
 }
 
 #[test]
-fn it_conforms_behind_a_device_that_defers() {
+fn ram_disk_below_deferring_device_conforms() {
     let make = || -> Arc<dyn Device> {
         Arc::new(Deferred::new(Arc::new(ram(Algorithm::Lz4)), Policy::Sometimes(30), 5))
     };
@@ -31,13 +31,13 @@ fn it_conforms_behind_a_device_that_defers() {
 }
 
 #[test]
-fn it_conforms_while_it_grows() {
+fn growing_ram_disk_conforms() {
     let disk = ram(Algorithm::Lz4);
     conformance::grown(&disk, &conformance_options(), &|| disk.grow(40 << 20).unwrap()).unwrap();
 }
 
 #[test]
-fn it_conforms_while_the_pool_is_compacted() {
+fn ram_disk_conforms_during_pool_compaction() {
     let disk = ram(Algorithm::Lz4);
     std::thread::scope(|scope| {
         let (stop, stopped) = std::sync::mpsc::channel::<()>();

@@ -1,4 +1,4 @@
-//! What a device was asked for, counted: the contract stays, and each request counts once.
+//! Request counters of a device: the device contract holds, and each request counts once.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ fn ram() -> Arc<dyn Device> {
 }
 
 #[test]
-fn it_conforms_over_what_does_all_at_once_and_what_defers() {
+fn counting_conforms_over_inline_and_deferring_devices() {
     let counting = |inner: Arc<dyn Device>| -> Arc<dyn Device> { Arc::new(Counting::new("d", inner)) };
     conformance::check("counted", &|| counting(ram()), conformance_options());
     let deferred = || counting(Arc::new(Deferred::new(ram(), Policy::Sometimes(30), 3)));
@@ -22,7 +22,7 @@ fn it_conforms_over_what_does_all_at_once_and_what_defers() {
 }
 
 #[test]
-fn each_request_counts_once_with_all_its_bytes() {
+fn each_request_counts_once_with_its_bytes() {
     for percent in [0, 40, 100] {
         let device = Counting::new("d", Arc::new(Deferred::new(ram(), Policy::Sometimes(percent), 9)));
         for n in 0..50 {
@@ -43,7 +43,7 @@ fn each_request_counts_once_with_all_its_bytes() {
 }
 
 #[test]
-fn what_is_not_answered_is_in_flight() {
+fn incomplete_request_is_in_flight() {
     let disk = Arc::new(Faulty::new(1 << 20, 512));
     let device = Counting::new("d", disk.clone());
     disk.fault(Some(Op::Write), When::Always, What::Hang);

@@ -1,5 +1,5 @@
-//! A file that changes underneath: truncated, grown, full, punched; and a device that goes away
-//! under load.
+//! Files that change below the device: truncated, grown, full, punched; and devices dropped under
+//! load.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -33,7 +33,7 @@ fn set_len(path: &Path, len: u64) {
 }
 
 #[test]
-fn truncated_underneath() {
+fn truncated_file_loses_only_its_end() {
     let dir = tempfile::tempdir().unwrap();
     for mode in MODES {
         let (file, path) = fresh(dir.path(), mode);
@@ -60,7 +60,7 @@ fn truncated_underneath() {
         assert_eq!(file.extents(SIZE, block, &mut |_| true), Err(Error::OutOfRange));
         assert_eq!(fs::metadata(&path).unwrap().len(), real, "nothing may extend the file again");
 
-        // What is left of it lives on.
+        // The rest of the file stays usable.
         file.read_at(SIZE / 2 - block, &mut one).unwrap();
         assert_eq!(one, vec![7; block as usize]);
         file.write_at(0, &vec![9; block as usize], Flags::FUA).unwrap();
@@ -82,14 +82,15 @@ fn truncated_underneath() {
 }
 
 #[test]
-fn grown_underneath() {
+fn grown_file_is_detected() {
     let dir = tempfile::tempdir().unwrap();
     for mode in MODES {
         let (file, path) = fresh(dir.path(), mode);
         let mut one = vec![1; 4096];
         assert_eq!(file.read_at(SIZE, &mut one), Err(Error::OutOfRange));
 
-        // Seen by the request that needs it; a part of a block at the end is not counted.
+        // The request that needs the new size detects it. A partial block at the end is not
+        // counted.
         set_len(&path, 2 * SIZE + 100);
         assert_eq!(file.geometry().size, SIZE);
         file.read_at(SIZE, &mut one).unwrap();
@@ -99,7 +100,7 @@ fn grown_underneath() {
         file.write_at(3 * SIZE - 4096, &[3; 4096], Flags::empty()).unwrap();
         assert_eq!(file.geometry().size, 3 * SIZE);
 
-        // Seen by extents, by a write elsewhere, by a flush, by asking.
+        // Extents, a write elsewhere, a flush, and `refresh` detect it.
         set_len(&path, 4 * SIZE);
         file.extents(3 * SIZE, SIZE, &mut |_| true).unwrap();
         assert_eq!(file.geometry().size, 4 * SIZE);
@@ -150,7 +151,7 @@ fn discard_and_zeroes_free_and_keep_space() {
     }
 }
 
-/// A tmpfs of a given size, unmounted at the end.
+/// A tmpfs of a given size, unmounted when dropped.
 struct Mount(tempfile::TempDir);
 
 impl Mount {
@@ -178,7 +179,7 @@ impl Drop for Mount {
 }
 
 #[test]
-fn a_full_file_system_is_no_space() {
+fn full_file_system_fails_with_no_space() {
     let Some(mount) = Mount::new("256k") else { return };
     for engine in [Engine::IoUring, Engine::Threads] {
         let path = mount.0.path().join("file.img");
@@ -186,9 +187,10 @@ fn a_full_file_system_is_no_space() {
         let file = File::open(&config).unwrap();
         file.write_at(0, &[1; 4096], Flags::empty()).unwrap();
         assert_eq!(file.write_at(0, &vec![2; SIZE as usize], Flags::empty()), Err(Error::NoSpace));
-        // tmpfs cannot zero a range without freeing it: zeroes are written, and do not fit either.
+        // tmpfs cannot zero a range without freeing it, so zeroes are written, which needs space as
+        // well.
         assert_eq!(file.write_zeroes(0, SIZE, Flags::empty()), Err(Error::NoSpace));
-        // Every block is old or new, and after a discard there is room again.
+        // Every block is old or new, and a discard frees space.
         let mut block = [0; 512];
         file.read_at(0, &mut block).unwrap();
         assert!([0, 1, 2].iter().any(|&b| block == [b; 512]));
@@ -202,7 +204,7 @@ fn a_full_file_system_is_no_space() {
 }
 
 #[test]
-fn cached_reads_are_done_inline_and_others_are_not() {
+fn only_cached_reads_complete_inline() {
     let dir = tempfile::tempdir().unwrap();
     let mut out = vec![0; 8192];
     let (file, _) = fresh(dir.path(), (Direct::Off, Engine::IoUring));
@@ -212,7 +214,7 @@ fn cached_reads_are_done_inline_and_others_are_not() {
     assert_eq!(file.try_io(&Request::write(0, 8192), Buffer::Write(&out)), Ok(Tried::WouldBlock));
     assert_eq!(file.try_io(&Request::flush(), Buffer::None), Ok(Tried::WouldBlock));
 
-    // A long read stops, to leave others their turn.
+    // A long read returns in part, to yield to other requests.
     file.write_at(0, &vec![4; SIZE as usize], Flags::empty()).unwrap();
     let mut out = vec![0; SIZE as usize];
     let tried = file.try_io(&Request::read(0, SIZE), Buffer::Read(&mut out));
@@ -222,12 +224,12 @@ fn cached_reads_are_done_inline_and_others_are_not() {
     assert_eq!(file.try_io(&Request::read(0, 8192), Buffer::Read(&mut out[..8192])), Ok(Tried::WouldBlock));
 }
 
-/// The kernel copies a buffered write and a buffered read of the same page at the same time.
+/// Concurrent buffered read and write of the same page.
 #[test]
 fn overlapping_reads_and_writes_are_never_torn() {
     const LEN: usize = 64 << 10;
     let dir = tempfile::tempdir().unwrap();
-    // Made before, so that the threads do little else than I/O.
+    // Allocated before, so that the threads do little besides I/O.
     let marks = [1_u8, 2, 3, 4];
     let data = marks.map(|mark| vec![mark; LEN]);
     for mode in MODES {
@@ -257,12 +259,12 @@ fn overlapping_reads_and_writes_are_never_torn() {
 }
 
 #[test]
-fn everything_in_flight_is_answered_when_the_device_is_dropped() {
+fn requests_in_flight_complete_after_drop() {
     let dir = tempfile::tempdir().unwrap();
     for mode in MODES {
         let (file, path) = fresh(dir.path(), mode);
         let (tx, rx) = mpsc::channel();
-        // More than the ring takes at once, many of them overlapping.
+        // More than the ring accepts at once, many of them overlapping.
         let count = 1000;
         for i in 0..count {
             let request = Request::write(i % 50 * 4096, 4096);
@@ -275,8 +277,8 @@ fn everything_in_flight_is_answered_when_the_device_is_dropped() {
         for _ in 0..count {
             let (i, outcome) = rx.try_recv().expect("answered before the drop returned");
             assert_eq!(outcome, Ok(()));
-            // Overlapping requests run in the order of their submission. (The threads may answer in
-            // another.)
+            // Overlapping requests run in the order of submission. (Threads may complete in another
+            // order.)
             let before = order[i as usize % 50].replace(i);
             assert!(mode.1 == Engine::Threads || before < Some(i));
         }
@@ -288,7 +290,7 @@ fn everything_in_flight_is_answered_when_the_device_is_dropped() {
 }
 
 #[test]
-fn the_last_reference_may_go_in_a_completion() {
+fn last_reference_may_drop_in_a_completion() {
     let dir = tempfile::tempdir().unwrap();
     for mode in MODES {
         let (file, path) = fresh(dir.path(), mode);
@@ -305,7 +307,7 @@ fn the_last_reference_may_go_in_a_completion() {
         drop(file);
         go.send(()).unwrap();
         assert_eq!(rx.recv_timeout(Duration::from_secs(20)), Ok(Ok(())));
-        // The thread ends by itself, and the lock with it.
+        // The device's thread ends by itself and releases the lock.
         let opened = (0..1000).any(|_| {
             std::thread::sleep(Duration::from_millis(2));
             File::open(&Config::new(&path)).is_ok()
@@ -315,7 +317,7 @@ fn the_last_reference_may_go_in_a_completion() {
 }
 
 #[test]
-fn a_completion_that_panics_harms_nobody_else() {
+fn panicking_completion_affects_no_other_request() {
     let dir = tempfile::tempdir().unwrap();
     for mode in MODES {
         let (file, _) = fresh(dir.path(), mode);
@@ -328,7 +330,7 @@ fn a_completion_that_panics_harms_nobody_else() {
 }
 
 #[test]
-fn a_buffer_of_the_wrong_length_is_refused() {
+fn buffer_of_wrong_length_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let (file, _) = fresh(dir.path(), MODES[0]);
     for (request, len) in [(Request::read(0, 8192), 4096), (Request::write(0, 4096), 0)] {

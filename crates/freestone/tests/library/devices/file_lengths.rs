@@ -1,4 +1,4 @@
-//! Files that end within a block, and empty ones.
+//! Files that end inside a block, and empty files.
 
 use std::fs;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ fn padded(path: &std::path::Path, engine: Engine) -> Config {
 }
 
 #[test]
-fn what_is_written_ends_where_the_file_ends() {
+fn writes_end_at_the_end_of_the_file() {
     for engine in [Engine::IoUring, Engine::Threads] {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("odd.img");
@@ -39,7 +39,7 @@ fn what_is_written_ends_where_the_file_ends() {
         })
         .unwrap();
         assert_eq!(described, 5120);
-        // It grows, within the block and beyond it.
+        // The file grows inside the block and beyond it.
         for len in [5100, 6000_u64] {
             let grown = fs::File::options().write(true).open(&path).unwrap();
             grown.set_len(len).unwrap();
@@ -49,7 +49,7 @@ fn what_is_written_ends_where_the_file_ends() {
         }
         file.write_at(5632, &[3; 512], Flags::empty()).unwrap();
         assert_eq!(fs::read(&path).unwrap()[5632..], [3; 368]);
-        // Cut off, it is not made long again.
+        // A truncated file is not extended again.
         fs::File::options().write(true).open(&path).unwrap().set_len(5700).unwrap();
         assert_eq!(file.write_at(5632, &[4; 512], Flags::empty()), Err(Error::Media));
         assert_eq!(fs::metadata(&path).unwrap().len(), 5700);
@@ -57,7 +57,7 @@ fn what_is_written_ends_where_the_file_ends() {
 }
 
 #[test]
-fn an_empty_file_is_a_device_without_bytes() {
+fn empty_file_is_a_device_of_size_zero() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("empty.img");
     fs::write(&path, b"").unwrap();
@@ -71,14 +71,14 @@ fn an_empty_file_is_a_device_without_bytes() {
     assert_eq!(block, [0; 512]);
     assert_eq!(file.extents(0, 512, &mut |row| row.kind == ExtentKind::Data), Ok(512));
     drop(file);
-    // Past the page cache there are whole blocks only, and who stores things there needs them.
+    // Direct I/O has whole blocks only, and users that store data need them.
     for config in [Config { direct: Direct::On, ..padded(&path, Engine::Auto) }, Config::new(&path)] {
         assert!(matches!(File::open(&config), Err(SetupError::Size { .. } | SetupError::Direct { .. })));
     }
 }
 
 #[test]
-fn whole_blocks_keep_the_contract() {
+fn padded_file_conforms() {
     let dir = tempfile::tempdir().unwrap();
     let count = std::cell::Cell::new(0);
     let make = || {

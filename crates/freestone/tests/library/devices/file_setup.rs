@@ -1,4 +1,4 @@
-//! What the file device refuses to open, and what it makes.
+//! Files that the file device refuses to open, and files that it creates.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -27,7 +27,7 @@ fn image(dir: &Path, name: &str, size: u64) -> Config {
 }
 
 #[test]
-fn what_is_no_image_is_refused_with_a_clear_sentence() {
+fn unsuitable_file_is_refused_with_its_reason() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| Config::new(dir.path().join(name));
 
@@ -58,12 +58,12 @@ fn what_is_no_image_is_refused_with_a_clear_sentence() {
 }
 
 #[test]
-fn no_permission_is_said() {
+fn missing_permission_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let config = image(dir.path(), "file.img", SIZE);
     fs::set_permissions(&config.path, fs::Permissions::from_mode(0o000)).unwrap();
     if fs::File::open(&config.path).is_ok() {
-        // Root may open anything; a file on a read-only mount it may not write.
+        // Root may open any file; this file cannot be written by root either.
         let proc = Config::new("/proc/version");
         assert!(matches!(refused(&proc), SetupError::Call { .. } | SetupError::Empty { .. }));
         return;
@@ -72,7 +72,7 @@ fn no_permission_is_said() {
 }
 
 #[test]
-fn a_file_is_made_sparse_and_only_if_it_can_be_used() {
+fn new_file_is_sparse_and_created_only_if_usable() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("new.img");
     let size = 1 << 40;
@@ -82,24 +82,24 @@ fn a_file_is_made_sparse_and_only_if_it_can_be_used() {
     assert_eq!((made.len(), made.mode() & 0o777), (size, 0o600));
     assert!(made.blocks() < 100, "{} blocks are allocated", made.blocks());
 
-    // Not a multiple of the block: nothing is left behind.
+    // Not a multiple of the block size: the file is not created.
     let odd = dir.path().join("odd.img");
     assert!(matches!(
         refused(&Config { size: Some(SIZE + 1), ..Config::new(&odd) }),
         SetupError::Size { .. }
     ));
     assert!(!odd.exists());
-    // Read-only: there is nothing to read.
+    // Read-only: a new file has nothing to read.
     refused(&Config { size: Some(SIZE), read_only: true, ..Config::new(&odd) });
     assert!(!odd.exists());
-    // What exists stays, also when it is refused.
+    // An existing file stays, also after a refusal.
     let there = image(dir.path(), "there.img", 1000);
     refused(&Config { size: Some(SIZE), ..there.clone() });
     assert_eq!(fs::metadata(&there.path).unwrap().len(), 1000);
 }
 
 #[test]
-fn one_writer_or_many_readers() {
+fn file_is_locked_for_one_writer_or_many_readers() {
     let dir = tempfile::tempdir().unwrap();
     let write = image(dir.path(), "file.img", SIZE);
     let read = Config { read_only: true, ..write.clone() };
@@ -107,7 +107,7 @@ fn one_writer_or_many_readers() {
     let writer = File::open(&write).unwrap();
     assert!(matches!(refused(&write), SetupError::InUse { .. }));
     assert!(matches!(refused(&read), SetupError::InUse { .. }));
-    // The lock goes with the device, at once, also after I/O. (An open would try for a moment.)
+    // The lock is released with the device, also after I/O. (An open would retry for a moment.)
     let anybody = fs::File::open(&write.path).unwrap();
     for _ in 0..20 {
         writer.write_at(0, &[1; 4096], Flags::empty()).unwrap();
@@ -126,7 +126,7 @@ fn one_writer_or_many_readers() {
 }
 
 #[test]
-fn one_whose_user_is_just_ending_is_tried_for_a_moment() {
+fn open_retries_while_previous_user_ends() {
     let dir = tempfile::tempdir().unwrap();
     let config = image(dir.path(), "file.img", SIZE);
     let ending = File::open(&config).unwrap();
@@ -139,7 +139,7 @@ fn one_whose_user_is_just_ending_is_tried_for_a_moment() {
 }
 
 #[test]
-fn direct_and_buffered_are_what_was_asked_for() {
+fn direct_and_buffered_modes_apply() {
     let dir = tempfile::tempdir().unwrap();
     let config = image(dir.path(), "file.img", SIZE);
     for (direct, expected) in [(Direct::Auto, false), (Direct::Off, false), (Direct::On, true)] {
@@ -150,7 +150,7 @@ fn direct_and_buffered_are_what_was_asked_for() {
     for engine in [Engine::IoUring, Engine::Threads] {
         assert_eq!(File::open(&Config { engine, ..config.clone() }).unwrap().engine(), engine);
     }
-    // procfs has no O_DIRECT: a clear refusal, not a failed first request.
+    // procfs has no O_DIRECT, which must be detected at open and not by the first request.
     if Path::new("/proc/config.gz").exists() {
         let odd = Config { direct: Direct::On, read_only: true, ..Config::new("/proc/config.gz") };
         refused(&odd);

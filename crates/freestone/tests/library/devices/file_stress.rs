@@ -1,4 +1,4 @@
-//! Many threads submit at once: nothing is lost, torn or out of order, whoever leaves first.
+//! Many threads submit at once: nothing is lost, torn or reordered, even if submitters end first.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ use freestone_testkit::Rng;
 
 const BLOCK: u64 = 4096;
 const SUBMITTERS: u64 = 4;
-/// Blocks that all submitters use, and behind them some that one has for itself.
+/// Blocks that all submitters share, followed by blocks of each submitter.
 const COMMON_BLOCKS: u64 = 64;
 const OWN_BLOCKS: u64 = 8;
 const SIZE: u64 = (COMMON_BLOCKS + SUBMITTERS * OWN_BLOCKS) * BLOCK;
@@ -27,37 +27,37 @@ fn open(path: &Path, (direct, engine): (Direct, Engine)) -> Arc<File> {
     Arc::new(File::open(&config).unwrap())
 }
 
-/// Every eight bytes hold the mark.
+/// Returns blocks filled with the mark.
 fn filled(mark: u64, blocks: u64) -> IoBuf {
     let mut data = IoBuf::zeroed((blocks * BLOCK) as usize).unwrap();
     data.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&mark.to_le_bytes()));
     data
 }
 
-/// The mark that a whole block holds.
+/// Returns the mark of a block, which must be whole.
 fn mark(block: &[u8]) -> u64 {
     let first = &block[..8];
     assert!(block.chunks_exact(8).all(|word| word == first), "a block is torn");
     u64::from_le_bytes(first.try_into().unwrap())
 }
 
-/// What a read must find.
+/// Expected result of a read.
 #[derive(Debug)]
 enum Expected {
     Nothing,
-    /// Some mark of some submitter.
+    /// Any mark of any submitter.
     Whole,
     Exactly(u64),
 }
 
-struct Answer {
+struct CompletedRequest {
     request: Request,
     expected: Expected,
     outcome: Result<()>,
     data: IoBuf,
 }
 
-impl Answer {
+impl CompletedRequest {
     fn check(&self) {
         assert_eq!(self.outcome, Ok(()), "{:?}", self.request);
         for block in self.data.chunks(BLOCK as usize) {
@@ -72,16 +72,16 @@ impl Answer {
 
 struct Submitter {
     file: Arc<File>,
-    answers: Sender<Answer>,
+    completions: Sender<CompletedRequest>,
     count: Arc<AtomicU64>,
 }
 
 impl Submitter {
     fn submit(&self, request: Request, data: IoBuf, expected: Expected) {
         self.count.fetch_add(1, SeqCst);
-        let answers = self.answers.clone();
+        let completions = self.completions.clone();
         let done = Completion::new(move |outcome, data| {
-            answers.send(Answer { request, expected, outcome, data }).unwrap();
+            completions.send(CompletedRequest { request, expected, outcome, data }).unwrap();
         });
         self.file.submit(request, data, done);
     }
@@ -96,7 +96,7 @@ impl Submitter {
         self.submit(request, filled(mark, blocks), Expected::Nothing);
     }
 
-    /// Leaves without waiting for a single answer.
+    /// Ends without waiting for completions.
     fn run(self, index: u64) {
         let mut rng = Rng::new(index + 1);
         for round in 0..ROUNDS {
@@ -111,7 +111,8 @@ impl Submitter {
                 }
                 2..6 => self.write(block, blocks, mark),
                 6..10 => {
-                    // In the order of submission, though nobody waits.
+                    // Requests complete in the order of submission, although nothing waits in
+                    // between.
                     let own = COMMON_BLOCKS + index * OWN_BLOCKS + rng.below(OWN_BLOCKS);
                     self.write(own, 1, mark);
                     self.read(own, 1, Expected::Exactly(mark));
@@ -123,19 +124,19 @@ impl Submitter {
 }
 
 #[test]
-fn many_submitters_and_the_last_one_drops_the_device() {
+fn last_of_many_submitters_drops_the_device() {
     let dir = tempfile::tempdir().unwrap();
     for mode in MODES {
         let path = dir.path().join(format!("{mode:?}"));
         let file = open(&path, mode);
-        let (answers, arrived) = mpsc::channel();
+        let (completions, arrived) = mpsc::channel();
         let total = Arc::new(AtomicU64::new(0));
         let together = Arc::new(Barrier::new(SUBMITTERS as usize));
         let threads: Vec<_> = (0..SUBMITTERS)
             .map(|index| {
                 let submitter = Submitter {
                     file: Arc::clone(&file),
-                    answers: answers.clone(),
+                    completions: completions.clone(),
                     count: Arc::clone(&total),
                 };
                 let together = Arc::clone(&together);
@@ -145,37 +146,40 @@ fn many_submitters_and_the_last_one_drops_the_device() {
                 })
             })
             .collect();
-        drop((file, answers));
-        // Ends when every completion is gone: called or dropped.
+        drop((file, completions));
+        // The loop ends when every completion was called or dropped.
         let mut count = 0;
-        for answer in arrived {
-            answer.check();
+        for completion in arrived {
+            completion.check();
             count += 1;
         }
         assert_eq!(count, total.load(SeqCst), "{mode:?}");
         for thread in threads {
             thread.join().unwrap();
         }
-        // Nothing is under way any more: the content is one mark a block, and stays.
+        // No request is in flight any more: each block has one mark.
         for block in fs::read(&path).unwrap().chunks(BLOCK as usize) {
             assert!(mark(block) <= SUBMITTERS * ROUNDS);
         }
     }
 }
 
-/// The kernel cancels what a thread leaves behind when it ends.
+/// When a thread ends, the kernel cancels its pending requests.
 #[test]
-fn a_thread_that_ends_takes_no_request_with_it() {
+fn requests_of_an_ended_thread_complete() {
     const BATCH: u64 = 40;
     let dir = tempfile::tempdir().unwrap();
     for mode in MODES {
         let path = dir.path().join(format!("{mode:?}"));
         let file = open(&path, mode);
-        let (answers, arrived) = mpsc::channel();
+        let (completions, arrived) = mpsc::channel();
         let total = Arc::new(AtomicU64::new(0));
         for round in 1..=20 {
-            let submitter =
-                Submitter { file: Arc::clone(&file), answers: answers.clone(), count: Arc::clone(&total) };
+            let submitter = Submitter {
+                file: Arc::clone(&file),
+                completions: completions.clone(),
+                count: Arc::clone(&total),
+            };
             thread::spawn(move || {
                 for block in 0..BATCH {
                     match block % 4 {
@@ -198,16 +202,15 @@ fn a_thread_that_ends_takes_no_request_with_it() {
             .join()
             .unwrap();
         }
-        drop((file, answers));
-        let count = arrived.into_iter().inspect(Answer::check).count();
+        drop((file, completions));
+        let count = arrived.into_iter().inspect(CompletedRequest::check).count();
         assert_eq!(count as u64, total.load(SeqCst), "{mode:?}");
     }
 }
 
-/// A buffered read of what is not in the page cache goes on in the name of the thread that
-/// submitted it.
+/// A buffered read of uncached data is bound to the thread that submitted it.
 #[test]
-fn a_thread_that_ends_leaves_its_cold_reads() {
+fn cold_reads_of_an_ended_thread_complete() {
     const ROUNDS: u64 = 200;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("cold");
@@ -215,12 +218,15 @@ fn a_thread_that_ends_leaves_its_cold_reads() {
     let plain = fs::File::open(&path).unwrap();
     plain.sync_all().unwrap();
     let file = open(&path, (Direct::Off, Engine::IoUring));
-    let (answers, arrived) = mpsc::channel();
+    let (completions, arrived) = mpsc::channel();
     let total = Arc::new(AtomicU64::new(0));
     for _ in 0..ROUNDS {
         rustix::fs::fadvise(&plain, 0, None, rustix::fs::Advice::DontNeed).unwrap();
-        let submitter =
-            Submitter { file: Arc::clone(&file), answers: answers.clone(), count: Arc::clone(&total) };
+        let submitter = Submitter {
+            file: Arc::clone(&file),
+            completions: completions.clone(),
+            count: Arc::clone(&total),
+        };
         let submits = thread::spawn(move || {
             for block in (0..SIZE / BLOCK).step_by(8) {
                 submitter.read(block, 1, Expected::Exactly(0));
@@ -228,7 +234,7 @@ fn a_thread_that_ends_leaves_its_cold_reads() {
         });
         submits.join().unwrap();
     }
-    drop((file, answers));
-    let count = arrived.into_iter().inspect(Answer::check).count();
+    drop((file, completions));
+    let count = arrived.into_iter().inspect(CompletedRequest::check).count();
     assert_eq!(count as u64, total.load(SeqCst));
 }

@@ -1,5 +1,4 @@
-//! The device contract, asked of RAM disks, files and null devices, and what is particular to files
-//! and null devices.
+//! Conformance of RAM disks, files and null devices, and tests of files and null devices.
 
 mod conformance_file;
 mod conformance_layers;
@@ -19,7 +18,7 @@ mod null_threads;
 use freestone_testkit::conformance::Options;
 use freestone_testkit::effort;
 
-/// Returns how far the conformance suite goes with a device of memory.
+/// Returns the extent of the conformance suite for a device in memory.
 pub fn conformance_options() -> Options {
     let (rounds, window, max_io) = effort((60, 1 << 20, 256 << 10), (300, 4 << 20, 1 << 20));
     Options { rounds, thread_rounds: rounds, window, max_io, ..Options::default() }

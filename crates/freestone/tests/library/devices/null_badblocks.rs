@@ -1,4 +1,4 @@
-//! Bad blocks: their ranges, what fails, and what is transferred before that.
+//! Bad blocks: ranges, failing requests, and the data transferred before the failure.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ fn ranges_merge_and_split() {
     let steps: &[(&str, &[(u64, u64)])] = &[
         ("+8-15", &[(8, 15)]),
         ("+32-40", &[(8, 15), (32, 40)]),
-        // A neighbour.
+        // An adjacent range.
         ("+16-17", &[(8, 17), (32, 40)]),
         ("+0-0", &[(0, 0), (8, 17), (32, 40)]),
         ("+10-12", &[(0, 0), (8, 17), (32, 40)]),
@@ -41,7 +41,7 @@ fn ranges_merge_and_split() {
 }
 
 #[test]
-fn bad_texts_change_nothing() {
+fn invalid_text_changes_nothing() {
     let (_, bad) = device(512, false, false);
     bad.change("+8-15").unwrap();
     for text in [
@@ -68,17 +68,17 @@ fn bad_texts_change_nothing() {
 }
 
 #[test]
-fn there_are_at_most_512_ranges() {
+fn at_most_512_ranges() {
     let (_, bad) = device(512, false, false);
     for n in 0..BAD_RANGES_MAX {
         bad.change(&format!("+{}-{}", n * 4, n * 4 + 2)).unwrap();
     }
     let full = bad.ranges();
     assert_eq!(full.len(), BAD_RANGES_MAX);
-    // Splitting makes one more.
+    // A split needs one more range.
     assert_eq!(bad.change("-1-1"), Err(BadError::TooMany));
     assert_eq!(bad.ranges(), full);
-    // Closing a gap makes one less.
+    // A closed gap needs one less.
     bad.change("+3-3").unwrap();
     bad.change("-1-1").unwrap();
     assert_eq!(bad.ranges().len(), BAD_RANGES_MAX);
@@ -109,7 +109,7 @@ fn ranges_against_a_set_of_sectors() {
 }
 
 #[test]
-fn what_touches_a_bad_block_fails_and_transfers_nothing() {
+fn request_at_bad_block_transfers_nothing() {
     let (model, bad) = device(512, false, false);
     bad.write_at(0, &[1; 8192], Flags::empty()).unwrap();
     bad.change("+8-9").unwrap();
@@ -127,14 +127,14 @@ fn what_touches_a_bad_block_fails_and_transfers_nothing() {
         model.write_at(0, &[1; 8192], Flags::empty()).unwrap();
     }
     bad.flush().unwrap();
-    // What is refused anyway is refused for its own reason.
+    // A request that is invalid anyway fails for its own reason.
     assert_eq!(bad.write_at(SIZE as u64, &[0; 512], Flags::empty()), Err(Error::OutOfRange));
     assert_eq!(bad.write_at(4096 + 1, &[0; 512], Flags::empty()), Err(Error::Misaligned));
     assert_eq!(bad.try_io(&Request::write(4096, 0), Buffer::Write(&[])), Err(Error::Misaligned));
 }
 
 #[test]
-fn blocks_before_a_bad_sector_are_transferred_where_that_is_asked_for() {
+fn partial_io_transfers_blocks_before_bad_sector() {
     for deferred in [false, true] {
         let (model, _) = device(4096, false, true);
         let inner: Arc<dyn Device> = Arc::clone(&model) as Arc<dyn Device>;
@@ -149,7 +149,7 @@ fn blocks_before_a_bad_sector_are_transferred_where_that_is_asked_for() {
         let mut all = vec![0; 16384];
         model.read_at(0, &mut all).unwrap();
         assert!(all[..8192].iter().all(|&b| b == 5) && all[8192..].iter().all(|&b| b == 0));
-        // A read has its first blocks, and fails.
+        // A failed read returns its first blocks.
         let mut out = [9; 16384];
         let tried = bad.try_io(&Request::read(0, 16384), Buffer::Read(&mut out));
         assert_eq!(tried, if deferred { Ok(Tried::WouldBlock) } else { Err(Error::Media) });
@@ -163,7 +163,7 @@ fn blocks_before_a_bad_sector_are_transferred_where_that_is_asked_for() {
 }
 
 #[test]
-fn a_submitted_request_gets_its_whole_buffer_back() {
+fn submitted_request_returns_its_whole_buffer() {
     let (_, bad) = device(512, false, true);
     bad.change("+4-4").unwrap();
     let (tx, rx) = std::sync::mpsc::channel();
@@ -173,22 +173,22 @@ fn a_submitted_request_gets_its_whole_buffer_back() {
 }
 
 #[test]
-fn a_range_fails_once_where_that_is_asked_for() {
+fn range_with_once_fails_once() {
     for partial_io in [false, true] {
         let (_, bad) = device(512, true, partial_io);
         bad.change("+8-9").unwrap();
         bad.change("+12-12").unwrap();
         bad.change("+20-29").unwrap();
-        // Touches two: only the first of them is reported, and used up.
+        // The request touches two ranges. Only the first is reported and removed.
         assert_eq!(bad.read_at(6 * 512, &mut [0; 4096]), Err(Error::Media));
         assert_eq!(bad.ranges(), [(12, 12), (20, 29)]);
         assert_eq!(bad.read_at(6 * 512, &mut [0; 4096]), Err(Error::Media));
         assert_eq!(bad.ranges(), [(20, 29)]);
         bad.read_at(6 * 512, &mut [0; 4096]).unwrap();
-        // A range goes as a whole.
+        // A range is removed as a whole.
         assert_eq!(bad.discard(25 * 512, 512), Err(Error::Media));
         assert_eq!(bad.ranges(), []);
-        // Asking is no failure.
+        // `verdict` is a query, not a failure.
         bad.change("+1-1").unwrap();
         assert!(bad.verdict(512, 512).is_some() && bad.verdict(512, 512).is_some());
         assert_eq!(bad.run(Request::new(Op::WriteZeroes, 512, 512)), Err(Error::Media));

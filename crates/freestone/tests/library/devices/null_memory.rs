@@ -1,5 +1,4 @@
-//! The drive in plain memory against a model. That its memory comes back is a program of its own,
-//! resident.rs.
+//! The drive in plain memory, compared with a model. resident.rs tests that it frees its memory.
 
 use freestone::device::{Blocking, Buffer, Device, ExtentKind, Flags, Op, Request, Tried};
 use freestone::null::{Config, MEMORY_BYTES_MAX, Memory, SetupError};
@@ -12,14 +11,14 @@ fn memory(size: u64, block: u32) -> Memory {
 }
 
 #[test]
-fn sizes_that_no_table_can_hold_are_refused() {
+fn too_large_sizes_are_refused() {
     let make = |size| Memory::new(Config::plain(size, 4096)).map(drop);
     assert_eq!(make(MEMORY_BYTES_MAX), Ok(()));
     let error = SetupError::Size { size: MEMORY_BYTES_MAX + 4096, block: 4096, largest: MEMORY_BYTES_MAX };
     assert_eq!(make(MEMORY_BYTES_MAX + 4096), Err(error));
 }
 
-/// Random operations on a few regions of 2 MiB, which are not neighbours, against byte vectors.
+/// Random operations on a few separate regions of 2 MiB, compared with byte vectors.
 #[test]
 fn random_operations_against_a_model() {
     const REGION: u64 = 4 * MIB;
@@ -72,7 +71,7 @@ fn random_operations_against_a_model() {
     }
 }
 
-/// What is not zero must be told as data.
+/// Data that is not zero must be reported as data.
 fn check_extents(memory: &Memory, offset: u64, content: &[u8]) {
     let mut at = offset;
     let end = offset + content.len() as u64;
@@ -108,7 +107,7 @@ fn extents_show_what_was_written() {
 }
 
 #[test]
-fn reads_take_no_memory() {
+fn reads_allocate_no_memory() {
     let memory = memory(16 << 40, 4096);
     let before = memory.used_bytes();
     let mut out = vec![1; MIB as usize];
@@ -120,7 +119,7 @@ fn reads_take_no_memory() {
     assert!(out.iter().all(|&byte| byte == 0));
     assert_eq!(memory.used_bytes(), before);
     assert!(before < MIB);
-    // Zeroes that may be no hole take what data takes.
+    // Zeroes that must not be a hole take as much memory as data.
     memory.write_zeroes(512 << 10, MIB, Flags::empty()).unwrap();
     assert!(memory.used_bytes() >= before + MIB);
     let mut kinds = Vec::new();
@@ -134,7 +133,7 @@ fn reads_take_no_memory() {
 }
 
 #[test]
-fn small_discards_free_the_page_that_they_empty() {
+fn small_discards_free_an_emptied_page() {
     let memory = memory(1 << 30, 512);
     memory.write_at(0, &[7; 8192], Flags::empty()).unwrap();
     let data = || {
@@ -153,7 +152,7 @@ fn small_discards_free_the_page_that_they_empty() {
     }
     memory.discard(7 * 512, 512).unwrap();
     assert_eq!(data(), [(0, 4096, ExtentKind::Hole), (4096, 4096, ExtentKind::Data)]);
-    // The page's old bytes do not show again.
+    // The old bytes of the page do not reappear.
     memory.write_at(512, &[9; 512], Flags::empty()).unwrap();
     let mut out = [1; 4096];
     memory.read_at(0, &mut out).unwrap();
@@ -161,7 +160,7 @@ fn small_discards_free_the_page_that_they_empty() {
 }
 
 #[test]
-fn discards_are_a_hint_where_they_are_not_offered() {
+fn discard_without_support_is_ignored() {
     let memory = Memory::new(Config { discard: false, ..Config::plain(1 << 30, 4096) }).unwrap();
     memory.write_at(0, &[7; 4096], Flags::empty()).unwrap();
     assert_eq!(memory.try_io(&Request::new(Op::Discard, 0, 1 << 30), Buffer::None), Ok(Tried::Done));

@@ -1,4 +1,5 @@
-//! Pace: never early, about the rate that was asked for, and the depth of the queue costs nothing.
+//! Paced drives: completions are never early, the rate is about right, and the queue depth adds no
+//! time.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -12,8 +13,7 @@ fn paced(mbps: u32, completion: Duration) -> Paced {
     Paced::new(null, PaceConfig { mbps, completion }).unwrap()
 }
 
-/// Submits `depth` requests at once; how long it takes until all are answered. None is answered
-/// before its time.
+/// Submits `depth` requests at once. Returns the time until all complete. None completes early.
 fn at_once(device: &dyn Device, depth: u64, completion: Duration) -> Duration {
     let begun = Instant::now();
     let (tx, rx) = mpsc::channel();
@@ -49,18 +49,18 @@ fn limits_are_checked() {
 }
 
 #[test]
-fn answers_are_never_early_and_wait_side_by_side() {
+fn completions_are_not_early_and_overlap() {
     let completion = Duration::from_millis(30);
     let device = paced(0, completion);
     let alone = at_once(&device, 1, completion);
     let deep = at_once(&device, 64, completion);
     assert!(alone >= completion);
-    // One after the other would be two seconds.
+    // One after the other they would take two seconds.
     assert!(deep < completion * 16, "64 requests at once took {deep:?}, one takes {alone:?}");
 }
 
 #[test]
-fn nothing_is_done_inline_that_is_to_be_delayed_and_errors_are_not_delayed() {
+fn delayed_requests_are_submitted_errors_are_not_delayed() {
     let device = paced(0, Duration::from_secs(30));
     assert_eq!(device.try_io(&Request::flush(), Buffer::None), Ok(Tried::WouldBlock));
     assert_eq!(device.try_io(&Request::write(0, 512), Buffer::Write(&[0; 512])), Ok(Tried::WouldBlock));
@@ -74,7 +74,7 @@ fn nothing_is_done_inline_that_is_to_be_delayed_and_errors_are_not_delayed() {
     assert!(begun.elapsed() < Duration::from_secs(20));
 }
 
-/// Bytes a second that `issue` moves, after what was in store is used up.
+/// Returns the bytes per second that `issue` moves after the burst is used up.
 fn rate(device: &Paced, bytes: u64, issue: &mut dyn FnMut(&Paced)) -> f64 {
     issue(device);
     let begun = Instant::now();
@@ -87,10 +87,10 @@ fn rate(device: &Paced, bytes: u64, issue: &mut dyn FnMut(&Paced)) -> f64 {
 }
 
 #[test]
-fn the_bandwidth_is_about_what_was_asked_for() {
+fn bandwidth_is_close_to_the_configured_rate() {
     const MIB: u64 = 1 << 20;
     let mut out = vec![0; MIB as usize];
-    // Requests of 4 KiB, and such as no budget of 20 ms has room for; reads and writes share one
+    // Requests of 4 KiB, and requests larger than the budget of 20 ms. Reads and writes share one
     // budget.
     for (mbps, size, write) in [(20, 4096, false), (20, 4096, true), (50, 256 << 10, true), (8, MIB, false)] {
         let device = paced(mbps, Duration::ZERO);
@@ -103,8 +103,7 @@ fn the_bandwidth_is_about_what_was_asked_for() {
             }
         };
         let wanted = f64::from(mbps) * MIB as f64;
-        // Never faster; slower only where the machine is busy elsewhere, which it is not every
-        // time.
+        // Never faster. Slower only if the machine is busy, which is not the case every time.
         let reached = (0..5).any(|_| {
             let rate = rate(&device, size, &mut issue);
             assert!(
@@ -118,17 +117,17 @@ fn the_bandwidth_is_about_what_was_asked_for() {
 }
 
 #[test]
-fn a_request_of_any_size_is_admitted_and_leaves_its_debt() {
+fn large_request_delays_the_next_one() {
     let device = paced(1, Duration::ZERO);
     let begun = Instant::now();
-    // Half a second's worth at once.
+    // Half a second of budget at once.
     device.write_at(0, &vec![0; 512 << 10], Flags::empty()).unwrap();
     device.read_at(0, &mut [0; 512]).unwrap();
     let took = begun.elapsed();
-    // The store of an idle device is 20 ms.
+    // An idle device has 20 ms of budget.
     assert!(took >= Duration::from_millis(475), "{took:?}");
     assert!(took < Duration::from_secs(5), "{took:?}");
-    // What moves no data does not wait.
+    // Requests without data do not wait.
     device.write_at(0, &vec![0; 8 << 20], Flags::empty()).unwrap();
     let begun = Instant::now();
     device.flush().unwrap();
@@ -138,7 +137,7 @@ fn a_request_of_any_size_is_admitted_and_leaves_its_debt() {
 }
 
 #[test]
-fn what_the_device_below_puts_off_is_paid_once() {
+fn deferred_request_counts_once() {
     let config = Config { max_request: 4096, ..Config::plain(1 << 30, 512) };
     let device = Paced::new(
         Arc::new(Memory::new(config).unwrap()),
@@ -147,7 +146,7 @@ fn what_the_device_below_puts_off_is_paid_once() {
     .unwrap();
     let data: Vec<u8> = (0..1 << 20).map(|n: u32| (n / 512) as u8).collect();
     let begun = Instant::now();
-    // 256 pieces; a second would be 4 MiB.
+    // 256 pieces; 4 MiB per second.
     device.write_at(0, &data, Flags::empty()).unwrap();
     device.write_at(1 << 20, &data[..512], Flags::empty()).unwrap();
     let took = begun.elapsed();
@@ -158,7 +157,7 @@ fn what_the_device_below_puts_off_is_paid_once() {
 }
 
 #[test]
-fn appends_are_paced_and_zone_operations_pass() {
+fn appends_are_paced_zone_operations_are_not() {
     use freestone::device::zoned::ZoneOp;
 
     let config = ZonedConfig {

@@ -1,4 +1,4 @@
-//! The drive in plain memory, by threads.
+//! The drive in plain memory, used by several threads.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -8,8 +8,8 @@ use freestone_testkit::Rng;
 
 const MIB: u64 = 1 << 20;
 
-/// Writers fill overlapping ranges, each write with one value in every block; another thread
-/// discards, gives memory back and wipes. A reader finds every block uniform.
+/// Writers fill overlapping ranges, each write with one value in every block, while another thread
+/// discards, frees memory and resets. Every block must be uniform.
 #[test]
 fn no_block_is_torn() {
     const SIZE: u64 = 4 * MIB;

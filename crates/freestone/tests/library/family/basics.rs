@@ -1,5 +1,4 @@
-//! Forks, snapshots and rewinds of RAM disks: what each device shows, whatever happens to the
-//! others.
+//! Forks, snapshots and rewinds of RAM disks: each device keeps its content when others change.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +12,7 @@ const PAGE: u64 = 4096;
 const MIB: u64 = 1 << 20;
 
 fn content(seed: u64, slot: u64) -> Vec<u8> {
-    // Half of it compresses.
+    // Half of the page compresses.
     let mut page = vec![slot as u8; PAGE as usize];
     Rng::new(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ slot).fill(&mut page[..2048]);
     page
@@ -37,7 +36,7 @@ fn disk(size: u64) -> Ram {
     Ram::new(Config { disksize: size, ..Config::default() }).unwrap()
 }
 
-/// A read-only base of 16 pages and a half.
+/// A read-only base of 16.5 pages.
 struct Base(Model);
 
 impl Base {
@@ -96,7 +95,7 @@ fn eventually(what: &str, mut is: impl FnMut() -> bool) {
 }
 
 #[test]
-fn a_fork_shows_its_base_until_it_is_written() {
+fn fork_shows_its_base_until_written() {
     for deferred in [false, true] {
         let base: Arc<dyn Device> = if deferred {
             Arc::new(Deferred::new(Arc::new(Base::filled()), Policy::Always, 3))
@@ -112,7 +111,7 @@ fn a_fork_shows_its_base_until_it_is_written() {
         half[2048..].fill(0);
         assert!(read(&fork, 16) == half, "the base's last page is a short one");
         assert!(read(&fork, 17) == [0; PAGE as usize]);
-        // Parts of pages keep the rest of the base.
+        // Parts of pages keep the rest of the base's page.
         fork.write_at(3 * PAGE + 512, &[9; 512], Flags::empty()).unwrap();
         let mut wanted = content(7, 3);
         wanted[512..1024].fill(9);
@@ -120,14 +119,14 @@ fn a_fork_shows_its_base_until_it_is_written() {
         fork.write_at(16 * PAGE + 1024, &[9; 2048], Flags::empty()).unwrap();
         half[1024..3072].fill(9);
         assert!(read(&fork, 16) == half);
-        // A discard is remembered as zeroes.
+        // A discard is stored as zeroes.
         fork.discard(5 * PAGE, 2 * PAGE).unwrap();
         assert!(read(&fork, 5) == [0; PAGE as usize] && read(&fork, 6) == [0; PAGE as usize]);
         fork.write_zeroes(7 * PAGE + 512, 512, Flags::empty()).unwrap();
         let mut wanted = content(7, 7);
         wanted[512..1024].fill(0);
         assert!(read(&fork, 7) == wanted);
-        // All of it at once.
+        // The whole device in one read.
         let mut all = vec![0; 64 * PAGE as usize];
         fork.read_at(0, &mut all).unwrap();
         for slot in 0..64 {
@@ -141,10 +140,9 @@ fn a_fork_shows_its_base_until_it_is_written() {
     }
 }
 
-/// A base of 16 pages and a half has forks of that size, and so have their snapshots and the forks
-/// of those.
+/// Forks of a base of 16.5 pages have that size, and so have their snapshots and forks of these.
 #[test]
-fn a_fork_is_as_large_as_its_base() {
+fn fork_has_the_size_of_its_base() {
     const SIZE: u64 = 16 * PAGE + 2048;
     let fork = |size| family().fork(Arc::new(Base::filled()), &ForkConfig { size, ..ForkConfig::default() });
     let first = fork(None).unwrap();
@@ -168,14 +166,14 @@ fn a_fork_is_as_large_as_its_base() {
             .unwrap();
         assert_eq!(last, Some(SIZE));
     }
-    // Its last page is a page like others.
+    // The last, partial page works like any other.
     for device in [&first, &second] {
         device.write_at(SIZE - 512, &[5; 512], Flags::empty()).unwrap();
         assert_eq!(end(device, SIZE - 512), [5; 512]);
         assert_eq!(device.write_at(SIZE - 512, &[5; 1024], Flags::empty()), Err(Error::OutOfRange));
         assert!(end(device, 16 * PAGE)[..1536] == content(7, 16)[..1536]);
         assert_eq!(own(device, SIZE), [(16, 0)], "half a page");
-        // A part of it that is not all up to the end is none.
+        // A discard of a part of the partial page that ends before its end has no effect.
         device.discard(16 * PAGE, 1536).unwrap();
         assert_eq!(end(device, SIZE - 512), [5; 512]);
         assert!(end(device, 16 * PAGE)[..1536] == content(7, 16)[..1536]);
@@ -192,7 +190,7 @@ fn a_fork_is_as_large_as_its_base() {
         device.rewind().unwrap();
         assert!(end(device, 16 * PAGE) == content(7, 16)[..2048]);
     }
-    // Asked for, or grown, to the block; what was behind the end is zeroes.
+    // Requested or grown sizes are rounded to blocks. The range beyond the old end reads as zeroes.
     assert_eq!(fork(Some(SIZE + 512)).unwrap().geometry().size, SIZE + 512);
     assert_eq!(fork(Some(SIZE + 1)).unwrap().geometry().size, SIZE + 512);
     assert!(matches!(fork(Some(SIZE - 512)), Err(SetupError::SmallerThanBase { .. })));
@@ -217,7 +215,7 @@ fn a_fork_is_as_large_as_its_base() {
 }
 
 #[test]
-fn forks_are_apart_and_live_bases_are_refused() {
+fn forks_are_independent_and_live_bases_refused() {
     let family = family();
     let base: Arc<dyn Device> = Arc::new(Base::filled());
     let forks: Vec<Ram> =
@@ -244,7 +242,7 @@ fn forks_are_apart_and_live_bases_are_refused() {
 }
 
 #[test]
-fn a_chain_of_snapshots_keeps_what_each_saw() {
+fn chained_snapshots_keep_their_content() {
     let disk = disk(4 * MIB);
     for slot in 0..100 {
         write(&disk, slot, 1);
@@ -278,7 +276,7 @@ fn a_chain_of_snapshots_keeps_what_each_saw() {
             for slot in 0..220 {
                 assert!(read(snapshot, slot) == wanted(*at, slot), "page {slot} of snapshot {at}");
             }
-            // In one request, too.
+            // In one request as well.
             let mut all = vec![0; 220 * PAGE as usize];
             snapshot.read_at(0, &mut all).unwrap();
             assert!((0..220).all(|slot| all[(slot * PAGE) as usize..][..PAGE as usize] == wanted(*at, slot)));
@@ -298,7 +296,7 @@ fn a_chain_of_snapshots_keeps_what_each_saw() {
         eventually("a removed snapshot's layer goes", || disk.family().stat().layers == left);
         check(&snapshots);
     }
-    // The origin goes back, then away.
+    // The origin is rewound, then removed.
     disk.rewind().unwrap();
     assert!(read(&disk, 1) == [0; PAGE as usize]);
     for (at, snapshot) in &snapshots {
@@ -363,7 +361,7 @@ fn own(device: &Ram, len: u64) -> Vec<(u64, u64)> {
 }
 
 #[test]
-fn changes_and_extents_tell_what_is_whose() {
+fn changes_and_extents_report_the_owner() {
     let base: Arc<dyn Device> = Arc::new(Base::filled());
     let fork = family().fork(base, &ForkConfig { size: Some(8 * MIB), ..ForkConfig::default() }).unwrap();
     assert_eq!(own(&fork, 8 * MIB), []);
@@ -405,7 +403,7 @@ fn changes_and_extents_tell_what_is_whose() {
 }
 
 #[test]
-fn snapshots_of_several_disks_are_of_one_moment() {
+fn snapshot_set_is_of_one_moment() {
     let (a, b) = (disk(MIB), disk(MIB));
     let stop = std::sync::atomic::AtomicBool::new(false);
     let number = |device: &Ram| u64::from_le_bytes(read(device, 0)[..8].try_into().unwrap());
@@ -417,7 +415,7 @@ fn snapshots_of_several_disks_are_of_one_moment() {
                     break;
                 }
                 page[..8].copy_from_slice(&n.to_le_bytes());
-                // First a, then b: no moment shows b ahead of a, or more than one behind.
+                // First a, then b: at no moment is b ahead of a, or more than one behind.
                 a.write_at(0, &page, Flags::empty()).unwrap();
                 b.write_at(0, &page, Flags::empty()).unwrap();
             }
@@ -436,7 +434,7 @@ fn snapshots_of_several_disks_are_of_one_moment() {
 }
 
 #[test]
-fn caps_and_guarantees_hold() {
+fn limits_and_guarantees_hold() {
     let config = Config { mem_limit: 8 * MIB, ..Config::default() };
     let family = Family::new(config).unwrap();
     let base: Arc<dyn Device> = Arc::new(Base::filled());
@@ -462,7 +460,7 @@ fn caps_and_guarantees_hold() {
     assert!(of_greedy > 3 * MIB && of_greedy < 5 * MIB, "{of_greedy}");
     let of_sure = fill(&sure);
     assert!(of_sure >= 2 * MIB, "{of_sure} of the guaranteed 2 MiB");
-    // What is being freed is no cause of a refusal.
+    // Memory that is being freed never causes a failure.
     for _ in 0..20 {
         greedy.rewind().unwrap();
         for slot in 32..32 + 500 {

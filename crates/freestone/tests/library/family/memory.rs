@@ -1,5 +1,4 @@
-//! Memory that a device gives back is there for others, and for itself, as soon as anybody can see
-//! that it was given back.
+//! Freed memory is usable by all devices as soon as the operation that frees it is visible.
 
 use std::sync::Barrier;
 use std::thread;
@@ -13,7 +12,7 @@ const LIMIT_BYTES: u64 = 1 << 20;
 const PAGES: u64 = 512;
 const ROUNDS: u64 = 400;
 
-/// Writes pages that do not compress until there is no memory left.
+/// Writes incompressible pages until memory is full.
 fn fill(ram: &Ram, rng: &mut Rng) {
     let mut page = [0; PAGE];
     for at in 0..PAGES {
@@ -25,10 +24,9 @@ fn fill(ram: &Ram, rng: &mut Rng) {
     panic!("the limit of the pool is none");
 }
 
-/// Who reads that a disk was rewound, and then writes to it, finds the memory that its old content
-/// had.
+/// A thread that reads a rewound disk and then writes to it can use the memory of the old content.
 #[test]
-fn a_disk_that_shows_its_rewind_has_the_memory() {
+fn rewind_frees_memory_before_it_is_visible() {
     let family = Family::new(Config { mem_limit: LIMIT_BYTES, ..Config::default() }).unwrap();
     let ram = family.ram(PAGES * PAGE as u64).unwrap();
     let (full, written) = (Barrier::new(2), Barrier::new(2));
@@ -50,8 +48,8 @@ fn a_disk_that_shows_its_rewind_has_the_memory() {
                 ram.read_at(0, &mut page).unwrap();
             }
             rng.fill(&mut page);
-            // What comes of it is told when the other thread is through, or that would wait for
-            // ever.
+            // The result is asserted after the loop, because a panic here would leave the other
+            // thread waiting forever.
             refused += u32::from(ram.write_at(0, &page, Flags::empty()).is_err());
             written.wait();
             ram.rewind().unwrap();

@@ -1,9 +1,8 @@
-//! Families against a model: disks and forks, chains of snapshots, forks of snapshots, and
-//! everything that can be done to them, in random order. Every device is a map of pages in the
-//! model; after each step all of them must show just that.
+//! Random operations on families, compared with a model: disks and forks, chains of snapshots, forks of snapshots.
+//! The model has a map of pages for each device, and after each step all devices must match.
 //!
-//! `FREESTONE_SEED` runs one seed, which a failure prints; `FREESTONE_MODEL_SECONDS` sets the run
-//! time of each test. Without it, a quick run takes the first seeds only.
+//! `FREESTONE_SEED` runs one seed, which a failure prints. `FREESTONE_MODEL_SECONDS` sets the run time of each test;
+//! without it a quick run takes only the first seeds.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -16,52 +15,51 @@ use freestone::ram::{Config, Family, ForkConfig, Idle, Ram, Recompress, Secondar
 use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, effort, first_difference};
 
 const PAGE: usize = 4096;
-/// Bytes of the base, of which the last page is a short one.
+/// Size of the base in bytes. Its last page is partial.
 const BASE_BYTES: usize = 1031 * PAGE + 1536;
-/// Pages of a disk, and the most that one grows to.
+/// Pages of a disk, and the maximum that it grows to.
 const PAGES: u64 = 1032;
 const PAGES_MAX: u64 = 1100;
-/// The parts of a device that are used: the beginnings of leaves, ends of leaves, the end of the
-/// base.
+/// Parts of a device that are used, in pages: the start of leaves, their end, and the end of the base.
 const HOT: [(u64, u64); 4] = [(0, 10), (507, 10), (1020, 14), (1034, 6)];
-/// Devices and snapshots at one time.
+/// Maximum numbers of devices and snapshots.
 const DEVICES_MAX: usize = 5;
 const SNAPSHOTS_MAX: usize = 8;
 
 type Page = [u8; PAGE];
-/// What is not there is zeroes.
+/// Missing pages are zeroes.
 type Pages = BTreeMap<u64, Arc<Page>>;
 
-/// A device and what it must show.
-struct Shown {
+/// A device and its expected content.
+struct ExpectedDevice {
     ram: Ram,
     pages: Pages,
     size: u64,
 }
 
 struct Live {
-    shown: Shown,
-    /// What it goes back to, and how many pages lie below it.
+    shown: ExpectedDevice,
+    /// Content after a rewind, and the number of pages of the base.
     base: Pages,
     below: u64,
-    /// What it holds itself; not known where a write failed.
+    /// Pages of the device's own layer, or None after a failed write.
     own: Option<BTreeSet<u64>>,
-    /// Pages of which zeroes were written to a part that reads as zeroes below: whether the device then
-    /// holds the page depends on the unit in which what is below tells.
-    unsure: BTreeSet<u64>,
+    /// Pages with zeroes written to a part that reads as zeroes below. Whether the device stores such a page depends
+    /// on the granularity of the extents below.
+    uncertain: BTreeSet<u64>,
     /// Forks of disks are at level 1.
     level: u32,
 }
 
 struct Snapshot {
-    shown: Shown,
+    shown: ExpectedDevice,
     level: u32,
 }
 
 struct World {
     rng: Rng,
     family: Family,
-    /// Holds nothing: asked for the family's numbers.
+    /// An empty disk to query statistics of the family.
     probe: Ram,
     live: Vec<Live>,
     snapshots: Vec<Snapshot>,
@@ -69,12 +67,12 @@ struct World {
     log: Vec<String>,
 }
 
-/// How a family is made.
+/// Parameters of a family.
 #[derive(Debug, Clone, Copy)]
 struct Setup {
     backing: Option<bool>,
     mem_limit: u64,
-    /// Where the base is not in memory.
+    /// Set if the base is not in memory.
     deferred: Option<Policy>,
     forks: bool,
 }
@@ -92,7 +90,7 @@ fn read_all(ram: &Ram, size: u64, mut show: impl FnMut(u64, &[u8])) {
     }
 }
 
-impl Shown {
+impl ExpectedDevice {
     fn check(&self, who: &str) {
         read_all(&self.ram, self.size, |slot, page| {
             let wanted = self.pages.get(&slot).map_or(&[0; PAGE], |page| &**page);
@@ -115,8 +113,7 @@ impl Shown {
         }
     }
 
-    /// A change was refused half-way: pages before that have the new content, those behind the old
-    /// one.
+    /// Applies a change that failed half-way: earlier pages have the new content, later pages the old content.
     fn settle(&mut self, offset: u64, before: &Self) {
         let last =
             HOT.iter().find(|(first, pages)| (*first..first + pages).contains(&(offset / PAGE as u64)));
@@ -198,16 +195,16 @@ impl World {
     }
 
     fn add(&mut self, ram: Ram, base: Pages, size: u64, below: u64, level: u32) {
-        let shown = Shown { ram, pages: base.clone(), size };
-        let (own, unsure) = (Some(BTreeSet::new()), BTreeSet::new());
-        self.live.push(Live { shown, base, below, own, unsure, level });
+        let shown = ExpectedDevice { ram, pages: base.clone(), size };
+        let (own, uncertain) = (Some(BTreeSet::new()), BTreeSet::new());
+        self.live.push(Live { shown, base, below, own, uncertain, level });
     }
 
     fn below(&mut self, bound: usize) -> usize {
         self.rng.below(bound as u64) as usize
     }
 
-    /// A range within one hot part, in blocks of 512 bytes; of whole pages half of the time.
+    /// Returns a range inside one of the used parts, in blocks of 512 bytes; half of the time of whole pages.
     fn range(&mut self, size: u64) -> (u64, u64) {
         loop {
             let at = self.below(HOT.len());
@@ -223,8 +220,8 @@ impl World {
         }
     }
 
-    /// What must always be answered, but for what a limit forbids.
-    fn changed(&mut self, at: usize, outcome: Result<(), Error>, offset: u64, before: &Shown) {
+    /// Checks the result of a change, which may fail only because of a limit.
+    fn changed(&mut self, at: usize, outcome: Result<(), Error>, offset: u64, before: &ExpectedDevice) {
         match outcome {
             Ok(()) => {}
             Err(Error::NoSpace) => {
@@ -249,7 +246,7 @@ impl World {
         live.shown.patch(offset, &data);
         if let Some(own) = &mut live.own {
             own.extend(offset / PAGE as u64..(offset + len).div_ceil(PAGE as u64));
-            live.unsure.retain(|slot| !own.contains(slot));
+            live.uncertain.retain(|slot| !own.contains(slot));
         }
         self.changed(at, outcome, offset, &before);
     }
@@ -257,7 +254,7 @@ impl World {
     fn zero(&mut self, exact: bool) {
         let at = self.below(self.live.len());
         let (offset, len) = self.range(self.live[at].shown.size);
-        // Zeroes that may be no hole are written like data.
+        // Zeroes that must not be a hole are written like data.
         let stays = exact && self.rng.chance(30);
         self.log.push(format!("zero {at} {offset}+{len} exact {exact} stays {stays}"));
         let before = self.live[at].shown.copy();
@@ -275,17 +272,17 @@ impl World {
                 let (from, to) = (offset.max(slot * page), (offset + len).min((slot + 1) * page));
                 let part = (from - slot * page) as usize..(to - slot * page) as usize;
                 let is_whole = (first..last).contains(&slot);
-                // Over zeroes nothing needs to be held.
+                // Over zeroes nothing needs to be stored.
                 let is_bare = slot >= live.below
                     || live.base.get(&slot).is_none_or(|below| below[part].iter().all(|&byte| byte == 0));
                 if stays || (is_whole || exact) && !is_bare {
                     own.insert(slot);
-                    live.unsure.remove(&slot);
+                    live.uncertain.remove(&slot);
                 } else if is_whole {
                     own.remove(&slot);
-                    live.unsure.remove(&slot);
+                    live.uncertain.remove(&slot);
                 } else if exact && slot < live.below && !own.contains(&slot) {
-                    live.unsure.insert(slot);
+                    live.uncertain.insert(slot);
                 }
             }
         }
@@ -312,7 +309,7 @@ impl World {
         consistency_group::take(&mut all).unwrap();
         for (at, pending) in origins.into_iter().zip(pending) {
             let live = &self.live[at];
-            let shown = Shown { ram: pending.into_snapshot(), ..live.shown.copy() };
+            let shown = ExpectedDevice { ram: pending.into_snapshot(), ..live.shown.copy() };
             assert!(shown.ram.is_snapshot());
             assert_eq!(shown.ram.write_at(0, &[0; 512], Flags::empty()), Err(Error::ReadOnly));
             self.snapshots.push(Snapshot { shown, level: live.level });
@@ -345,7 +342,7 @@ impl World {
         outcome.unwrap();
         live.shown.pages = live.base.clone();
         live.own = Some(BTreeSet::new());
-        live.unsure.clear();
+        live.uncertain.clear();
     }
 
     fn grow(&mut self) {
@@ -368,7 +365,7 @@ impl World {
             self.log.push(format!("remove {at}"));
             let live = self.live.remove(at);
             if self.live.iter().all(|other| other.level > 0) && live.level == 0 {
-                // There is always one that everything else can begin with.
+                // At least one disk always remains, as a start for the others.
                 let ram = self.family.ram(PAGES * PAGE as u64).unwrap();
                 self.add(ram, Pages::new(), PAGES, 0, 0);
             }
@@ -407,7 +404,7 @@ impl World {
 
     fn limits(&mut self) {
         let at = self.below(self.live.len());
-        // Enough for the parts that are used, or not.
+        // Enough memory for the used parts, or not.
         let cap = [0, 64 << 10, 1 << 20][self.below(3)];
         let limit = self.family.mem_limit();
         let least = if limit > 0 && self.rng.chance(50) { limit / 16 } else { 0 };
@@ -439,7 +436,7 @@ impl World {
             live.shown.check(&format!("device {at}"));
             let (Some(own), true) = (&live.own, live.shown.ram.is_fork()) else { continue };
             let mut held = owned(&live.shown.ram, live.shown.size);
-            held.retain(|slot| !live.unsure.contains(slot));
+            held.retain(|slot| !live.uncertain.contains(slot));
             assert_eq!(&held, own, "what device {at} holds itself");
         }
         for (at, snapshot) in self.snapshots.iter().enumerate() {
@@ -447,7 +444,7 @@ impl World {
         }
     }
 
-    /// Everything goes, in any order; what is left is nothing.
+    /// Removes everything in any order. Nothing may be left.
     fn end(mut self) {
         while !self.live.is_empty() || !self.snapshots.is_empty() {
             if self.rng.chance(50) && !self.live.is_empty() {
@@ -506,10 +503,10 @@ fn owned(ram: &Ram, size: u64) -> BTreeSet<u64> {
     own
 }
 
-/// Seeds that every run takes, however long they last, over a fast and over a slow base.
+/// Seeds that every run takes, over a fast base and over a slow base.
 const SEEDS_MIN: [u64; 2] = [2, 1];
 
-/// Returns how long further seeds are begun.
+/// Returns the time in which further seeds are started.
 fn run_time() -> Duration {
     let given = std::env::var("FREESTONE_MODEL_SECONDS").ok().and_then(|text| text.parse().ok());
     Duration::from_secs(given.unwrap_or(effort(0, 4)))

@@ -1,16 +1,15 @@
-//! Families under load: writers on pages of their own and on shared ones, snapshots, forks,
-//! rewinds, removals, compaction and writeback, all at one time.
+//! Families under load: writers on their own and on shared pages, snapshots, forks, rewinds,
+//! removals, compaction and writeback at the same time.
 //!
-//! What every reader can check without knowing what the others do:
-//! * A block of 512 bytes says who wrote it, when and where, and the rest of it follows from that:
-//!   no torn block, none from another place.
-//! * A writer whose pages nobody else writes reads what it wrote last, unless the device was
-//!   rewound meanwhile.
-//! * A writer writes its pages round and round. So what a snapshot shows of them is what was there
-//!   between two of its writes: each page is as old as its place behind the newest says, and what a
-//!   rewind has wiped is wiped up to the oldest.
-//! * A snapshot never changes, and a fork of it shows the same until it is written, and again after
-//!   a rewind.
+//! Checks that each reader can make without knowledge of the others:
+//! * A block of 512 bytes contains its writer, number and position, from which the rest follows. So
+//!   torn or misplaced blocks are detected.
+//! * A writer reads its own pages as it wrote them last, unless the device was rewound.
+//! * A writer writes its pages in a cycle. So a snapshot shows a state between two of its writes:
+//!   the age of each page follows from its distance to the newest one, and a rewind clears pages up
+//!   to the oldest one.
+//! * A snapshot never changes. A fork of a snapshot shows the same until it is written, and again
+//!   after a rewind.
 //!
 //! `FREESTONE_MODEL_SECONDS` sets the run time of each test.
 
@@ -24,22 +23,22 @@ use freestone_testkit::{Deferred, Faulty, Model, Policy, Rng, effort, first_diff
 
 const PAGE: usize = 4096;
 const BLOCK: usize = 512;
-/// Pages that each writer has for itself, written whole, round and round; then pages that all
-/// write, in parts.
+/// Pages of each writer, written whole in a cycle, followed by pages that all writers write in
+/// parts.
 const OWN: u64 = 12;
 const WRITERS: u64 = 3;
 const SHARED: u64 = 8;
 const PAGES: u64 = WRITERS * OWN + SHARED;
 const SNAPSHOTS_MAX: usize = 6;
 
-/// A block's content: who wrote it, as which number, where.
+/// Returns the block that `writer` writes at `place` with this number.
 fn block(writer: u64, number: u64, place: u64) -> [u8; BLOCK] {
     let mut block = [0; BLOCK];
     block[..8].copy_from_slice(&(writer + 1).to_le_bytes());
     block[8..16].copy_from_slice(&number.to_le_bytes());
     block[16..24].copy_from_slice(&place.to_le_bytes());
     let mut rng = Rng::new(writer << 56 ^ number << 16 ^ place);
-    // Some compress, some do not.
+    // Some blocks compress, some do not.
     if number.is_multiple_of(3) {
         block[24..].fill(number as u8);
     } else {
@@ -52,8 +51,8 @@ fn page(writer: u64, number: u64, slot: u64) -> Vec<u8> {
     (0..8).flat_map(|at| block(writer, number, slot * 8 + at)).collect()
 }
 
-/// The number of a block's write; 0 where it was never written. Panics where it is no block that
-/// anybody wrote there.
+/// Returns the number of a block's write, or 0 if it was never written. Panics if no writer wrote
+/// this block at this position.
 fn number(bytes: &[u8], place: u64, what: &str) -> u64 {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     if word(0) == 0 {
@@ -76,7 +75,7 @@ fn read_all(ram: &Ram) -> Vec<u8> {
     bytes
 }
 
-/// Checks what a moment shows: see the top.
+/// Checks the properties of a moment (see the module documentation).
 fn check_moment(bytes: &[u8], what: &str) {
     for (at, block) in bytes.chunks(BLOCK).enumerate() {
         number(block, at as u64, what);
@@ -111,17 +110,17 @@ struct Frozen {
 
 struct Stage {
     origin: Ram,
-    /// Odd while a rewind is under way.
+    /// Odd during a rewind.
     rewinds: AtomicU64,
     frozen: Mutex<Vec<Arc<Frozen>>>,
     stop: AtomicBool,
-    /// Rounds of writers, of who takes snapshots, who reads, who forks, and of the background.
+    /// Finished rounds of writing, snapshots, reading, forks and background work.
     done: [AtomicU64; 5],
 }
 
 impl Stage {
-    fn goes_on(&self, what: usize) -> bool {
-        // Relaxed: counted only.
+    fn count_round(&self, what: usize) -> bool {
+        // Relaxed: a counter only.
         self.done[what].fetch_add(1, Ordering::Relaxed);
         !self.stop.load(Ordering::SeqCst)
     }
@@ -129,7 +128,7 @@ impl Stage {
     fn write(&self, writer: u64, seed: u64) {
         let mut rng = Rng::new(seed);
         for n in 1_u64.. {
-            if !self.goes_on(0) {
+            if !self.count_round(0) {
                 return;
             }
             let slot = writer * OWN + n % OWN;
@@ -143,7 +142,7 @@ impl Stage {
                     "writer {writer} does not read what it wrote: page {slot}"
                 );
             }
-            // A part of a page that others write, too.
+            // A part of a page that all writers share.
             let first = WRITERS * OWN * 8 + rng.below(SHARED * 8);
             let blocks = 1 + rng.below(4.min(PAGES * 8 - first));
             match rng.below(8) {
@@ -161,7 +160,7 @@ impl Stage {
     /// Takes and removes snapshots.
     fn freeze(&self, seed: u64) {
         let mut rng = Rng::new(seed);
-        while self.goes_on(1) {
+        while self.count_round(1) {
             let ram = self.origin.snapshot().unwrap();
             let bytes = read_all(&ram);
             check_moment(&bytes, "a snapshot");
@@ -188,8 +187,8 @@ impl Stage {
     /// Reads snapshots again.
     fn look(&self, seed: u64) {
         let mut rng = Rng::new(seed);
-        while self.goes_on(2) {
-            // Not of one moment: the request may have been done in parts.
+        while self.count_round(2) {
+            // Not of one moment, because the read may be done in parts.
             for (at, block) in read_all(&self.origin).chunks(BLOCK).enumerate() {
                 number(block, at as u64, "the origin");
             }
@@ -205,17 +204,17 @@ impl Stage {
         }
     }
 
-    /// Forks of snapshots, and snapshots and forks of those.
+    /// Forks snapshots, and takes snapshots and forks of these.
     fn fork(&self, seed: u64) {
         let mut rng = Rng::new(seed);
-        while self.goes_on(3) {
+        while self.count_round(3) {
             let Some(frozen) = self.any(&mut rng) else {
                 std::thread::sleep(Duration::from_millis(1));
                 continue;
             };
             let fork = frozen.ram.fork(&ForkConfig::default()).unwrap();
             let mut bytes = frozen.bytes.clone();
-            // It need not stay that the snapshot is in the list.
+            // The snapshot may leave the list meanwhile.
             drop(frozen.clone());
             for n in 0..10 {
                 let first = rng.below(PAGES * 8 - 8);
@@ -241,7 +240,7 @@ impl Stage {
 
     fn background(&self, backing: bool, rewinds: bool, seed: u64) {
         let mut rng = Rng::new(seed);
-        while self.goes_on(4) {
+        while self.count_round(4) {
             match rng.below(4) {
                 0 => {
                     self.origin.compact();
@@ -319,7 +318,7 @@ fn run(name: &str, setup: &Setup) {
         stop: AtomicBool::new(false),
         done: Default::default(),
     };
-    // Whoever fails has the others stop.
+    // A thread that fails stops the others.
     let stop = |work: &(dyn Fn() + Sync)| {
         let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
         stage.stop.store(true, Ordering::SeqCst);
@@ -336,16 +335,16 @@ fn run(name: &str, setup: &Setup) {
         scope.spawn(|| stop(&|| stage.look(2)));
         scope.spawn(|| stop(&|| stage.fork(3)));
         scope.spawn(|| stop(&|| stage.background(setup.backing.is_some(), setup.rewinds, 4)));
-        // Somebody who waits for ever is a failure, too.
+        // A thread that waits forever is a failure as well.
         let began = Instant::now();
         let mut seen = [0; 5];
         let mut since = Instant::now();
         let mut hangs = None;
-        // On a loaded machine the run goes on until every thread has finished a round.
+        // On a loaded machine the run continues until every thread has finished a round.
         let mut all_ran = false;
         while !(all_ran && began.elapsed() >= run_time() || stage.stop.load(Ordering::SeqCst)) {
             std::thread::sleep(Duration::from_millis(20));
-            // Relaxed: counted only.
+            // Relaxed: a counter only.
             let now: [u64; 5] = std::array::from_fn(|at| stage.done[at].load(Ordering::Relaxed));
             if now.iter().zip(seen).all(|(now, seen)| *now > seen) {
                 (seen, since, all_ran) = (now, Instant::now(), true);
@@ -357,7 +356,7 @@ fn run(name: &str, setup: &Setup) {
         }
         stage.stop.store(true, Ordering::SeqCst);
         if let Some((seen, now)) = hangs {
-            // The scope would wait for it.
+            // Otherwise the scope would wait for the thread.
             eprintln!("{name}: somebody does not get on: {seen:?}, 20 s later {now:?}");
             std::process::abort();
         }
@@ -390,33 +389,33 @@ fn run(name: &str, setup: &Setup) {
 const PLAIN: Setup = Setup { backing: None, mem_limit: 0, fork: false, rewinds: false };
 
 #[test]
-fn a_disk() {
+fn plain_disk() {
     run("disk", &PLAIN);
 }
 
 #[test]
-fn a_disk_with_rewinds() {
+fn disk_with_rewinds() {
     run("rewinds", &Setup { rewinds: true, ..PLAIN });
 }
 
 #[test]
-fn a_fork_with_rewinds() {
+fn fork_with_rewinds() {
     run("fork", &Setup { rewinds: true, fork: true, ..PLAIN });
 }
 
 #[test]
-fn a_disk_that_spills_packed() {
+fn disk_with_eviction_packed() {
     run("packed", &Setup { backing: Some(true), ..PLAIN });
     run("packed, limited", &Setup { backing: Some(true), mem_limit: 600 << 10, ..PLAIN });
 }
 
 #[test]
-fn a_disk_that_spills_as_the_kernel_does() {
+fn disk_with_eviction_in_kernel_layout() {
     run("plain", &Setup { backing: Some(false), ..PLAIN });
     run("plain, limited", &Setup { backing: Some(false), mem_limit: 600 << 10, ..PLAIN });
 }
 
 #[test]
-fn a_fork_that_spills_with_rewinds() {
+fn fork_with_eviction_and_rewinds() {
     run("packed fork", &Setup { backing: Some(true), fork: true, rewinds: true, ..PLAIN });
 }

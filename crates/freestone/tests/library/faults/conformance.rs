@@ -1,4 +1,4 @@
-//! Where no rule fires, or only delays do, the device keeps the contract of the one below.
+//! Without a matching rule, or with delays only, the faults layer keeps the device contract.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use freestone_testkit::{Deferred, Model, ModelZoned, Policy, ZonedConfig, effort
 
 use crate::faults::support::{faults, rules};
 
-/// No rule; rules that look at and count everything, and fire at nothing; one that keeps all old
+/// No rule; rules that match and count everything but never fire; and a rule that keeps all old
 /// content.
 const QUIET: [&str; 3] =
     ["", "all error=EIO chance=1/18446744073709551615; all hang nth=16777214", "read stale nth=16777214"];
@@ -71,7 +71,7 @@ fn zoned_devices() {
 }
 
 #[test]
-fn a_device_that_defers_over_faults() {
+fn deferring_device_over_faults() {
     let make = || {
         let faults = Arc::new(faults(plain(None), DELAYS));
         Arc::new(Deferred::new(faults, Policy::Sometimes(30), 5)) as Arc<dyn Device>
@@ -87,7 +87,7 @@ fn read_only_devices() {
 }
 
 #[test]
-fn while_it_grows_and_rules_change() {
+fn growing_device_with_changing_rules() {
     let model = Arc::new(Model::new(1 << 20, 512));
     let faults = Arc::new(faults(model.clone(), ""));
     let over = AtomicBool::new(false);

@@ -1,4 +1,4 @@
-//! Each effect and each condition, seen on a device.
+//! Every effect and every condition of fault rules.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,7 +11,7 @@ use crate::faults::support::{BLOCK, Recorder, faults, fired, read, rules, submit
 
 const SIZE: usize = 1 << 20;
 
-/// A device and, below it, the same without faults. Once inline and once deferred.
+/// Returns devices with faults, and the devices below: one inline and one deferred.
 fn devices(text: &str) -> Vec<(Arc<dyn Device>, Faults)> {
     let model: Arc<dyn Device> = Arc::new(Model::new(SIZE, BLOCK as u32));
     let deferred: Arc<dyn Device> =
@@ -20,7 +20,7 @@ fn devices(text: &str) -> Vec<(Arc<dyn Device>, Faults)> {
 }
 
 #[test]
-fn errors_are_answered_and_nothing_is_done() {
+fn error_rule_fails_requests_without_effect() {
     for (name, error) in [
         ("EIO", Error::Media),
         ("ENOSPC", Error::NoSpace),
@@ -35,14 +35,14 @@ fn errors_are_answered_and_nothing_is_done() {
         for (inner, faults) in devices(&format!("all error={name} at=64K+4K; flush error={name}")) {
             write(&*inner, 0, 7, SIZE).unwrap();
             let around = (64 << 10) - BLOCK as u64;
-            // One that only touches the place fails as a whole.
+            // A request that only overlaps the range fails as a whole.
             assert_eq!(write(&faults, around, 1, 3 * BLOCK), Err(error));
             assert_eq!(faults.write_zeroes(around, 3 * BLOCK as u64, Flags::empty()), Err(error));
             assert_eq!(faults.discard(0, SIZE as u64), Err(error));
             assert_eq!(faults.read_at(64 << 10, &mut [0; BLOCK]), Err(error));
             assert_eq!(faults.flush(), Err(error));
             assert_eq!(read(&*inner, 0, SIZE), vec![7; SIZE]);
-            // Neighbours are not touched by the rule.
+            // The rule does not affect neighbouring blocks.
             assert_eq!(write(&faults, around, 1, BLOCK), Ok(()));
             assert_eq!(write(&faults, 68 << 10, 1, BLOCK), Ok(()));
             assert_eq!(fired(&faults), [4, 1]);
@@ -51,7 +51,7 @@ fn errors_are_answered_and_nothing_is_done() {
 }
 
 #[test]
-fn a_rule_is_for_its_operation() {
+fn rule_applies_to_its_operation_only() {
     let run = |faults: &Faults, operation: &str| match operation {
         "read" => faults.read_at(0, &mut [0; BLOCK]),
         "write" => write(faults, 0, 1, BLOCK),
@@ -115,7 +115,7 @@ fn torn_writes_arrive_in_units() {
 }
 
 #[test]
-fn a_torn_write_can_be_answered_with_an_error() {
+fn torn_write_can_return_an_error() {
     for (inner, faults) in devices("write torn=4K error=EIO") {
         write(&*inner, 0, 1, SIZE).unwrap();
         assert_eq!(write(&faults, 0, 2, 16 * BLOCK), Err(Error::Media));
@@ -125,7 +125,7 @@ fn a_torn_write_can_be_answered_with_an_error() {
 }
 
 #[test]
-fn lost_writes_are_answered() {
+fn lost_writes_complete() {
     for (inner, faults) in devices("writes lost at=0+8K") {
         write(&*inner, 0, 1, SIZE).unwrap();
         assert_eq!(write(&faults, 0, 2, 4 * BLOCK), Ok(()));
@@ -156,14 +156,14 @@ fn misdirected_writes_arrive_elsewhere() {
         places.dedup();
         assert!(places.len() > 10, "the places are {places:?}");
     }
-    // What fills the device has no other place.
+    // A write of the whole device has no other place.
     let (inner, faults) = devices("write misdirected").remove(0);
     assert_eq!(write(&faults, 0, 2, SIZE), Ok(()));
     assert_eq!(read(&*inner, 0, SIZE), vec![0; SIZE]);
 }
 
 #[test]
-fn a_lying_flush_is_not_done() {
+fn lying_flush_has_no_effect() {
     let recorder = Recorder::new(Arc::new(Model::new(SIZE, 512)));
     let faults = faults(recorder.clone(), "flush lie nth=2; writes lie at=0+4K");
     for flushes in [1, 1, 2] {
@@ -177,13 +177,13 @@ fn a_lying_flush_is_not_done() {
         assert_eq!(recorder.durable.swap(0, Ordering::SeqCst), durable, "zeroes at {offset}");
     }
     assert_eq!(read(&faults, 0, 512), [1; 512], "what is written is written");
-    // Without the flag there is nothing to lie about.
+    // Without the FUA flag the rule has nothing to drop.
     write(&faults, 0, 1, 512).unwrap();
     assert_eq!(fired(&faults), [1, 2]);
 }
 
 #[test]
-fn stale_reads_return_what_was_before() {
+fn stale_reads_return_old_content() {
     for (_, faults) in devices("") {
         write(&faults, 0, 1, 16 * BLOCK).unwrap();
         faults.set(rules("read stale nth=2; read stale at=128K+64K"), None);
@@ -192,19 +192,19 @@ fn stale_reads_return_what_was_before() {
         assert_eq!(read(&faults, offset, BLOCK), [2; BLOCK], "the first time");
         assert_eq!(read(&faults, offset, BLOCK), [1; BLOCK], "the second time");
         assert_eq!(read(&faults, offset, BLOCK), [2; BLOCK], "the third time");
-        // Block by block: a larger read, of which one block is known.
+        // By block: a larger read, of which one block has old content.
         read(&faults, 0, 4 * BLOCK);
         write(&faults, 0, 3, BLOCK).unwrap();
         let found = read(&faults, 0, 4 * BLOCK);
         assert_eq!(found.chunks(BLOCK).map(|block| block[0]).collect::<Vec<_>>(), [1, 1, 1, 1]);
-        // The last overwrite counts, and zeroing is one.
+        // The last overwrite counts, and write zeroes is an overwrite.
         let place = 128 << 10;
         write(&faults, place, 4, BLOCK).unwrap();
         write(&faults, place, 5, BLOCK).unwrap();
         assert_eq!(read(&faults, place, BLOCK), [4; BLOCK]);
         faults.write_zeroes(place, 2 * BLOCK as u64, Flags::empty()).unwrap();
         assert_eq!(read(&faults, place, BLOCK), [5; BLOCK]);
-        // Other rules: what was kept is forgotten.
+        // New rules clear the old content.
         faults.set(rules("read stale"), None);
         assert_eq!(read(&faults, place, BLOCK), [0; BLOCK]);
     }
@@ -248,7 +248,7 @@ fn nth_times_and_after_count() {
 }
 
 #[test]
-fn a_chance_is_what_it_says() {
+fn chance_matches_its_probability() {
     const REQUESTS: u64 = 40_000;
     let model = Arc::new(Model::new(512 * REQUESTS as usize, 512));
     for (text, p) in [("1%", 0.01), ("1/1000", 0.001), ("0.25", 0.25), ("99.5%", 0.995), ("100%", 1.0)] {
@@ -261,15 +261,15 @@ fn a_chance_is_what_it_says() {
             assert!(off <= 5.0 * deviation, "chance={text}, seed {seed}: {failed} of {REQUESTS}");
         }
     }
-    // At one offset too.
+    // At a single offset as well.
     let faults = Faults::new(model, rules("read error=EIO chance=25%"), 1).unwrap();
     let failed = (0..4000).filter(|_| faults.read_at(0, &mut [0; 512]).is_err()).count();
     assert!((863..=1137).contains(&failed), "{failed} of 4000");
 }
 
 #[test]
-fn rules_join() {
-    // The first error is answered, and nothing is written even though another rule tears.
+fn effects_of_several_rules_combine() {
+    // The first error is returned, and nothing is written, although another rule tears the write.
     let (inner, faults) =
         devices("write torn=4K nth=1; write error=ENOSPC nth=1; write error=EIO; read rot; read stale")
             .remove(0);
@@ -280,7 +280,7 @@ fn rules_join() {
 }
 
 #[test]
-fn a_request_is_counted_once_and_a_bad_one_never() {
+fn request_counts_once_and_an_invalid_one_never() {
     let (_, faults) = devices("all error=EIO nth=2").remove(1);
     let bad = [
         (Request::write(0, 100), Error::Misaligned),
@@ -317,7 +317,7 @@ fn rules_and_seed_are_shown_and_changed() {
 }
 
 #[test]
-fn without_a_rule_for_it_a_request_stays_inline() {
+fn request_without_a_rule_stays_inline() {
     let (_, faults) = devices("write error=EIO at=64K+4K; zeroes hang").remove(0);
     assert_eq!(faults.try_io(&Request::read(0, 4096), Buffer::Read(&mut [0; BLOCK])), Ok(Tried::Done));
     assert_eq!(faults.try_io(&Request::write(0, 4096), Buffer::Write(&[0; BLOCK])), Ok(Tried::Done));

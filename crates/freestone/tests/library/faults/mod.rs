@@ -1,4 +1,4 @@
-//! Faults: each effect, what repeats, zones, and the contract where no rule fires.
+//! Fault rules: effects, repeatability, zones, and the contract without matching rules.
 
 mod conformance;
 mod effects;

@@ -17,7 +17,7 @@ const OPERATIONS: [&str; 3] = ["read", "write", "zeroes"];
 const RULES: &str = "read error=EIO chance=10%; write error=EIO chance=1/7; zeroes error=EIO nth=5; \
                      write error=ENOSPC chance=5% at=0+16K; all error=EIO chance=0.01";
 
-/// Which operation failed where, and which time it was there.
+/// Failed requests: operation, offset, and the count of requests at that offset.
 type Failed = BTreeSet<(usize, u64, u64)>;
 
 fn device(seed: u64, text: &str) -> Faults {
@@ -35,8 +35,8 @@ fn fails(device: &dyn Device, operation: usize, offset: u64) -> bool {
     outcome.is_err()
 }
 
-/// Runs all of it at `offsets` offsets on `threads` threads, in an order that is another one each
-/// time. Each offset is one thread's.
+/// Runs all operations at `offsets` offsets on `threads` threads, in an order that depends on
+/// `order`. Each offset belongs to one thread.
 fn run(offsets: u64, seed: u64, threads: u64, order: u64) -> Failed {
     let device = device(seed, RULES);
     thread::scope(|scope| {
@@ -70,7 +70,7 @@ fn run(offsets: u64, seed: u64, threads: u64, order: u64) -> Failed {
 }
 
 #[test]
-fn the_same_requests_fail_with_one_thread_and_with_four() {
+fn same_requests_fail_with_one_and_four_threads() {
     let offsets = effort(100, OFFSETS);
     for seed in [0xdead_beef, 1, u64::MAX].into_iter().take(effort(1, 3)) {
         let alone = run(offsets, seed, 1, 1);
@@ -83,15 +83,15 @@ fn the_same_requests_fail_with_one_thread_and_with_four() {
 }
 
 #[test]
-fn another_seed_makes_others_fail() {
+fn other_seed_makes_other_requests_fail() {
     let (one, other) = (run(60, 1, 1, 1), run(60, 2, 1, 1));
     let both = one.intersection(&other).count();
     assert!(both < one.len() / 2, "{both} of {} fail with both", one.len());
 }
 
-/// What a seed does is a promise: a run can be repeated with a later version.
+/// The effect of a seed is a promise: later versions must repeat a run.
 #[test]
-fn a_seed_does_what_it_always_did() {
+fn seed_has_its_documented_effect() {
     let failed = run(4, 1, 1, 1);
     let of = |operation| failed.iter().filter(move |(o, offset, _)| *o == operation && *offset < 4);
     let shown: Vec<(u64, u64)> = of(0).map(|(_, offset, time)| (*offset, *time)).collect();
@@ -100,11 +100,11 @@ fn a_seed_does_what_it_always_did() {
 
 const EXPECTED_READS: [(u64, u64); 7] = [(0, 6), (1, 4), (2, 8), (2, 10), (2, 12), (3, 4), (3, 9)];
 
-/// Threads that meet at an offset: a rule fires as often there as it would for one thread. (With
-/// two rules for writes the sum may differ: of requests that meet, each rule may count another one
-/// first, and both may fire at one.)
+/// Threads that share an offset: a rule fires there as often as with one thread. (With two rules
+/// for writes the sum may differ: each rule may count concurrent requests in a different order, so
+/// both may fire at one request.)
 #[test]
-fn threads_at_one_offset_share_its_sequence() {
+fn threads_at_one_offset_share_its_sequence_of_rules() {
     let alone = write_together(1, "write error=EIO chance=1/7").0;
     assert!(alone.iter().sum::<u64>() > 20);
     for _ in 0..5 {
@@ -117,7 +117,7 @@ fn threads_at_one_offset_share_its_sequence() {
     }
 }
 
-/// How many writes fail at each of some offsets, and how often each rule fires.
+/// Returns the number of failed writes at each offset, and how often each rule fires.
 fn write_together(threads: u64, rules: &str) -> (Vec<u64>, Vec<u64>) {
     let device = device(9, rules);
     let failed: Vec<AtomicU64> = (0..40).map(|_| AtomicU64::new(0)).collect();

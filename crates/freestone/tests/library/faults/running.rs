@@ -23,8 +23,8 @@ const RULES: [&str; 7] = [
     "read delay=1us; write error=EIO nth=2; flush error=EIO",
 ];
 
-/// Every request is answered, with what one of the rules answers; what failed is not written, what
-/// did not is.
+/// Every request completes with a result of one of the rules. Failed writes have no effect; others
+/// have.
 fn threads_and_rules(inner: Arc<dyn Device>) {
     let faults = faults(inner, "");
     let (running, over) = (AtomicU64::new(THREADS), AtomicBool::new(false));
@@ -71,7 +71,7 @@ fn threads_and_rules(inner: Arc<dyn Device>) {
             faults.set(rules(RULES[change % RULES.len()]), Some(change as u64));
             thread::sleep(Duration::from_micros(500));
             faults.release();
-            // The numbers of rules at work can be asked for at any time.
+            // Counters can be read at any time.
             assert!(faults.counts().iter().all(|count| count.fired <= count.matched));
         }
         faults.set(rules(""), None);

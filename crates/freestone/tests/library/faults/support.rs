@@ -1,4 +1,4 @@
-//! What the tests of faults share.
+//! Shared parts of the fault tests.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
@@ -11,7 +11,7 @@ use freestone::device::{
 };
 use freestone::faults::{Faults, Rules};
 
-/// Longer than any answer takes that comes at all.
+/// Deadline for any completion.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 pub const BLOCK: usize = 4096;
 
@@ -23,17 +23,17 @@ pub fn faults(inner: Arc<dyn Device>, text: &str) -> Faults {
     Faults::new(inner, rules(text), 42).expect("the timer starts")
 }
 
-/// A submitted request's answer.
-pub struct Answer(mpsc::Receiver<(Result<()>, IoBuf)>);
+/// The completion of a submitted request.
+pub struct PendingRequest(mpsc::Receiver<(Result<()>, IoBuf)>);
 
-pub fn submit(device: &dyn Device, request: Request, data: &[u8]) -> Answer {
+pub fn submit(device: &dyn Device, request: Request, data: &[u8]) -> PendingRequest {
     let (tx, rx) = mpsc::channel();
     let done = Completion::new(move |outcome, buffer| tx.send((outcome, buffer)).unwrap_or_default());
     device.submit(request, IoBuf::copy_of(data).expect("memory"), done);
-    Answer(rx)
+    PendingRequest(rx)
 }
 
-impl Answer {
+impl PendingRequest {
     pub fn wait(&self) -> Result<()> {
         self.0.recv_timeout(PATIENCE).expect("it is answered").0
     }
@@ -42,7 +42,7 @@ impl Answer {
         self.poll().is_none()
     }
 
-    /// The answer, if it is there; it is taken.
+    /// Takes the result, if the request completed.
     pub fn poll(&self) -> Option<Result<()>> {
         self.0.try_recv().ok().map(|(outcome, _)| outcome)
     }
@@ -58,12 +58,12 @@ pub fn write(device: &dyn Device, offset: u64, byte: u8, len: usize) -> Result<(
     device.write_at(offset, &vec![byte; len], Flags::empty())
 }
 
-/// How often each rule fired.
+/// Returns how often each rule fired.
 pub fn fired(faults: &Faults) -> Vec<u64> {
     faults.counts().iter().map(|count| count.fired).collect()
 }
 
-/// Counts what reaches a device that the device itself does not show.
+/// Counts requests that reach a device.
 pub struct Recorder {
     inner: Arc<dyn Device>,
     pub flushes: AtomicU64,

@@ -1,4 +1,4 @@
-//! Delays and hanging requests.
+//! Delayed and hanging requests.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,21 +13,21 @@ fn model() -> Arc<dyn Device> {
 }
 
 #[test]
-fn a_delay_is_no_shorter_and_no_thread_waits() {
+fn delay_is_not_shortened_and_blocks_no_thread() {
     const REQUESTS: u64 = 200;
     for inner in [model(), Arc::new(Deferred::new(model(), Policy::Always, 1))] {
         let faults = faults(inner, "read delay=100ms; write delay=10ms; write delay=60ms at=0+4K");
         let begin = Instant::now();
-        let answers: Vec<_> =
+        let completions: Vec<_> =
             (0..REQUESTS).map(|at| submit(&faults, Request::read(at * 512, 512), &[0; 512])).collect();
-        for answer in &answers {
-            answer.wait().unwrap();
+        for completion in &completions {
+            completion.wait().unwrap();
         }
         let took = begin.elapsed();
         assert!(took >= Duration::from_millis(100), "{took:?}");
         // One after the other they would take 20 s.
         assert!(took < Duration::from_secs(10), "{took:?}");
-        // The longest of several.
+        // The longest of several delays applies.
         let begin = Instant::now();
         write(&faults, 0, 1, 512).unwrap();
         assert!(begin.elapsed() >= Duration::from_millis(60));
@@ -37,7 +37,7 @@ fn a_delay_is_no_shorter_and_no_thread_waits() {
 }
 
 #[test]
-fn a_delayed_error_comes_late() {
+fn delayed_error_completes_late() {
     let faults = faults(model(), "read error=EIO delay=50ms");
     let begin = Instant::now();
     assert_eq!(submit(&faults, Request::read(0, 512), &[0; 512]).wait(), Err(Error::Media));
@@ -45,7 +45,7 @@ fn a_delayed_error_comes_late() {
 }
 
 #[test]
-fn what_hangs_is_answered_when_it_is_let_go() {
+fn released_requests_complete() {
     let inner = model();
     let faults = faults(Arc::clone(&inner), "write hang; flush hang times=1; read hang error=EIO at=64K+4K");
     let first = submit(&faults, Request::write(0, 4096), &[1; BLOCK]);
@@ -53,7 +53,7 @@ fn what_hangs_is_answered_when_it_is_let_go() {
     let failing = submit(&faults, Request::read(64 << 10, 512), &[0; 512]);
     assert_eq!(read(&*inner, 0, BLOCK), [1; BLOCK], "it is done at once");
     assert_eq!(faults.hanging(), 3);
-    // Others go on meanwhile.
+    // Other requests complete meanwhile.
     assert_eq!(read(&faults, 0, BLOCK), [1; BLOCK]);
     assert_eq!(submit(&faults, Request::flush(), &[]).wait(), Ok(()));
     std::thread::sleep(Duration::from_millis(20));
@@ -61,7 +61,7 @@ fn what_hangs_is_answered_when_it_is_let_go() {
     assert_eq!(faults.release(), 3);
     assert_eq!((first.wait(), flush.wait(), failing.wait()), (Ok(()), Ok(()), Err(Error::Media)));
     assert_eq!((faults.hanging(), faults.release()), (0, 0));
-    // The rule stands: the next one hangs again, also when the rules have changed since.
+    // The rule stays: the next request hangs again, also after the rules were replaced.
     let next = submit(&faults, Request::write(0, 4096), &[2; BLOCK]);
     faults.set(rules(""), None);
     assert!(next.is_open());
@@ -70,7 +70,7 @@ fn what_hangs_is_answered_when_it_is_let_go() {
 }
 
 #[test]
-fn a_device_that_is_dropped_answers_what_hangs() {
+fn dropping_the_device_completes_hung_requests() {
     for policy in [None, Some(Policy::Always)] {
         let inner: Arc<dyn Device> = match policy {
             None => model(),
@@ -81,15 +81,15 @@ fn a_device_that_is_dropped_answers_what_hangs() {
             (0..8).map(|at| submit(&faults, Request::write(at * 512, 512), &[1; 512])).collect();
         let delayed = submit(&faults, Request::read(0, 512), &[0; 512]);
         drop(faults);
-        for answer in hanging {
-            assert_eq!(answer.wait(), Err(Error::Gone));
+        for completion in hanging {
+            assert_eq!(completion.wait(), Err(Error::Gone));
         }
         assert_eq!(delayed.wait(), Err(Error::Gone));
     }
 }
 
 #[test]
-fn a_device_that_is_closed_answers_what_hangs_and_lets_nothing_hang() {
+fn closed_device_completes_hung_requests() {
     let faults = faults(model(), "write hang; read delay=3600s at=0+4K");
     let hanging = submit(&faults, Request::write(0, 512), &[1; 512]);
     let delayed = submit(&faults, Request::read(0, 512), &[0; 512]);

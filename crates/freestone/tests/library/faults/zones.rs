@@ -1,4 +1,4 @@
-//! Faults of zones: operations, appends, writes at a write pointer.
+//! Fault rules on zones: zone operations, appends, and writes at the write pointer.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
@@ -13,7 +13,7 @@ use freestone_testkit::{Deferred, ModelZoned, Policy, ZonedConfig};
 use crate::faults::support::{BLOCK, PATIENCE, Recorder, faults, fired, read, rules, submit, write};
 
 const ZONE: u64 = 256 << 10;
-/// The first zone is conventional.
+/// The first sequential zone. The zone before it is conventional.
 const FIRST: u64 = ZONE;
 
 fn model() -> Arc<dyn Device> {
@@ -27,7 +27,7 @@ fn model() -> Arc<dyn Device> {
     }))
 }
 
-/// Over zones that answer inline, and over zones that do not.
+/// Returns faults over zones that complete inline, and over zones that do not.
 fn devices(text: &str) -> [Faults; 2] {
     let deferred = Arc::new(Deferred::new(model(), Policy::Always, 1));
     [faults(model(), text), faults(deferred, text)]
@@ -48,7 +48,7 @@ fn zone(device: &dyn Zoned, offset: u64) -> Zone {
     zones(device).into_iter().find(|zone| zone.start == offset).unwrap()
 }
 
-/// As exports do: tries, then submits.
+/// Appends as exports do: tries inline, then submits.
 fn append(device: &Faults, offset: u64, data: &[u8], flags: Flags) -> Result<u64> {
     match device.try_append(offset, data, flags)? {
         Some(at) => Ok(at),
@@ -75,13 +75,13 @@ fn zone_operations_fail() {
             write(&faults, FIRST, 1, BLOCK).unwrap();
             let before = zones(&faults);
             assert_eq!(faults.zone_op(op, FIRST), Err(Error::Media), "{name}");
-            // Nothing but the zone at 512 KiB is in the range, and all of that zone is.
+            // Only the zone at 512 KiB overlaps the range, and as a whole.
             assert_eq!(faults.zone_op(op, 2 * ZONE), Err(Error::Media), "{name}: the first error");
             assert_eq!(faults.zone_op(op, 2 * ZONE), Err(Error::NoSpace), "{name}");
             assert_eq!(zones(&faults), before, "{name}: nothing is done");
             assert_eq!(faults.zone_op(op, FIRST), Ok(()), "{name}, the second time");
             assert_eq!(fired(&faults), [2, 2]);
-            // What the device below refuses is no request of the rules.
+            // Operations that the device below refuses do not count as requests.
             assert!(faults.zone_op(op, FIRST + 4096).is_err());
             assert!(faults.zone_op(op, 6 * ZONE).is_err());
             assert_eq!(fired(&faults), [2, 2]);
@@ -90,7 +90,7 @@ fn zone_operations_fail() {
 }
 
 #[test]
-fn reset_all_is_one_reset_of_the_whole_device() {
+fn reset_all_counts_as_one_reset() {
     for faults in devices("reset error=EIO times=1 at=1M+4K") {
         write(&faults, FIRST, 1, BLOCK).unwrap();
         assert_eq!(faults.reset_all(), Err(Error::Media));
@@ -101,7 +101,7 @@ fn reset_all_is_one_reset_of_the_whole_device() {
 }
 
 #[test]
-fn zone_operations_wait_on_the_callers_thread() {
+fn delayed_zone_operations_block_the_caller() {
     for faults in devices("open delay=50ms; finish hang; reset hang") {
         let begin = Instant::now();
         faults.zone_op(ZoneOp::Open, FIRST).unwrap();
@@ -136,7 +136,7 @@ fn appends_fail_hang_and_are_delayed() {
         assert_eq!(append(&faults, FIRST, &data, Flags::empty()), Err(Error::NoSpace));
         assert_eq!(append(&faults, FIRST, &data, Flags::empty()), Ok(FIRST + 4096), "nothing was written");
         let hanging = submit_append(&faults, 2 * ZONE, &data, Flags::empty());
-        // The conventional zone has no appends; the device below says so.
+        // A conventional zone refuses appends, which the device below checks.
         assert_eq!(append(&faults, 0, &data, Flags::empty()), Err(Error::ZoneCondition));
         assert_eq!(append(&faults, FIRST + 4096, &data, Flags::empty()), Err(Error::Misaligned));
         let begin = Instant::now();
@@ -156,7 +156,7 @@ fn appends_fail_hang_and_are_delayed() {
     }
 }
 
-/// Writes or appends four blocks of 2 at the start of a zone.
+/// Writes or appends four blocks of twos at the start of a zone.
 fn store(faults: &Faults, by_append: bool) {
     let data = [2; 4 * BLOCK];
     if by_append {
@@ -165,14 +165,14 @@ fn store(faults: &Faults, by_append: bool) {
         faults.write_at(FIRST, &data, Flags::empty()).unwrap();
     }
     assert_eq!(zone(faults, FIRST).write_pointer, FIRST + 4 * 4096, "the write pointer moves");
-    // The next one finds the write pointer where it must be.
+    // The next write succeeds at the expected write pointer.
     faults.set(rules(""), None);
     write(faults, FIRST + 4 * 4096, 3, BLOCK).unwrap();
     assert_eq!(read(faults, FIRST + 4 * 4096, BLOCK), [3; BLOCK]);
 }
 
 #[test]
-fn at_a_write_pointer_what_does_not_arrive_is_zeroes() {
+fn lost_data_at_write_pointer_reads_as_zeroes() {
     for (operation, by_append) in [("write", false), ("append", true)] {
         for faults in devices(&format!("{operation} lost")) {
             store(&faults, by_append);
@@ -190,7 +190,7 @@ fn at_a_write_pointer_what_does_not_arrive_is_zeroes() {
             assert_eq!(found.iter().map(|byte| (byte ^ 2).count_ones()).sum::<u32>(), 1);
         }
         for faults in devices(&format!("{operation} misdirected")) {
-            // Zones without room are passed over.
+            // Zones without space are skipped.
             for full in [2, 3] {
                 faults.zone_op(ZoneOp::Finish, full * ZONE).unwrap();
             }
@@ -211,7 +211,7 @@ fn at_a_write_pointer_what_does_not_arrive_is_zeroes() {
 }
 
 #[test]
-fn conventional_zones_are_written_as_any_device() {
+fn conventional_zones_are_like_plain_devices() {
     for faults in devices("write misdirected nth=1; write lost nth=2; write torn=4K nth=3") {
         write(&faults, 0, 2, BLOCK).unwrap();
         let found = read(&faults, 0, ZONE as usize);
@@ -239,13 +239,15 @@ fn appends_lose_their_fua() {
 #[test]
 fn delayed_writes_to_a_zone_keep_their_order() {
     for faults in devices("write delay=20ms chance=50%; write hang chance=10%; write torn=512 nth=9") {
-        let mut answers: Vec<_> = (0..32)
+        let mut completions: Vec<_> = (0..32)
             .map(|at| submit(&faults, Request::write(FIRST + at * 4096, 4096), &[at as u8; BLOCK]))
             .collect();
         let begin = Instant::now();
-        while !answers.is_empty() {
+        while !completions.is_empty() {
             faults.release();
-            answers.retain(|answer| answer.poll().inspect(|outcome| assert_eq!(*outcome, Ok(()))).is_none());
+            completions.retain(|completion| {
+                completion.poll().inspect(|outcome| assert_eq!(*outcome, Ok(()))).is_none()
+            });
             assert!(begin.elapsed() < PATIENCE, "a write is not answered");
             thread::yield_now();
         }

@@ -1,4 +1,4 @@
-//! A power that goes off by itself, after so many writes or flushes.
+//! Power cuts that happen by themselves after a number of writes or flushes.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -13,8 +13,8 @@ use crate::power::model::filled;
 const SIZE: usize = 1 << 20;
 const SOON: Duration = Duration::from_secs(60);
 
-/// Writes and flushes until the power has gone off; what is there after the cut, and what was
-/// answered.
+/// Writes and flushes until the power goes off. Returns the content after the cut and the number of
+/// completed requests.
 fn run(after: After, seed: u64) -> (Vec<u8>, u64) {
     let device = Power::new(Arc::new(Model::new(SIZE, 512)), Config::default()).unwrap();
     let (off, went_off) = mpsc::channel();
@@ -37,8 +37,8 @@ fn run(after: After, seed: u64) -> (Vec<u8>, u64) {
 }
 
 #[test]
-fn so_many_are_answered_and_the_seed_decides_about_them() {
-    // Nine of ten are writes, the tenth is a flush.
+fn cut_after_n_requests_depends_on_the_seed() {
+    // Nine of ten requests are writes, the tenth is a flush.
     for (after, answered) in
         [(After::Writes(1), 1), (After::Writes(25), 27), (After::Flushes(3), 30), (After::Flushes(1), 10)]
     {
@@ -52,7 +52,7 @@ fn so_many_are_answered_and_the_seed_decides_about_them() {
 }
 
 #[test]
-fn who_comes_behind_the_last_one_is_not_done_and_not_answered_before_the_cut() {
+fn requests_after_the_last_one_fail_after_the_cut() {
     let disk = Arc::new(Faulty::new(SIZE, 512));
     let device = Arc::new(Power::new(disk.clone(), Config::default()).unwrap());
     let (off, went_off) = mpsc::channel();
@@ -60,13 +60,13 @@ fn who_comes_behind_the_last_one_is_not_done_and_not_answered_before_the_cut() {
     device.write_at(0, &filled(1, 8), Flags::empty()).unwrap();
     assert_eq!(device.cuts_after(), Some(After::Flushes(1)));
     disk.fault(Some(Op::Flush), When::Always, What::Hang);
-    let (tell, told) = mpsc::channel();
+    let (tx, rx) = mpsc::channel();
     let submit = |request: Request, buffer| {
-        let tell = tell.clone();
+        let tx = tx.clone();
         device.submit(
             request,
             buffer,
-            Completion::new(move |outcome, _| tell.send((request, outcome)).unwrap()),
+            Completion::new(move |outcome, _| tx.send((request, outcome)).unwrap()),
         );
     };
     submit(Request::flush(), IoBuf::empty());
@@ -76,20 +76,20 @@ fn who_comes_behind_the_last_one_is_not_done_and_not_answered_before_the_cut() {
     submit(write, IoBuf::copy_of(&filled(9, 1)).unwrap());
     assert!(went_off.try_recv().is_err(), "the last one is not answered yet");
     disk.heal();
-    assert_eq!(told.recv_timeout(SOON), Ok((Request::flush(), Ok(()))));
+    assert_eq!(rx.recv_timeout(SOON), Ok((Request::flush(), Ok(()))));
     went_off.recv_timeout(SOON).unwrap();
     submit(Request::read(0, 512), IoBuf::zeroed(512).unwrap());
-    assert!(told.try_recv().is_err(), "nothing is answered");
+    assert!(rx.try_recv().is_err(), "nothing is answered");
     assert_eq!(device.cut_after(After::Writes(1), || {}), Err(Error::Gone));
     let cut = device.cut(1).unwrap();
     assert_eq!((cut.kept_blocks, cut.lost_blocks), (0, 0), "all is flushed, or was not done");
-    let gone: Vec<_> = (0..2).map(|_| told.recv_timeout(SOON).unwrap().1).collect();
+    let gone: Vec<_> = (0..2).map(|_| rx.recv_timeout(SOON).unwrap().1).collect();
     assert_eq!(gone, [Err(Error::Gone); 2]);
     device.write_at(0, &filled(1, 1), Flags::empty()).unwrap();
 }
 
 #[test]
-fn what_fails_does_not_count_and_a_count_can_be_ended() {
+fn failed_requests_do_not_count_for_a_pending_cut() {
     let disk = Arc::new(Faulty::new(SIZE, 512));
     let device = Arc::new(Power::new(disk.clone(), Config::default()).unwrap());
     let (off, went_off) = mpsc::channel();
@@ -100,7 +100,7 @@ fn what_fails_does_not_count_and_a_count_can_be_ended() {
     disk.heal();
     device.write_at(0, &filled(1, 1), Flags::FUA).unwrap();
     assert_eq!(device.cuts_after(), Some(After::Writes(1)));
-    // Another count ends this one.
+    // A new pending cut cancels this one.
     device.cut_after(After::Writes(1), || {}).unwrap();
     assert!(went_off.recv().is_err());
     device.write_at(512, &filled(2, 1), Flags::empty()).unwrap();
@@ -112,14 +112,14 @@ fn what_fails_does_not_count_and_a_count_can_be_ended() {
     assert!(!reader.is_finished());
     device.keep_on();
     assert_eq!(reader.join().unwrap(), Ok(()));
-    // A device that nobody cuts any more ends all the same.
+    // If the cut never happens, dropping the device fails waiting requests and writes unflushed data.
     device.cut_after(After::Writes(1), || {}).unwrap();
     device.write_at(0, &filled(3, 1), Flags::empty()).unwrap();
-    let (tell, told) = mpsc::channel();
-    let done = Completion::new(move |outcome, _| tell.send(outcome).unwrap());
+    let (tx, rx) = mpsc::channel();
+    let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
     device.submit(Request::flush(), IoBuf::empty(), done);
     drop(device);
-    assert_eq!(told.recv_timeout(SOON), Ok(Err(Error::Gone)));
+    assert_eq!(rx.recv_timeout(SOON), Ok(Err(Error::Gone)));
     let mut data = [0; 512];
     disk.read_at(0, &mut data).unwrap();
     assert_eq!(data[..], filled(3, 1));

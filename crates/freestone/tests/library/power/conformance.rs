@@ -1,5 +1,4 @@
-//! A device with unflushed writes kept apart keeps the device contract, over every kind of device
-//! and with any capacity.
+//! The power layer keeps the device contract, over every kind of device and with any capacity.
 
 use std::sync::Arc;
 
@@ -9,7 +8,7 @@ use freestone_testkit::conformance::{self, Options};
 use freestone_testkit::{Deferred, Faulty, Model, Policy, effort};
 
 const MIB: usize = 1 << 20;
-/// Not whole regions.
+/// Not a whole number of regions.
 const SIZE: usize = 6 * MIB + 1536;
 
 fn options() -> Options {
@@ -22,7 +21,7 @@ fn check(name: &str, below: &dyn Fn() -> Arc<dyn Device>) {
         let make = || -> Arc<dyn Device> {
             Arc::new(Power::new(below(), Config { capacity, ..Config::default() }).unwrap())
         };
-        // A cache of one block writes below all the time.
+        // A cache of one block writes to the device below all the time.
         let rounds = if capacity == 1 { effort(6, 30) } else { effort(10, 60) };
         let options = Options { max_io, rounds, thread_rounds: rounds, ..options() };
         conformance::check(&format!("{name}, capacity {capacity}"), &make, options);
@@ -30,13 +29,13 @@ fn check(name: &str, below: &dyn Fn() -> Arc<dyn Device>) {
 }
 
 #[test]
-fn over_a_device_that_answers_inline() {
+fn over_an_inline_device() {
     check("model", &|| Arc::new(Model::new(SIZE, 512)));
     check("model of large blocks", &|| Arc::new(Model::new(6 * MIB, 4096)));
 }
 
 #[test]
-fn over_a_device_that_would_block() {
+fn over_a_deferring_device() {
     check("deferred", &|| Arc::new(Deferred::new(Arc::new(Model::new(SIZE, 512)), Policy::Sometimes(50), 3)));
 }
 
@@ -51,7 +50,7 @@ fn over_a_disk() {
 }
 
 #[test]
-fn as_what_is_deferred() {
+fn below_a_deferring_device() {
     let make = || -> Arc<dyn Device> {
         let power = Power::new(Arc::new(Model::new(SIZE, 512)), Config::default()).unwrap();
         Arc::new(Deferred::new(Arc::new(power), Policy::Sometimes(50), 7))
@@ -60,7 +59,7 @@ fn as_what_is_deferred() {
 }
 
 #[test]
-fn while_it_is_recorded() {
+fn during_a_recording() {
     let folder = tempfile::tempdir().unwrap();
     let number = std::cell::Cell::new(0);
     let make = || -> Arc<dyn Device> {

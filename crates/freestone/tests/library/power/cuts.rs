@@ -1,5 +1,4 @@
-//! Cuts: the same seed gives the same loss; threads that write meanwhile; what else switches the
-//! power.
+//! Power cuts: repeatable by seed, with threads that write, and other causes of a power loss.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,12 +10,12 @@ use freestone::device::{Blocking, Buffer, Completion, Device, Error, Flags, IoBu
 use freestone::power::{Config, Power};
 use freestone_testkit::{Faulty, Model, Rng, What, When};
 
-use crate::power::model::{BLOCK, BLOCKS, Shadow, below, contents, filled, operate};
+use crate::power::model::{BLOCK, BLOCKS, BlockModel, below, contents, filled, operate};
 
 fn run(kind: usize, capacity: u64, seed: u64, cut: u64) -> Vec<u64> {
     let device = Power::new(below(kind, 77), Config { capacity, ..Config::default() }).unwrap();
     let mut rng = Rng::new(seed);
-    let mut shadow = Shadow::new();
+    let mut shadow = BlockModel::new();
     let mut next = 1;
     for _ in 0..80 {
         operate(&mut rng, &device, &mut shadow, &mut next);
@@ -26,7 +25,7 @@ fn run(kind: usize, capacity: u64, seed: u64, cut: u64) -> Vec<u64> {
 }
 
 #[test]
-fn the_same_requests_and_seed_leave_the_same() {
+fn same_requests_and_seed_leave_the_same_content() {
     for (kind, capacity) in [(0, 0), (0, 20 << 10), (2, 0)] {
         for seed in 0..6 {
             let first = run(kind, capacity, seed, 1);
@@ -41,7 +40,7 @@ fn the_same_requests_and_seed_leave_the_same() {
 }
 
 #[test]
-fn what_is_kept_survives_every_cut() {
+fn kept_ranges_survive_every_cut() {
     for seed in 0..20 {
         let device = Power::new(below(0, 0), Config::default()).unwrap();
         device.write_at(0, &filled(1, 100), Flags::empty()).unwrap();
@@ -60,7 +59,7 @@ fn what_is_kept_survives_every_cut() {
 }
 
 #[test]
-fn threads_that_write_while_the_power_goes_lose_nothing_that_was_flushed() {
+fn cut_during_writes_keeps_flushed_data() {
     const THREADS: usize = 3;
     const OWN: usize = BLOCKS / THREADS;
     for seed in 0..40 {
@@ -73,7 +72,7 @@ fn threads_that_write_while_the_power_goes_lose_nothing_that_was_flushed() {
             let workers: Vec<_> = (0..THREADS)
                 .map(|thread| {
                     let (device, stop) = (&device, &stop);
-                    scope.spawn(move || until_stop(device, stop, thread * OWN, OWN, seed))
+                    scope.spawn(move || write_until_stop(device, stop, thread * OWN, OWN, seed))
                 })
                 .collect();
             thread::sleep(Duration::from_micros(300 + seed * 37 % 1500));
@@ -88,16 +87,16 @@ fn threads_that_write_while_the_power_goes_lose_nothing_that_was_flushed() {
                 shared[block]
             );
         }
-        // And it lives on.
+        // The device stays usable.
         device.write_at(0, &filled(5, 1), Flags::empty()).unwrap();
         device.flush().unwrap();
         assert_eq!(contents(&*device)[0], 5);
     }
 }
 
-/// Writes, with FUA and flushes now and then, until the power is about to go. What each block may
-/// hold then. The last request meets the cut, or comes just before or after it.
-fn until_stop(device: &Power, stop: &AtomicBool, first: usize, own: usize, seed: u64) -> Vec<Vec<u64>> {
+/// Writes, with FUA and flushes now and then, until `stop` is set. Returns the contents that each
+/// block may have. The last request may complete before, at or after the cut.
+fn write_until_stop(device: &Power, stop: &AtomicBool, first: usize, own: usize, seed: u64) -> Vec<Vec<u64>> {
     let mut allowed = vec![vec![0]; own];
     let mut rng = Rng::new(seed * 100 + first as u64);
     for step in 1.. {
@@ -106,14 +105,14 @@ fn until_stop(device: &Power, stop: &AtomicBool, first: usize, own: usize, seed:
         let value = step * 1000;
         let fua = if rng.chance(20) { Flags::FUA } else { Flags::empty() };
         let outcome = if rng.below(8) == 0 {
-            // One that is answered after the cut tells nothing of what was before.
+            // A flush that completes after the cut says nothing about earlier writes.
             device.flush().map(|()| {
                 if !stop.load(Ordering::SeqCst) {
                     allowed.iter_mut().for_each(keep_newest);
                 }
             })
         } else {
-            // Whether it was done is not known where it is not answered.
+            // A write that did not complete may have happened or not.
             for (number, block) in allowed[at..at + count].iter_mut().enumerate() {
                 block.push(value + number as u64);
             }
@@ -138,18 +137,18 @@ fn keep_newest(block: &mut Vec<u64>) {
 }
 
 #[test]
-fn what_waits_is_answered_gone_and_what_hangs_below_is_waited_for() {
+fn cut_fails_waiting_requests_and_awaits_hung_ones() {
     let disk = Arc::new(Faulty::new(1 << 20, 512));
     let device = Arc::new(Power::new(disk.clone(), Config { capacity: 4096, ..Config::default() }).unwrap());
     disk.fault(Some(freestone::device::Op::Write), When::Always, What::Hang);
     device.write_at(0, &filled(1, 8), Flags::empty()).unwrap();
-    let (tell, told) = mpsc::channel();
+    let (tx, rx) = mpsc::channel();
     let submit = |name: &'static str, request: Request, buffer| {
-        let tell = tell.clone();
-        let done = Completion::new(move |outcome, _| tell.send((name, outcome)).unwrap());
+        let tx = tx.clone();
+        let done = Completion::new(move |outcome, _| tx.send((name, outcome)).unwrap());
         device.submit(request, buffer, done);
     };
-    // No room, and none comes; a flush that has to wait for the same.
+    // The cache is full and cannot be written, and a flush waits for the same block.
     submit("write", Request::write(8192, 4096), IoBuf::copy_of(&filled(20, 8)).unwrap());
     submit("flush", Request::flush(), IoBuf::empty());
     disk.await_held(1);
@@ -157,10 +156,10 @@ fn what_waits_is_answered_gone_and_what_hangs_below_is_waited_for() {
         let device = Arc::clone(&device);
         thread::spawn(move || device.cut(3))
     };
-    let mut answers: Vec<_> = (0..2).map(|_| told.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
-    answers.sort_by_key(|(name, _)| *name);
-    assert_eq!(answers, [("flush", Err(Error::Gone)), ("write", Err(Error::Gone))]);
-    // What comes while the power is off.
+    let mut completions: Vec<_> = (0..2).map(|_| rx.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
+    completions.sort_by_key(|(name, _)| *name);
+    assert_eq!(completions, [("flush", Err(Error::Gone)), ("write", Err(Error::Gone))]);
+    // Requests while the power is off.
     assert_eq!(device.read_at(0, &mut [0; 512]), Err(Error::Gone));
     assert_eq!(device.keep(0, 512), Err(Error::Gone));
     assert!(!cut.is_finished());
@@ -171,17 +170,17 @@ fn what_waits_is_answered_gone_and_what_hangs_below_is_waited_for() {
     assert_eq!(data, [0; 8192]);
 }
 
-/// Nobody loses power: who comes just then gets the answers of a device that is empty.
+/// A reset is not a power loss: requests during it wait, and see an empty device.
 #[test]
-fn what_comes_during_a_reset_waits_for_its_end() {
+fn requests_during_a_reset_wait_for_its_end() {
     let model = Arc::new(Model::new(1 << 20, 512));
     let device = Power::new(model.clone(), Config::default()).unwrap();
     device.write_at(0, &filled(1, 40), Flags::empty()).unwrap();
-    let (tell, told) = mpsc::channel();
+    let (tx, rx) = mpsc::channel();
     let submit = |request, buffer| {
-        let tell = tell.clone();
+        let tx = tx.clone();
         let op = request;
-        device.submit(request, buffer, Completion::new(move |outcome, _| tell.send((op, outcome)).unwrap()));
+        device.submit(request, buffer, Completion::new(move |outcome, _| tx.send((op, outcome)).unwrap()));
     };
     let write = Request::write(4096, 512);
     device
@@ -189,26 +188,26 @@ fn what_comes_during_a_reset_waits_for_its_end() {
             assert_eq!(device.try_io(&write, Buffer::Write(&filled(7, 1))), Ok(Tried::WouldBlock));
             submit(write, IoBuf::copy_of(&filled(7, 1)).unwrap());
             submit(Request::flush(), IoBuf::empty());
-            assert!(told.try_recv().is_err(), "it did not wait");
+            assert!(rx.try_recv().is_err(), "it did not wait");
             model.write_zeroes(0, model.geometry().size, Flags::empty())
         })
         .unwrap();
     for request in [write, Request::flush()] {
-        assert_eq!(told.recv_timeout(Duration::from_secs(60)), Ok((request, Ok(()))));
+        assert_eq!(rx.recv_timeout(Duration::from_secs(60)), Ok((request, Ok(()))));
     }
     let mut data = vec![1; 40 * 512];
     device.read_at(0, &mut data).unwrap();
     let mut wanted = vec![0; 40 * 512];
     wanted[4096..][..512].copy_from_slice(&filled(7, 1));
     assert!(data == wanted);
-    // A cut is a loss of power.
+    // A cut must keep the content, because all of it was flushed.
     device.cut(1).unwrap();
     device.read_at(0, &mut data).unwrap();
     assert!(data == wanted);
 }
 
 #[test]
-fn a_reset_forgets_everything() {
+fn reset_clears_cache_and_content() {
     let model = Arc::new(Model::new(BLOCKS * BLOCK, 512));
     let device = Power::new(model.clone(), Config::default()).unwrap();
     device.write_at(0, &filled(1, 50), Flags::empty()).unwrap();

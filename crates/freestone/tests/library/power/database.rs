@@ -1,5 +1,5 @@
-//! A real database, redb, whose power is cut at any of its writes: sound with its fsyncs, caught
-//! without them.
+//! A real database, redb, with power cuts at each of its writes: consistent with its fsyncs, and
+//! caught without them.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -16,18 +16,18 @@ use redb::{Database, ReadableTable, StorageBackend, TableDefinition};
 
 const TABLE: TableDefinition<u64, &[u8]> = TableDefinition::new("numbers");
 const BLOCK: u64 = 512;
-/// The device; its last block says how long the file is.
+/// Size of the device. The last block holds the length of the file.
 const SIZE: u64 = 16 << 20;
 const LENGTH_AT: u64 = SIZE - BLOCK;
 const TRANSACTIONS: u64 = 12;
 
-/// One file on a device, as a simple file system has it: its length is always durable, its data
-/// when it is synced.
+/// A file on a device, like in a simple file system: the length is always durable, the data after a
+/// sync.
 struct Storage {
     power: Arc<Power>,
-    /// Whether a sync does anything.
+    /// True if a sync flushes the device.
     syncs: bool,
-    /// Writes and syncs until the power goes; at none, it has gone.
+    /// Writes and syncs until the cut; 0 after the cut.
     left: AtomicU64,
     seed: u64,
     length: Mutex<u64>,
@@ -42,7 +42,7 @@ impl Storage {
         Self { power, syncs, left: AtomicU64::new(left), seed, length: Mutex::new(length) }
     }
 
-    /// Counts one write or sync; the last one meets the cut.
+    /// Counts a write or sync. The last one cuts the power.
     fn step(&self) -> io::Result<()> {
         match self.left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)) {
             Ok(1) => {
@@ -159,12 +159,12 @@ fn rows(database: &Database) -> Result<Rows, Box<dyn Error>> {
     Ok(rows)
 }
 
-/// Works until the power goes, reopens, compares. What is wrong, in words.
+/// Runs until the cut, reopens the database and compares. Returns a description of an error.
 fn trial(seed: u64, syncs: bool) -> Result<(), String> {
     let mut rng = Rng::new(seed);
     let below = Arc::new(Model::new(SIZE as usize, BLOCK as u32));
     let power = Arc::new(Power::new(below, Config::default()).unwrap());
-    // It is made in peace.
+    // The database is created without a cut.
     let make = |left| Database::builder().create_with_backend(Storage::open(&power, syncs, left, seed));
     drop(make(u64::MAX).unwrap());
     power.flush().unwrap();
@@ -180,7 +180,7 @@ fn trial(seed: u64, syncs: bool) -> Result<(), String> {
             acknowledged.clone_from(&last);
         }
     }
-    // Where it came to the end with power left.
+    // Cuts the power if it was still on at the end.
     power.cut(seed).unwrap();
 
     let reopened = std::panic::catch_unwind(AssertUnwindSafe(|| {
@@ -197,7 +197,7 @@ fn trial(seed: u64, syncs: bool) -> Result<(), String> {
 }
 
 #[test]
-fn a_database_that_syncs_loses_nothing() {
+fn database_with_syncs_loses_nothing() {
     for seed in 0..effort(8, 40) {
         if let Err(what) = trial(seed, true) {
             panic!("seed {seed}: {what}");
@@ -206,7 +206,7 @@ fn a_database_that_syncs_loses_nothing() {
 }
 
 #[test]
-fn a_database_that_does_not_sync_is_caught() {
+fn database_without_syncs_is_caught() {
     let caught: Vec<String> = (0..10).filter_map(|seed| trial(seed, false).err()).collect();
     assert!(caught.len() > 2, "{caught:?}");
 }

@@ -1,11 +1,10 @@
-//! Power loss and recordings: the contract, what a cut may leave, what the log says, and a real
-//! database.
+//! Power cuts and recordings: device contract, content after cuts, the log, and a real database.
 
 mod after;
 mod conformance;
 mod cuts;
 mod database;
+mod faulty_disks;
 mod model;
 mod recording;
-mod trouble;
 mod units;

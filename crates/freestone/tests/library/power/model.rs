@@ -1,4 +1,5 @@
-//! Random operations with power cuts, against a model of what each block may hold.
+//! Random operations with power cuts, compared with a model of the contents that each block may
+//! have.
 
 use std::sync::Arc;
 
@@ -9,13 +10,13 @@ use freestone_testkit::{Deferred, Model, Policy, Rng, effort};
 pub const BLOCK: usize = 512;
 pub const BLOCKS: usize = 1500;
 
-/// What a block may hold after a cut: the durable content first, then everything since. A block's
-/// content is told by its first eight bytes.
-pub struct Shadow {
+/// Contents that each block may have after a cut: the durable content first, then all later ones.
+/// The first eight bytes of a block identify its content.
+pub struct BlockModel {
     blocks: Vec<Vec<u64>>,
 }
 
-impl Shadow {
+impl BlockModel {
     pub fn new() -> Self {
         Self { blocks: vec![vec![0]; BLOCKS] }
     }
@@ -24,8 +25,7 @@ impl Shadow {
         *self.blocks[block].last().unwrap()
     }
 
-    /// Looks at the device after a cut: every block has to be one of the allowed; it is durable
-    /// now.
+    /// Checks after a cut that each block has an allowed content, which is durable from then on.
     fn settle(&mut self, device: &dyn Device, context: &str) -> Ends {
         let mut ends = Ends::default();
         for (number, content) in contents(device).into_iter().enumerate() {
@@ -52,7 +52,7 @@ struct Ends {
     newest: u32,
 }
 
-/// What each block holds; each must be of one piece.
+/// Returns the content of each block, which must not be torn.
 pub fn contents(device: &dyn Device) -> Vec<u64> {
     let mut all = vec![0; BLOCKS * BLOCK];
     device.read_at(0, &mut all).unwrap();
@@ -69,8 +69,8 @@ pub fn filled(from: u64, count: usize) -> Vec<u8> {
     (0..count).flat_map(|at| (from + at as u64).to_le_bytes().repeat(BLOCK / 8)).collect()
 }
 
-/// Does one random operation to both.
-pub fn operate(rng: &mut Rng, device: &Power, shadow: &mut Shadow, next: &mut u64) {
+/// Runs one random operation on the device and on the model.
+pub fn operate(rng: &mut Rng, device: &Power, shadow: &mut BlockModel, next: &mut u64) {
     let most = if rng.chance(10) { 400 } else { 12 };
     let count = 1 + rng.below(most) as usize;
     let first = rng.below((BLOCKS - count) as u64) as usize;
@@ -135,7 +135,7 @@ pub fn below(kind: usize, seed: u64) -> Arc<dyn Device> {
 }
 
 #[test]
-fn a_cut_leaves_each_block_old_or_one_of_its_versions_and_flushed_data_alone() {
+fn cut_leaves_allowed_contents_and_flushed_data() {
     let folder = tempfile::tempdir().unwrap();
     let mut total = Ends::default();
     for seed in 0..effort(8, 30) {
@@ -146,7 +146,7 @@ fn a_cut_leaves_each_block_old_or_one_of_its_versions_and_flushed_data_alone() {
         let record = Some(log::Writer::create(&path).unwrap());
         let device =
             Power::new(Arc::clone(&below), Config { capacity, record, ..Config::default() }).unwrap();
-        let mut shadow = Shadow::new();
+        let mut shadow = BlockModel::new();
         let mut next = 1;
         for round in 0..4 {
             for _ in 0..rng.below(60) {
@@ -168,14 +168,14 @@ fn a_cut_leaves_each_block_old_or_one_of_its_versions_and_flushed_data_alone() {
         drop(device);
         assert_eq!(contents(&*below), last, "seed {seed}: what is below after a clean end");
 
-        // The log replays to the same, cuts included.
+        // Replaying the log gives the same content, including cuts.
         let fresh = Model::new(BLOCKS * BLOCK, BLOCK as u32);
         let mut reader = log::Reader::open(&path).unwrap();
         let entries = reader.entries();
         log::replay(&mut reader, entries, &fresh).unwrap();
         assert_eq!(contents(&fresh), last, "seed {seed}: what the log says");
     }
-    // A cut that loses nothing, or all, would pass the above.
+    // Cuts that lose nothing or everything would pass the checks above.
     let (ends, middle) = effort((100, 30), (500, 150));
     assert!(total.old > ends && total.middle > middle && total.newest > ends, "{total:?}");
 }

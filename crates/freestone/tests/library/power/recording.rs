@@ -1,4 +1,4 @@
-//! The log: its bytes, its marks, its points, and what ends it.
+//! The log: format, marks, points, and errors.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,8 +24,8 @@ fn all(device: &dyn Device) -> Vec<u8> {
     data
 }
 
-/// (sector, sectors, flags, text, data) of each entry, read as the kernel's structures say and in
-/// no other way.
+/// Returns sector, sectors, flags, text and data of each entry, parsed only by the kernel's
+/// structures.
 fn parse(bytes: &[u8]) -> Vec<(u64, u64, u64, String, Vec<u8>)> {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     assert_eq!(word(0), 0x006a_7366_7773_6872);
@@ -48,7 +48,7 @@ fn parse(bytes: &[u8]) -> Vec<(u64, u64, u64, String, Vec<u8>)> {
 }
 
 #[test]
-fn every_kind_of_entry_has_the_kernels_bytes() {
+fn every_entry_has_the_kernels_format() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
     let (_, device) = recorded(&path);
@@ -57,15 +57,15 @@ fn every_kind_of_entry_has_the_kernels_bytes() {
     device.discard(8192, 1024).unwrap();
     device.write_zeroes(512, 512, Flags::empty()).unwrap();
     device.flush().unwrap();
-    assert_eq!(device.mark("commit 17 acknowledged").unwrap(), 5);
+    assert_eq!(device.mark("commit 17 acknowledged").unwrap(), 6);
     let longest = "x".repeat(512 - 33);
-    assert_eq!(device.mark(&longest).unwrap(), 6);
+    assert_eq!(device.mark(&longest).unwrap(), 7);
     for bad in ["", "a\0b", &format!("{longest}x")] {
         assert!(matches!(device.mark(bad), Err(RecordError::BadMark { max: 479 })), "{bad:?}");
     }
     let status = device.recording().unwrap();
     assert_eq!((status.entries, status.bytes, status.stopped), (7, 13 * 512, None));
-    // As after a kill: the process has the file open, the head is right.
+    // As after SIGKILL: the file is still open, and the head is correct.
     let entries = parse(&std::fs::read(&path).unwrap());
     let none = Vec::new;
     let expected = [
@@ -81,7 +81,7 @@ fn every_kind_of_entry_has_the_kernels_bytes() {
 }
 
 #[test]
-fn long_ranges_come_in_pieces_that_replay_tools_can_hold() {
+fn long_ranges_are_split_for_replay_tools() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
     let model = Arc::new(Model::new(300 << 20, 4096));
@@ -112,7 +112,7 @@ fn long_ranges_come_in_pieces_that_replay_tools_can_hold() {
 }
 
 #[test]
-fn a_write_after_a_flush_was_issued_stands_behind_it() {
+fn write_during_a_flush_is_logged_after_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
     let disk = Arc::new(Faulty::new(SIZE, 512));
@@ -137,9 +137,10 @@ fn a_write_after_a_flush_was_issued_stands_behind_it() {
     assert_eq!(flags, [(0, 0), (0, 1), (1, 0), (0, 8)], "and a failed flush stands nowhere");
 }
 
-/// The log replays to what is there, also where nobody knows what a write of the cut did.
+/// Replaying the log gives the content of the device, even if the result of a write during the cut
+/// is unknown.
 #[test]
-fn a_cut_that_fails_is_recorded_as_it_is() {
+fn failed_cut_is_recorded_with_its_result() {
     use freestone::device::Error;
     for what in [What::Fail(Error::Media), What::FailDone(Error::Media), What::Tear] {
         let mut errors = 0;
@@ -167,7 +168,7 @@ fn a_cut_that_fails_is_recorded_as_it_is() {
 }
 
 #[test]
-fn every_point_can_be_visited_also_with_a_cut() {
+fn every_point_can_be_visited_with_or_without_cut() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
     let (model, device) = recorded(&path);
@@ -198,8 +199,8 @@ fn every_point_can_be_visited_also_with_a_cut() {
             let whole = &states[point.min(60) as usize];
             assert_eq!(&all(&fresh), whole, "point {point}");
 
-            // Each unit as at some moment since the last flush before the point; at a flush there
-            // is one.
+            // Each unit has its content of some moment since the last flush before the point. At a
+            // flush there is only one.
             let flushed = if epoch.entries.end == point && point < 61 { point } else { epoch.entries.start };
             let between = &states[flushed as usize..=point.min(60) as usize];
             for unit in [512, 4096] {
@@ -220,7 +221,7 @@ fn every_point_can_be_visited_also_with_a_cut() {
         Err(log::Error::NoEntry { asked: 62, entries: 61 })
     ));
 
-    // The device itself goes there and back.
+    // The device itself visits points in both directions.
     let wipe = || model.write_zeroes(0, SIZE as u64, Flags::empty());
     let missing = device.visit(&Point::Mark("step 1000".into()), None, &wipe).unwrap_err();
     assert_eq!(missing.to_string(), "the log has no mark \"step 1000\"");
@@ -232,13 +233,13 @@ fn every_point_can_be_visited_also_with_a_cut() {
         assert_eq!(all(&device), states[point as usize]);
     }
     device.visit(&Point::Mark("end".into()), Some(3), &wipe).unwrap();
-    // Nothing is recorded any more, and says so.
+    // The recording has stopped, and marks report this.
     device.write_at(0, &filled(1, 1), Flags::empty()).unwrap();
     assert!(matches!(device.mark("late"), Err(RecordError::Stopped(_))));
     assert_eq!(Reader::open(&path).unwrap().entries(), 61);
 }
 
-/// A device over `below` that has recorded two flushed writes.
+/// Returns a device over `below` that has recorded two flushed writes.
 fn with_two_writes(below: Arc<Faulty>, path: &Path) -> Power {
     let config = Config { record: Some(Writer::create(path).unwrap()), ..Config::default() };
     let device = Power::new(below, config).unwrap();
@@ -262,9 +263,11 @@ fn failed_visit_keeps_the_power_off() {
         let failed = device.visit(&Point::Mark("end".into()), None, &wipe).unwrap_err();
         below.heal();
         assert!(matches!(failed, RecordError::HalfSetBack(_)), "{failed}");
-        assert!(failed.to_string().starts_with("the power stays off, as the device is half set back: "));
+        assert!(
+            failed.to_string().starts_with("the power stays off, since the device is only partly restored: ")
+        );
         assert!(device.is_half_set_back());
-        // What is done to the power does not bring it back.
+        // Operations on the power do not turn it on again.
         device.keep_on();
         device.let_go();
         device.keep_on();
@@ -294,7 +297,8 @@ fn damaged_log_is_refused_before_the_first_write() {
     let whole = all(&device);
     let good = std::fs::read(&path).unwrap();
     let never = || -> freestone::device::Result<()> { panic!("nothing may be set back") };
-    // Cut off within the second write; and the second write, at sector 2, lies beyond the device.
+    // Truncated inside the second write; and a second write, at sector 2, that is beyond the
+    // device.
     let second = 512 * 4;
     assert_eq!(good[second..second + 8], 2_u64.to_le_bytes());
     let mut beyond = good.clone();
@@ -311,7 +315,7 @@ fn damaged_log_is_refused_before_the_first_write() {
 }
 
 #[test]
-fn log_that_is_cut_off_at_its_creation_leaves_nothing() {
+fn interrupted_log_creation_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
     let entries = || std::fs::read_dir(folder.path()).unwrap().count();
@@ -326,7 +330,7 @@ fn log_that_is_cut_off_at_its_creation_leaves_nothing() {
     let refused = Power::new(model, Config { record: Some(second), ..Config::default() }).unwrap_err();
     assert!(refused.to_string().contains("exists"), "{refused}");
     drop(device);
-    // Another's log at the path stays.
+    // A log of another process at the same path is kept.
     std::fs::rename(&path, folder.path().join("moved")).unwrap();
     std::fs::write(&path, "precious").unwrap();
     made.remove();
@@ -334,7 +338,7 @@ fn log_that_is_cut_off_at_its_creation_leaves_nothing() {
 }
 
 #[test]
-fn an_old_log_is_not_written_over() {
+fn existing_log_is_not_overwritten() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
     std::fs::write(&path, "precious").unwrap();
@@ -350,7 +354,7 @@ fn an_old_log_is_not_written_over() {
 }
 
 #[test]
-fn damaged_logs_are_refused_in_words() {
+fn damaged_logs_are_refused_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
     let (_, device) = recorded(&path);
@@ -386,7 +390,7 @@ fn damaged_logs_are_refused_in_words() {
     let mut beyond = good.clone();
     beyond[512 + 3] = 1;
     assert!(matches!(read(&beyond), Err(log::Error::Device { entry: 0, .. })));
-    // No byte makes it panic.
+    // No damaged byte causes a panic.
     let mut rng = Rng::new(1);
     for _ in 0..500 {
         let mut bad = good.clone();

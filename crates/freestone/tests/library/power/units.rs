@@ -1,5 +1,5 @@
-//! The unit that a cut does not tear: each ends as it was after one of the writes to it, in their
-//! order, whatever the size of the writes, of the cache, and of the pieces that are written below.
+//! The unit that a cut does not tear: each unit ends as after one of its writes, in order, for any
+//! size of writes, cache and pieces written below.
 
 use std::sync::Arc;
 
@@ -12,8 +12,7 @@ use crate::power::model::filled;
 const BLOCK: usize = 512;
 const SIZE: usize = 200 << 10;
 
-/// What each unit may hold: as it was at the last moment from which nothing can be lost, and after
-/// each write since.
+/// States that each unit may have: the last durable state, and the state after each write since.
 struct Units {
     unit: usize,
     states: Vec<Vec<Vec<u8>>>,
@@ -49,8 +48,8 @@ impl Units {
         self.states.iter().flat_map(|states| states.last().unwrap().clone()).collect()
     }
 
-    /// Looks at what a cut left. Returns how many ended old, between, and newest, of those that
-    /// could end in more than one way.
+    /// Checks the device after a cut. Returns the numbers of old, intermediate and newest units,
+    /// among those with several allowed states.
     fn settle(&mut self, device: &dyn Device, context: &str) -> [u32; 3] {
         let mut ends = [0; 3];
         for (number, states) in self.states.iter_mut().enumerate() {
@@ -69,7 +68,7 @@ impl Units {
 }
 
 #[test]
-fn no_unit_is_torn_whatever_is_written_and_whatever_goes_below_before() {
+fn no_unit_is_torn() {
     let folder = tempfile::tempdir().unwrap();
     let mut total = [0; 3];
     for seed in 0..effort(20, 120) {
@@ -79,7 +78,7 @@ fn no_unit_is_torn_whatever_is_written_and_whatever_goes_below_before() {
         let model = Arc::new(Model::new(SIZE, BLOCK as u32));
         let below: Arc<dyn Device> = match rng.below(3) {
             0 => model,
-            // A part of a request is done on the caller's thread.
+            // A part of the request completes on the caller's thread.
             1 => Arc::new(Deferred::new(model, Policy::Sometimes(60), seed)),
             _ => Arc::new(Deferred::new(model, Policy::Always, seed)),
         };
@@ -139,7 +138,7 @@ fn no_unit_is_torn_whatever_is_written_and_whatever_goes_below_before() {
 }
 
 #[test]
-fn the_unit_is_the_physical_block_unless_another_is_asked_for() {
+fn default_unit_is_the_physical_block() {
     use freestone::ram::{self, Family};
     let below = || Arc::new(Family::new(ram::Config::default()).unwrap().ram(1 << 20).unwrap());
     let unit = |unit| Power::new(below(), Config { unit, ..Config::default() }).map(|power| power.unit());
@@ -148,7 +147,7 @@ fn the_unit_is_the_physical_block_unless_another_is_asked_for() {
         let error = unit(bad).unwrap_err().to_string();
         assert_eq!(error, format!("a unit is a power of two from 512 to 65536 bytes, not {bad}"));
     }
-    // Whole pages end whole; only with the smaller unit are they torn.
+    // With a unit of a page, pages are not torn; with the smaller unit they are.
     let torn = |unit: u32| {
         let device = Power::new(below(), Config { unit, ..Config::default() }).unwrap();
         device.write_at(0, &vec![1; 400 << 10], Flags::empty()).unwrap();
@@ -162,10 +161,10 @@ fn the_unit_is_the_physical_block_unless_another_is_asked_for() {
     assert!(torn(512) > 50);
 }
 
-/// The device below does a part of a write on the caller's thread, and the power is cut before the
-/// rest is asked for.
+/// The device below completes a part of a write on the caller's thread, and the power is cut before
+/// the rest is submitted.
 #[test]
-fn a_write_past_the_cache_that_stops_in_a_unit_leaves_the_unit_whole() {
+fn write_through_that_stops_in_a_unit_is_not_torn() {
     const LEN: usize = 32 << 10;
     let mut stopped = 0;
     for seed in 0..300 {
@@ -173,7 +172,7 @@ fn a_write_past_the_cache_that_stops_in_a_unit_leaves_the_unit_whole() {
         let below = Arc::new(Deferred::new(model, Policy::Sometimes(60), seed));
         let device = Power::new(below, Config { unit: 4096, ..Config::default() }).unwrap();
         device.write_at(0, &vec![1; LEN], Flags::FUA).unwrap();
-        // It does not begin where a unit does.
+        // The write does not start at a unit boundary.
         let request = Request::write(1024, LEN as u64 - 2048).with(Flags::FUA);
         let tried = device.try_io(&request, Buffer::Write(&vec![2; LEN - 2048])).unwrap();
         device.cut(seed).unwrap();

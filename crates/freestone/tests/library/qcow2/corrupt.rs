@@ -1,4 +1,4 @@
-//! Damaged images: an error or other data, never a panic, a hang, or a lost request.
+//! Damaged images: an error or wrong data, but never a panic, a hang or a lost request.
 
 use std::fs;
 use std::path::Path;
@@ -10,11 +10,12 @@ use freestone_testkit::{Rng, effort};
 use super::tools::{Dir, content, read, submit};
 
 const SIZE: usize = 1 << 20;
-/// Bytes of disks that are read thousands of times.
+/// Size of disks that are read thousands of times.
 const SMALL: usize = 192 << 10;
 
-/// Opens and reads all of it, in both ways and with extents. Whether it opened.
-fn survive(path: &Path, what: &str) -> bool {
+/// Opens an image and reads all of it, inline and submitted, with extents. Returns true if the
+/// image opened.
+fn read_damaged(path: &Path, what: &str) -> bool {
     let image = match Image::open(&Config::new(path)) {
         Ok(image) => image,
         Err(error) => {
@@ -23,18 +24,18 @@ fn survive(path: &Path, what: &str) -> bool {
         }
     };
     let size = image.geometry().size;
-    // A changed size may be huge; what is at its start and at its end says enough.
+    // A damaged size may be huge, so only the start and the end are read.
     let part = size.min(SMALL as u64) / 512 * 512;
     for offset in [0, size - part] {
-        let mut answers = Vec::new();
+        let mut completions = Vec::new();
         for at in (0..part).step_by(64 << 10) {
             let len = (part - at).min(64 << 10);
-            answers.push(submit(&image, offset + at, len));
+            completions.push(submit(&image, offset + at, len));
         }
-        for answer in answers {
-            let answer = answer.recv_timeout(std::time::Duration::from_secs(60)).expect(what);
-            // "Gone" would be a request that was dropped: a panic.
-            assert!(matches!(&answer, Ok(_) | Err(Error::Media)), "{what}: {:?}", answer.err());
+        for completion in completions {
+            let completion = completion.recv_timeout(std::time::Duration::from_secs(60)).expect(what);
+            // `Gone` would mean a dropped request, which a panic causes.
+            assert!(matches!(&completion, Ok(_) | Err(Error::Media)), "{what}: {:?}", completion.err());
         }
         let tried = read(&image, offset, part.min(128 << 10), true);
         assert!(matches!(&tried, Ok(_) | Err(Error::Media)), "{what}: {:?}", tried.err());
@@ -74,7 +75,7 @@ fn images(dir: &Dir) -> Vec<String> {
 
 /// Every byte of the header, with several values.
 #[test]
-fn headers() {
+fn damaged_headers() {
     let dir = Dir::new();
     let mut opened = 0;
     for name in images(&dir) {
@@ -85,17 +86,17 @@ fn headers() {
                 let mut bytes = sound.clone();
                 bytes[at] = value;
                 fs::write(dir.path("mutant"), &bytes).unwrap();
-                opened += u32::from(survive(&dir.path("mutant"), &format!("{name}: {value} at {at}")));
+                opened += u32::from(read_damaged(&dir.path("mutant"), &format!("{name}: {value} at {at}")));
             }
         }
     }
-    // Most changes of fields that a reader does not need are no reason to refuse.
+    // Most changes of fields that a reader does not need are accepted.
     assert!(opened > 250, "{opened}");
 }
 
-/// Random damage in all parts: metadata, tables, compressed data; and every length.
+/// Random damage in metadata, tables and compressed data, and truncation to any length.
 #[test]
-fn bodies() {
+fn damaged_bodies() {
     Dir::both().iter().zip(2..).for_each(|(dir, seed)| damage_in(dir, seed));
 }
 
@@ -106,23 +107,23 @@ fn damage_in(dir: &Dir, seed: u64) {
         for round in 0..effort(20, 60) {
             let mut bytes = sound.clone();
             for _ in 0..=rng.below(64) {
-                // Tables lie in the front and at the end.
+                // Tables are at the start and at the end of the file.
                 let reach = [bytes.len(), 4096, 0x30000][rng.below(3) as usize].min(bytes.len());
                 let at = 104 + rng.below(reach as u64 - 104) as usize;
                 bytes[at] = rng.below(256) as u8;
             }
             fs::write(dir.path("mutant"), &bytes).unwrap();
-            survive(&dir.path("mutant"), &format!("{name}, round {round}"));
+            read_damaged(&dir.path("mutant"), &format!("{name}, round {round}"));
         }
         for round in 0..25 {
             let len = rng.below(sound.len() as u64) as usize;
             fs::write(dir.path("mutant"), &sound[..len]).unwrap();
-            survive(&dir.path("mutant"), &format!("{name}, {len} bytes, round {round}"));
+            read_damaged(&dir.path("mutant"), &format!("{name}, {len} bytes, round {round}"));
         }
     }
 }
 
-/// A file that was cut off has no zeroes in the place of lost clusters.
+/// Clusters beyond the end of a truncated file are errors, not zeroes.
 #[test]
 fn lost_clusters_are_errors() {
     let dir = Dir::new();
@@ -137,11 +138,11 @@ fn lost_clusters_are_errors() {
         let image = dir.open("image");
         assert_eq!(read(&image, 0, SIZE as u64, true).err(), Some(Error::Media));
         assert_eq!(read(&image, 0, SIZE as u64, false).err(), Some(Error::Media));
-        // The others are as they were. (qemu-img writes several at once, in any order.)
+        // Other clusters are intact. (qemu-img writes several at once, in any order.)
         let clusters = (0..SIZE as u64).step_by(65536).map(|at| read(&image, at, 65536, false));
         let (sound, lost): (Vec<_>, Vec<_>) = clusters.partition(Result::is_ok);
         assert!((1..=3).contains(&lost.len()), "{kind}: {} of {} are lost", lost.len(), sound.len());
         assert!(sound.iter().flatten().all(|data| data.iter().all(|&byte| byte == 1)), "{kind}");
-        assert!(lost.iter().all(|answer| answer == &Err(Error::Media)), "{kind}");
+        assert!(lost.iter().all(|completion| completion == &Err(Error::Media)), "{kind}");
     }
 }

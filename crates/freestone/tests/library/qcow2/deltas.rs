@@ -1,5 +1,4 @@
-//! Deltas: what is saved is an overlay that qemu takes for one, and applied to another fork it
-//! gives the same disk.
+//! Deltas: saved as overlays that qemu accepts, and applied to another fork with the same result.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -14,10 +13,10 @@ use super::fork::Fork;
 use super::tools::{Dir, content, same};
 
 const CLUSTER: usize = 64 << 10;
-/// Ends within a cluster, and has a second L1 entry where it is not filled with zeroes.
+/// Ends inside a cluster.
 const SIZE: usize = (3 << 20) + 3 * 4096;
 
-/// A directory with a base, raw and as an image.
+/// Returns a directory with a base as a raw file and as an image.
 fn with_base(seed: u64) -> (Dir, Vec<u8>) {
     let dir = Dir::new();
     let base = content(SIZE, seed);
@@ -26,8 +25,8 @@ fn with_base(seed: u64) -> (Dir, Vec<u8>) {
     (dir, base)
 }
 
-/// Random writes, zeroes and discards.
-fn scribble(fork: &Fork, seed: u64, times: u64) {
+/// Sends random writes, write zeroes and discards.
+fn change_randomly(fork: &Fork, seed: u64, times: u64) {
     let mut rng = Rng::new(seed);
     let block = u64::from(fork.geometry().logical_block);
     let blocks = fork.geometry().size / block;
@@ -59,7 +58,7 @@ fn save(fork: &Fork, base: &Path, format: Format, to: &Path) -> Result<Saved, De
     saved
 }
 
-/// Clusters with at least one changed block, and those of them that are zeroes.
+/// Returns the number of clusters with a changed block, and how many of them are zeroes.
 fn clusters(fork: &Fork) -> (u64, u64) {
     let block = fork.geometry().logical_block as usize;
     let (own, content) = (fork.own(), fork.content());
@@ -73,7 +72,7 @@ fn clusters(fork: &Fork) -> (u64, u64) {
     found
 }
 
-/// What `qemu-img map` says the overlay itself has: the sum of its own rows.
+/// Returns the bytes in the overlay itself, by `qemu-img map`.
 fn mapped(dir: &Dir, name: &str) -> u64 {
     let json = dir.img(&format!("map --output=json {name}"));
     let field = |row: &str, name: &str| {
@@ -88,7 +87,7 @@ fn mapped(dir: &Dir, name: &str) -> u64 {
 }
 
 /// Checks a saved delta with qemu's tools, with our reader, and by applying it.
-fn accepted(dir: &Dir, fork: &Fork, base: &[u8], name: &str, base_name: &str, saved: &Saved) {
+fn check_accepted(dir: &Dir, fork: &Fork, base: &[u8], name: &str, base_name: &str, saved: &Saved) {
     let content = fork.content();
     dir.img(&format!("check -f qcow2 {name}"));
     fs::write(dir.path("expected"), &content).unwrap();
@@ -108,7 +107,7 @@ fn accepted(dir: &Dir, fork: &Fork, base: &[u8], name: &str, base_name: &str, sa
     });
     let applied = applied.unwrap();
     assert_eq!(other.content(), content, "{name}");
-    // Nothing but the clusters that were touched.
+    // Only touched clusters are changed.
     let per_cluster = CLUSTER / block as usize;
     for (mine, theirs) in other.own().chunks(per_cluster).zip(fork.own().chunks(per_cluster)) {
         assert_eq!(mine.contains(&true), theirs.contains(&true));
@@ -121,19 +120,19 @@ fn accepted(dir: &Dir, fork: &Fork, base: &[u8], name: &str, base_name: &str, sa
 }
 
 #[test]
-fn saved_checked_and_applied() {
+fn delta_is_saved_checked_and_applied() {
     for (seed, block, times) in [(1, 4096, 1), (2, 4096, 12), (3, 512, 30), (4, 4096, 200)] {
         let (dir, base) = with_base(seed);
         for (format, base_name) in [(Format::Raw, "base.raw"), (Format::Qcow2, "base.qcow2")] {
             let fork = Fork::new(&base, SIZE, block);
-            scribble(&fork, seed, times);
+            change_randomly(&fork, seed, times);
             let name = format!("{base_name}.delta");
             let saved = save(&fork, &dir.path(base_name), format, &dir.path(&name)).unwrap();
-            accepted(&dir, &fork, &base, &name, base_name, &saved);
+            check_accepted(&dir, &fork, &base, &name, base_name, &saved);
             let own = fork.own().iter().filter(|&&own| own).count() as u64 * u64::from(block);
             assert_eq!(saved.changes.bytes, own);
         }
-        // Nothing beside: what was unfinished is gone.
+        // No temporary file is left.
         let names = fs::read_dir(dir.all()).unwrap();
         let left = names
             .filter(|name| name.as_ref().unwrap().file_name().to_string_lossy().starts_with(".freestone"));
@@ -141,12 +140,12 @@ fn saved_checked_and_applied() {
     }
 }
 
-/// It is an image like any other: qemu goes on writing to it, and can put it into its base.
+/// The delta is a normal image: qemu writes to it, and commits it to its base.
 #[test]
-fn qemu_goes_on_with_it() {
+fn qemu_writes_and_commits_a_delta() {
     let (dir, base) = with_base(13);
     let fork = Fork::new(&base, SIZE, 4096);
-    scribble(&fork, 13, 20);
+    change_randomly(&fork, 13, 20);
     save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("delta")).unwrap();
     let mut content = fork.content();
     for (at, len, byte) in [(0, 100 << 10, 1), (1 << 20, 4096, 2), (SIZE - 8192, 8192, 3)] {
@@ -160,24 +159,24 @@ fn qemu_goes_on_with_it() {
 }
 
 #[test]
-fn nothing_and_everything() {
+fn empty_and_full_delta() {
     let (dir, base) = with_base(5);
     let fork = Fork::new(&base, SIZE, 4096);
     let saved = save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("none")).unwrap();
     assert_eq!((saved.data_clusters, saved.zero_clusters, saved.changes.extents), (0, 0, 0));
-    accepted(&dir, &fork, &base, "none", "base.raw", &saved);
+    check_accepted(&dir, &fork, &base, "none", "base.raw", &saved);
     fork.write_at(0, &content(SIZE, 50), Flags::empty()).unwrap();
     let saved = save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("all")).unwrap();
     assert_eq!((saved.changes.extents, saved.changes.bytes), (1, SIZE as u64));
-    accepted(&dir, &fork, &base, "all", "base.raw", &saved);
+    check_accepted(&dir, &fork, &base, "all", "base.raw", &saved);
     fork.discard(0, SIZE as u64).unwrap();
     let saved = save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("zero")).unwrap();
     assert_eq!((saved.data_clusters, saved.changes.zero_bytes), (0, SIZE as u64));
     assert!(saved.file_bytes < 8 * CLUSTER as u64, "{saved:?}");
-    accepted(&dir, &fork, &base, "zero", "base.raw", &saved);
+    check_accepted(&dir, &fork, &base, "zero", "base.raw", &saved);
 }
 
-/// The content of a fork as a file with holes.
+/// Writes the content of a fork to a file with holes.
 fn write_sparse(fork: &Fork, path: &Path) {
     let file = fs::File::create(path).unwrap();
     let size = fork.geometry().size;
@@ -192,13 +191,13 @@ fn write_sparse(fork: &Fork, path: &Path) {
     }
 }
 
-/// A fork that is larger than its base reads zeroes there.
+/// A fork that is larger than its base reads as zeroes beyond it.
 #[test]
 fn larger_than_the_base() {
     let (dir, base) = with_base(6);
     let fork = Fork::new(&base, 600 << 20, 4096);
-    scribble(&fork, 6, 20);
-    // Another L2 table.
+    change_randomly(&fork, 6, 20);
+    // Needs another L2 table.
     fork.write_at(599 << 20, &[8; 8192], Flags::empty()).unwrap();
     let saved = save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("delta")).unwrap();
     dir.img("check -f qcow2 delta");
@@ -213,7 +212,7 @@ fn larger_than_the_base() {
         other.read_at(at, &mut theirs).unwrap();
         assert!(mine == theirs, "{at}");
     }
-    // And a fork that is smaller than the delta is left alone.
+    // A fork that is smaller than the delta is not changed.
     let small = Fork::new(&base, SIZE, 4096);
     let error = delta::apply(&dir.path("delta"), &small, None, &mut |_, _| {}).unwrap_err();
     assert!(error.to_string().contains("629145600 bytes"), "{error}");
@@ -221,10 +220,10 @@ fn larger_than_the_base() {
 }
 
 #[test]
-fn shown() {
+fn show_reports_changed_extents() {
     let fork = Fork::new(&vec![7; 1 << 20], 1 << 20, 4096);
     assert_eq!(delta::show(&fork, &mut |_| panic!("no row is due")).unwrap().extents, 0);
-    // Two neighbours are one extent, with a part that is zeroes; and one far away.
+    // Two adjacent changes are one extent, with a part of zeroes; and one far away.
     fork.write_at(8192, &[1; 4096], Flags::empty()).unwrap();
     fork.discard(12288, 4096).unwrap();
     fork.write_at(1 << 19, &vec![2; 512 << 10], Flags::empty()).unwrap();
@@ -259,19 +258,20 @@ fn shown() {
     assert!(matches!(whole, Err(DeltaError::NoChanges)));
 }
 
-/// A delta in another directory names its base by an absolute path; one beside it moves with it.
+/// A delta in another directory names its base by an absolute path; one in the same directory by a
+/// relative path.
 #[test]
-fn how_the_base_is_named() {
+fn base_path_is_relative_or_absolute() {
     let (dir, base) = with_base(7);
     fs::create_dir(dir.path("there")).unwrap();
     fs::copy(dir.path("base.raw"), dir.path("a:b")).unwrap();
     let fork = Fork::new(&base, SIZE, 4096);
-    scribble(&fork, 7, 5);
+    change_randomly(&fork, 7, 5);
     save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("there/delta")).unwrap();
     let info = dir.img("info there/delta");
     assert!(info.contains(&format!("backing file: {}", dir.path("base.raw").display())), "{info}");
     same(&dir.open("there/delta"), &fork.content(), "absolute");
-    // By way of symbolic links, and with a colon in the name.
+    // Through symbolic links, and with a colon in the name.
     std::os::unix::fs::symlink(dir.path("a:b"), dir.path("there/link")).unwrap();
     save(&fork, &dir.path("there/link"), Format::Raw, &dir.path("delta")).unwrap();
     dir.img("check delta");
@@ -290,13 +290,13 @@ fn save_refuses_to_destroy() {
     fs::create_dir(dir.path("directory")).unwrap();
     std::os::unix::fs::symlink(dir.path("base.raw"), dir.path("link")).unwrap();
     let fork = Fork::new(&base, SIZE, 4096);
-    scribble(&fork, 8, 5);
+    change_randomly(&fork, 8, 5);
     let before = fs::read(dir.path("base.raw")).unwrap();
     for (base, format, to, word) in [
         ("base.raw", Format::Raw, "base.raw", "take the place of the base"),
         ("base.raw", Format::Raw, "link", "take the place of the base"),
         ("middle", Format::Qcow2, "base.qcow2", "take the place of the base"),
-        ("base.raw", Format::Raw, "directory", "something else than a file"),
+        ("base.raw", Format::Raw, "directory", "not a regular file"),
         ("base.raw", Format::Raw, "no/such/directory", "cannot be written"),
         ("none", Format::Raw, "delta", "cannot be the base"),
         ("base.raw", Format::Qcow2, "delta", "is not a qcow2 image"),
@@ -316,9 +316,9 @@ fn save_refuses_to_destroy() {
     assert!(matches!(error, Err(DeltaError::NoChanges)));
 }
 
-/// What qemu wrote as an overlay of its own is applied too, compressed clusters among it.
+/// Overlays written by qemu are applied too, including compressed clusters.
 #[test]
-fn overlays_of_qemu() {
+fn overlays_of_qemu_are_applied() {
     let (dir, base) = with_base(9);
     for kind in ["", "-o compat=0.10", "-o cluster_size=4k", "-o compression_type=zstd"] {
         dir.img(&format!("create -q -f qcow2 {kind} -b base.raw -F raw over"));
@@ -335,7 +335,7 @@ fn overlays_of_qemu() {
         assert!(applied.unwrap().data_bytes > 0);
         assert!(fork.content() == expected, "{kind}");
     }
-    // Clusters that are smaller than the device's blocks.
+    // Clusters smaller than the device's blocks.
     dir.img("create -q -f qcow2 -o cluster_size=512 -b base.raw -F raw small");
     let fork = Fork::new(&base, SIZE, 4096);
     let error = delta::apply(&dir.path("small"), &fork, None, &mut |_, _| {}).unwrap_err();
@@ -346,7 +346,7 @@ fn overlays_of_qemu() {
 fn apply_refuses_before_it_writes() {
     let (dir, base) = with_base(10);
     let fork = Fork::new(&base, SIZE, 4096);
-    scribble(&fork, 10, 40);
+    change_randomly(&fork, 10, 40);
     save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("delta")).unwrap();
     let target = Fork::new(&base, SIZE, 4096);
     let refused = |name: &str, base: Option<&str>, word: &str| {
@@ -362,8 +362,8 @@ fn apply_refuses_before_it_writes() {
     refused("base.raw", None, "is not a qcow2 image");
     refused("none", None, "none");
     let sound = fs::read(dir.path("delta")).unwrap();
-    // Cut off: at the first kilobytes, somewhere, one byte short. The refcounts lie last, and a
-    // reader needs none of them.
+    // Truncated: in the first kilobytes, in the middle, one byte short. The refcounts are at the
+    // end, and a reader does not need them.
     let l1 = u64::from_be_bytes(sound[40..48].try_into().unwrap()) as usize;
     for len in [600, 65536, l1 / 2, l1 - 1, l1, l1 + 7] {
         fs::write(dir.path("cut"), &sound[..len]).unwrap();
@@ -377,35 +377,35 @@ fn apply_refuses_before_it_writes() {
     };
     spoiled(79, &[2], "marked as corrupt");
     spoiled(79, &[32], "bit 5");
-    // An L2 table in the place of the L1 table, behind the end, at an odd place.
+    // An L1 entry that points at the L1 table, beyond the end, or at an unaligned offset.
     spoiled(l1, &(l1 as u64).to_be_bytes(), "overlap");
-    spoiled(l1, &(1_u64 << 40).to_be_bytes(), "behind the end");
+    spoiled(l1, &(1_u64 << 40).to_be_bytes(), "beyond the end");
     spoiled(l1, &(65536_u64 + 512).to_be_bytes(), "damaged");
-    // An entry with another's data, with the L1 table, with nothing.
+    // An entry that points at the data of another, at the L1 table, or at nothing.
     let l2 = (u64::from_be_bytes(sound[l1..l1 + 8].try_into().unwrap()) & !(1 << 63)) as usize;
     let entry = |index: usize| &sound[l2 + 8 * index..l2 + 8 * index + 8];
     let data: Vec<usize> = (0..SIZE / CLUSTER).filter(|&index| entry(index)[0] == 0x80).collect();
     assert!(data.len() > 2, "{data:?}");
-    spoiled(l2 + 8 * data[1], entry(data[0]), "two places");
-    spoiled(l2 + 8 * data[1], &(l1 as u64).to_be_bytes(), "two places");
+    spoiled(l2 + 8 * data[1], entry(data[0]), "overlaps");
+    spoiled(l2 + 8 * data[1], &(l1 as u64).to_be_bytes(), "overlaps");
     spoiled(l2 + 8 * data[1], &(1_u64 << 50).to_be_bytes(), "cannot be read");
     spoiled(l2 + 8 * data[1], &(65536_u64 + 512).to_be_bytes(), "cannot be read");
-    // Devices that take no delta.
+    // Devices that cannot take a delta.
     let device = Model::read_only(base.clone(), 4096);
     let error = delta::apply(&dir.path("delta"), &device, None, &mut |_, _| {}).unwrap_err();
     assert!(matches!(error, DeltaError::NotWritable(_)), "{error}");
-    // And the sound one still goes.
+    // The undamaged delta is still applied.
     let applied = delta::apply(&dir.path("delta"), &target, Some(&dir.path("base.raw")), &mut |_, _| {});
     assert_ne!(applied.unwrap(), Applied::default());
     assert!(target.content() == fork.content());
 }
 
-/// Damage at random: refused or applied in part of another content, never a panic.
+/// Random damage: refused, or applied with wrong content in part, but never a panic.
 #[test]
 fn damaged_deltas() {
     let (dir, base) = with_base(11);
     let fork = Fork::new(&base, SIZE, 4096);
-    scribble(&fork, 11, 10);
+    change_randomly(&fork, 11, 10);
     save(&fork, &dir.path("base.raw"), Format::Raw, &dir.path("delta")).unwrap();
     let sound = fs::read(dir.path("delta")).unwrap();
     let l1 = u64::from_be_bytes(sound[40..48].try_into().unwrap()) as usize;

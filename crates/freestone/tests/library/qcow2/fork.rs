@@ -1,4 +1,4 @@
-//! The plainest fork: a model device that remembers which of its blocks were touched.
+//! A minimal fork: a model device that records which of its blocks were changed.
 
 use std::sync::Mutex;
 
@@ -8,7 +8,7 @@ use freestone::device::{
 };
 use freestone_testkit::Model;
 
-/// Content as of the base (zeroes behind it), and a mark for each block that is its own.
+/// Content of the base, zeroes beyond it, and a flag for each changed block.
 pub struct Fork {
     model: Model,
     own: Mutex<Vec<bool>>,
@@ -72,7 +72,7 @@ impl Changes for Fork {
         let end = end.ok_or(Error::OutOfRange)?;
         let own = self.own();
         let mut at = offset;
-        // One row a block, and no more than 1000 at a time.
+        // One row for each block, at most 1000 at a time.
         for _ in 0..1000 {
             let next = (at / self.block + 1).saturating_mul(self.block).min(end);
             let change = Change { offset: at, len: next - at, own: own[(at / self.block) as usize] };

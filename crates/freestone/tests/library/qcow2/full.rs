@@ -1,8 +1,8 @@
-//! A delta that does not fit on its disk: the old one stays, and nothing lies about. And one that
-//! does can be opened at once.
+//! A delta that does not fit on its disk keeps the old delta and leaves no temporary files. A delta
+//! that was just saved can be opened at once.
 //!
-//! The first test runs itself again, alone in a process, under a limit for the size of files, which
-//! fails a write as a full disk does.
+//! The first test runs itself as a child process under a file size limit, which fails writes like a
+//! full disk.
 
 use std::env;
 use std::fs;
@@ -25,10 +25,10 @@ const SIZE: usize = 8 << 20;
 /// In the child: the directory to work in.
 const DIR: &str = "FREESTONE_TEST_DIR";
 
-/// Every byte is its own.
-struct All(Model);
+/// A device that reports all of its bytes as changed.
+struct AllChanged(Model);
 
-impl Device for All {
+impl Device for AllChanged {
     fn geometry(&self) -> Geometry {
         self.0.geometry()
     }
@@ -46,7 +46,7 @@ impl Device for All {
     }
 }
 
-impl Changes for All {
+impl Changes for AllChanged {
     fn changes(&self, offset: u64, len: u64, row: &mut dyn FnMut(Change) -> bool) -> Result<u64> {
         row(Change { offset, len, own: true });
         Ok(len)
@@ -54,30 +54,30 @@ impl Changes for All {
 }
 
 fn child(dir: &Path) {
-    let device = All(Model::read_only(vec![5; SIZE], 4096));
+    let device = AllChanged(Model::read_only(vec![5; SIZE], 4096));
     let saved = save(&device, &dir.join("base"), Format::Raw, &dir.join("delta"), &mut |_, _| {});
     assert!(matches!(saved, Err(DeltaError::Write { .. })), "{saved:?}");
 }
 
 #[test]
-fn a_full_disk_keeps_the_old_delta() {
+fn full_disk_keeps_the_old_delta() {
     if let Some(dir) = env::var_os(DIR) {
         return child(Path::new(&dir));
     }
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("base"), vec![1; SIZE]).unwrap();
-    let device = All(Model::read_only(vec![9; SIZE], 4096));
+    let device = AllChanged(Model::read_only(vec![9; SIZE], 4096));
     save(&device, &dir.path().join("base"), Format::Raw, &dir.path().join("delta"), &mut |_, _| {}).unwrap();
     let old = fs::read(dir.path().join("delta")).unwrap();
-    // In steps of 512 or 1024 bytes, as the shell has it; the whole takes 8.5 MiB. The limit hits
-    // data, tables, and almost the end.
+    // The shell's unit is 512 or 1024 bytes; the whole delta takes 8.5 MiB. The limits hit data,
+    // tables, and almost the end.
     let whole = old.len() / 1024;
     for limit in [40, 1000, 4000, whole / 2 - 1] {
         let script = format!("trap '' XFSZ; ulimit -f {limit} && exec \"$0\" --exact \"$1\" --nocapture");
         let out = Command::new("sh")
             .args(["-c", &script])
             .arg(env::current_exe().unwrap())
-            .arg("qcow2::full::a_full_disk_keeps_the_old_delta")
+            .arg("qcow2::full::full_disk_keeps_the_old_delta")
             .env(DIR, dir.path())
             .output()
             .unwrap();
@@ -95,18 +95,19 @@ fn a_full_disk_keeps_the_old_delta() {
     }
 }
 
-/// A program that is started has every file of this process until it runs, and with it the locks.
+/// A process that is being started holds all files of this process until exec, including their
+/// locks.
 #[test]
-fn what_was_just_saved_can_be_opened_while_programs_are_started() {
+fn saved_delta_opens_while_processes_are_started() {
     let dir = Dir::new();
     fs::write(dir.path("base"), vec![1; 4096]).unwrap();
-    let device = All(Model::read_only(vec![9; 4096], 4096));
+    let device = AllChanged(Model::read_only(vec![9; 4096], 4096));
     let ended = AtomicBool::new(false);
     thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
                 while !ended.load(Ordering::SeqCst) {
-                    // With a user, a process is copied to start it, which takes longer.
+                    // With a user, the process is forked to start it, which takes longer.
                     let uid = rustix::process::geteuid().as_raw();
                     assert!(Command::new("true").uid(uid).status().unwrap().success());
                 }

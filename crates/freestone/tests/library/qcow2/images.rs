@@ -1,4 +1,4 @@
-//! Images of qemu-img, of every kind that it makes, read back.
+//! Images of every kind that qemu-img makes, read and compared.
 
 use std::fs;
 use std::path::Path;
@@ -12,7 +12,7 @@ use freestone_testkit::effort;
 
 use super::tools::{Dir, content, read, same};
 
-/// Not a multiple of any larger cluster, and more than one L2 table where clusters are small.
+/// Not a multiple of any larger cluster, and more than one L2 table for small clusters.
 const SIZE: usize = (5 << 20) + 7 * 512;
 
 /// Size of the image of each kind: more than one L2 table with clusters of 4 KiB.
@@ -47,21 +47,21 @@ fn every_kind_reads_back() {
     for (place, dir) in Dir::both().into_iter().enumerate() {
         fs::write(dir.path("raw"), &expected).unwrap();
         for (i, kind) in KINDS.iter().enumerate() {
-            // A quick run has each kind in one of the two places.
+            // A quick run has each kind in one of the two directories.
             if i % 2 != place % 2 && effort(true, false) {
                 continue;
             }
             dir.img(&format!("convert -f raw -O qcow2 {kind} raw {i}.qcow2"));
             let name = format!("{i}.qcow2");
             same(&dir.open(&name), &expected, kind);
-            // Nothing of it in the page cache.
-            dir.chill();
+            // Again with an empty page cache.
+            dir.drop_page_cache();
             same(&dir.open(&name), &expected, kind);
         }
     }
 }
 
-/// Subclusters: of each cluster some parts are data, some zeroes, some the backing file's.
+/// Subclusters: parts of each cluster are data, zeroes, or from the backing file.
 #[test]
 fn extended_l2_images_read_back() {
     let expected = content(KIND_SIZE, 5);
@@ -86,7 +86,7 @@ fn extended_l2_images_read_back() {
             let shown = dir.raw("over.qcow2");
             assert!(shown != expected);
             same(&dir.open("over.qcow2"), &shown, kind);
-            dir.chill();
+            dir.drop_page_cache();
             same(&dir.open("over.qcow2"), &shown, kind);
             let options = format!("-o extended_l2=on,{kind}");
             for (name, how) in [("whole.qcow2", options.clone()), ("packed.qcow2", format!("-c {options}"))] {
@@ -103,7 +103,7 @@ fn extended_l2_images_read_back() {
 }
 
 #[test]
-fn the_contract_is_kept() {
+fn images_conform() {
     let kinds = ["-o compat=0.10", "-c", "-c -o compression_type=zstd,cluster_size=4k", "-o extended_l2=on"];
     for dir in Dir::both() {
         fs::write(dir.path("raw"), content(SIZE, 2)).unwrap();
@@ -117,7 +117,7 @@ fn the_contract_is_kept() {
 }
 
 #[test]
-fn data_files() {
+fn external_data_files() {
     let dir = Dir::new();
     let expected = content(SIZE, 3);
     fs::write(dir.path("raw"), &expected).unwrap();
@@ -135,8 +135,8 @@ fn data_files() {
     }
 }
 
-/// Overlays over overlays, of other sizes and cluster sizes, in other directories, with zeroed and
-/// discarded parts.
+/// Overlays over overlays, with other sizes and cluster sizes, in other directories, with zeroed
+/// and discarded parts.
 #[test]
 fn chains() {
     Dir::both().iter().for_each(chain_in);
@@ -144,7 +144,7 @@ fn chains() {
 
 fn chain_in(dir: &Dir) {
     fs::create_dir(dir.path("below")).unwrap();
-    // As qemu takes it, a raw file that ends within a sector ends with zeroes.
+    // Like qemu, a raw file that ends inside a sector is extended with zeroes.
     let mut base = content(3 << 20, 4);
     base.truncate((3 << 20) - 100);
     fs::write(dir.path("below/base"), &base).unwrap();
@@ -158,14 +158,14 @@ fn chain_in(dir: &Dir) {
     };
     run("create -f qcow2 -b base -F raw 1.qcow2");
     dir.io("below/1.qcow2", &["write -P 17 100k 300k", "write -z 1M 64k", "write -z -u 1200k 128k"]);
-    // Smaller: what lies behind its end is zeroes above it, whatever the base has there.
+    // A smaller overlay hides the data of its base beyond its end, which reads as zeroes above it.
     run("create -f qcow2 -o cluster_size=4k -b 1.qcow2 -F qcow2 2.qcow2 2M");
     dir.io("below/2.qcow2", &["write -P 33 150k 5k", "write -P 0 160k 512", "discard 320k 64k"]);
-    // Larger, by an absolute name without a format.
+    // A larger one, by an absolute name without a format.
     let name = dir.path("below/2.qcow2").display().to_string();
     dir.img(&format!("create -f qcow2 -o compat=0.10,cluster_size=512 -b {name} -F qcow2 3.qcow2 5M"));
     dir.io("3.qcow2", &["write -P 66 2040k 20k", "write -P 7 4M 1k"]);
-    // Compressed, over all.
+    // A compressed one over all.
     dir.img("create -f qcow2 -o compression_type=zstd -b 3.qcow2 -F qcow2 4.qcow2");
     dir.io("4.qcow2", &["write -c -P 99 64k 64k", "write -z 3M 1M"]);
     for name in ["below/1.qcow2", "below/2.qcow2", "3.qcow2", "4.qcow2"] {
@@ -173,7 +173,7 @@ fn chain_in(dir: &Dir) {
     }
     for name in ["3.qcow2", "4.qcow2"] {
         let expected = dir.raw(name);
-        dir.chill();
+        dir.drop_page_cache();
         same(&dir.open(name), &expected, name);
     }
     let image = dir.open("4.qcow2");
@@ -186,7 +186,7 @@ fn chain_in(dir: &Dir) {
     conformance::check("chain", &|| Arc::new(dir.open("4.qcow2")) as Arc<dyn Device>, options);
 }
 
-/// A format that is not given is found out.
+/// A missing format is detected.
 #[test]
 fn formats_are_probed() {
     let dir = Dir::new();
@@ -199,7 +199,8 @@ fn formats_are_probed() {
     for format in ["raw", "qcow2"] {
         let name = format!("over-{format}");
         dir.img(&format!("create -f qcow2 -b base.{format} -F {format} {name}"));
-        // qemu-img makes none without a format any more; the extension becomes an unknown one.
+        // qemu-img no longer makes images without a format, so the extension is changed into an
+        // unknown one.
         let mut bytes = fs::read(dir.path(&name)).unwrap();
         let at = bytes.windows(4).position(|four| four == 0xe279_2aca_u32.to_be_bytes()).unwrap();
         bytes[at] = 0x11;
@@ -208,9 +209,9 @@ fn formats_are_probed() {
     }
 }
 
-/// Only the disk as it is now is read.
+/// Only the current content is read.
 #[test]
-fn internal_snapshots_are_passed_over() {
+fn internal_snapshots_are_ignored() {
     let dir = Dir::new();
     fs::write(dir.path("raw"), content(SIZE, 6)).unwrap();
     dir.img("convert -f raw -O qcow2 raw image");
@@ -221,9 +222,9 @@ fn internal_snapshots_are_passed_over() {
     same(&dir.open("image"), &dir.raw("image"), "image with snapshots");
 }
 
-/// Files that end anywhere within the last cluster, or go on behind it.
+/// Files that end anywhere inside the last cluster, or continue after it.
 #[test]
-fn files_that_end_anywhere() {
+fn truncated_last_cluster_is_read() {
     let dir = Dir::new();
     let mut expected = vec![0; 1 << 20];
     // Compresses to an odd number of bytes.
@@ -235,7 +236,7 @@ fn files_that_end_anywhere() {
         let last = whole.iter().rposition(|&byte| byte != 0).unwrap();
         let mut longer = whole.clone();
         longer.extend([0x55; 777]);
-        // Some bytes behind the last that is no zero, which may be data as well.
+        // A few bytes after the last non-zero byte, which may be data as well.
         for bytes in [&whole[..(last + 5).min(whole.len())], &whole[..(last + 100).min(whole.len())], &longer]
         {
             fs::write(dir.path("image"), bytes).unwrap();
@@ -244,14 +245,14 @@ fn files_that_end_anywhere() {
     }
 }
 
-/// Disks with blocks of 4 KiB and no page cache, under an image whose clusters are smaller.
+/// Disks with blocks of 4 KiB and direct I/O, below an image with smaller clusters.
 #[test]
 fn on_block_devices() {
     let dir = Dir::new();
     let expected = content(3 << 20, 8);
     fs::write(dir.path("raw"), &expected).unwrap();
     dir.img("convert -f raw -O qcow2 -c -o cluster_size=1k raw image");
-    // Whole blocks, and room behind, as volumes have it.
+    // Whole blocks, and unused space at the end, as on a logical volume.
     fs::OpenOptions::new().write(true).open(dir.path("image")).unwrap().set_len(8 << 20).unwrap();
     let Some(disk) = Disk::over(&dir.path("image")) else { return };
     same(&Image::open(&Config::new(&disk.0)).unwrap(), &expected, "image on a disk");
@@ -262,7 +263,7 @@ fn on_block_devices() {
     same(&dir.open("over"), &dir.raw("over"), "image over a disk");
 }
 
-/// A loop device, detached at the end.
+/// A loop device, detached when dropped.
 struct Disk(String);
 
 impl Disk {
@@ -291,9 +292,9 @@ impl Drop for Disk {
     }
 }
 
-/// 16 TiB, sparse: quick to open, to walk and to read anywhere.
+/// 16 TiB, sparse: fast to open, to walk, and to read anywhere.
 #[test]
-fn huge_and_empty() {
+fn huge_sparse_image() {
     let dir = Dir::new();
     dir.img("create -f qcow2 image 16T");
     dir.io("image", &["write -P 5 9T 64k", "write -z 10T 1M", "write -P 6 17179869120k 64k"]);
@@ -323,16 +324,16 @@ fn huge_and_empty() {
     );
 }
 
-/// Holes of a raw base, zero clusters, compressed ones, and what was never written.
+/// Holes of a raw base, zero clusters, compressed clusters, and unwritten clusters.
 #[test]
-fn extents_say_what_is_there() {
+fn extents_match_clusters() {
     let dir = Dir::new();
     let file = fs::File::create(dir.path("base")).unwrap();
     file.set_len(2 << 20).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&file, &vec![9; 65536], 1 << 20).unwrap();
     file.sync_all().unwrap();
     dir.img("create -f qcow2 -b base -F raw image 3M");
-    // A zero cluster that keeps its place, and one that never had any.
+    // A zero cluster that keeps its allocation, and one without any.
     dir.io("image", &["write -P 1 64k 64k", "write -P 1 128k 64k", "write -z 128k 64k", "write -z 256k 64k"]);
     dir.io("image", &["write -c -P 3 512k 64k"]);
     let image = dir.open("image");

@@ -1,5 +1,5 @@
-//! A fork that is written, discarded, grown, rewound and frozen in any order: each delta and each
-//! save shows the moment that it is of, read by our own reader, applied to another fork, restored.
+//! A fork that is written, discarded, grown, rewound and frozen in any order. Each delta and each
+//! save must show its moment: read by our reader, applied to another fork, and restored.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,8 +17,8 @@ use proptest::prelude::*;
 use super::tools::{Dir, content};
 
 const SECTOR: u64 = 512;
-/// Most sectors of a base, and most that a fork is larger than it. Together they are more than a
-/// leaf has.
+/// Maximum sectors of a base, and maximum sectors that a fork is larger than its base. Together
+/// they exceed a leaf.
 const BASE_MAX: u64 = 50 * 8;
 const MORE_MAX: u64 = 600 * 8;
 const MOMENTS_MAX: usize = 4;
@@ -32,9 +32,9 @@ enum Step {
     Snapshot,
     Forget(usize),
     Rewind,
-    /// Of a moment that is kept.
+    /// Delta of a kept moment.
     Delta(usize),
-    /// Of the fork, which changes while it is saved.
+    /// Delta of the fork, which changes during the save.
     DeltaOfFork(Place),
     Save,
 }
@@ -42,9 +42,9 @@ enum Step {
 #[derive(Debug, Clone, Copy)]
 struct Place {
     behind_base: bool,
-    /// Thousandths of the disk, or of what lies behind the base's end.
+    /// Thousandths of the disk, or of the range beyond the end of the base.
     at: u64,
-    /// Sectors.
+    /// Length in sectors.
     len: u64,
 }
 
@@ -83,7 +83,7 @@ struct World {
     file: Arc<dyn Device>,
     fork: Ram,
     spills: bool,
-    /// What it must show.
+    /// Expected content of the fork.
     shown: Vec<u8>,
     moments: Vec<(Ram, Vec<u8>)>,
     rng: Rng,
@@ -155,7 +155,7 @@ impl World {
                 let then = self.shown.clone();
                 let (at, len) = self.place(place);
                 let mut now = then.clone();
-                // At the beginning, at the end, and between batches.
+                // At the start, at the end, and between batches.
                 let path = self.delta(&snapshot, &mut || discard(&self.fork, at, len, &mut now));
                 self.shown = now;
                 self.check_delta(&path, &then);
@@ -204,7 +204,7 @@ impl World {
         }
     }
 
-    /// Extents and changes say what is so.
+    /// Checks extents and changes against the content.
     fn check(&self, device: &dyn Device, shown: &[u8]) {
         same(device, shown, "a device");
         let size = shown.len() as u64;
@@ -232,7 +232,7 @@ impl World {
     }
 }
 
-/// Where most pages do not stay in memory, or all do.
+/// Returns a family in which most pages are evicted, or none.
 fn family(spills: bool) -> Family {
     if !spills {
         return Family::new(Config::default()).unwrap();
@@ -245,7 +245,7 @@ fn fork(base: &Arc<dyn Device>, size: Option<u64>, spills: bool) -> Ram {
     family(spills).fork(Arc::clone(base), &ForkConfig { size, ..ForkConfig::default() }).unwrap()
 }
 
-/// Whole pages become zeroes; parts of pages need not.
+/// Discards a range. Whole pages become zeroes; parts of pages may keep their content.
 fn discard(fork: &Ram, at: u64, len: u64, shown: &mut [u8]) {
     fork.run(Request::new(Op::Discard, at, len)).unwrap();
     let mut now = vec![1; len as usize];

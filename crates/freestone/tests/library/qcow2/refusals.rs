@@ -1,4 +1,4 @@
-//! Images that are not read say why, with their name.
+//! Unsupported images are refused with their name and the reason.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ fn fault(path: impl AsRef<Path>) -> Fault {
     }
 }
 
-/// An image whose header was changed: bytes at offsets.
+/// Returns a copy of an image with bytes changed at these offsets.
 fn changed(dir: &Dir, of: &str, changes: &[(usize, &[u8])]) -> PathBuf {
     let mut bytes = fs::read(dir.path(of)).unwrap();
     for (at, new) in changes {
@@ -32,14 +32,14 @@ fn changed(dir: &Dir, of: &str, changes: &[(usize, &[u8])]) -> PathBuf {
 }
 
 #[test]
-fn what_is_not_supported_has_a_name() {
+fn unsupported_image_error_names_the_feature() {
     let dir = Dir::new();
     dir.img("create -f qcow2 image 10M");
     dir.img("create -f qcow2 -o extended_l2=on,cluster_size=16k subclusters 1M");
     let small = changed(&dir, "subclusters", &[(23, &[13])]);
     assert!(matches!(fault(small), Fault::Corrupt(_)), "subclusters of less than a sector");
     assert_eq!(fault(changed(&dir, "image", &[(35, &[2])])), Fault::Encrypted("LUKS"));
-    // qemu-img measures the machine for seconds before it encrypts.
+    // qemu-img runs a benchmark for seconds before it encrypts.
     if effort(false, true) {
         dir.luks("luks");
         assert_eq!(fault(dir.path("luks")), Fault::Encrypted("LUKS"));
@@ -48,12 +48,12 @@ fn what_is_not_supported_has_a_name() {
     assert_eq!(fault(changed(&dir, "image", &[(4, &[0, 0, 0, 4])])), Fault::Version(4));
     assert_eq!(fault(changed(&dir, "image", &[(4, &[0, 0, 0, 1])])), Fault::Version(1));
     assert_eq!(fault(changed(&dir, "image", &[(0, b"RAW!")])), Fault::NotQcow2);
-    // Bit 5 has no name in the table of names; bit 3 does, and bit 62 never had.
+    // Bit 5 is missing in the table of names; bit 3 has a name, and bit 62 never had one.
     let Fault::Features(names) = fault(changed(&dir, "image", &[(72, &[0x40]), (79, &[1 << 5])])) else {
         panic!()
     };
     assert_eq!(names, "bit 5, bit 62");
-    // The first row of qemu's table of names, told to be of bit 40.
+    // The first row of qemu's table of names, changed to bit 40.
     let bytes = fs::read(dir.path("image")).unwrap();
     let row = bytes.windows(11).position(|part| part == b"\0\0dirty bit\0"[..11].as_ref()).unwrap();
     let Fault::Features(names) = fault(changed(&dir, "image", &[(row + 1, &[40]), (74, &[1])])) else {
@@ -65,8 +65,8 @@ fn what_is_not_supported_has_a_name() {
     assert_eq!(fault(changed(&dir, "image", &[(24, &[0; 8])])), Fault::Empty);
     assert!(matches!(fault(changed(&dir, "image", &[(24, &[0x7f, 0xff])])), Fault::TooLarge(_)));
     assert!(matches!(fault(changed(&dir, "image", &[(24, &[0, 0x10])])), Fault::TooLarge(_)));
-    // Larger, with the L1 table of 10 MiB; clusters of 4 GiB; an L1 table behind the end, or not
-    // aligned.
+    // A larger size with an L1 table of 10 MiB; clusters of 4 GiB; an L1 table beyond the end, or
+    // unaligned.
     for change in [(27, &[1][..]), (23, &[32]), (40, &[0, 0, 1]), (46, &[2]), (100, &[0, 0, 0, 8])] {
         assert!(matches!(fault(changed(&dir, "image", &[change])), Fault::Corrupt(_)), "{change:?}");
     }
@@ -82,7 +82,7 @@ fn what_is_not_supported_has_a_name() {
 }
 
 #[test]
-fn names_that_are_no_local_files() {
+fn backing_names_that_are_not_local_files() {
     let dir = Dir::new();
     let over = |name: &str, format: &str| {
         dir.run("qemu-img", &["create", "-q", "-u", "-f", "qcow2", "-b", name, "-F", format, "image", "1M"]);
@@ -96,14 +96,14 @@ fn names_that_are_no_local_files() {
     assert_eq!(fault(over("base", "vmdk")), Fault::BackingFormat("vmdk".to_owned()));
     let error = Image::open(&Config::new(over("base", "raw"))).unwrap_err().to_string();
     assert!(error.contains("base"), "{error}");
-    // A colon behind a slash is part of the name, and so is what follows "file:".
+    // A colon after a slash is part of the name, and so is the text after "file:".
     let content = content(1 << 20, 1);
     for (file, name) in [("a:b", "./a:b"), ("plain", "file:plain")] {
         fs::write(dir.path(file), &content).unwrap();
         over(name, "raw");
         same(&dir.open("image"), &content, name);
     }
-    // As libvirt and oVirt name files. The name's own format counts.
+    // Names as libvirt and oVirt write them. The format in the name applies.
     let path = dir.path("a:b").display().to_string();
     for name in [
         format!(r#"json:{{"driver":"raw","file":{{"driver":"file","filename":"{path}"}}}}"#),
@@ -115,9 +115,9 @@ fn names_that_are_no_local_files() {
     }
 }
 
-/// Chains end: at 64 files, or where one names itself.
+/// Chains end at 64 files, or at a file that names itself.
 #[test]
-fn endless_chains() {
+fn endless_chain_is_refused() {
     let dir = Dir::new();
     let create = |name: &str, backing: &str| {
         dir.run("qemu-img", &["create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", "qcow2", name, "1M"]);
@@ -136,8 +136,8 @@ fn endless_chains() {
     assert_eq!(fault(dir.path("64")), Fault::TooDeep(64));
 }
 
-/// As with qemu, a reader can do with refcounts that may be wrong, and with what is left of a
-/// broken image.
+/// Like qemu, the reader ignores refcounts that may be wrong, and reads what is left of a corrupt
+/// image.
 #[test]
 fn dirty_and_corrupt_images_are_read() {
     let dir = Dir::new();

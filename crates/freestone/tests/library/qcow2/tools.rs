@@ -1,4 +1,4 @@
-//! Running qemu's tools, and reading devices whole.
+//! Runs qemu's tools, and reads whole devices.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use freestone_testkit::{Rng, first_difference};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A directory with files for one test.
+/// A temporary directory for one test.
 pub struct Dir(tempfile::TempDir);
 
 impl Dir {
@@ -20,8 +20,7 @@ impl Dir {
         Self(tempfile::tempdir().unwrap())
     }
 
-    /// One on a disk, and one on tmpfs, where no read is done without waiting: all has to be
-    /// submitted.
+    /// Returns a directory on a disk, and one on tmpfs, where no read completes inline.
     pub fn both() -> Vec<Self> {
         let mut both = vec![Self::new()];
         let shm = Path::new("/dev/shm");
@@ -42,7 +41,7 @@ impl Dir {
         self.0.path()
     }
 
-    /// Runs a tool in the directory; what it says on stdout.
+    /// Runs a tool in the directory. Returns its stdout.
     pub fn run(&self, tool: &str, args: &[&str]) -> String {
         let out = Command::new(tool).args(args).current_dir(self.0.path()).output();
         let out = out.unwrap_or_else(|error| panic!("{tool} (package qemu-utils): {error}"));
@@ -56,8 +55,8 @@ impl Dir {
         self.run("qemu-img", &args.split_whitespace().collect::<Vec<_>>())
     }
 
-    /// An image of 1 MiB, encrypted with LUKS. qemu-img looks first how fast the machine is, and
-    /// gives up where that took less than a tick of the kernel's: on a fast one it often does.
+    /// Creates an image of 1 MiB, encrypted with LUKS. qemu-img first measures the machine's speed,
+    /// and fails if that took less than a clock tick, which is common on fast machines.
     pub fn luks(&self, name: &str) {
         const TRIES: u32 = 100;
         const TOO_FAST: &str = "Unable to get accurate CPU usage";
@@ -86,9 +85,8 @@ impl Dir {
         assert!(!out.contains("failed") && !out.contains("rror"), "{out}");
     }
 
-    /// Takes the files of the directory out of the page cache, as far as their file system has a
-    /// disk.
-    pub fn chill(&self) {
+    /// Drops the files of the directory from the page cache, if their file system has a disk.
+    pub fn drop_page_cache(&self) {
         for entry in fs::read_dir(self.0.path()).unwrap() {
             let path = entry.unwrap().path();
             if path.is_file() {
@@ -99,7 +97,7 @@ impl Dir {
         }
     }
 
-    /// The disk of an image, as qemu sees it.
+    /// Returns the content of an image, as qemu reads it.
     pub fn raw(&self, name: &str) -> Vec<u8> {
         self.img(&format!("convert -O raw {name} {name}.check"));
         let content = fs::read(self.path(&format!("{name}.check"))).unwrap();
@@ -112,7 +110,8 @@ impl Dir {
     }
 }
 
-/// Content of every kind: noise, text, one byte, zeroes; in pieces that fit no cluster.
+/// Returns content of all kinds: noise, text, one byte, zeroes; in pieces that match no cluster
+/// size.
 pub fn content(size: usize, seed: u64) -> Vec<u8> {
     let mut rng = Rng::new(seed);
     let mut content = vec![0; size];
@@ -131,7 +130,7 @@ pub fn content(size: usize, seed: u64) -> Vec<u8> {
     content
 }
 
-/// One read: what can be done inline, then the rest; or all of it submitted.
+/// Reads inline as far as possible and submits the rest; or submits all of it.
 pub fn read(device: &dyn Device, offset: u64, len: u64, inline: bool) -> Result<Vec<u8>> {
     let mut out = vec![0xee; len as usize];
     let mut done = 0;
@@ -151,16 +150,17 @@ pub fn read(device: &dyn Device, offset: u64, len: u64, inline: bool) -> Result<
     Ok(out)
 }
 
-/// Starts a read.
+/// Submits a read. Returns the receiver of its result.
 pub fn submit(device: &dyn Device, offset: u64, len: u64) -> mpsc::Receiver<Result<Vec<u8>>> {
-    let (send, answer) = mpsc::channel();
+    let (send, completion) = mpsc::channel();
     let buffer = IoBuf::zeroed(len as usize).unwrap();
     let done = Completion::new(move |outcome, buffer| drop(send.send(outcome.map(|()| buffer.to_vec()))));
     device.submit(Request::read(offset, len), buffer, done);
-    answer
+    completion
 }
 
-/// Compares a device with what it should hold: whole, in pieces of many sizes, many at a time.
+/// Compares a device with its expected content: whole, in pieces of many sizes, and with many
+/// requests in flight.
 pub fn same(device: &dyn Device, expected: &[u8], what: &str) {
     let size = device.geometry().size;
     assert_eq!(size, expected.len() as u64, "{what}");
@@ -169,7 +169,7 @@ pub fn same(device: &dyn Device, expected: &[u8], what: &str) {
         let wrong = first_difference(found, expected);
         assert_eq!(wrong.map(|at| at as u64 + offset), None, "{what}, {how} of {} at {offset}", found.len());
     };
-    // Not inline first: nothing is kept yet.
+    // Submitted first, while nothing is cached.
     check(0, &read(device, 0, size, false).unwrap(), "submitted read");
     check(0, &read(device, 0, size, true).unwrap(), "tried read");
     let mut rng = Rng::new(size);
@@ -181,8 +181,12 @@ pub fn same(device: &dyn Device, expected: &[u8], what: &str) {
             let blocks = 1 + rng.below(((size - offset) / block).min(if i % 8 == 0 { 4096 } else { 16 }));
             reads.push((offset, submit(device, offset, blocks * block)));
         }
-        for (offset, answer) in reads {
-            check(offset, &answer.recv_timeout(PATIENCE).expect("no answer").unwrap(), "one of many reads");
+        for (offset, completion) in reads {
+            check(
+                offset,
+                &completion.recv_timeout(PATIENCE).expect("no answer").unwrap(),
+                "one of many reads",
+            );
         }
         let offset = rng.below(size / block) * block;
         let len = (size - offset).min(8 * block);

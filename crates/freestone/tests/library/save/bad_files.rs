@@ -1,5 +1,4 @@
-//! Files that are no saved disks, not any more, or not yet: refused with a clear sentence, whatever
-//! is wrong.
+//! Foreign, newer, truncated, stale or damaged files are refused with a clear error.
 
 use std::path::Path;
 
@@ -9,7 +8,7 @@ use freestone_testkit::{Rng, scaled};
 
 use crate::save::support::*;
 
-/// A family of every kind of device, in a file of a few dozen KiB; and its base.
+/// Returns a family with every kind of device, whose file has a few dozen KiB, and its base.
 pub fn small_family(seed: u64) -> (Vec<(String, Ram)>, Base) {
     let family = family();
     let disk = family.ram(MIB).unwrap();
@@ -32,7 +31,7 @@ pub fn save_family(devices: &[(String, Ram)], to: &Path) {
 }
 
 #[test]
-fn what_was_never_saved_is_foreign() {
+fn foreign_file_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     let mut noise = vec![0; 100_000];
@@ -49,7 +48,7 @@ fn what_was_never_saved_is_foreign() {
 }
 
 #[test]
-fn a_newer_version_is_named() {
+fn newer_version_is_refused_with_its_number() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     let ram = disk(Config::default(), MIB);
@@ -59,15 +58,16 @@ fn a_newer_version_is_named() {
     std::fs::write(&file, &bytes).unwrap();
     let error = refused(&file, &[]);
     assert!(matches!(error, RestoreError::Newer { version: 5, .. }));
-    let said = error.to_string();
+    let message = error.to_string();
     assert!(
-        said.ends_with("was saved by a newer Freestone, in version 5 of the format; this one reads up to 4"),
-        "{said}"
+        message
+            .ends_with("was saved by a newer Freestone, in version 5 of the format; this one reads up to 4"),
+        "{message}"
     );
 }
 
 #[test]
-fn a_file_that_was_cut_anywhere_is_not_complete() {
+fn truncated_file_is_not_complete() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     let (devices, base) = small_family(1);
@@ -80,7 +80,7 @@ fn a_file_that_was_cut_anywhere_is_not_complete() {
         assert!(right, "{len} of {} bytes: {error}", whole.len());
         assert!(save::inspect(&file).is_err());
     }
-    // And one that goes on.
+    // A file that is too long.
     let mut longer = whole.clone();
     longer.extend_from_slice(&whole);
     for len in [whole.len() + 1, whole.len() + 72, longer.len()] {
@@ -91,16 +91,15 @@ fn a_file_that_was_cut_anywhere_is_not_complete() {
     assert_eq!(restore(&file, &family(), &[base]).unwrap().len(), 4);
 }
 
-/// Blocks of the disk that did not get there before the power failed: zeroes, or what an older file
-/// had there.
+/// Blocks that did not reach the disk before a power loss: zeroes, or the content of an older file.
 #[test]
-fn a_file_with_stale_parts_is_refused() {
+fn file_with_stale_blocks_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     let (devices, base) = small_family(1);
     save_family(&devices, &file);
     let old = std::fs::read(&file).unwrap();
-    // The very same content, saved again: only the salt tells the two apart.
+    // The same content saved again: only the salt differs.
     save_family(&devices, &file);
     let new = std::fs::read(&file).unwrap();
     assert_eq!(old.len(), new.len());
@@ -126,9 +125,9 @@ fn a_file_with_stale_parts_is_refused() {
     }
 }
 
-/// Any change of a file is seen; where it was none, what is restored is what was saved.
+/// Any change of a file is detected, or the restored content equals the saved one.
 #[test]
-fn thousands_of_changes_are_seen() {
+fn random_changes_are_detected() {
     let dir = tempfile::tempdir().unwrap();
     let (file, other_file) = (dir.path().join("file"), dir.path().join("other"));
     let (devices, base) = small_family(1);
@@ -140,7 +139,7 @@ fn thousands_of_changes_are_seen() {
     for round in 0..scaled(6000) {
         let mut bytes = whole.clone();
         let len = bytes.len() as u64;
-        // Beginnings and ends are where lengths and counts are.
+        // Lengths and counts are at the start and at the end.
         let place = |rng: &mut Rng| match rng.below(3) {
             0 => rng.below(400.min(len)) as usize,
             1 => (len - 1 - rng.below(300)) as usize,

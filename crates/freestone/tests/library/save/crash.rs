@@ -1,7 +1,6 @@
-//! Saves that are killed, and that find no room: the old file stays as it was. And what a save
-//! takes of memory.
+//! Saves that are killed or find no space keep the old file. Also, the memory of a save is bounded.
 //!
-//! Each test runs itself as a child, which the environment tells what to do.
+//! Each test runs itself as a child process, controlled by environment variables.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -19,12 +18,12 @@ use crate::save::support::*;
 const LIMIT: &str = "FREESTONE_SAVE_TEST_LIMIT";
 const TARGET: &str = "FREESTONE_SAVE_TEST_TARGET";
 
-/// Where this process is to save to, if it is a child.
+/// Returns the path to save to, if this process is a child.
 fn target() -> Option<PathBuf> {
     std::env::var_os(TARGET).map(PathBuf::from)
 }
 
-/// A child that runs one test of this file.
+/// Returns a command that runs one test of this file as a child.
 fn child(test: &str, to: &Path, prefix: &str) -> Command {
     let (_, module) = module_path!().split_once("::").unwrap();
     let test = format!("{module}::{test}");
@@ -41,7 +40,7 @@ fn large(seed: u64) -> Ram {
     ram
 }
 
-fn is_of(ram: &Ram, seed: u64) -> bool {
+fn has_content(ram: &Ram, seed: u64) -> bool {
     let mut page = vec![0; PAGE as usize];
     (0..6000).all(|slot| {
         ram.read_at(slot * PAGE, &mut page).unwrap();
@@ -50,7 +49,7 @@ fn is_of(ram: &Ram, seed: u64) -> bool {
 }
 
 #[test]
-fn a_killed_save_leaves_an_old_file() {
+fn killed_save_keeps_the_old_file() {
     if let Some(target) = target() {
         let disks = [large(1), large(2)];
         loop {
@@ -66,17 +65,17 @@ fn a_killed_save_leaves_an_old_file() {
     let mut found = [0, 0];
     let rounds = effort(4, 12);
     for _ in 0..rounds {
-        let mut process: Child = child("a_killed_save_leaves_an_old_file", &file, "").spawn().unwrap();
-        // What is being written has no name; the one after the first is under way when that is
-        // there.
+        let mut process: Child = child("killed_save_keeps_the_old_file", &file, "").spawn().unwrap();
+        // A new file has no name until it is complete. A new inode means that the first save is
+        // complete and the next one is running.
         let inode = std::fs::metadata(&file).unwrap().ino();
         eventually("the child saves", || std::fs::metadata(&file).unwrap().ino() != inode);
         std::thread::sleep(Duration::from_millis(rng.below(60)));
         process.kill().unwrap();
         process.wait().unwrap();
         let restored = restore_one(&file, &family(), &[]);
-        let seed = 1 + u64::from(!is_of(&restored, 1));
-        assert!(is_of(&restored, seed));
+        let seed = 1 + u64::from(!has_content(&restored, 1));
+        assert!(has_content(&restored, seed));
         found[seed as usize - 1] += 1;
         for entry in std::fs::read_dir(dir.path()).unwrap() {
             let path = entry.unwrap().path();
@@ -84,9 +83,9 @@ fn a_killed_save_leaves_an_old_file() {
                 let name = path.file_name().unwrap().to_str().unwrap();
                 assert!(name.starts_with(".freestone-save-"), "{name}");
                 assert_eq!(freestone::replace::left_behind(&file), std::slice::from_ref(&path));
-                // What is left of a crash is not taken for a saved disk, or is a complete one.
+                // A file left behind is refused as a saved disk, or is complete.
                 if let Ok(left) = restore(&path, &family(), &[]) {
-                    assert!(is_of(&left[0].1, 1) || is_of(&left[0].1, 2));
+                    assert!(has_content(&left[0].1, 1) || has_content(&left[0].1, 2));
                 }
                 std::fs::remove_file(path).unwrap();
             }
@@ -96,9 +95,9 @@ fn a_killed_save_leaves_an_old_file() {
 }
 
 #[test]
-fn a_save_without_room_leaves_the_old_file() {
+fn save_without_space_keeps_the_old_file() {
     if let Some(target) = target() {
-        // Not before the disk is there: its memory counts as a file.
+        // Set after the disk was created, because its memory counts as a file.
         let ram = large(1);
         let limit = std::env::var(LIMIT).unwrap().parse().unwrap();
         setrlimit(Resource::Fsize, Rlimit { current: Some(limit), maximum: None }).unwrap();
@@ -111,10 +110,10 @@ fn a_save_without_room_leaves_the_old_file() {
     let file = dir.path().join("disk");
     save(&[("ram0", &large(1))], &file);
     let before = std::fs::read(&file).unwrap();
-    // In the header, in the contents, in the middle, at the end.
+    // The limit hits the header, the contents, the middle, and the end.
     let all = before.len() as u64;
     for limit in [0, 30, 70, all / 3, all - 1] {
-        let mut process = child("a_save_without_room_leaves_the_old_file", &file, "trap '' XFSZ;");
+        let mut process = child("save_without_space_keeps_the_old_file", &file, "trap '' XFSZ;");
         let status = process.env(LIMIT, limit.to_string()).status().unwrap();
         assert!(status.success(), "limit {limit}");
         assert!(std::fs::read(&file).unwrap() == before);
@@ -126,7 +125,7 @@ fn a_save_without_room_leaves_the_old_file() {
     assert!(matches!(save_to(&nowhere), Err(SaveError::Write { .. })));
     assert!(matches!(save_to(dir.path()), Err(SaveError::Write { .. })));
     assert!(matches!(save_to(Path::new("/dev/null")), Err(SaveError::Write { .. })));
-    // Through a link the file behind it is replaced.
+    // Saving through a link replaces the file that it points to.
     let link = dir.path().join("link");
     std::os::unix::fs::symlink(&file, &link).unwrap();
     save(&[("r", &ram)], &link);
@@ -134,7 +133,7 @@ fn a_save_without_room_leaves_the_old_file() {
     assert_eq!(save::inspect(&file).unwrap().devices[0].name, "r");
 }
 
-/// Private memory of this process in bytes; pools are shared memory and do not count.
+/// Returns the private memory of this process in bytes, without pools, which are shared memory.
 fn private_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("RssAnon:")).unwrap();
@@ -145,7 +144,7 @@ fn private_bytes() -> u64 {
 fn memory_is_bounded() {
     let Some(target) = target() else {
         let dir = tempfile::tempdir().unwrap();
-        // Alone in its process, as other tests take memory, too.
+        // Alone in its process, because other tests use memory too.
         let status = child("memory_is_bounded", &dir.path().join("disk"), "").status().unwrap();
         assert!(status.success());
         return;

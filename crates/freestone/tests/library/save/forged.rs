@@ -1,6 +1,6 @@
-//! Files with checksums that are right around fields that are not: written by the byte map of
-//! `docs/save-format.md`, not by the library. Nothing of that may panic, hang or take memory
-//! without bound, whatever it restores.
+//! Files with valid checksums around invalid fields, written by the byte map of
+//! `docs/save-format.md` and not by the library. They must not cause a panic, a hang or unbounded
+//! memory, whatever is restored.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -24,7 +24,7 @@ fn set(bytes: &mut [u8], at: usize, sum: u64) {
     bytes[at..at + 8].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// Where the blocks begin that the file's own lengths lead to.
+/// Returns the offsets of the blocks, by the lengths in the file.
 fn blocks(bytes: &[u8]) -> Vec<usize> {
     let mut at = HEADER + u32_at(bytes, 32).min(1 << 24);
     let mut found = Vec::new();
@@ -35,7 +35,7 @@ fn blocks(bytes: &[u8]) -> Vec<usize> {
     found
 }
 
-/// Makes all checksums right, as far as the lengths allow.
+/// Updates all checksums, as far as the lengths allow.
 fn seal(bytes: &mut [u8]) {
     let salt = u64::from_le_bytes(bytes[24..32].try_into().unwrap());
     let contents = u32_at(bytes, 32);
@@ -74,7 +74,7 @@ fn sealing_an_unchanged_file_changes_nothing() {
 }
 
 #[test]
-fn forged_fields_do_no_harm() {
+fn forged_fields_are_refused_or_harmless() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     let (devices, base) = small_family(1);
@@ -86,7 +86,7 @@ fn forged_fields_do_no_harm() {
     for round in 0..scaled(8000) {
         let mut bytes = whole.clone();
         for _ in 0..=rng.below(2) {
-            // A field of the contents, of a block's header, or of the first records behind one.
+            // A field of the contents, of a block's header, or of the first records after one.
             let at = match rng.below(4) {
                 0 => rng.below(HEADER as u64 + u32_at(&whole, 32) as u64) as usize,
                 1 => found[rng.below(found.len() as u64) as usize] + rng.below(BLOCK as u64) as usize,
@@ -119,18 +119,18 @@ fn forged_fields_do_no_harm() {
             Ok(Err(_)) => {}
         }
     }
-    // Both ways were gone: past the checksums, and stopped behind them.
+    // Both outcomes occurred: accepted, and refused after the checksums.
     assert!(taken > scaled(300) && damaged > scaled(300), "{taken} taken, {damaged} damaged");
 }
 
-/// Of a device that ends within a page the file has a version of its own; nothing can lie behind
-/// that end, and a version in which there are only whole pages has no such device.
+/// Devices that end inside a page need a newer file version. Data beyond their end is refused, and
+/// so is such a device in the older version.
 #[test]
-fn nothing_lies_behind_the_end_of_a_device() {
+fn data_beyond_the_end_of_a_device_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     let base = ReadOnly::shared(3, 4);
-    // Each form of a page: one pattern of 32 bits, one of 64, compressed, huge.
+    // Every form of a page: a pattern of 32 bits, a pattern of 64 bits, compressed, huge.
     let noise = {
         let mut noise = [0; PAGE as usize];
         Rng::new(4).fill(&mut noise);
@@ -162,7 +162,7 @@ fn nothing_lies_behind_the_end_of_a_device() {
         for (version, size) in [(1, 8 * PAGE - 512), (2, 8 * PAGE - 512), (2, 8 * PAGE - 1), (2, 7 * PAGE)] {
             let error = forged(version, size).err().expect("it was taken");
             assert!(matches!(error, RestoreError::Damaged { .. }), "{error}");
-            let behind = error.to_string().contains("behind the end of its device");
+            let behind = error.to_string().contains("content beyond the end of its device");
             assert_eq!(behind, (version, size) == (2, 8 * PAGE - 512), "{error}");
         }
     }

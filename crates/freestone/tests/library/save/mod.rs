@@ -1,9 +1,9 @@
 //! Saving and restoring RAM disks, forks and families.
 //!
-//! What is taken for granted of the machine: a rename is atomic, and what was synced before it is
-//! there after it. A write that was not synced may be there, be zeroes, or be what lay in its place
-//! before; in any order. So a file that was not synced can be cut, holed, and mixed with an older
-//! one, and none of that may be taken for a saved disk.
+//! Assumptions about the machine: a rename is atomic, and data synced before it survives. An
+//! unsynced write may survive, be zeroes, or be the old data at its position, in any order. So an
+//! unsynced file may be truncated, have holes, and be mixed with an older file, and none of these
+//! may be accepted as a saved disk.
 
 mod bad_files;
 mod crash;

@@ -1,4 +1,4 @@
-//! What is saved is of one moment, while writers go on.
+//! A save is of one moment, while writers continue.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -12,8 +12,7 @@ use crate::save::support::*;
 
 const PAGES: u64 = 2000;
 
-/// What a writer writes with its number `n`: always another page, in a different order each time
-/// around.
+/// Returns the page that write `n` goes to: a different one each time, in another order each round.
 fn slot(n: u64) -> u64 {
     let (round, at) = (n / PAGES, n % PAGES);
     (at * 7 + round * 13) % PAGES
@@ -34,9 +33,9 @@ fn number(page: &[u8]) -> u64 {
     u64::from_le_bytes(page[..8].try_into().unwrap())
 }
 
-/// The number at which the writer was; all pages must be of that moment.
+/// Returns the number of the last write. All pages must be of that moment.
 #[track_caller]
-fn moment_of(device: &dyn Device) -> u64 {
+fn check_moment(device: &dyn Device) -> u64 {
     let image = image(device);
     let pages: Vec<&[u8]> = image.chunks(PAGE as usize).take(PAGES as usize).collect();
     let newest = pages.iter().map(|page| number(page)).max().unwrap();
@@ -55,7 +54,7 @@ fn moment_of(device: &dyn Device) -> u64 {
 fn saves_under_writes_are_of_one_moment() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("both");
-    // One in memory, one that spills all the time, in two families.
+    // Two families: one in memory, one with constant eviction.
     let first = disk(Config::default(), PAGES * PAGE);
     let backing = File::open_for_spilling(dir.path().join("spill"), Some(64 * MIB)).unwrap();
     let tight = Config { mem_limit: 3 * MIB, ..Config::default() }.backed_by(Arc::new(backing), true);
@@ -68,13 +67,13 @@ fn saves_under_writes_are_of_one_moment() {
                 if stop.load(SeqCst) {
                     break;
                 }
-                // No moment shows the second ahead of the first, or more than one behind.
+                // At no moment is the second ahead of the first, or more than one behind.
                 write(&first, n);
                 write(&second, n);
             }
         });
         scope.spawn(|| {
-            // Reads bring spilled pages back while they are saved.
+            // Reads bring evicted pages back during the save.
             let mut page = vec![0; PAGE as usize];
             let mut rng = Rng::new(1);
             while !stop.load(SeqCst) {
@@ -84,13 +83,13 @@ fn saves_under_writes_are_of_one_moment() {
         let mut last = 0;
         let mut saves = 0;
         let began = std::time::Instant::now();
-        // On a loaded machine the writer needs more time to get on.
+        // On a loaded machine the writer needs more time.
         while saves < effort(4, 12) || last <= 100 {
             assert!(began.elapsed() < std::time::Duration::from_secs(60), "the writer got on");
             saves += 1;
             save(&[("first", &first), ("second", &second)], &file);
             let restored = restore(&file, &family(), &[]).unwrap();
-            let (of_first, of_second) = (moment_of(&restored[0].1), moment_of(&restored[1].1));
+            let (of_first, of_second) = (check_moment(&restored[0].1), check_moment(&restored[1].1));
             assert!(of_first == of_second || of_first == of_second + 1, "{of_first} {of_second}");
             assert!(of_first >= last);
             last = of_first;

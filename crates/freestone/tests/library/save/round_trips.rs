@@ -1,5 +1,5 @@
-//! What was saved is restored: every kind of device, in every form of page, into families that are
-//! alike and that are not.
+//! Saved devices are restored: every kind of device, every form of page, and into families with
+//! other settings.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,12 +17,12 @@ fn zstd() -> Config {
 }
 
 #[test]
-fn a_disk_comes_back_as_it_was() {
+fn disk_is_restored_unchanged() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("disk");
     let old = disk(Config::default(), 64 * MIB);
     fill(&old, 0..3000, 1);
-    // Far apart, too, and the last page.
+    // Pages far apart, and the last page.
     fill(&old, [5000, 9000, 16383], 2);
     old.write_at(7 * PAGE + 512, &[3; 512], Flags::empty()).unwrap();
     let saved = save(&[("ram0", &old)], &file);
@@ -42,19 +42,19 @@ fn a_disk_comes_back_as_it_was() {
         (was.orig_data_size, was.compr_data_size, was.same_pages, was.huge_pages)
     );
     assert!(!new.is_snapshot() && !new.is_fork());
-    // It is a disk like any other.
+    // The restored device works like any disk.
     fill(&new, 100..200, 9);
     new.discard(0, 50 * PAGE).unwrap();
     assert!(image(&new)[100 * PAGE as usize..101 * PAGE as usize] == content(9, 100));
-    // What was compressed was not compressed again.
+    // Compressed pages were saved without compressing them again.
     assert!(saved.file_bytes < was.compr_data_size + 3003 * 17 + 4096, "{saved:?} {was:?}");
-    // The snapshot is gone.
+    // The snapshot of the save is removed.
     eventually("one layer", || old.family().stat().layers == 1);
     assert_eq!(old.snapshots(), 0);
 }
 
 #[test]
-fn other_algorithms_take_it_as_well() {
+fn disk_is_restored_with_other_algorithms() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("disk");
     for from in Algorithm::ALL {
@@ -70,7 +70,7 @@ fn other_algorithms_take_it_as_well() {
             if from == to || is_lz4(from) && is_lz4(to) {
                 assert_eq!(is.compr_data_size, was.compr_data_size, "{from} {to}");
             } else {
-                // As if it had been written there.
+                // The size equals that of newly written pages.
                 let written = disk(Config { comp_algorithm: to, ..Config::default() }, 4 * MIB);
                 fill(&written, 0..800, 1);
                 assert_eq!(is.compr_data_size, written.mm_stat().compr_data_size, "{from} {to}");
@@ -80,7 +80,7 @@ fn other_algorithms_take_it_as_well() {
 }
 
 #[test]
-fn an_empty_disk_and_one_of_zeroes() {
+fn empty_and_zeroed_disks_are_restored() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("disk");
     let empty = disk(Config::default(), 16 << 40);
@@ -100,7 +100,7 @@ fn an_empty_disk_and_one_of_zeroes() {
 }
 
 #[test]
-fn a_fork_saves_what_it_holds_itself() {
+fn fork_saves_only_its_own_pages() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("fork");
     let config = ForkConfig { size: Some(16 * MIB), ..ForkConfig::default() };
@@ -108,7 +108,7 @@ fn a_fork_saves_what_it_holds_itself() {
     fill(&old, (0..1500).step_by(3), 1);
     old.discard(2 * PAGE, 100 * PAGE).unwrap();
     old.write_at(2000 * PAGE + 1024, &[5; 512], Flags::empty()).unwrap();
-    // Over zeroes of the base a discard leaves nothing.
+    // A discard over zeroes of the base leaves nothing.
     let bare = (2..102).filter(|&slot| content(7, slot).iter().all(|&byte| byte == 0)).count() as u64;
     let own = 102 - bare + (102..1500).step_by(3).count() as u64 - 1 + 1;
     for check in [BaseCheck::Sampled, BaseCheck::Whole] {
@@ -131,18 +131,18 @@ fn a_fork_saves_what_it_holds_itself() {
         assert!(matches!(&error, RestoreError::BaseDiffers { device, .. } if device == "f"), "{error}");
         let longer = Base::Device(ReadOnly::shared(7, 2001));
         assert!(matches!(refused(&file, std::slice::from_ref(&longer)), RestoreError::BaseDiffers { .. }));
-        // The right one is found among others.
+        // The right base is found among others.
         let right = Base::Device(ReadOnly::shared(7, 2000));
         assert_same(&old, &restore_one(&file, &family(), &[longer, other, right]));
     }
-    // A byte at the end of a large base: all of it is looked at where that is wanted.
+    // One changed byte at the end of a large base is detected if the whole base is checked.
     let changed = ReadOnly::new(7, 2000);
     changed.0.write_at(1234 * PAGE + 512, &[1; 512], Flags::empty()).unwrap();
     assert!(matches!(refused(&file, &[Base::Device(Arc::new(changed))]), RestoreError::BaseDiffers { .. }));
 }
 
 #[test]
-fn samples_see_changes_at_both_ends_of_a_large_base() {
+fn samples_detect_changes_at_both_ends_of_a_base() {
     let large = |at: Option<u64>| {
         let model = Model::new(48 << 20, 512);
         if let Some(at) = at {
@@ -158,7 +158,7 @@ fn samples_see_changes_at_both_ends_of_a_large_base() {
 }
 
 #[test]
-fn a_fork_goes_over_a_snapshot_that_is_the_same() {
+fn fork_is_restored_over_an_equal_snapshot() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("fork");
     let origin = disk(Config::default(), 4 * MIB);
@@ -167,7 +167,7 @@ fn a_fork_goes_over_a_snapshot_that_is_the_same() {
     let old = family().fork(base, &ForkConfig::default()).unwrap();
     fill(&old, 0..10, 1);
     assert_eq!(save(&[("f", &old)], &file).pages, 10);
-    // In the family of the snapshot, and in another one.
+    // Into the family of the snapshot, and into another family.
     let snapshot = origin.snapshot().unwrap();
     fill(&origin, 0..1024, 8);
     for family in [origin.family(), family()] {
@@ -177,7 +177,7 @@ fn a_fork_goes_over_a_snapshot_that_is_the_same() {
 }
 
 #[test]
-fn a_family_comes_back_with_what_it_shares() {
+fn family_is_restored_with_shared_pages() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("family");
     let family_of = family();
@@ -204,9 +204,9 @@ fn a_family_comes_back_with_what_it_shares() {
     let names = ["f0", "f1", "f2", "f3", "f4"];
     devices.extend(names.into_iter().zip(&forks));
     let saved = save(&devices, &file);
-    // golden once for its forks, and what differs in later and disk; middle once, and what f0 did
-    // after it.
-    // What the forks discarded is a hole of golden, and left nothing.
+    // golden is saved once for its forks, with the differences of later and disk; middle once, with
+    // the later changes of f0.
+    // Ranges that the forks discarded are holes of golden, so nothing is saved for them.
     let fork = 30 - 2;
     assert_eq!(saved.pages, 1000 + 200 + 200 + 5 * fork + 20 + 20 + 3);
     let contents = save::inspect(&file).unwrap();
@@ -225,12 +225,12 @@ fn a_family_comes_back_with_what_it_shares() {
         assert_same(*old, ram);
         assert_eq!((ram.is_snapshot(), ram.is_fork()), (old.is_snapshot(), old.is_fork()), "{name}");
     }
-    // What they share is there once.
+    // Shared pages exist once.
     let (was, is) = (family_of.stat(), family_to.stat());
     assert!(is.charged <= was.charged + was.charged / 50, "{was:?} {is:?}");
     let new = |name: &str| &restored.iter().find(|(other, _)| other == name).unwrap().1;
     assert_eq!(new("later").write_at(0, &[0; 512], Flags::empty()), Err(Error::ReadOnly));
-    // Back to what it was made of.
+    // Rewound to their base.
     new("f1").rewind().unwrap();
     forks[1].rewind().unwrap();
     assert_same(&forks[1], new("f1"));
@@ -242,7 +242,7 @@ fn a_family_comes_back_with_what_it_shares() {
 }
 
 #[test]
-fn a_chain_saves_what_differs() {
+fn chain_saves_only_differences() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("chain");
     let over_base = family().fork(ReadOnly::shared(7, 500), &ForkConfig::default()).unwrap();
@@ -259,10 +259,10 @@ fn a_chain_saves_what_differs() {
         }
         origin.grow(16 * MIB).unwrap();
         fill(&origin, 4000..4010, 9);
-        // One in the middle is gone, and perhaps on its way still.
+        // A snapshot in the middle was removed, perhaps not completely yet.
         drop(snapshots.remove(2));
         let names = ["a", "b", "c", "d"];
-        // In no order.
+        // In no particular order.
         let mut devices: Vec<(&str, &Ram)> = vec![("live", &origin)];
         devices.extend(names.into_iter().zip(snapshots.iter().rev()));
         let saved = save(&devices, &file);
@@ -276,7 +276,7 @@ fn a_chain_saves_what_differs() {
                 assert_same(*old, ram);
                 assert_eq!((ram.is_snapshot(), ram.is_fork()), (old.is_snapshot(), old.is_fork()), "{name}");
             }
-            // They do not need each other.
+            // The devices do not depend on each other.
             drop(restored.remove(restored.len() / 2));
         }
         eventually("all memory comes back", || to.stat().mem_used_total == 0 && to.stat().layers == 0);
@@ -284,7 +284,7 @@ fn a_chain_saves_what_differs() {
 }
 
 #[test]
-fn a_named_snapshot_below_others_is_saved_once() {
+fn shared_named_snapshot_is_saved_once() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("family");
     let origin = disk(Config::default(), 4 * MIB);
@@ -309,12 +309,12 @@ fn a_named_snapshot_below_others_is_saved_once() {
     }
     let failed = save::save(&[], &file, BaseCheck::Sampled, &mut |_, _| {});
     assert!(matches!(failed, Err(SaveError::Nothing)));
-    // None of that has touched the file.
+    // The failed saves have not changed the file.
     assert_eq!(restore(&file, &family(), &[]).unwrap().len(), 2);
 }
 
 #[test]
-fn recompressed_pages_stay_as_they_are() {
+fn recompressed_pages_are_saved_unchanged() {
     let dir = tempfile::tempdir().unwrap();
     let (file, dictionary) = (dir.path().join("disk"), dir.path().join("dictionary"));
     let mut typical = vec![0; 16384];
@@ -327,7 +327,7 @@ fn recompressed_pages_stay_as_they_are() {
     fill(&old, 0..2000, 1);
     let what = Recompress { priority: Some(2), ..Recompress::default() };
     assert!(old.recompress(&what).unwrap().shrunk > 300);
-    // Some of each.
+    // Some pages of each kind.
     fill(&old, (0..2000).step_by(5), 2);
     save(&[("ram0", &old)], &file);
     let like = Family::new(config).unwrap();
@@ -343,7 +343,7 @@ fn recompressed_pages_stay_as_they_are() {
 }
 
 #[test]
-fn what_the_automatic_mode_learned_goes_along() {
+fn automatic_dictionary_is_saved() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("disk");
     let config = Config { auto_recompress: Some(Duration::from_millis(1)), ..Config::default() };
@@ -363,10 +363,10 @@ fn what_the_automatic_mode_learned_goes_along() {
     assert_same(&old, &restore_one(&file, &family(), &[]));
 }
 
-/// Devices keep their sizes to the block: forks and snapshots that end within a page, at any time
-/// of a chain, grown or not.
+/// Devices keep their exact sizes: forks and snapshots that end inside a page, at any position of a
+/// chain, grown or not.
 #[test]
-fn sizes_are_kept_to_the_block() {
+fn sizes_are_restored_exactly() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     let base = ReadOnly::shared(9, 20);
@@ -391,13 +391,13 @@ fn sizes_are_kept_to_the_block() {
         let (_, old) = devices.iter().find(|(known, _)| known == name).unwrap();
         assert_same(ram, *old);
     }
-    // What grows shows zeroes.
+    // The grown part reads as zeroes.
     let (_, over) = restored.iter().find(|(name, _)| name == "over").unwrap();
     over.grow(size + PAGE).unwrap();
     let mut end = [9; PAGE as usize];
     over.read_at(size, &mut end).unwrap();
     assert_eq!(end, [0; PAGE as usize]);
-    // Whole pages go in a file that older programs read.
+    // A family with whole pages only is saved in a version that older programs read.
     save(&[("ram0", &disk(Config::default(), MIB))], &file);
     assert_eq!(std::fs::read(&file).unwrap()[16], 1);
 }

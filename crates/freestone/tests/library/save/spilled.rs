@@ -1,5 +1,5 @@
-//! Spilled pages are saved from where they are, and stay there; memory that is short is no
-//! hindrance.
+//! Evicted pages are saved from the backing device and stay there, and saves work with little
+//! memory.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,14 +24,14 @@ fn spill(ram: &Ram) -> u64 {
 }
 
 #[test]
-fn spilled_pages_are_read_and_stay_there() {
+fn evicted_pages_are_saved_and_stay_evicted() {
     for packed in [true, false] {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("disk");
         let old = disk(config(dir.path(), 4096, 0, packed), 16 * MIB);
         fill(&old, 0..4000, 1);
         assert!(spill(&old) > 1500);
-        // Some in memory, some not, in any order.
+        // Some pages in memory and some evicted, mixed.
         fill(&old, (0..4000).step_by(7), 2);
         let (before, mm) = (old.backing().unwrap().spilled_pages, old.mm_stat());
         assert!(before > 1500);
@@ -41,7 +41,7 @@ fn spilled_pages_are_read_and_stay_there() {
         assert_eq!(old.mm_stat().compr_data_size, mm.compr_data_size);
         let new = restore_one(&file, &family(), &[]);
         assert_same(&old, &new);
-        // In the plain layout pages lie uncompressed; they are not so in the file.
+        // Pages of the plain layout are uncompressed on the device, but compressed in the file.
         let plain = disk(Config::default(), 16 * MIB);
         fill(&plain, 0..4000, 1);
         fill(&plain, (0..4000).step_by(7), 2);
@@ -50,7 +50,7 @@ fn spilled_pages_are_read_and_stay_there() {
 }
 
 #[test]
-fn idle_marks_stay() {
+fn save_keeps_idle_marks() {
     let dir = tempfile::tempdir().unwrap();
     let old = disk(config(dir.path(), 1024, 0, true), 4 * MIB);
     fill(&old, 0..1000, 1);
@@ -63,7 +63,7 @@ fn idle_marks_stay() {
 }
 
 #[test]
-fn spilled_pages_of_forks_and_snapshots() {
+fn evicted_pages_of_forks_and_snapshots_are_saved() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("family");
     let family_of = Family::new(config(dir.path(), 8192, 0, true)).unwrap();
@@ -84,7 +84,7 @@ fn spilled_pages_of_forks_and_snapshots() {
 }
 
 #[test]
-fn a_disk_larger_than_memory_is_restored() {
+fn disk_larger_than_memory_is_restored() {
     for packed in [true, false] {
         let dir = tempfile::tempdir().unwrap();
         let (file, old) = (dir.path().join("disk"), disk(Config::default(), 64 * MIB));
@@ -96,11 +96,11 @@ fn a_disk_larger_than_memory_is_restored() {
         assert!(tight.stat().mem_used_total <= limit, "{:?}", tight.stat());
         assert_same(&old, &new);
         assert_eq!(new.io_stat().failed_writes, 0);
-        // And saved from there.
+        // The restored disk can be saved again.
         save(&[("ram0", &new)], &file);
         assert_same(&old, &restore_one(&file, &family(), &[]));
     }
-    // Without anywhere to go it is refused, and nothing is left.
+    // Without a backing device the restore fails, and nothing is left.
     let dir = tempfile::tempdir().unwrap();
     let (file, old) = (dir.path().join("disk"), disk(Config::default(), 64 * MIB));
     fill(&old, 0..4000, 1);
@@ -113,7 +113,7 @@ fn a_disk_larger_than_memory_is_restored() {
 }
 
 #[test]
-fn a_chain_is_restored_where_memory_is_short() {
+fn chain_is_restored_with_little_memory() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("chain");
     let origin = disk(Config::default(), 32 * MIB);
@@ -136,7 +136,7 @@ fn a_chain_is_restored_where_memory_is_short() {
 }
 
 #[test]
-fn a_backing_device_that_hangs_fails_the_save() {
+fn hung_backing_device_fails_the_save() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("disk");
     let backing = Arc::new(Faulty::new(64 << 20, PAGE as u32));
@@ -157,7 +157,7 @@ fn a_backing_device_that_hangs_fails_the_save() {
 }
 
 #[test]
-fn a_page_that_cannot_be_read_fails_the_save() {
+fn unreadable_page_fails_the_save() {
     for packed in [true, false] {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("disk");
@@ -168,14 +168,14 @@ fn a_page_that_cannot_be_read_fails_the_save() {
         spill(&old);
         save(&[("ram0", &old)], &file);
         let good = std::fs::read(&file).unwrap();
-        // One read of many: what it was for is read again, page by page.
+        // A single failed read of many pages: its pages are read again one by one.
         let next = backing.counts().reads + 1;
         backing.fault(Some(Op::Read), When::At(next), What::Fail(Error::Media));
         save(&[("ram0", &old)], &file);
         assert!(backing.counts().reads > next + 1);
-        assert_same_bytes_follow(&good, &std::fs::read(&file).unwrap());
+        assert_same_after_checksums(&good, &std::fs::read(&file).unwrap());
         let good = std::fs::read(&file).unwrap();
-        // Damage is seen where objects have checksums.
+        // Damage is detected if objects have checksums.
         let whats =
             if packed { &[What::Fail(Error::Media), What::Corrupt][..] } else { &[What::Fail(Error::Media)] };
         for what in whats {
@@ -192,16 +192,16 @@ fn a_page_that_cannot_be_read_fails_the_save() {
     }
 }
 
-/// Two saves of one content differ in their salt and checksums only.
+/// Two saves of the same content differ only in their salt and checksums.
 #[track_caller]
-fn assert_same_bytes_follow(one: &[u8], other: &[u8]) {
+fn assert_same_after_checksums(one: &[u8], other: &[u8]) {
     assert_eq!(one.len(), other.len());
     assert_eq!(one[..24], other[..24]);
 }
 
-/// The page within which a device ends waits for memory as others do.
+/// The partial last page of a device waits for memory like other pages.
 #[test]
-fn a_last_page_that_is_a_part_of_one_finds_no_memory() {
+fn partial_last_page_waits_for_memory() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     let base = ReadOnly::shared(6, 300);
@@ -210,7 +210,7 @@ fn a_last_page_that_is_a_part_of_one_finds_no_memory() {
     Rng::new(12).fill(&mut noise);
     fork.write_at(0, &noise, Flags::empty()).unwrap();
     save(&[("fork", &fork)], &file);
-    // Whether there is room for just that page is chance.
+    // Whether there is memory for exactly that page is random.
     for _ in 0..scaled(20) {
         let config = Config { mem_limit: 64 * PAGE, ..Config::default() };
         let small = Family::new(config.backed_by(Arc::new(Model::new(4 << 20, 4096)), true)).unwrap();

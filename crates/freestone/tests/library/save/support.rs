@@ -1,4 +1,4 @@
-//! Disks with content of all forms, and how they are compared.
+//! Disks with pages of all forms, and comparison of devices.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use freestone_testkit::{Model, Rng, first_difference};
 pub const PAGE: u64 = 4096;
 pub const MIB: u64 = 1 << 20;
 
-/// A page: empty of a repeated 32-bit pattern, of a 64-bit one, compressible, or noise.
+/// Returns a page: a 32-bit pattern, a 64-bit pattern, compressible, or noise.
 pub fn content(seed: u64, slot: u64) -> Vec<u8> {
     let mut rng = Rng::new(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ slot);
     let mut page = vec![0; PAGE as usize];
@@ -28,7 +28,7 @@ pub fn content(seed: u64, slot: u64) -> Vec<u8> {
     page
 }
 
-/// What compresses, the better with a dictionary.
+/// Fills a page with text, which compresses better with a dictionary.
 pub fn text(rng: &mut Rng, page: &mut [u8]) {
     const WORDS: [&[u8]; 8] =
         [b"state=running ", b"user=", b"{\"id\":", b"\n", b"0x", b"queue", b" retry ", b"12:"];
@@ -106,7 +106,7 @@ pub fn restore(
     Ok(restored)
 }
 
-/// The only device of a file.
+/// Restores a file with a single device.
 pub fn restore_one(from: &Path, family: &Family, bases: &[Base]) -> Ram {
     let mut restored = restore(from, family, bases).unwrap();
     assert_eq!(restored.len(), 1);
@@ -133,7 +133,7 @@ pub fn eventually(what: &str, mut is: impl FnMut() -> bool) {
 pub struct ReadOnly(pub Model);
 
 impl ReadOnly {
-    /// Of random content; not a whole number of pages.
+    /// Random content with a size that is not a whole number of pages.
     pub fn new(seed: u64, pages: u64) -> Self {
         let model = Model::new((pages * PAGE + 2048) as usize, 512);
         for slot in 0..pages {

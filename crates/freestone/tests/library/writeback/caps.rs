@@ -1,4 +1,4 @@
-//! A device that has a cap of its own in a family that spills.
+//! A device with a limit of its own in a family with eviction.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::thread;
@@ -12,16 +12,15 @@ use crate::writeback::disk::{Disk, LAYOUTS, MIB, NONE, PAGE, noise};
 
 const CAP: u64 = 128 << 10;
 const PAGES: u64 = 256;
-/// Pages that every second write is for.
-const OFTEN: u64 = 24;
-/// It took a quarter of that to be refused.
+/// Pages that receive every second write.
+const FREQUENT: u64 = 24;
+/// A quarter of this was enough to make a write fail.
 const WHILE: Duration = Duration::from_secs(2);
 
-/// Writers change again and again what is being spilled, and pages leave memory by hand as well: a
-/// round may find nothing that it can free, but there is room on the device, and nobody is told
-/// otherwise.
+/// Writers keep changing the pages that are being evicted, and writeback runs by hand as well. An
+/// eviction round may free nothing, but the backing device has space, so no write may fail.
 #[test]
-fn a_device_at_its_cap_waits_while_its_pages_leave_by_hand() {
+fn device_at_its_limit_waits_during_manual_writeback() {
     for packed in LAYOUTS {
         let config = Config { disksize: PAGES * PAGE, mem_limit: 16 * MIB, ..Config::default() };
         let disk = Disk::new(config, Faulty::new(16 * MIB as usize, 4096), packed);
@@ -34,7 +33,7 @@ fn a_device_at_its_cap_waits_while_its_pages_leave_by_hand() {
                 (0..4).map(|writer| scope.spawn(move || write_for_a_while(ram, writer))).collect();
             scope.spawn(|| {
                 while !ended.load(SeqCst) {
-                    // Pages that change meanwhile stay.
+                    // Pages that change meanwhile stay in memory.
                     let _ = ram.writeback(&Writeback::Huge);
                 }
             });
@@ -45,14 +44,14 @@ fn a_device_at_its_cap_waits_while_its_pages_leave_by_hand() {
     }
 }
 
-/// Returns why a write was refused.
+/// Writes for a while. Returns the error of a failed write.
 fn write_for_a_while(ram: &Ram, writer: u64) -> Option<Error> {
     let mut rng = Rng::new(writer);
     let began = Instant::now();
     let mut round = 0;
     while began.elapsed() < WHILE {
         round += 1;
-        let page = if rng.below(2) == 0 { rng.below(OFTEN) } else { rng.below(PAGES) };
+        let page = if rng.below(2) == 0 { rng.below(FREQUENT) } else { rng.below(PAGES) };
         if let Err(error) = ram.write_at(page * PAGE, &noise(page * 1000 + round, 1), NONE) {
             return Some(error);
         }

@@ -1,4 +1,4 @@
-//! A RAM disk over a backing that can be told to fail, and plain bytes to compare it with.
+//! A RAM disk over a backing device with faults, and a byte vector to compare with.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ pub const PAGE: u64 = 4096;
 pub const MIB: u64 = 1 << 20;
 pub const BLOCK: u64 = 512;
 pub const NONE: Flags = Flags::empty();
-/// Longer than anything here takes on a busy machine.
+/// Deadline for any operation on a busy machine.
 pub const LONG: Duration = Duration::from_secs(120);
 
 /// The two layouts: `compressed_writeback` on and off.
 pub const LAYOUTS: [bool; 2] = [true, false];
 
-/// A disk and what is below it.
+/// A RAM disk and its backing device.
 pub struct Disk {
     pub ram: Ram,
     pub backing: Arc<Faulty>,
@@ -32,7 +32,7 @@ impl Disk {
         Self { ram: Ram::new(config.backed_by(below, packed)).unwrap(), backing }
     }
 
-    /// Without a limit, so that nothing moves by itself.
+    /// Returns a disk without a memory limit, so that pages are evicted only by hand.
     pub fn manual(disksize: u64, backing_blocks: u64, packed: bool) -> Self {
         let config = Config { disksize, ..Config::default() };
         Self::new(config, Faulty::new((backing_blocks * PAGE) as usize, PAGE as u32), packed)
@@ -47,7 +47,7 @@ impl Disk {
         self.ram.read_at(page * PAGE, &mut data).map(|()| data)
     }
 
-    /// `bd_stat` as the kernel prints it.
+    /// Returns `bd_stat` in the kernel's order.
     pub fn bd_stat(&self) -> (u64, u64, u64) {
         let stat = self.ram.bd_stat();
         (stat.bd_count, stat.bd_reads, stat.bd_writes)
@@ -57,12 +57,12 @@ impl Disk {
         self.ram.backing().unwrap().spilled_pages
     }
 
-    /// Discards everything; then nothing may be left anywhere, and nobody may have misused the
-    /// backing.
+    /// Discards everything. Afterwards nothing may be left, and all requests to the backing device
+    /// must have been valid.
     #[track_caller]
-    pub fn ends_clean(&self) {
+    pub fn check_clean_end(&self) {
         self.backing.heal();
-        // What was given up is answered now, and what was being written is put away.
+        // Timed-out requests complete now, and pending writes are finished.
         eventually("the backing is idle", || {
             self.backing.counts().in_flight == 0 && self.ram.backing().unwrap().unanswered_writes == 0
         });
@@ -72,7 +72,7 @@ impl Disk {
         assert_eq!(self.backing.complaints(), [""; 0]);
     }
 
-    /// What an empty disk must not have.
+    /// Returns statistics that are not zero although the disk is empty.
     fn leftovers(&self) -> Option<String> {
         let (mm, bd, backing) = (self.ram.mm_stat(), self.ram.bd_stat(), self.ram.backing().unwrap());
         let memory = (mm.orig_data_size, mm.compr_data_size, mm.same_pages, mm.huge_pages);
@@ -81,7 +81,7 @@ impl Disk {
     }
 }
 
-/// Waits for what other threads do.
+/// Waits for other threads.
 #[track_caller]
 pub fn eventually(what: &str, done: impl Fn() -> bool) {
     let start = Instant::now();
@@ -91,8 +91,8 @@ pub fn eventually(what: &str, done: impl Fn() -> bool) {
     }
 }
 
-/// Pages of every kind: empty, 32- and 64-bit patterns, text, half noise, noise. No two pages are
-/// alike, also within `len`.
+/// Returns pages of a kind: empty, 32-bit pattern, 64-bit pattern, text, half noise, noise. No two
+/// pages are equal, also within `len`.
 pub fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
     let mut rng = Rng::new(seed);
     let word = rng.word() | 1;
@@ -115,15 +115,15 @@ pub fn content(kind: u8, seed: u64, len: usize) -> Vec<u8> {
     data
 }
 
-/// Pages that no algorithm makes smaller.
+/// Returns incompressible pages.
 pub fn noise(seed: u64, pages: u64) -> Vec<u8> {
     content(5, seed, (pages * PAGE) as usize)
 }
 
-/// Plain bytes.
-pub struct Plain(pub Vec<u8>);
+/// The expected content.
+pub struct ByteModel(pub Vec<u8>);
 
-impl Plain {
+impl ByteModel {
     pub fn new(size: u64) -> Self {
         Self(vec![0; size as usize])
     }
@@ -140,7 +140,7 @@ impl Plain {
         self.0[Self::range(offset, len)].fill(0);
     }
 
-    /// A discard frees the whole pages in its range, and leaves the rest.
+    /// Discards the whole pages of a range, and keeps the rest.
     pub fn discard(&mut self, offset: u64, len: u64) {
         let (start, end) = (offset.next_multiple_of(PAGE), (offset + len) / PAGE * PAGE);
         if start < end {
@@ -148,8 +148,8 @@ impl Plain {
         }
     }
 
-    /// After a failed request that would have made `wanted` of the range, each block has its old
-    /// content or its new one. Learns which.
+    /// After a failed request with the content `wanted`, each block has its old or its new content.
+    /// Records which.
     #[track_caller]
     pub fn after_failure(&mut self, ram: &Ram, offset: u64, wanted: &[u8]) {
         for (at, new) in (offset..).step_by(BLOCK as usize).zip(wanted.chunks(BLOCK as usize)) {
@@ -161,9 +161,9 @@ impl Plain {
         }
     }
 
-    /// Every byte of the disk.
+    /// Compares every byte of the disk.
     #[track_caller]
-    pub fn is_on(&self, ram: &Ram) {
+    pub fn check(&self, ram: &Ram) {
         const STEP: usize = 128 << 10;
         let mut there = vec![0xAA; STEP];
         for (offset, wanted) in (0..).step_by(STEP).zip(self.0.chunks(STEP)) {

@@ -1,4 +1,5 @@
-//! One sequence, and a fault at every operation of the backing in turn: nothing is ever lost.
+//! One sequence of operations, with a fault at each request to the backing device in turn: nothing
+//! is lost.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -8,7 +9,7 @@ use freestone::device::{Blocking, Error, Op};
 use freestone::ram::{Config, Idle, Writeback, WritebackError};
 use freestone_testkit::{Faulty, Rng, What, When, effort};
 
-use crate::writeback::disk::{BLOCK, Disk, LAYOUTS, NONE, PAGE, Plain, content};
+use crate::writeback::disk::{BLOCK, ByteModel, Disk, LAYOUTS, NONE, PAGE, content};
 
 const PAGES: u64 = 160;
 const SIZE: u64 = PAGES * PAGE;
@@ -16,15 +17,15 @@ const SIZE: u64 = PAGES * PAGE;
 const STEPS: u64 = 90;
 
 fn disk(packed: bool) -> Disk {
-    // Room for little more than the data, so that places are used again soon.
+    // Space for little more than the data, so that blocks are soon reused.
     let backing = Faulty::new(((PAGES + 40) * PAGE) as usize, 4096);
     let disk = Disk::new(Config { disksize: SIZE, ..Config::default() }, backing, packed);
-    // Many small writes rather than one: more places for a fault.
+    // Many small writes, so that there are more positions for a fault.
     disk.ram.set_writeback_batch_size(8);
     disk
 }
 
-/// How often each kind of request failed.
+/// Numbers of failed requests of each kind.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Failures {
     reads: u64,
@@ -32,9 +33,9 @@ struct Failures {
     writebacks: u64,
 }
 
-/// The same steps every time. What fails must leave the old content, or the new one where it is
-/// asked to change it.
-fn sequence(disk: &Disk, plain: &mut Plain) -> Failures {
+/// Runs the same steps each time. A failed request must leave the old content, or the new content
+/// if it is a write.
+fn sequence(disk: &Disk, plain: &mut ByteModel) -> Failures {
     let mut rng = Rng::new(77);
     let mut failures = Failures::default();
     let ram = &disk.ram;
@@ -48,12 +49,12 @@ fn sequence(disk: &Disk, plain: &mut Plain) -> Failures {
                 let data: Vec<u8> = (0..pages)
                     .flat_map(|n| content(rng.below(6) as u8, step * 1000 + n, PAGE as usize))
                     .collect();
-                // Whole pages need nothing from the backing.
+                // Writes of whole pages need no read of the backing device.
                 ram.write_at(offset, &data, NONE).unwrap();
                 plain.write(offset, &data);
             }
             2 => {
-                // A part of a page does, where it is spilled.
+                // A write to a part of an evicted page needs a read.
                 let at = offset + BLOCK * rng.below(7);
                 let data = content(5, step, 2 * BLOCK as usize);
                 match ram.write_at(at, &data, NONE) {
@@ -104,14 +105,14 @@ fn sequence(disk: &Disk, plain: &mut Plain) -> Failures {
     failures
 }
 
-/// How many operations of each kind the sequence causes when nothing fails.
+/// Returns the numbers of reads and writes of the sequence without faults.
 fn faultless(packed: bool) -> (u64, u64) {
     let disk = disk(packed);
-    let mut plain = Plain::new(SIZE);
+    let mut plain = ByteModel::new(SIZE);
     assert_eq!(sequence(&disk, &mut plain), Failures::default());
     let counts = disk.backing.counts();
-    plain.is_on(&disk.ram);
-    disk.ends_clean();
+    plain.check(&disk.ram);
+    disk.check_clean_end();
     assert!(counts.reads > 10 && counts.writes > 20, "{counts:?}: too few for a test");
     (counts.reads, counts.writes)
 }
@@ -127,14 +128,14 @@ fn each_write_fails_or_is_torn() {
             for &what in &faults[first..first + count] {
                 let disk = disk(packed);
                 disk.backing.fault(Some(Op::Write), When::At(n), what);
-                let mut plain = Plain::new(SIZE);
+                let mut plain = ByteModel::new(SIZE);
                 let failures = sequence(&disk, &mut plain);
-                // Compaction writes too: it moves what is in sparse blocks.
+                // Compaction writes as well: it moves objects of sparse blocks.
                 assert!(failures.writebacks <= 1, "write {n}, {what:?}");
                 assert_eq!((failures.reads, failures.writes), (0, 0), "write {n}, {what:?}");
                 assert_eq!(disk.ram.backing().unwrap().failed_writes, 1, "write {n}, {what:?}");
-                plain.is_on(&disk.ram);
-                disk.ends_clean();
+                plain.check(&disk.ram);
+                disk.check_clean_end();
             }
         }
     }
@@ -147,16 +148,16 @@ fn each_read_fails() {
         for n in (0..reads).step_by(effort(2, 1)) {
             let disk = disk(packed);
             disk.backing.fault(Some(Op::Read), When::At(n), What::Fail(Error::Media));
-            let mut plain = Plain::new(SIZE);
+            let mut plain = ByteModel::new(SIZE);
             let failures = sequence(&disk, &mut plain);
-            // A read of the device's own accord may fail unseen.
+            // A read by a background task may fail without an effect on requests.
             assert!(
                 failures.reads + failures.writes <= 1 && failures.writebacks == 0,
                 "read {n}: {failures:?}"
             );
             assert_eq!(disk.ram.backing().unwrap().failed_reads, 1, "read {n}");
-            plain.is_on(&disk.ram);
-            disk.ends_clean();
+            plain.check(&disk.ram);
+            disk.check_clean_end();
         }
     }
 }
@@ -168,10 +169,10 @@ fn each_read_is_corrupt() {
     for n in (0..reads).step_by(effort(3, 1)) {
         let disk = disk(true);
         disk.backing.fault(Some(Op::Read), When::At(n), What::Corrupt);
-        let mut plain = Plain::new(SIZE);
+        let mut plain = ByteModel::new(SIZE);
         sequence(&disk, &mut plain);
-        plain.is_on(&disk.ram);
-        disk.ends_clean();
+        plain.check(&disk.ram);
+        disk.check_clean_end();
     }
 }
 
@@ -182,7 +183,7 @@ fn each_operation_hangs_for_a_while() {
         for n in (0..reads + writes).step_by(effort(3, 1)) {
             let disk = disk(packed);
             disk.backing.fault(None, When::At(n), What::Hang);
-            let mut plain = Plain::new(SIZE);
+            let mut plain = ByteModel::new(SIZE);
             let ended = AtomicBool::new(false);
             thread::scope(|scope| {
                 scope.spawn(|| {
@@ -198,59 +199,59 @@ fn each_operation_hangs_for_a_while() {
                 ended.store(true, Ordering::SeqCst);
                 assert_eq!(failures, Failures::default(), "operation {n}");
             });
-            // How many operations there are depends on their timing: it may not have come to this
-            // one yet.
+            // The number of requests depends on timing, so the faulty one may not have happened
+            // yet.
             disk.backing.heal();
-            plain.is_on(&disk.ram);
-            disk.ends_clean();
+            plain.check(&disk.ram);
+            disk.check_clean_end();
         }
     }
 }
 
-/// The backing does not answer in time, and does so after all when its answer is no longer wanted.
+/// The backing device times out, and completes when the request was already given up.
 #[test]
-fn each_operation_is_given_up() {
+fn each_operation_times_out() {
     for packed in LAYOUTS {
         let (reads, writes) = faultless(packed);
-        // A read ahead that nobody waits for may be given up later.
+        // A read-ahead that no request waits for may be given up later.
         let mut given_up = 0;
         let step = effort(31, 6);
         for (round, n) in (0..reads + writes).step_by(step).enumerate() {
             let disk = disk(packed);
             disk.ram.set_backing_timeout(Duration::from_millis(150));
             disk.backing.fault(None, When::At(n), What::Hang);
-            let mut plain = Plain::new(SIZE);
+            let mut plain = ByteModel::new(SIZE);
             sequence(&disk, &mut plain);
             let backing = disk.ram.backing().unwrap();
             given_up += backing.failed_reads + backing.failed_writes;
-            // In a third of the runs it stays silent while all is read.
+            // In a third of the runs the device hangs while all is read.
             if round % 3 != 0 {
                 disk.backing.heal();
             }
-            plain.is_on(&disk.ram);
-            disk.ends_clean();
+            plain.check(&disk.ram);
+            disk.check_clean_end();
         }
         assert!(given_up >= writes / step as u64, "{given_up}");
     }
 }
 
 #[test]
-fn a_disk_that_only_fails_loses_nothing() {
+fn backing_that_always_fails_loses_nothing() {
     for packed in LAYOUTS {
         let disk = disk(packed);
         disk.backing.fault(None, When::Always, What::Fail(Error::Media));
-        let mut plain = Plain::new(SIZE);
+        let mut plain = ByteModel::new(SIZE);
         let failures = sequence(&disk, &mut plain);
         assert!(failures.writebacks > 10 && failures.reads + failures.writes == 0, "{failures:?}");
         assert_eq!(disk.bd_stat(), (0, 0, 0));
-        plain.is_on(&disk.ram);
-        disk.ends_clean();
+        plain.check(&disk.ram);
+        disk.check_clean_end();
     }
 }
 
-/// The file below gets shorter: what lay behind its end is lost, and what lies before it is not.
+/// The backing file is truncated: data beyond its end is lost, and data before it is not.
 #[test]
-fn a_truncated_backing_costs_what_was_cut_off() {
+fn truncated_backing_loses_only_its_end() {
     for packed in LAYOUTS {
         let disk = disk(packed);
         disk.ram.set_writeback_batch_size(1024);
@@ -272,19 +273,19 @@ fn a_truncated_backing_costs_what_was_cut_off() {
             }
         };
         let lost: Vec<u64> = (0..PAGES).filter(|&page| is_lost(page)).collect();
-        // Most of 100 blocks is left: how pages lie there is not said.
+        // Most of 100 blocks is left. The position of pages is not specified.
         let count = lost.len() as u64;
         assert!((PAGES - 100..PAGES - 50).contains(&count), "packed {packed}: {count} pages are lost");
-        // A page was lost by itself, not because it was asked for together with one that is.
+        // A page is lost by itself, not because it was read together with a lost one.
         let again: Vec<u64> = (0..PAGES).filter(|&page| is_lost(page)).collect();
         assert_eq!(again, lost, "packed {packed}");
-        // A lost page can be written again, in whole.
+        // A lost page can be overwritten as a whole.
         for page in 0..PAGES {
             disk.write(page, &pages(page + 1000));
         }
         for page in 0..PAGES {
             assert!(disk.read(page, 1).unwrap() == pages(page + 1000));
         }
-        disk.ends_clean();
+        disk.check_clean_end();
     }
 }

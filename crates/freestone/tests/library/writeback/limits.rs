@@ -1,4 +1,4 @@
-//! What is written is counted, and no more is written than is allowed.
+//! Writeback statistics and limits.
 
 use freestone::device::{Blocking, Error, Op};
 use freestone::ram::{Idle, Recompress, Writeback, WritebackError, Written};
@@ -8,7 +8,7 @@ use crate::writeback::disk::{Disk, LAYOUTS, MIB, NONE, PAGE, content, noise};
 
 /// The test of the kernel's own writeback patches.
 #[test]
-fn source_test_of_the_limit() {
+fn writeback_limit_as_in_the_kernels_test() {
     let disk = Disk::manual(16 * MIB, 4096, false);
     disk.ram.set_writeback_limit_enable(true);
     disk.ram.set_writeback_limit(1002);
@@ -30,13 +30,12 @@ fn source_test_of_the_limit() {
     assert!(disk.read(0, 2560).unwrap() == data);
     assert_eq!(disk.bd_stat(), (2560, 2560, 2560));
     assert_eq!(disk.backing.counts().bytes_written, 10 * MIB);
-    disk.ends_clean();
+    disk.check_clean_end();
 }
 
-/// In the packed layout the limit counts the blocks that are written, however many pages are in
-/// them.
+/// In the packed layout the limit counts written blocks, whatever the number of pages in them.
 #[test]
-fn packed_blocks_are_counted_as_they_are_written() {
+fn limit_counts_written_blocks_in_packed_layout() {
     let disk = Disk::manual(16 * MIB, 4096, true);
     disk.ram.set_writeback_limit_enable(true);
     disk.ram.set_writeback_limit(200);
@@ -52,11 +51,11 @@ fn packed_blocks_are_counted_as_they_are_written() {
     assert_eq!(disk.backing.counts().bytes_written, written.blocks * PAGE);
     assert_eq!(disk.spilled_pages(), written.pages);
     assert!(disk.read(0, 2048).unwrap() == data);
-    disk.ends_clean();
+    disk.check_clean_end();
 }
 
 #[test]
-fn what_fails_is_not_charged() {
+fn failed_writeback_is_not_charged() {
     for packed in LAYOUTS {
         let disk = Disk::manual(4 * MIB, 1024, packed);
         disk.ram.set_writeback_limit_enable(true);
@@ -70,16 +69,16 @@ fn what_fails_is_not_charged() {
         assert!(disk.ram.backing().unwrap().failed_writes > 0);
         assert_eq!(disk.ram.mm_stat().huge_pages, 100);
         disk.backing.heal();
-        // They are still marked, and still there.
+        // The pages are still marked and readable.
         let written = disk.ram.writeback(&Writeback::Idle).unwrap();
         assert_eq!((written.pages, disk.ram.writeback_limit()), (100, 300 - written.blocks));
         assert!(disk.read(0, 100).unwrap() == noise(3, 100));
-        disk.ends_clean();
+        disk.check_clean_end();
     }
 }
 
 #[test]
-fn without_the_enable_nothing_is_counted_down() {
+fn disabled_limit_is_not_counted_down() {
     let disk = Disk::manual(4 * MIB, 1024, false);
     disk.ram.set_writeback_limit(10);
     disk.write(0, &noise(4, 64));
@@ -89,39 +88,39 @@ fn without_the_enable_nothing_is_counted_down() {
     disk.ram.set_writeback_limit(0);
     disk.write(0, &noise(5, 1));
     assert_eq!(disk.ram.writeback(&Writeback::Huge).unwrap_err().1, WritebackError::Limit);
-    // Nothing to do is no error.
+    // An empty set of pages is not an error.
     assert_eq!(disk.ram.writeback(&Writeback::Pages(vec![500..=600])), Ok(Written::default()));
-    disk.ends_clean();
+    disk.check_clean_end();
 }
 
 #[test]
-fn a_full_backing_stops_a_writeback_and_loses_nothing() {
+fn full_backing_stops_writeback_without_loss() {
     for packed in LAYOUTS {
         let disk = Disk::manual(4 * MIB, 64, packed);
         let data = noise(6, 200);
         disk.write(0, &data);
         let (written, error) = disk.ram.writeback(&Writeback::Huge).unwrap_err();
         assert_eq!(error, WritebackError::NoSpace);
-        // Packed, some blocks are kept free to move objects to.
+        // In the packed layout, some blocks are reserved for moving objects.
         assert!((56..=64).contains(&written.pages), "{written:?}");
         assert_eq!(disk.ram.mm_stat().huge_pages, 200 - written.pages);
         assert!(disk.read(0, 200).unwrap() == data);
-        disk.ends_clean();
-        // And all of it can be used again.
+        disk.check_clean_end();
+        // All blocks can be used again.
         disk.write(0, &data);
         let (again, error) = disk.ram.writeback(&Writeback::Huge).unwrap_err();
         assert_eq!((again, error), (written, WritebackError::NoSpace));
-        disk.ends_clean();
+        disk.check_clean_end();
     }
 }
 
-/// The kernel writes the largest objects first: that frees the most memory.
+/// Like the kernel, the largest objects are written first, which frees the most memory.
 #[test]
-fn the_largest_go_first() {
+fn largest_objects_are_written_first() {
     for packed in LAYOUTS {
         let disk = Disk::manual(4 * MIB, 1024, packed);
         for page in 0..100 {
-            // Noise among what gets smaller.
+            // Noise among compressible pages.
             disk.write(page, &content(if page % 4 == 0 { 5 } else { 4 }, page, PAGE as usize));
         }
         disk.ram.set_writeback_limit_enable(true);
@@ -130,12 +129,12 @@ fn the_largest_go_first() {
         assert_eq!(disk.ram.writeback(&Writeback::Idle).unwrap_err().1, WritebackError::Limit);
         assert_eq!(disk.ram.mm_stat().huge_pages, 0);
         assert!((25..30).contains(&disk.spilled_pages()), "{}", disk.spilled_pages());
-        disk.ends_clean();
+        disk.check_clean_end();
     }
 }
 
 #[test]
-fn pages_beyond_the_end_are_refused_before_anything_is_written() {
+fn pages_beyond_the_end_are_refused_before_writing() {
     for packed in LAYOUTS {
         let disk = Disk::manual(4 * MIB, 1024, packed);
         disk.write(0, &noise(7, 1024));
@@ -151,12 +150,12 @@ fn pages_beyond_the_end_are_refused_before_anything_is_written() {
         assert_eq!((disk.bd_stat(), disk.backing.counts().total()), ((0, 0, 0), 0));
         let written = disk.ram.writeback(&Writeback::Pages(vec![3..=5, 4..=4, 1023..=1023])).unwrap();
         assert_eq!((written.pages, disk.spilled_pages()), (4, 4));
-        disk.ends_clean();
+        disk.check_clean_end();
     }
 }
 
 #[test]
-fn a_page_that_is_used_is_no_longer_idle() {
+fn used_page_is_not_idle() {
     let disk = Disk::manual(4 * MIB, 1024, false);
     disk.write(0, &noise(8, 10));
     disk.write(10, &content(4, 8, 10 * PAGE as usize));
@@ -168,11 +167,11 @@ fn a_page_that_is_used_is_no_longer_idle() {
     assert_eq!(disk.ram.writeback(&Writeback::Huge), Ok(Written { pages: 2, blocks: 2 }));
     assert_eq!(disk.ram.writeback(&Writeback::Incompressible), Ok(Written::default()));
     assert!(disk.ram.recompress(&Recompress::default()).is_err());
-    disk.ends_clean();
+    disk.check_clean_end();
 }
 
 #[test]
-fn a_disk_without_backing_says_so() {
+fn disk_without_backing_refuses_writeback() {
     let config = freestone::ram::Config { disksize: MIB, ..Default::default() };
     let ram = freestone::ram::Ram::new(config).unwrap();
     ram.write_at(0, &[1; 512], NONE).unwrap();

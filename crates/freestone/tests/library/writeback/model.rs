@@ -1,5 +1,5 @@
-//! Random operations against plain bytes, while pages go to the backing and come back: by hand and
-//! by themselves, in one thread and in several.
+//! Random operations compared with byte vectors, while pages are evicted and read back, by hand and
+//! automatically, by one thread and by several.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,13 +12,13 @@ use freestone_testkit::{Faulty, Rng, What, When, effort};
 use proptest::prelude::*;
 
 use crate::devices::conformance_options;
-use crate::writeback::disk::{BLOCK, Disk, LAYOUTS, MIB, NONE, PAGE, Plain, content};
+use crate::writeback::disk::{BLOCK, ByteModel, Disk, LAYOUTS, MIB, NONE, PAGE, content};
 
 const SIZE: u64 = 2 * MIB;
-/// Memory limits that are tried: none, and less than the data.
+/// Memory limits: none, and less than the data.
 const LIMITS: [u64; 4] = [0, MIB / 2, MIB, 3 * MIB / 2];
 
-/// As many cases as the environment says, else `usual`.
+/// Returns `PROPTEST_CASES` from the environment, else `usual`.
 fn cases(usual: u32) -> ProptestConfig {
     let default = ProptestConfig::default();
     let cases = if std::env::var_os("PROPTEST_CASES").is_some() {
@@ -74,11 +74,11 @@ fn settings() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A step and where: first block, and blocks.
+/// A step with its first block and number of blocks.
 type Placed = (Step, u64, u64);
 
 fn placed(step: impl Strategy<Value = Step>) -> impl Strategy<Value = Placed> {
-    // Mostly whole pages: else hardly anything would be spilled.
+    // Mostly whole pages, because otherwise few pages would be evicted.
     let place = prop_oneof![
         3 => (0..SIZE / PAGE, 1..64_u64).prop_map(|(page, pages)| (page * PAGE / BLOCK, pages * PAGE / BLOCK)),
         2 => (0..SIZE / BLOCK, 1..40_u64),
@@ -91,8 +91,8 @@ fn config(disksize: u64, mem_limit: u64) -> Config {
     Config { disksize, mem_limit, recomp_algorithms: [Some(second), None, None], ..Config::default() }
 }
 
-/// One step on the disk and on the bytes. `base` is where the bytes begin on the disk.
-fn take(ram: &Ram, plain: &mut Plain, base: u64, (step, block, blocks): Placed) {
+/// Applies a step to the disk and to the bytes, which start at `base` of the disk.
+fn take(ram: &Ram, plain: &mut ByteModel, base: u64, (step, block, blocks): Placed) {
     let (offset, len) = (block * BLOCK, blocks * BLOCK);
     let at = base + offset;
     match step {
@@ -126,7 +126,7 @@ fn take(ram: &Ram, plain: &mut Plain, base: u64, (step, block, blocks): Placed) 
     }
 }
 
-/// What changes no content.
+/// Applies a step that changes no content.
 fn keep(ram: &Ram, step: Step) {
     match step {
         Step::Idle => {
@@ -136,7 +136,7 @@ fn keep(ram: &Ram, step: Step) {
             ram.writeback(&what).unwrap();
         }
         Step::Recompress(kind) => {
-            // A memory limit may leave no room for the smaller objects.
+            // At a memory limit there may be no memory for the smaller objects.
             let _ = ram.recompress(&Recompress { kind, ..Recompress::default() });
         }
         Step::MemLimit(bytes) => ram.set_mem_limit(bytes),
@@ -151,34 +151,33 @@ proptest! {
     #![proptest_config(cases(64))]
 
     #[test]
-    fn a_spilling_disk_behaves_as_plain_bytes(
+    fn disk_with_eviction_matches_byte_vector(
         steps in prop::collection::vec(placed(prop_oneof![5 => io(), 2 => upkeep(), 1 => settings()]), 1..120),
         limit in prop::sample::select(LIMITS.to_vec()),
         packed in any::<bool>(),
         seed in any::<u64>(),
     ) {
-        // Room for all of it twice: nothing may fail.
+        // Space for twice the data, so that nothing may fail.
         let backing = Faulty::new(2 * SIZE as usize, if seed % 2 == 0 { 4096 } else { 512 }).shuffled(seed);
         let disk = Disk::new(config(SIZE, limit), backing, packed);
-        let mut plain = Plain::new(SIZE);
+        let mut plain = ByteModel::new(SIZE);
         for step in steps {
             take(&disk.ram, &mut plain, 0, step);
         }
-        plain.is_on(&disk.ram);
-        disk.ends_clean();
+        plain.check(&disk.ram);
+        disk.check_clean_end();
     }
 
-    /// The backing has less room than the data: writes may fail, but nothing that was written is
-    /// lost.
+    /// The backing device is smaller than the data: writes may fail, but written data is not lost.
     #[test]
-    fn a_full_disk_keeps_what_it_has(
+    fn full_backing_keeps_written_data(
         steps in prop::collection::vec(placed(prop_oneof![6 => io(), 2 => upkeep()]), 1..120),
         packed in any::<bool>(),
         room in 1..64_u64,
     ) {
         let backing = Faulty::new((room * PAGE) as usize, 4096);
         let disk = Disk::new(config(SIZE, MIB / 2), backing, packed);
-        let mut plain = Plain::new(SIZE);
+        let mut plain = ByteModel::new(SIZE);
         for (step, block, blocks) in steps {
             let (offset, len) = (block * BLOCK, blocks * BLOCK);
             match step {
@@ -207,8 +206,8 @@ proptest! {
                 step => take(&disk.ram, &mut plain, 0, (step, block, blocks)),
             }
         }
-        plain.is_on(&disk.ram);
-        disk.ends_clean();
+        plain.check(&disk.ram);
+        disk.check_clean_end();
     }
 }
 
@@ -219,13 +218,12 @@ fn may_be_full<W, D>(outcome: &Result<W, (D, WritebackError)>) {
     }
 }
 
-/// Threads on one disk, each with a megabyte of its own, and every third block of one that they
-/// share.
+/// Number of threads on one disk. Each owns a megabyte, and every third block of a shared one.
 const SHARERS: u64 = 3;
 
 fn run_sharer(ram: &Ram, thread: u64, steps: Vec<(Placed, bool)>) {
-    let mut own = Plain::new(MIB);
-    let mut shared = Plain::new(MIB);
+    let mut own = ByteModel::new(MIB);
+    let mut shared = ByteModel::new(MIB);
     let half = MIB / BLOCK;
     for ((step, block, blocks), share) in steps {
         let block = block % half;
@@ -233,7 +231,7 @@ fn run_sharer(ram: &Ram, thread: u64, steps: Vec<(Placed, bool)>) {
             let blocks = blocks.min(half - block);
             take(ram, &mut own, (1 + thread) * MIB, (step, block, blocks));
         } else if !matches!(step, Step::Discard) {
-            // Others have blocks in the same page: a discard would free theirs too.
+            // Other threads own blocks of the same page, which a discard would free as well.
             let block = block.min(half - SHARERS) / SHARERS * SHARERS + thread;
             take(ram, &mut shared, 0, (step, block, 1));
         }
@@ -254,11 +252,10 @@ fn run_sharer(ram: &Ram, thread: u64, steps: Vec<(Placed, bool)>) {
 proptest! {
     #![proptest_config(cases(32))]
 
-    /// Threads that share pages, but no block, each find what they wrote, while all that can be
-    /// done to pages is done to them again and again, on a backing that answers late and in any
-    /// order.
+    /// Threads that share pages but no blocks find what they wrote, during all kinds of page
+    /// maintenance, on a backing device that completes late and in any order.
     #[test]
-    fn threads_do_not_disturb_each_other(
+    fn threads_keep_their_own_blocks(
         steps in prop::collection::vec(prop::collection::vec((placed(io()), any::<bool>()), 1..150), SHARERS as usize),
         limit in prop::sample::select(vec![0, MIB, 2 * MIB]),
         packed in any::<bool>(),
@@ -294,14 +291,13 @@ proptest! {
                 }
             }
         });
-        disk.ends_clean();
+        disk.check_clean_end();
     }
 }
 
-/// A reset in the middle of everything: what was written after it is there, the rest is old content
-/// or zeroes.
+/// A reset during traffic: later writes are kept, and all else is old content or zeroes.
 #[test]
-fn resets_under_traffic_leak_nothing() {
+fn reset_during_traffic_leaks_nothing() {
     for packed in LAYOUTS {
         let disk = Disk::new(config(8 * MIB, 2 * MIB), Faulty::new(16 << 20, 4096).shuffled(9), packed);
         let ram = &disk.ram;
@@ -314,8 +310,8 @@ fn resets_under_traffic_leak_nothing() {
                         for round in 0..1500_u64 {
                             let page = thread * 512 + rng.below(512);
                             ram.read_at(page * PAGE, &mut back).unwrap();
-                            // The page's number is on every page, beside what makes it another one
-                            // each time.
+                            // Every page contains its number and a part that varies with each
+                            // round.
                             let number = u64::from_le_bytes(back[..8].try_into().unwrap());
                             assert!(number == page || back == [0; PAGE as usize], "page {page} has {number}");
                             let mut data = content(3 + (round % 3) as u8, round, PAGE as usize);
@@ -331,12 +327,12 @@ fn resets_under_traffic_leak_nothing() {
                 ram.reset().unwrap();
             }
         });
-        disk.ends_clean();
+        disk.check_clean_end();
     }
 }
 
 #[test]
-fn a_spilling_disk_conforms() {
+fn disk_with_eviction_conforms() {
     for packed in LAYOUTS {
         let make = || -> Arc<dyn Device> {
             // The suite's content takes some megabytes.

@@ -1,4 +1,4 @@
-//! Passes end, whatever requests do meanwhile, and leave nothing behind.
+//! Passes end, whatever requests happen meanwhile, and leave nothing behind.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
@@ -14,11 +14,11 @@ use freestone_testkit::{Faulty, What, When};
 
 use crate::writeback::disk::{Disk, MIB, NONE, PAGE, content, eventually, noise};
 
-/// A load that never ends by itself does after so long.
+/// Limit of a load that would never end by itself.
 const LOAD: Duration = Duration::from_secs(15);
 
-/// A page that lz4 shrinks, and zstd a good deal more: so many of its words are of a small
-/// vocabulary, the others noise.
+/// Returns a page of which `words` words are from a small vocabulary and the rest is noise. lz4
+/// compresses it, and zstd compresses it much better.
 fn text(seed: u64, words: usize) -> Vec<u8> {
     let (letters, noise) = (content(3, 7, 512), content(5, seed, PAGE as usize));
     let byte =
@@ -26,10 +26,10 @@ fn text(seed: u64, words: usize) -> Vec<u8> {
     (0..PAGE as usize).map(byte).collect()
 }
 
-/// At the limit pages find no room, and writers make large ones again of those that got smaller:
-/// still each page that was there is tried once.
+/// At the memory limit pages find no memory, and writers replace recompressed pages by large ones.
+/// Still, each page is tried once.
 #[test]
-fn recompression_at_the_limit_is_one_pass() {
+fn recompression_at_the_limit_tries_each_page_once() {
     let zstd = Secondary { algorithm: Algorithm::Zstd, params: Params::default() };
     let config = Config {
         disksize: 8 * MIB,
@@ -41,7 +41,7 @@ fn recompression_at_the_limit_is_one_pass() {
     let data: Vec<_> = (0..500).map(|seed| text(seed, 200 + (seed * 37 % 300) as usize)).collect();
     let put = |page: u64, n: u64| ram.write_at(page * PAGE, &data[n as usize % 500], NONE).is_ok();
     let there = (0..2048).take_while(|&page| put(page, page)).count() as u64;
-    // Room to begin with, so that the run gets on.
+    // Free memory at the start, so that the pass makes progress.
     for page in 0..there / 10 {
         ram.discard(page * 7 % there * PAGE, PAGE).unwrap();
     }
@@ -68,13 +68,13 @@ fn recompression_at_the_limit_is_one_pass() {
     assert!(done.tried <= there, "{done:?} of {there} pages");
 }
 
-/// A device whose user changes what it holds whenever it is asked for something.
-struct Restless {
+/// A backing device that calls a hook at each write.
+struct HookedBacking {
     disk: Faulty,
     change: Mutex<Option<Box<dyn FnMut() + Send>>>,
 }
 
-impl Device for Restless {
+impl Device for HookedBacking {
     fn geometry(&self) -> Geometry {
         self.disk.geometry()
     }
@@ -95,12 +95,12 @@ impl Device for Restless {
     }
 }
 
-/// A device that is full, and in which requests make holes all the time, and pages that are meant
-/// as well: what was there is written once.
+/// The device is full. Requests free pages and write pages that the pass selects all the time. Each
+/// page is written once.
 #[test]
 fn writeback_to_a_full_device_ends() {
     const PAGES: u64 = 1000;
-    let backing = Arc::new(Restless { disk: Faulty::new(300 << 12, 4096), change: Mutex::new(None) });
+    let backing = Arc::new(HookedBacking { disk: Faulty::new(300 << 12, 4096), change: Mutex::new(None) });
     let config = Config { disksize: 8 * MIB, ..Config::default() };
     let ram = Ram::new(config.backed_by(Arc::clone(&backing) as _, true)).unwrap();
     for page in 0..PAGES {
@@ -126,10 +126,10 @@ fn writeback_to_a_full_device_ends() {
     }
 }
 
-/// A page that is on its way to another place on the device while it is read, and stays there: it
-/// can be moved later.
+/// A page is read while compaction moves it, and stays at its place. A later compaction can move
+/// it.
 #[test]
-fn a_page_that_was_read_while_it_was_moved_is_moved_later() {
+fn page_read_during_a_move_is_moved_later() {
     const PAGES: u64 = 96;
     let disk =
         Disk::new(Config { disksize: 8 * MIB, ..Config::default() }, Faulty::new(3000 << 12, 4096), true);
@@ -139,7 +139,7 @@ fn a_page_that_was_read_while_it_was_moved_is_moved_later() {
     }
     disk.ram.writeback(&Writeback::Pages(vec![0..=PAGES - 1])).unwrap();
     let full = disk.ram.bd_stat().bd_count;
-    // Two of three go, everywhere: every block has a hole.
+    // Two of three pages are discarded, so every block has a hole.
     let kept = (0..PAGES).step_by(3);
     for page in (0..PAGES).filter(|page| page % 3 != 0) {
         disk.ram.discard(page * PAGE, PAGE).unwrap();
@@ -147,7 +147,7 @@ fn a_page_that_was_read_while_it_was_moved_is_moved_later() {
     let sparse = disk.ram.bd_stat().bd_count;
     assert!(full <= 60 && sparse > full / 2, "{sparse} of {full} blocks");
 
-    // They are being written elsewhere ...
+    // The pages are being moved ...
     disk.backing.fault(Some(Op::Write), When::At(disk.backing.counts().writes), What::Hang);
     let ram = disk.ram.clone();
     let compact = thread::spawn(move || ram.compact());
@@ -160,10 +160,10 @@ fn a_page_that_was_read_while_it_was_moved_is_moved_later() {
         ram.read_at(0, &mut back)
     });
     disk.backing.await_held(2);
-    // ... and have been written ...
+    // ... and the moves complete ...
     disk.backing.release(Op::Write);
     compact.join().unwrap();
-    // ... before the read is answered, which fails: they stay where they were.
+    // ... before the read fails: the pages stay at their old place.
     disk.backing.truncate_at(0);
     disk.backing.release(Op::Read);
     eventually("those that are read again by themselves hang, or all have failed", || {
@@ -179,5 +179,5 @@ fn a_page_that_was_read_while_it_was_moved_is_moved_later() {
     for page in kept {
         assert!(disk.read(page, 1).unwrap() == data(page), "page {page}");
     }
-    disk.ends_clean();
+    disk.check_clean_end();
 }

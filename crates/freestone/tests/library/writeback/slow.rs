@@ -1,5 +1,5 @@
-//! Disks that are slow, or have much to do, and get on: nothing is given up. Disks that do not:
-//! what waits ends.
+//! Slow or overloaded disks that make progress do not time out. Disks without progress do, and all
+//! waiting requests fail.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{self, Receiver};
@@ -12,10 +12,10 @@ use freestone_testkit::{Faulty, What, When};
 
 use crate::writeback::disk::{Disk, LAYOUTS, LONG, MIB, PAGE, eventually, noise};
 
-type Answer = (u64, Result<IoBuf, Error>);
+type ReadResult = (u64, Result<IoBuf, Error>);
 
-/// Submits reads of so many pages each, from these pages on.
-fn submit(ram: &Ram, firsts: impl Iterator<Item = u64>, pages: u64) -> Receiver<Answer> {
+/// Submits reads of `pages` pages from each of `firsts`.
+fn submit(ram: &Ram, firsts: impl Iterator<Item = u64>, pages: u64) -> Receiver<ReadResult> {
     let (tx, rx) = mpsc::channel();
     for first in firsts {
         let tx = tx.clone();
@@ -28,8 +28,8 @@ fn submit(ram: &Ram, firsts: impl Iterator<Item = u64>, pages: u64) -> Receiver<
     rx
 }
 
-/// A disk without limit in the kernel's layout, with a page of noise at each of its pages, all of
-/// them spilled: page `n` to block `n * stride`, modulo their number.
+/// Returns a disk without a limit in the kernel's layout, with all pages noise and evicted: page
+/// `n` is at block `n * stride`, modulo their number.
 fn spilled(pages: u64, stride: u64, backing: Faulty) -> Disk {
     let disk = Disk::new(Config { disksize: pages * PAGE, ..Config::default() }, backing, false);
     for page in 0..pages {
@@ -46,19 +46,19 @@ fn blocks(count: u64) -> Faulty {
     Faulty::new((count * PAGE) as usize, PAGE as u32)
 }
 
-/// 160 reads of 64 KiB, whose pages are scattered: 2560 reads of the disk, which take more than
-/// twice the time that the disk is given for an answer. The disk answers all the time.
+/// 160 reads of 64 KiB of scattered pages cause 2560 reads of the disk, which take more than twice
+/// the timeout. The disk completes requests all the time.
 #[test]
-fn a_disk_with_much_to_do_fails_no_reader() {
+fn overloaded_disk_fails_no_reads() {
     const TIMEOUT: Duration = Duration::from_millis(1500);
     const READS: u64 = 2560;
     let disk = spilled(READS, 1021, blocks(READS).one_by_one(Duration::from_micros(1500)));
     disk.ram.set_backing_timeout(TIMEOUT);
     let start = Instant::now();
-    let answers = submit(&disk.ram, (0..READS).step_by(16), 16);
+    let completions = submit(&disk.ram, (0..READS).step_by(16), 16);
     let mut failed = 0;
     for _ in 0..READS / 16 {
-        match answers.recv_timeout(LONG).unwrap() {
+        match completions.recv_timeout(LONG).unwrap() {
             (first, Ok(read)) => {
                 let wanted: Vec<u8> = (first..first + 16).flat_map(|page| noise(page, 1)).collect();
                 assert!(*read == wanted[..], "pages from {first}");
@@ -68,13 +68,12 @@ fn a_disk_with_much_to_do_fails_no_reader() {
     }
     assert_eq!((failed, disk.ram.backing().unwrap().failed_reads), (0, 0));
     assert!(start.elapsed() > TIMEOUT * 2, "the disk was too fast: {:?}", start.elapsed());
-    disk.ends_clean();
+    disk.check_clean_end();
 }
 
-/// Four writes are under way at once; the last one's turn comes after it would have been given up
-/// by itself.
+/// Four writes are in flight. The last one would time out if its time were counted alone.
 #[test]
-fn a_disk_that_writes_slowly_is_not_given_up() {
+fn slow_writes_do_not_time_out() {
     const EACH: Duration = Duration::from_millis(400);
     for packed in LAYOUTS {
         let config = Config { disksize: 8 * MIB, ..Config::default() };
@@ -88,45 +87,45 @@ fn a_disk_that_writes_slowly_is_not_given_up() {
         let backing = disk.ram.backing().unwrap();
         assert_eq!((backing.failed_writes, backing.unanswered_writes), (0, 0));
         assert!(disk.backing.counts().writes >= 5, "{:?}", disk.backing.counts());
-        disk.ends_clean();
+        disk.check_clean_end();
     }
 }
 
-/// However many reads there are: a device is given a bounded number, the others wait for room.
+/// The number of reads in flight on a device is limited; other reads wait.
 #[test]
 fn too_many_reads_wait() {
     const READS: u64 = (1 << 14) + 200;
     let disk = spilled(READS, 1, blocks(READS));
     disk.backing.fault(Some(Op::Read), When::Always, What::Hang);
-    let answers = submit(&disk.ram, 0..READS, 1);
+    let completions = submit(&disk.ram, 0..READS, 1);
     disk.backing.await_held(16);
     disk.backing.heal();
     let mut failed = 0;
     for _ in 0..READS {
-        match answers.recv_timeout(LONG).unwrap() {
+        match completions.recv_timeout(LONG).unwrap() {
             (page, Ok(read)) => assert!(*read == noise(page, 1)[..], "page {page}"),
             (_, Err(_)) => failed += 1,
         }
     }
     assert_eq!((failed, disk.ram.backing().unwrap().failed_reads), (0, 0));
     assert!(disk.backing.counts().in_flight_max < 1 << 12, "{:?}", disk.backing.counts());
-    disk.ends_clean();
+    disk.check_clean_end();
 }
 
-/// A disk that answers nothing: those whose requests it has fail in time, and so do those that wait
-/// for room.
+/// A disk that completes nothing: its requests time out, and so do requests that wait to be
+/// submitted.
 #[test]
-fn a_hung_disk_fails_those_that_wait_for_room_too() {
+fn hung_disk_fails_queued_reads_too() {
     const READS: u64 = 1500;
     for stop_at in [0, 400] {
         let disk = spilled(READS, 1, blocks(READS));
         disk.ram.set_backing_timeout(Duration::from_millis(60));
         let before = disk.backing.counts().reads;
         disk.backing.fault(Some(Op::Read), When::From(before + stop_at), What::Hang);
-        let answers = submit(&disk.ram, 0..READS, 1);
+        let completions = submit(&disk.ram, 0..READS, 1);
         let mut failed = 0;
         for _ in 0..READS {
-            let (page, read) = answers.recv_timeout(LONG).unwrap();
+            let (page, read) = completions.recv_timeout(LONG).unwrap();
             match read {
                 Ok(read) => assert!(*read == noise(page, 1)[..], "page {page}"),
                 Err(error) => {
@@ -136,7 +135,7 @@ fn a_hung_disk_fails_those_that_wait_for_room_too() {
             }
         }
         assert_eq!(failed, READS - stop_at);
-        // More are not heaped up on it.
+        // No further requests are sent to it.
         assert_eq!(disk.read(7, 1).is_err(), stop_at == 0 || disk.backing.counts().held > 0);
         assert!(disk.backing.counts().in_flight < 1 << 12);
         disk.backing.heal();
@@ -144,13 +143,13 @@ fn a_hung_disk_fails_those_that_wait_for_room_too() {
         for page in 0..READS {
             assert!(disk.read(page, 1).unwrap() == noise(page, 1), "page {page}");
         }
-        disk.ends_clean();
+        disk.check_clean_end();
     }
 }
 
-/// A disk that has lost one request and answers all others: that one's waiter hears of it, too.
+/// A disk that lost one request and completes all others: the lost request times out as well.
 #[test]
-fn a_lost_request_ends_although_others_are_answered() {
+fn lost_request_times_out_while_others_complete() {
     const TIMEOUT: Duration = Duration::from_millis(700);
     let disk = spilled(64, 1, blocks(64));
     disk.ram.set_backing_timeout(TIMEOUT);
@@ -168,14 +167,14 @@ fn a_lost_request_ends_although_others_are_answered() {
             }
         });
         let start = Instant::now();
-        let (_, answer) = lost.recv_timeout(LONG).unwrap();
+        let (_, completion) = lost.recv_timeout(LONG).unwrap();
         stop.store(true, SeqCst);
-        assert_eq!(answer.err(), Some(Error::Media));
-        // It had a while: for all that is known the disk was at other things.
+        assert_eq!(completion.err(), Some(Error::Media));
+        // Not before the timeout, because the disk may have been busy with other requests.
         assert!(start.elapsed() > TIMEOUT, "{:?}", start.elapsed());
     });
     assert_eq!(disk.ram.backing().unwrap().failed_reads, 1);
     disk.backing.heal();
     assert!(disk.read(3, 1).unwrap() == noise(3, 1));
-    disk.ends_clean();
+    disk.check_clean_end();
 }

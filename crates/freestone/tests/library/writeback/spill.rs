@@ -1,4 +1,4 @@
-//! Pages go to a file and come back.
+//! Pages evicted to a file and read back.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use freestone::ram::{Config, Idle, Ram, Writeback};
 
 const PAGE: u64 = 4096;
 
-/// A page that compresses to about a third, different for each index and round.
+/// Returns a page that compresses to about a third, different for each index and round.
 fn content(index: u64, round: u64) -> Vec<u8> {
     let mut state = index.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ round.wrapping_mul(0xD134_2543_DE82_EF95) | 1;
     let mut page = vec![0; PAGE as usize];
@@ -44,7 +44,7 @@ fn check(ram: &Ram, pages: u64, round: u64) {
 }
 
 #[test]
-fn what_was_written_back_is_read_back() {
+fn written_back_pages_are_read_back() {
     for packed in [true, false] {
         let dir = tempfile::tempdir().unwrap();
         let pages = 4096;
@@ -78,7 +78,7 @@ fn what_was_written_back_is_read_back() {
 }
 
 #[test]
-fn a_disk_larger_than_its_memory() {
+fn disk_larger_than_its_memory() {
     let dir = tempfile::tempdir().unwrap();
     let pages = 6144;
     let ram = disk(dir.path(), pages, 4 << 20, true);
@@ -91,7 +91,7 @@ fn a_disk_larger_than_its_memory() {
     }
     ram.discard(0, pages * PAGE).unwrap();
     assert_eq!(ram.mm_stat().orig_data_size, 0);
-    // Blocks of a batch that is just on its way are free when that has been written.
+    // Blocks of a batch in flight are freed when its write completes.
     let began = std::time::Instant::now();
     while ram.bd_stat().bd_count > 0 {
         assert!(began.elapsed().as_secs() < 20, "{:?}", ram.bd_stat());
@@ -100,7 +100,7 @@ fn a_disk_larger_than_its_memory() {
 }
 
 #[test]
-fn parts_of_spilled_pages_are_patched() {
+fn writes_to_parts_of_evicted_pages() {
     for packed in [true, false] {
         let dir = tempfile::tempdir().unwrap();
         let pages = 512;
@@ -116,7 +116,7 @@ fn parts_of_spilled_pages_are_patched() {
             wanted[512..1024].fill(7);
             assert!(back == wanted, "page {page}");
         }
-        // Overwritten and discarded without a read.
+        // Overwriting and discarding evicted pages needs no read.
         ram.idle(Idle::All);
         ram.writeback(&Writeback::Idle).unwrap();
         let reads = ram.bd_stat().bd_reads;
@@ -129,7 +129,7 @@ fn parts_of_spilled_pages_are_patched() {
 }
 
 #[test]
-fn a_reset_frees_what_was_spilled() {
+fn reset_frees_evicted_pages() {
     let dir = tempfile::tempdir().unwrap();
     let ram = disk(dir.path(), 1024, 0, true);
     fill(&ram, 1024, 1);
@@ -143,7 +143,7 @@ fn a_reset_frees_what_was_spilled() {
 }
 
 #[test]
-fn ages_tell_idle_pages_from_busy_ones() {
+fn ages_separate_idle_from_busy_pages() {
     let dir = tempfile::tempdir().unwrap();
     let ram = disk(dir.path(), 64, 0, true);
     fill(&ram, 64, 1);
@@ -166,7 +166,7 @@ fn holes_on_the_device_are_reclaimed() {
     ram.idle(Idle::All);
     ram.writeback(&Writeback::Idle).unwrap();
     let full = ram.bd_stat().bd_count;
-    // Two of three pages go, everywhere.
+    // Two of three pages are discarded everywhere.
     for page in (0..pages).filter(|page| page % 3 != 0) {
         ram.discard(page * PAGE, PAGE).unwrap();
     }
@@ -185,20 +185,19 @@ fn holes_on_the_device_are_reclaimed() {
 }
 
 #[test]
-fn a_device_full_of_holes_takes_pages_again() {
+fn device_full_of_holes_is_reclaimed() {
     let dir = tempfile::tempdir().unwrap();
     let pages = 8192;
     let ram = disk(dir.path(), pages, 0, true);
     fill(&ram, pages, 0);
     let stored = ram.mm_stat().compr_data_size;
-    // Memory and device together have room for all pages, and a fifth more.
+    // Memory and device together hold all pages and a fifth more.
     let mem_limit = 3 << 20;
     let size = (stored + stored / 5 - mem_limit).next_multiple_of(PAGE);
     let backing = File::open_for_spilling(dir.path().join("small"), Some(size)).unwrap();
     let config = Config { disksize: pages * PAGE, mem_limit, ..Config::default() };
     let ram = Ram::new(config.backed_by(Arc::new(backing), true)).unwrap();
-    // Each round replaces every third page of the last: the device never has a whole block free for
-    // long.
+    // Each round replaces every third page of the last one, so the device rarely has a free block.
     for round in 0..12 {
         for page in (round % 3..pages).step_by(3) {
             ram.write_at(page * PAGE, &content(page, round / 3), Flags::empty()).unwrap();

@@ -1,4 +1,4 @@
-//! `block_state` and `debug_stat`: what each page is, and who had to wait.
+//! `block_state` and `debug_stat`: the state of each page, and counts of waits.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -29,7 +29,7 @@ fn of(expected: &[(u64, &str)]) -> Vec<(u64, String)> {
 }
 
 #[test]
-fn every_page_has_the_kernels_letters() {
+fn block_state_has_the_kernels_flags() {
     for packed in LAYOUTS {
         let zstd = Some(Secondary { algorithm: Algorithm::Zstd, params: Params::default() });
         let config =
@@ -39,7 +39,7 @@ fn every_page_has_the_kernels_letters() {
         for (page, kind) in [(2, 0), (3, 2), (9, 5)] {
             disk.write(page, &content(kind, page, PAGE as usize));
         }
-        // Text that zstd packs better than lz4, which sees only that a half of it repeats.
+        // Text that zstd compresses better than lz4, which finds only the repeated half.
         for page in [5, 11] {
             disk.write(page, &[content(3, page, 2048), vec![b'x'; 2048]].concat());
         }
@@ -51,7 +51,7 @@ fn every_page_has_the_kernels_letters() {
         disk.ram.recompress(&Recompress::default()).unwrap();
         assert_eq!(flags(&disk)[2..], of(&[(5, "....r."), (9, "..h..n"), (11, "....r.")]), "packed {packed}");
         disk.ram.writeback(&Writeback::Pages(vec![9..=11])).unwrap();
-        // In the kernel's layout the pages are there as they are, uncompressed.
+        // In the kernel's layout evicted pages are uncompressed.
         let there = if packed { [(9, ".wh..n"), (11, ".w..r.")] } else { [(9, ".w...n"), (11, ".w....")] };
         assert_eq!(flags(&disk)[3..], of(&there), "packed {packed}");
         let accessed: Vec<_> = states(&disk, 0, 100).iter().map(|state| state.accessed.is_some()).collect();
@@ -62,7 +62,7 @@ fn every_page_has_the_kernels_letters() {
             at <= Duration::from_secs(boot + 1) && at + LONG > Duration::from_secs(boot),
             "{at:?}, {boot}"
         );
-        // A range, and one that goes on where it stopped.
+        // A range, and a query that continues where it stopped.
         assert_eq!(states(&disk, 3, 9).iter().map(|state| state.index).collect::<Vec<_>>(), [3, 5]);
         assert_eq!(states(&disk, 12, 1 << 40), []);
         let (mut from, mut seen) = (0, Vec::new());
@@ -77,7 +77,7 @@ fn every_page_has_the_kernels_letters() {
 }
 
 #[test]
-fn waits_at_the_limit_and_discards_of_pages_on_their_way_are_counted() {
+fn limit_waits_and_discards_in_flight_are_counted() {
     for packed in LAYOUTS {
         let config = Config { disksize: 24 * MIB, mem_limit: 2 * MIB, ..Config::default() };
         let disk = Disk::new(config, Faulty::new((7000 * PAGE) as usize, PAGE as u32), packed);
@@ -92,11 +92,11 @@ fn waits_at_the_limit_and_discards_of_pages_on_their_way_are_counted() {
         let spilled = |state: &BlockState| state.written_back;
         let page = states(&disk, 0, 3000).into_iter().find(spilled).unwrap().index;
         disk.backing.fault(Some(Op::Read), When::Always, What::Hang);
-        let (tell, told) = mpsc::channel();
+        let (tx, rx) = mpsc::channel();
         for request in [Request::read(page * PAGE, PAGE), Request::new(Op::Discard, page * PAGE, PAGE)] {
-            let tell = tell.clone();
+            let tx = tx.clone();
             let buffer = if request.op == Op::Read { PAGE as usize } else { 0 };
-            let done = Completion::new(move |outcome, _| tell.send(outcome).unwrap());
+            let done = Completion::new(move |outcome, _| tx.send(outcome).unwrap());
             disk.ram.submit(request, IoBuf::zeroed(buffer).unwrap(), done);
             if request.op == Op::Read {
                 disk.backing.await_held(1);
@@ -104,7 +104,7 @@ fn waits_at_the_limit_and_discards_of_pages_on_their_way_are_counted() {
         }
         assert_eq!(states(&disk, page, page + 1)[0].flags(), ".w....");
         disk.backing.heal();
-        (0..2).for_each(|_| told.recv_timeout(LONG).unwrap().unwrap());
+        (0..2).for_each(|_| rx.recv_timeout(LONG).unwrap().unwrap());
         assert_eq!(disk.ram.debug_stat().miss_free, 1);
         disk.ram.reset().unwrap();
         assert_eq!(disk.ram.debug_stat(), freestone::ram::DebugStat::default());

@@ -1,5 +1,4 @@
-//! Passes that somebody watches: they tell how far they are, end when that is asked, and keep what
-//! is done.
+//! Passes with a progress callback: they report progress, end if cancelled, and keep what they did.
 
 use std::thread;
 
@@ -13,34 +12,37 @@ use freestone::ram::{
 use crate::writeback::disk::{Disk, LAYOUTS, MIB, NONE, PAGE, content, noise};
 
 #[test]
-fn a_writeback_that_ends_early_keeps_what_is_written() {
+fn cancelled_writeback_keeps_written_pages() {
     for packed in LAYOUTS {
         let disk = Disk::manual(16 * MIB, 4096, packed);
         let data = noise(1, 2048);
         disk.write(0, &data);
         disk.ram.idle(Idle::All);
-        let mut told = Vec::new();
+        let mut progress = Vec::new();
         let ended = disk.ram.writeback_watched(&Writeback::Idle, &mut |done, all| {
-            told.push((done, all));
+            progress.push((done, all));
             done < 4 * MIB
         });
         let (written, error) = ended.unwrap_err();
         assert_eq!(error, WritebackError::Cancelled);
-        // What was taken on is written.
+        // Pages that were taken into a batch are written.
         assert_eq!((written.pages, disk.spilled_pages()), (1024, 1024));
-        // While it waited for its turn, it knew of nothing.
-        assert_eq!((told[0], told[1], *told.last().unwrap()), ((0, 0), (0, 8 * MIB), (4 * MIB, 8 * MIB)));
-        assert!(told.is_sorted());
+        // While the pass waited for another one, it knew no total.
+        assert_eq!(
+            (progress[0], progress[1], *progress.last().unwrap()),
+            ((0, 0), (0, 8 * MIB), (4 * MIB, 8 * MIB))
+        );
+        assert!(progress.is_sorted());
         let rest = disk.ram.writeback_watched(&Writeback::Huge, &mut |_, _| true).unwrap();
         assert_eq!((rest.pages, disk.spilled_pages()), (1024, 2048));
         assert!(disk.read(0, 2048).unwrap() == data);
-        disk.ends_clean();
+        disk.check_clean_end();
     }
 }
 
-/// While one is at work the next one waits, and need not.
+/// While one pass runs, the next one waits, and can be cancelled.
 #[test]
-fn who_waits_for_its_turn_can_end() {
+fn waiting_pass_can_be_cancelled() {
     let disk = Disk::manual(16 * MIB, 4096, true);
     disk.write(0, &noise(1, 256));
     let none = (Written::default(), WritebackError::Cancelled);
@@ -61,11 +63,11 @@ fn who_waits_for_its_turn_can_end() {
         true
     });
     assert_eq!((waited, first.unwrap().pages), (5, 256));
-    disk.ends_clean();
+    disk.check_clean_end();
 }
 
 #[test]
-fn a_recompression_that_ends_early_keeps_what_became_smaller() {
+fn cancelled_recompression_keeps_smaller_pages() {
     let zstd = Secondary { algorithm: Algorithm::Zstd, params: Params::default() };
     let config =
         Config { disksize: 16 * MIB, recomp_algorithms: [Some(zstd), None, None], ..Config::default() };
@@ -89,9 +91,9 @@ fn a_recompression_that_ends_early_keeps_what_became_smaller() {
     assert_eq!(none, Err((Recompressed::default(), RecompressError::Cancelled)));
 }
 
-/// The pool first, then the holes on the backing device.
+/// First the pool, then the holes on the backing device.
 #[test]
-fn a_compaction_tells_of_both_its_parts() {
+fn compaction_reports_progress_of_both_parts() {
     let disk = Disk::manual(16 * MIB, 4096, true);
     let data = content(4, 1, 8 << 20);
     disk.write(0, &data);
@@ -101,13 +103,13 @@ fn a_compaction_tells_of_both_its_parts() {
     }
     let used = || disk.ram.backing().unwrap().used_bytes;
     let before = used();
-    let mut told = Vec::new();
-    // It ends where the device begins.
+    let mut progress = Vec::new();
+    // Ends when the part of the backing device starts.
     disk.ram.compact_watched(&mut |done, all| {
-        told.push((done, all));
+        progress.push((done, all));
         all - done > 16 * MIB
     });
-    let (done, all) = *told.last().unwrap();
+    let (done, all) = *progress.last().unwrap();
     assert_eq!((all - done, used()), (16 * MIB, before));
     disk.ram.compact_watched(&mut |_, _| true);
     assert!(used() < before / 2, "{} of {before}", used());
@@ -115,5 +117,5 @@ fn a_compaction_tells_of_both_its_parts() {
         let at = page as usize * PAGE as usize;
         assert!(disk.read(page, 1).unwrap() == data[at..at + PAGE as usize], "page {page}");
     }
-    disk.ends_clean();
+    disk.check_clean_end();
 }

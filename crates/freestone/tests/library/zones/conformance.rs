@@ -1,4 +1,4 @@
-//! Zones keep the contract of zoned devices, over every kind of device below.
+//! Zones pass the conformance suite of zoned devices, over every kind of device.
 
 use std::cell::Cell;
 use std::fmt;
@@ -27,7 +27,7 @@ fn options(seed: u64) -> Options {
     }
 }
 
-/// Some conventional zones, a capacity below the size, limits.
+/// Conventional zones, a capacity below the zone size, and limits.
 fn limited() -> Config {
     Config {
         zone_size: 256 << 10,
@@ -39,7 +39,7 @@ fn limited() -> Config {
     }
 }
 
-/// All sequential, no limits.
+/// Sequential zones only, without limits.
 fn plain() -> Config {
     Config { zone_size: 128 << 10, zone_append_max: 64 << 10, ..Config::default() }
 }
@@ -74,7 +74,7 @@ fn over_a_ram_disk() {
 }
 
 #[test]
-fn over_devices_that_would_block() {
+fn over_deferring_devices() {
     for (policy, seed) in [(Policy::Always, 5), (Policy::Sometimes(40), 6)] {
         for config in [limited(), plain()] {
             let make = || {
@@ -89,7 +89,7 @@ fn over_devices_that_would_block() {
 }
 
 #[test]
-fn behind_a_device_that_would_block() {
+fn below_a_deferring_device() {
     let make = || -> Arc<dyn Device> {
         Arc::new(Deferred::new(zones(memory(), limited()), Policy::Sometimes(40), 8))
     };
@@ -156,7 +156,7 @@ impl Device for Conventional {
 }
 
 #[test]
-fn conventional_zones_are_a_plain_device() {
+fn conventional_zones_conform_as_a_plain_device() {
     let config = Config { zone_size: 256 << 10, zone_nr_conv: 8, ..Config::default() };
     let make = |backing: Arc<dyn Device>| {
         let zones = Zones::new(backing, config, State::Volatile, None).unwrap();

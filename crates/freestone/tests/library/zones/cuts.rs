@@ -1,4 +1,4 @@
-//! Zones over a device whose power is cut, where something goes wrong at that moment or after it.
+//! Zones over a device with power cuts, and failures during or after the cut.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -34,7 +34,8 @@ fn fill(zones: &Zones) {
     }
 }
 
-/// Each zone's write pointer in blocks; what lies below it must have been written.
+/// Returns each zone's write pointer in blocks. The data below the pointer must be what was
+/// written.
 fn pointers(zones: &Zones, what: &str) -> Vec<u64> {
     let mut pointers = Vec::new();
     zones
@@ -53,9 +54,9 @@ fn pointers(zones: &Zones, what: &str) -> Vec<u64> {
     pointers
 }
 
-/// The device below fails from its n-th write on while the power is cut, for each n.
+/// The device below fails from its n-th request on during the cut, for each n.
 #[test]
-fn no_write_pointer_stays_above_what_a_failing_cut_has_lost() {
+fn failed_cut_leaves_no_pointer_above_lost_data() {
     let (mut failed, mut lost) = (0, 0);
     for from in 0..40 {
         let below = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32).inline());
@@ -75,7 +76,7 @@ fn no_write_pointer_stays_above_what_a_failing_cut_has_lost() {
 }
 
 #[test]
-fn finishing_brings_nothing_to_light_that_a_cut_took_back() {
+fn finish_after_a_cut_does_not_show_lost_data() {
     for seed in 0..20 {
         let memory = Arc::new(Memory::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
         let power = Arc::new(Power::new(memory, power::Config::default()).unwrap());
@@ -92,26 +93,25 @@ fn finishing_brings_nothing_to_light_that_a_cut_took_back() {
     }
 }
 
-/// The completion of a read is the last that holds the zones, and with them the device that keeps
-/// unflushed writes.
+/// The completion of a read holds the last reference to the zones, and so to the power layer.
 #[test]
-fn a_device_may_be_dropped_by_an_answer() {
+fn device_may_be_dropped_by_a_completion() {
     let below = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32));
     let power = Arc::new(Power::new(below.clone(), power::Config::default()).unwrap());
     let zones = over(&power);
     zones.write_at(0, &[7; BLOCK as usize], Flags::FUA).unwrap();
     zones.write_at(ZONE, &[8; BLOCK as usize], Flags::empty()).unwrap();
     below.fault(Some(freestone::device::Op::Read), When::Always, What::Hang);
-    let (tell, told) = mpsc::channel();
-    let done = Completion::new(move |outcome, buffer| tell.send(outcome.map(|()| buffer[0])).unwrap());
+    let (tx, rx) = mpsc::channel();
+    let done = Completion::new(move |outcome, buffer| tx.send(outcome.map(|()| buffer[0])).unwrap());
     zones.submit(Request::read(0, BLOCK), IoBuf::zeroed(BLOCK as usize).unwrap(), done);
     below.await_held(1);
     drop((zones, power));
     let healer = Arc::clone(&below);
     let heals = thread::spawn(move || healer.heal());
-    assert_eq!(told.recv_timeout(SOON).unwrap(), Ok(7));
+    assert_eq!(rx.recv_timeout(SOON).unwrap(), Ok(7));
     heals.join().unwrap();
-    // What was not flushed is written in the end.
+    // Unflushed data is written in the end.
     let mut found = [0; BLOCK as usize];
     for _ in 0..1000 {
         below.read_at(ZONE, &mut found).unwrap();

@@ -1,4 +1,4 @@
-//! Writes that fail below, bad blocks, requests that wait for a zone, and what the geometry says.
+//! Failed writes below zones, bad blocks, requests that wait for a zone, and the geometry.
 
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -40,7 +40,7 @@ fn write(zones: &Zones, zone: u64, at: u64, blocks: u64) -> Result<()> {
     zones.write_at(zone * ZONE + at * BLOCK, &vec![3; (blocks * BLOCK) as usize], Flags::empty())
 }
 
-/// Submits; the answer comes to the receiver.
+/// Submits a request. Returns the receiver of its result.
 fn submit(zones: &Zones, request: Request) -> mpsc::Receiver<Result<()>> {
     let (tx, rx) = mpsc::channel();
     let len = if matches!(request.op, Op::Read | Op::Write) { request.len } else { 0 };
@@ -52,7 +52,7 @@ fn submit(zones: &Zones, request: Request) -> mpsc::Receiver<Result<()>> {
 const PATIENCE: Duration = Duration::from_secs(20);
 
 #[test]
-fn a_failed_write_leaves_the_write_pointer() {
+fn failed_write_keeps_the_write_pointer() {
     for inline in [true, false] {
         let disk = Faulty::new(SIZE as usize, BLOCK as u32);
         let disk = Arc::new(if inline { disk.inline() } else { disk });
@@ -60,7 +60,7 @@ fn a_failed_write_leaves_the_write_pointer() {
         write(&zones, 1, 0, 2).unwrap();
         zones.zone_op(ZoneOp::Close, ZONE).unwrap();
         disk.fault(Some(Op::Write), When::Always, What::Fail(Error::NoSpace));
-        // A closed zone stays open, as in the kernel; an empty one is empty again, and its
+        // As in the kernel, a closed zone stays open. An empty zone is empty again, and its
         // resources are free.
         assert_eq!(write(&zones, 0, 0, 1), Err(Error::NoSpace));
         assert_eq!(state(&zones, 0), (ZoneCondition::Empty, 0));
@@ -72,7 +72,7 @@ fn a_failed_write_leaves_the_write_pointer() {
         assert_eq!(state(&zones, 0), (ZoneCondition::ExplicitOpen, 0));
         zones.zone_op(ZoneOp::Close, 0).unwrap();
         disk.heal();
-        // What a torn write left is not seen, and the zone goes on where it was.
+        // Data of a torn write is not visible, and the zone continues at its write pointer.
         disk.fault(Some(Op::Write), When::Always, What::Tear);
         assert_eq!(write(&zones, 1, 2, 4), Err(Error::Media));
         assert_eq!(state(&zones, 1), (ZoneCondition::ImplicitOpen, 2));
@@ -88,7 +88,7 @@ fn a_failed_write_leaves_the_write_pointer() {
 }
 
 #[test]
-fn a_reset_whose_zeroes_fail_is_a_reset() {
+fn reset_with_failed_zeroes_is_a_reset() {
     let disk = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32).inline());
     let zones = over(Arc::clone(&disk) as _);
     write(&zones, 2, 0, 3).unwrap();
@@ -111,10 +111,10 @@ fn bad_blocks() {
         let zones =
             Zones::new(Arc::clone(&bad) as _, config(), State::Volatile, Some(Arc::clone(&bad))).unwrap();
         assert_eq!(write(&zones, 1, 0, 5), Err(Error::Media));
-        // What was transferred counts; where nothing was, an empty zone stays empty.
+        // Transferred blocks count. If nothing was transferred, an empty zone stays empty.
         let expected = if partial_io { (ZoneCondition::ImplicitOpen, 3) } else { (ZoneCondition::Empty, 0) };
         assert_eq!(state(&zones, 1), expected);
-        // A position's error comes before the bad block's.
+        // An error of the position comes before that of the bad block.
         assert_eq!(write(&zones, 1, 5, 1), Err(Error::ZoneWritePointer));
         if !partial_io {
             write(&zones, 1, 0, 3).unwrap();
@@ -124,9 +124,9 @@ fn bad_blocks() {
         assert!(found.iter().all(|&byte| byte == 3));
         assert_eq!(write(&zones, 1, 3, 1), Err(Error::Media));
         assert_eq!(state(&zones, 1), (ZoneCondition::ImplicitOpen, 3));
-        // Reads of it fail behind the write pointer, too.
+        // Reads of the bad block fail beyond the write pointer, too.
         assert_eq!(zones.read_at(ZONE + 3 * BLOCK, &mut found[..BLOCK as usize]), Err(Error::Media));
-        // A zone operation does not look at bad blocks.
+        // A zone operation ignores bad blocks.
         zones.zone_op(ZoneOp::Reset, ZONE).unwrap();
         write(&zones, 1, 0, 3).unwrap();
         bad.change(&format!("-{sector}-{sector}")).unwrap();
@@ -136,14 +136,14 @@ fn bad_blocks() {
 }
 
 #[test]
-fn what_waits_for_a_zone() {
+fn requests_wait_for_a_busy_zone() {
     let disk = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32));
     let zones = Arc::new(over(Arc::clone(&disk) as _));
     disk.fault(Some(Op::Write), When::At(0), What::Hang);
     let first = submit(&zones, Request::write(0, BLOCK));
     disk.await_held(1);
-    // The zone is its own: a try would block, what is submitted queues, another zone goes on (and
-    // closes this one for it).
+    // The zone is busy: an inline try would block, a submitted request waits, and a write to
+    // another zone continues (and closes this zone).
     let tried = zones.try_io(&Request::write(BLOCK, BLOCK), Buffer::Write(&vec![0; BLOCK as usize]));
     assert_eq!(tried, Ok(Tried::WouldBlock));
     let second = submit(&zones, Request::write(BLOCK, BLOCK));
@@ -158,7 +158,7 @@ fn what_waits_for_a_zone() {
         move || zones.zone_op(ZoneOp::Finish, 0)
     });
     assert!(second.recv_timeout(Duration::from_millis(50)).is_err());
-    // Reads do not wait, and see nothing of it.
+    // Reads do not wait, and do not see the write in flight.
     let mut found = vec![0; BLOCK as usize];
     zones.read_at(0, &mut found).unwrap();
     assert!(found.iter().all(|&byte| byte == 0xFF));
@@ -172,27 +172,28 @@ fn what_waits_for_a_zone() {
 }
 
 #[test]
-fn what_waits_when_the_device_goes_is_answered() {
+fn waiting_requests_complete_if_the_device_is_dropped() {
     let disk = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32));
     let zones = over(Arc::clone(&disk) as _);
     disk.fault(Some(Op::Write), When::Always, What::Hang);
-    let mut answers: Vec<_> = (0..4).map(|at| submit(&zones, Request::write(at * BLOCK, BLOCK))).collect();
+    let mut completions: Vec<_> =
+        (0..4).map(|at| submit(&zones, Request::write(at * BLOCK, BLOCK))).collect();
     let (tx, rx) = mpsc::channel();
     let data = IoBuf::zeroed(BLOCK as usize).unwrap();
     zones.submit_append(0, data, Flags::empty(), Box::new(move |outcome| tx.send(outcome).unwrap_or(())));
     disk.await_held(1);
     drop(zones);
     disk.heal();
-    let first = answers.remove(0);
+    let first = completions.remove(0);
     assert_eq!(first.recv_timeout(PATIENCE), Ok(Ok(())));
-    for answer in answers {
-        assert!(matches!(answer.recv_timeout(PATIENCE), Ok(Ok(()) | Err(Error::Gone))));
+    for completion in completions {
+        assert!(matches!(completion.recv_timeout(PATIENCE), Ok(Ok(()) | Err(Error::Gone))));
     }
     assert!(matches!(rx.recv_timeout(PATIENCE), Ok(Ok(_) | Err(Error::Gone))));
 }
 
 #[test]
-fn a_cut_goes_through_the_zones() {
+fn power_cut_updates_the_zones() {
     let disk = Arc::new(Faulty::new(SIZE as usize, BLOCK as u32).inline());
     let power = Arc::new(Power::new(Arc::clone(&disk) as _, power::Config::default()).unwrap());
     let zones = over(Arc::clone(&power) as _);
@@ -208,13 +209,12 @@ fn a_cut_goes_through_the_zones() {
 }
 
 #[test]
-fn geometry_and_the_bare_null_device() {
+fn zones_over_null_device_and_their_geometry() {
     let null = || Arc::new(Null::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
     let zones = Zones::new(null(), Config { stores: false, ..config() }, State::Volatile, None).unwrap();
     let geometry = zones.geometry();
     assert_eq!((geometry.discard_granularity, geometry.zones.unwrap().max_open), (0, 1));
-    // Nothing is stored there: what is read is the device's own zeroes, behind the write pointer,
-    // too.
+    // The device stores nothing. Reads return the device's zeroes, also beyond the write pointer.
     let mut found = vec![1; BLOCK as usize];
     zones.read_at(ZONE, &mut found).unwrap();
     assert!(found.iter().all(|&byte| byte == 0));
@@ -224,21 +224,21 @@ fn geometry_and_the_bare_null_device() {
     assert!(found.iter().all(|&byte| byte == 9), "the buffer is left as it is");
     zones.set_offline(0).unwrap();
     assert_eq!(zones.read_at(0, &mut found), Err(Error::ZoneCondition));
-    // Appends can be switched off.
+    // Appends can be disabled.
     let none = Zones::new(null(), Config { zone_append_max: 0, ..config() }, State::Volatile, None).unwrap();
     assert_eq!(none.try_append(0, &[0; 4096], Flags::empty()), Err(Error::Unsupported));
     assert_eq!(none.geometry().zones.unwrap().max_append, 0);
 }
 
 #[test]
-fn a_read_only_device_has_no_operations() {
+fn read_only_device_has_no_zone_operations() {
     let zones = over(Arc::new(Model::read_only(vec![0; SIZE as usize], BLOCK as u32)));
     assert_eq!(write(&zones, 0, 0, 1), Err(Error::ReadOnly));
     for op in [ZoneOp::Open, ZoneOp::Close, ZoneOp::Finish, ZoneOp::Reset] {
         assert_eq!(zones.zone_op(op, 0), Err(Error::ReadOnly));
     }
     assert_eq!(zones.try_append(0, &[0; 4096], Flags::empty()), Err(Error::ReadOnly));
-    let answers = [zones.reset_all(), zones.wipe(), zones.set_offline(0), zones.set_read_only(0)];
-    assert_eq!(answers, [Err(Error::ReadOnly); 4]);
+    let completions = [zones.reset_all(), zones.wipe(), zones.set_offline(0), zones.set_read_only(0)];
+    assert_eq!(completions, [Err(Error::ReadOnly); 4]);
     assert_eq!(zones.counts().empty, 8);
 }

@@ -1,5 +1,5 @@
-//! Zones whose state could not be written, or not for certain: a write that was answered with an
-//! error may be on disk. Whatever was answered well after it holds after a crash all the same.
+//! Zone states whose writes fail, with or without effect. Requests that completed later must hold
+//! after a crash.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ const BLOCK: u64 = 512;
 const ZONE: u64 = 32 << 10;
 const ZONES: u64 = 4;
 const SIZE: u64 = ZONE * ZONES;
-/// Of a state of fewer than 511 zones.
+/// Size of a state with fewer than 511 zones.
 const STATE_BYTES: u64 = 3 * 4096;
 const NONE: Flags = Flags::empty();
 
@@ -38,7 +38,7 @@ fn copy_of(device: &dyn Device) -> Arc<Model> {
     Arc::new(model)
 }
 
-/// Zones over a disk that loses nothing, with their state on one that fails as it is told.
+/// Zones over a reliable disk, with their state on a disk with faults.
 struct Setup {
     data: Arc<Model>,
     state: Arc<Faulty>,
@@ -53,18 +53,18 @@ impl Setup {
         Self { data, state, zones }
     }
 
-    /// What a crash leaves: the bytes that are on both disks now.
+    /// Returns the zones after a crash, from the bytes that are on both disks now.
     fn crash(&self) -> Zones {
         open(copy_of(&*self.data), copy_of(&*self.state))
     }
 
-    /// From now on the state's disk does what it is asked to, and answers these with errors.
-    fn fails_and_arrives(&self, op: Op) {
+    /// Makes these requests to the state's disk fail, although they take effect.
+    fn fail_with_effect(&self, op: Op) {
         self.state.fault(Some(op), When::Always, What::FailDone(Error::Media));
     }
 }
 
-/// The write pointer of a zone, in bytes from its start.
+/// Returns the write pointer of a zone, in bytes from its start.
 fn pointer(zones: &Zones, zone: u64) -> u64 {
     let mut pointer = 0;
     zones
@@ -82,11 +82,11 @@ fn content(zone: u64, generation: u64, block: u64) -> Vec<u8> {
 }
 
 #[test]
-fn a_reset_after_a_flush_that_failed_leaves_no_write_pointer_over_zeroes() {
+fn reset_after_failed_flush_resets_the_pointer_on_disk() {
     for op in [Op::Write, Op::Flush] {
         let setup = Setup::new();
         setup.zones.write_at(0, &[7; 8192], NONE).unwrap();
-        setup.fails_and_arrives(op);
+        setup.fail_with_effect(op);
         assert_eq!(setup.zones.flush(), Err(Error::Media), "{op:?}");
         setup.state.heal();
         setup.zones.zone_op(ZoneOp::Reset, 0).unwrap();
@@ -98,18 +98,18 @@ fn a_reset_after_a_flush_that_failed_leaves_no_write_pointer_over_zeroes() {
 }
 
 #[test]
-fn a_flush_after_a_reset_that_failed_keeps_what_was_durable() {
+fn flush_after_failed_reset_keeps_durable_data() {
     for op in [Op::Write, Op::Flush] {
         for fua in [false, true] {
             let setup = Setup::new();
             setup.zones.write_at(0, &[7; 4096], NONE).unwrap();
             setup.zones.flush().unwrap();
-            setup.fails_and_arrives(op);
+            setup.fail_with_effect(op);
             assert_eq!(setup.zones.zone_op(ZoneOp::Reset, 0), Err(Error::Media), "{op:?}");
             setup.state.heal();
             assert_eq!(pointer(&setup.zones, 0), 4096);
             if fua {
-                // In another zone: it is a flush of the whole device.
+                // A write to another zone: its FUA flushes the whole device.
                 setup.zones.write_at(ZONE, &[8; 512], Flags::FUA).unwrap();
             } else {
                 setup.zones.flush().unwrap();
@@ -123,13 +123,13 @@ fn a_flush_after_a_reset_that_failed_keeps_what_was_durable() {
     }
 }
 
-/// A flush that cannot make the state certain fails itself.
+/// A flush that cannot write the state fails.
 #[test]
-fn what_is_suspect_stays_so_until_it_was_written() {
+fn uncertain_state_is_written_by_the_next_flush() {
     let setup = Setup::new();
     setup.zones.write_at(0, &[7; 4096], NONE).unwrap();
     setup.zones.flush().unwrap();
-    setup.fails_and_arrives(Op::Flush);
+    setup.fail_with_effect(Op::Flush);
     assert_eq!(setup.zones.zone_op(ZoneOp::Reset, 0), Err(Error::Media));
     for nth in 0..3 {
         assert_eq!(setup.zones.flush(), Err(Error::Media));
@@ -138,21 +138,21 @@ fn what_is_suspect_stays_so_until_it_was_written() {
     setup.state.heal();
     setup.zones.flush().unwrap();
     assert_eq!(pointer(&setup.crash(), 0), 4096);
-    // It is certain now: another flush writes nothing.
+    // The state is certain now, so another flush writes nothing.
     let writes = setup.state.counts().writes;
     setup.zones.flush().unwrap();
     assert_eq!(setup.state.counts().writes, writes);
 }
 
 #[test]
-fn zones_are_as_they_were_after_a_wipe_that_failed() {
+fn failed_wipe_leaves_zones_unchanged() {
     let setup = Setup::new();
     setup.zones.write_at(0, &[7; 8192], NONE).unwrap();
     setup.zones.flush().unwrap();
-    setup.fails_and_arrives(Op::Flush);
+    setup.fail_with_effect(Op::Flush);
     assert_eq!(setup.zones.wipe(), Err(Error::Media));
     setup.state.heal();
-    // Else what is written next would lie below a write pointer that is on disk still.
+    // Otherwise the next write would be below a write pointer that is still on disk.
     assert_eq!(pointer(&setup.zones, 0), 8192);
     setup.zones.flush().unwrap();
     assert_eq!(pointer(&setup.crash(), 0), 8192);
@@ -160,9 +160,9 @@ fn zones_are_as_they_were_after_a_wipe_that_failed() {
     assert_eq!((pointer(&setup.zones, 0), pointer(&setup.crash(), 0)), (0, 0));
 }
 
-/// The power is not cut where it is not known what would survive.
+/// A power cut is refused while it is unknown which state would survive.
 #[test]
-fn a_cut_needs_a_state_that_is_certain() {
+fn power_cut_fails_while_the_state_is_uncertain() {
     let memory = Arc::new(Memory::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
     let power = Arc::new(Power::new(memory, power::Config::default()).unwrap());
     let state = Arc::new(Faulty::new(STATE_BYTES as usize, BLOCK as u32));
@@ -179,17 +179,17 @@ fn a_cut_needs_a_state_that_is_certain() {
     assert_eq!(pointer(&open(copy_of(&*power), copy_of(&*state)), 0), left);
 }
 
-/// Random work while the state's disk fails in every way, with a crash after each operation.
+/// Random operations while the state's disk fails in every way, with a crash after each of them.
 #[test]
-fn no_crash_shows_more_than_there_is_or_loses_what_was_durable() {
+fn crash_keeps_durable_data_and_valid_pointers() {
     let mut failed = 0;
     for seed in 0..6 {
         let setup = Setup::new();
         let mut rng = Rng::new(seed);
         let mut generations = [0_u64; ZONES as usize];
         let mut written = [0_u64; ZONES as usize];
-        // Blocks that a crash must leave. None where a reset was begun that failed: it may have
-        // happened.
+        // Blocks that a crash must keep. None after a failed reset, because it may have taken
+        // effect.
         let mut durable = [Some(0_u64); ZONES as usize];
         for round in 0..150 {
             setup.state.heal();
@@ -247,9 +247,9 @@ fn no_crash_shows_more_than_there_is_or_loses_what_was_durable() {
     assert!(failed > 50, "{failed} operations failed");
 }
 
-// ---- a state that is read, and not durable ------------------------------------------------------
+// ---- unflushed state read after a restart -------------------------------------------------------
 
-/// A disk with a volatile cache, whose flushes can be made to fail without effect.
+/// A disk with a volatile cache, whose flushes can fail without effect.
 struct Cached {
     power: Power,
     fails: AtomicBool,
@@ -273,10 +273,10 @@ impl Device for Cached {
     }
 }
 
-/// The program ends between writing the state and syncing it; the next one reads it, and then the
-/// power goes.
+/// The program ends between writing the state and flushing it. The next program reads the state,
+/// and then the power is cut.
 #[test]
-fn what_was_read_when_the_zones_were_opened_is_durable() {
+fn state_read_at_open_is_durable() {
     for seed in 0..10 {
         let data = Arc::new(Model::new(SIZE as usize, BLOCK as u32));
         let memory = Arc::new(Memory::new(null::Config::plain(STATE_BYTES, BLOCK as u32)).unwrap());

@@ -1,4 +1,4 @@
-//! Zoned devices: the state machine, errors, and what is there after a crash.
+//! Zoned devices: state machine, errors, and crashes.
 
 mod conformance;
 mod cuts;

@@ -1,5 +1,5 @@
-//! Random operations against a model of `null_blk`'s zones that was written from its description,
-//! over every kind of device below.
+//! Random operations compared with a model of `null_blk`'s zones, which was written from its
+//! description, over every kind of device.
 
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -14,14 +14,14 @@ use freestone_testkit::{Deferred, Model, Policy, Rng, scaled};
 
 const BLOCK: u64 = 512;
 
-// ---- the model: sectors of 512 bytes, conditions and counters, one thing at a time --------------
+// ---- model: sectors of 512 bytes, conditions and counters, single-threaded ----------------------
 
 struct ModelZone {
     start: u64,
     len: u64,
     capacity: u64,
     condition: ZoneCondition,
-    /// Absolute; of no meaning in some conditions.
+    /// Absolute; meaningless in some conditions.
     pointer: u64,
 }
 
@@ -110,7 +110,7 @@ impl Oracle {
         }
     }
 
-    /// Where it went.
+    /// Writes or appends. Returns the offset.
     fn write(&mut self, at: Option<u64>, zone: usize, data: &[u8]) -> Result<u64, Error> {
         let row = &self.zones[zone];
         match row.condition {
@@ -219,7 +219,7 @@ impl Oracle {
     }
 }
 
-// ---- the comparison -----------------------------------------------------------------------------
+// ---- comparison ---------------------------------------------------------------------------------
 
 fn append(zones: &Zones, offset: u64, data: &[u8]) -> Result<u64, Error> {
     if let Some(at) = zones.try_append(offset, data, Flags::empty())? {
@@ -231,7 +231,7 @@ fn append(zones: &Zones, offset: u64, data: &[u8]) -> Result<u64, Error> {
     rx.recv().unwrap()
 }
 
-/// Runs random operations on both, and compares answers, rows and content.
+/// Runs random operations on both, and compares results, reports and content.
 fn compare(name: &str, backing: Arc<dyn Device>, config: Config, state: State<'_>, seed: u64, rounds: u64) {
     let Geometry { size, logical_block, .. } = backing.geometry();
     let block = u64::from(logical_block);
@@ -242,7 +242,7 @@ fn compare(name: &str, backing: Arc<dyn Device>, config: Config, state: State<'_
     for round in 0..rounds {
         let zone = rng.below(count) as usize;
         let (start, len) = (oracle.zones[zone].start, oracle.zones[zone].len);
-        // Mostly where it may be written, and mostly a little.
+        // Mostly at a valid position, and mostly short.
         let pointer = oracle.zones[zone].pointer;
         let free = (start + oracle.zones[zone].capacity).saturating_sub(pointer) / block;
         let at = match rng.below(8) {
@@ -328,12 +328,12 @@ fn compare(name: &str, backing: Arc<dyn Device>, config: Config, state: State<'_
                 let len = (1 + rng.below(most)) * block;
                 context = format!("read of {len} bytes at {offset}");
                 let mut found = vec![0; len as usize];
-                let answer = zones.read_at(offset, &mut found);
+                let completion = zones.read_at(offset, &mut found);
                 let expected = oracle.read(offset, len);
-                if answer.is_ok() && expected.is_ok() {
+                if completion.is_ok() && expected.is_ok() {
                     assert!(Ok(found) == expected, "{name}, seed {seed}, round {round}: {context}");
                 }
-                (answer, expected.map(drop))
+                (completion, expected.map(drop))
             }
         };
         assert_eq!(same.0, same.1, "{name}, seed {seed}, round {round}: {context}");
@@ -349,9 +349,9 @@ fn compare(name: &str, backing: Arc<dyn Device>, config: Config, state: State<'_
     }
     for zone in &oracle.zones {
         let mut found = vec![0; zone.len as usize];
-        let answer = zones.read_at(zone.start, &mut found);
+        let completion = zones.read_at(zone.start, &mut found);
         assert!(
-            answer.map(|()| found) == oracle.read(zone.start, zone.len),
+            completion.map(|()| found) == oracle.read(zone.start, zone.len),
             "{name}, seed {seed}: at the end"
         );
     }
@@ -401,7 +401,7 @@ fn over_a_ram_disk() {
 }
 
 #[test]
-fn over_devices_that_would_block() {
+fn over_deferring_devices() {
     for (seed, (size, config)) in (400..).zip(configs()) {
         for policy in [Policy::Always, Policy::Sometimes(30)] {
             let model = Arc::new(Model::new(size as usize, BLOCK as u32));

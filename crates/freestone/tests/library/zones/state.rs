@@ -1,5 +1,5 @@
 //! The state of zones after restarts, crashes and power cuts: a write pointer never exceeds durable
-//! data, and nothing that was acknowledged as durable is lost.
+//! data, and no acknowledged durable data is lost.
 
 use std::fs;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,14 +20,14 @@ const BLOCKS: u64 = 12;
 const ZONE: u64 = 16 * BLOCK;
 const ZONES: u64 = 8;
 const SIZE: u64 = ZONES * ZONE;
-/// Of a state of fewer than 511 zones.
+/// Size of a state with fewer than 511 zones.
 const STATE_BYTES: u64 = 3 * 4096;
 
 fn config() -> Config {
     Config { zone_size: ZONE, zone_capacity: BLOCKS * BLOCK, zone_max_open: 3, ..Config::default() }
 }
 
-// ---- two disks that remember the order of everything --------------------------------------------
+// ---- disks that record the order of requests ----------------------------------------------------
 
 #[derive(Debug, Clone)]
 enum Event {
@@ -39,7 +39,7 @@ enum Event {
     Flush {
         disk: usize,
     },
-    /// From here on: a zone's generation, with at least so many blocks, survives.
+    /// From here on, a zone survives with this generation and at least this number of blocks.
     Durable {
         zone: usize,
         generation: u64,
@@ -104,8 +104,8 @@ fn content(zone: u64, generation: u64, index: u64) -> Vec<u8> {
     word.to_le_bytes().repeat((BLOCK / 8) as usize)
 }
 
-/// What a crash after the first `events` leaves on a disk: what was flushed, and of the rest any
-/// sectors in any order.
+/// Returns the content of a disk after a crash at this point of the log: flushed writes, and any
+/// sectors of the others in any order.
 fn image(log: &[Event], disk: usize, size: u64, rng: &mut Rng) -> Vec<u8> {
     let mut bytes = vec![0; size as usize];
     let flushed = log.iter().rposition(|event| matches!(event, Event::Flush { disk: of } if *of == disk));
@@ -124,7 +124,8 @@ fn image(log: &[Event], disk: usize, size: u64, rng: &mut Rng) -> Vec<u8> {
             }
         }
     }
-    // From all to none of it: dropped, and written one behind the other in another order.
+    // From all to none of the unflushed writes: some are dropped, the others are applied in another
+    // order.
     let percent = rng.below(101) as u8;
     for at in (1..loose.len()).rev() {
         if rng.chance(50) {
@@ -156,7 +157,7 @@ fn rows(zones: &Zones) -> Vec<Zone> {
     rows
 }
 
-/// Random work on zones that are kept on the second disk.
+/// Runs random operations on zones whose state is on the second disk.
 fn work(log: &Arc<Log>, seed: u64, rounds: u64) {
     let disk = |number, size: u64| {
         Arc::new(Disk { number, below: Model::new(size as usize, BLOCK as u32), log: Arc::clone(log) })
@@ -195,7 +196,7 @@ fn work(log: &Arc<Log>, seed: u64, rounds: u64) {
                 }
             }
             15..=17 => {
-                // What comes back after it is of a later generation.
+                // Later writes belong to the next generation.
                 if zones.zone_op(ZoneOp::Reset, start).is_ok() {
                     (generations[at], written[at]) = (generations[at] + 1, 0);
                     note(durable(at, &generations, &written));
@@ -220,7 +221,7 @@ fn work(log: &Arc<Log>, seed: u64, rounds: u64) {
     }
 }
 
-/// Opens what a crash left, and checks it against what was known then.
+/// Opens the disks after a crash, and checks them against what was known at that time.
 fn check(log: &[Event], seed: u64) {
     let context = format!("a crash after {} events, seed {seed}", log.len());
     let mut rng = Rng::new(seed ^ log.len() as u64);
@@ -245,7 +246,7 @@ fn check(log: &[Event], seed: u64) {
             continue;
         }
         let Some((generation, blocks)) = known[zone as usize] else {
-            // A reset that was not acknowledged may have been before the crash.
+            // An unacknowledged reset may have happened before the crash.
             assert_eq!(condition, ZoneCondition::Empty, "{context}");
             continue;
         };
@@ -255,7 +256,7 @@ fn check(log: &[Event], seed: u64) {
             if pointer == 0 { &[][..] } else { &data[row.start as usize..(row.start + BLOCK) as usize] };
         let word = first.first_chunk::<8>().map_or(0, |word| u64::from_le_bytes(*word));
         if finished {
-            // Where the data ends is not known any more; the rest must be zeroes.
+            // The end of the data is unknown after a finish, and the rest must be zeroes.
             let block =
                 |at: u64| &data[(row.start + at * BLOCK) as usize..(row.start + (at + 1) * BLOCK) as usize];
             pointer = (0..pointer).find(|&at| block(at).iter().all(|&byte| byte == 0)).unwrap_or(pointer);
@@ -270,7 +271,7 @@ fn check(log: &[Event], seed: u64) {
             assert!(found >= generation, "{context}: data of generation {found} has come back");
         }
         if pointer == 0 || found > generation {
-            // Of a later generation: the reset had begun, or there was nothing to lose.
+            // A later generation: the reset had started, or there was nothing to lose.
             let begun = log
                 .iter()
                 .rev()
@@ -281,7 +282,7 @@ fn check(log: &[Event], seed: u64) {
             assert!(pointer >= blocks, "{context}: blocks that were durable are lost");
         }
     }
-    // And it goes on.
+    // The zones stay usable.
     for row in rows(&zones) {
         if row.condition == ZoneCondition::Closed {
             zones.write_at(row.write_pointer, &content(9, 9, 9), Flags::FUA).unwrap();
@@ -290,12 +291,13 @@ fn check(log: &[Event], seed: u64) {
 }
 
 #[test]
-fn a_crash_at_any_moment() {
+fn crash_at_any_moment_keeps_durable_data() {
     for seed in 1..=scaled(12).max(2) {
         let log = Arc::new(Log::default());
         work(&log, seed, 150);
         let log = log.lock().clone();
-        // Before the state was complete it is made anew, or refused; after that it must be good.
+        // Before the state was complete it is created again or refused. From then on it must be
+        // valid.
         let made =
             log.iter().enumerate().filter(|(_, event)| matches!(event, Event::Flush { disk: 1 })).nth(1);
         for events in made.unwrap().0 + 1..=log.len() {
@@ -307,7 +309,7 @@ fn a_crash_at_any_moment() {
 }
 
 #[test]
-fn a_crash_while_the_state_is_made() {
+fn crash_during_creation_of_the_state() {
     let log = Arc::new(Log::default());
     work(&log, 1, 0);
     let log = log.lock().clone();
@@ -348,7 +350,7 @@ fn file_config() -> Config {
 }
 
 #[test]
-fn a_restart_finds_everything() {
+fn restart_restores_all_zones() {
     use ZoneCondition::{Closed, Empty, Full, NotWritePointer, Offline, ReadOnly};
     let place = Place::new();
     let data = vec![7; 64 << 10];
@@ -383,7 +385,7 @@ fn a_restart_finds_everything() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn mismatched_or_damaged_state_is_refused() {
     let place = Place::new();
     drop(place.open(file_config()).unwrap());
     let good = fs::read(place.state()).unwrap();
@@ -425,7 +427,7 @@ fn what_does_not_fit_is_refused() {
     refused("an empty file", file_config(), &|error| matches!(error, StateError::Foreign));
     fs::write(place.state(), &good[..good.len() - 1]).unwrap();
     refused("a short file", file_config(), &|error| matches!(error, StateError::Damaged(_)));
-    // One bad copy is what a crash leaves; two are not.
+    // A crash leaves one bad copy; two are damage.
     for (copies, bad) in [(&[4096][..], false), (&[8192][..], false), (&[4096, 8192][..], true)] {
         let mut bytes = good.clone();
         for copy in copies {
@@ -438,7 +440,7 @@ fn what_does_not_fit_is_refused() {
             drop(place.open(file_config()).unwrap());
         }
     }
-    // The copies of another file.
+    // One copy is from another file.
     let other = Place::new();
     drop(other.open(file_config()).unwrap());
     let mut bytes = good.clone();
@@ -446,7 +448,7 @@ fn what_does_not_fit_is_refused() {
     fs::write(place.state(), bytes).unwrap();
     refused("another file's copies", file_config(), &|error| matches!(error, StateError::Damaged(_)));
 
-    // One at a time.
+    // A state is used by one device at a time.
     fs::write(place.state(), &good).unwrap();
     let small = || Arc::new(Memory::new(null::Config::plain(8 << 20, 512)).unwrap());
     let first = Zones::new(small(), file_config(), State::File(&place.state()), None).map(drop);
@@ -459,12 +461,13 @@ fn what_does_not_fit_is_refused() {
         None,
     );
     assert!(matches!(second, Err(SetupError::State(StateError::InUse))), "{second:?}");
-    // More active zones than may be.
+    // More active zones than allowed.
     for zone in 1..5 {
         zones.write_at(zone << 20, &[1; 4096], Flags::empty()).unwrap();
     }
     drop(zones);
-    // As after a crash between two parts of a flush: what was begun can go on, and nothing else.
+    // As after a crash between two parts of a flush: active zones can continue, but no others can
+    // start.
     let limited = Config { zone_max_active: 3, ..file_config() };
     let zones = place.open(limited).unwrap();
     assert_eq!(zones.counts().active(), 4);
@@ -476,7 +479,7 @@ fn what_does_not_fit_is_refused() {
 }
 
 #[test]
-fn a_state_device_too_small_is_refused() {
+fn too_small_state_device_is_refused() {
     let zones = Zones::new(
         model_of(&vec![0; SIZE as usize]),
         config(),
@@ -547,7 +550,7 @@ fn power_cuts() {
 }
 
 #[test]
-fn the_same_seed_cuts_the_same() {
+fn same_seed_cuts_the_same() {
     let run = |seed| {
         let memory = Arc::new(Memory::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
         let power = Arc::new(Power::new(memory, power::Config::default()).unwrap());
@@ -559,7 +562,7 @@ fn the_same_seed_cuts_the_same() {
         }
         zones.power_cut(&power, seed).unwrap();
         let rows = rows(&zones);
-        // A finished zone was made durable.
+        // A finished zone is durable.
         assert_eq!((rows[0].condition, rows[0].write_pointer), (ZoneCondition::Full, ZONE));
         rows
     };
@@ -568,7 +571,7 @@ fn the_same_seed_cuts_the_same() {
 }
 
 #[test]
-fn extents_behind_a_write_pointer_are_data() {
+fn extents_beyond_a_write_pointer_are_data() {
     let memory = Arc::new(Memory::new(null::Config::plain(SIZE, BLOCK as u32)).unwrap());
     let zones = Zones::new(memory, config(), State::Volatile, None).unwrap();
     zones.write_zeroes(0, BLOCK, Flags::MAY_FREE).unwrap();

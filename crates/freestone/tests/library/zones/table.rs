@@ -1,8 +1,8 @@
 //! The state machine of zones as a table: every operation in every state, with and without limits.
 //!
 //! A zone has eight blocks, six of which can be written. A row is a state, an operation, the
-//! answer, and the state, the write pointer (in blocks) and the resources (implicitly open,
-//! explicitly open, closed) that follow.
+//! result, and the following state, write pointer (in blocks) and resources (implicitly open,
+//! explicitly open, closed).
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ const BLOCK: u64 = 4096;
 const ZONE: u64 = 8 * BLOCK;
 const CAPACITY: u64 = 6;
 const ZONES: u64 = 16;
-/// The zone that is looked at. Zones 0 and 1 are conventional.
+/// The zone under test. Zones 0 and 1 are conventional.
 const TARGET: u64 = 5;
 
 use ZoneCondition::{
@@ -26,13 +26,13 @@ use ZoneCondition::{
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Act {
-    /// Of one block, so many blocks from the start of the zone.
+    /// One block, at this number of blocks from the start of the zone.
     Write(u64),
-    /// Of so many blocks, at the write pointer.
+    /// This number of blocks, at the write pointer.
     WriteMany(u64),
-    /// Of one block of zeroes at the write pointer.
+    /// One block of zeroes at the write pointer.
     Zeroes,
-    /// Of one block.
+    /// Appends one block.
     Append,
     Open,
     Close,
@@ -47,13 +47,13 @@ use Act::{
     Append, Close, Finish, Open, Read, Reset, ResetAll, SetOffline, SetReadOnly, Write, WriteMany, Zeroes,
 };
 
-type Answer = Result<(), Error>;
-const OK: Answer = Ok(());
-const CONDITION: Answer = Err(Error::ZoneCondition);
-const POINTER: Answer = Err(Error::ZoneWritePointer);
-const BOUNDARY: Answer = Err(Error::ZoneBoundary);
+type Outcome = Result<(), Error>;
+const OK: Outcome = Ok(());
+const CONDITION: Outcome = Err(Error::ZoneCondition);
+const POINTER: Outcome = Err(Error::ZoneWritePointer);
+const BOUNDARY: Outcome = Err(Error::ZoneBoundary);
 
-/// How a zone came to be what it is.
+/// How a zone reached its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum From {
     Empty,
@@ -74,8 +74,8 @@ enum From {
     Conventional,
 }
 
-/// State, operation, answer, then the zone: condition and write pointer.
-type Row = (From, Act, Answer, (ZoneCondition, u64));
+/// State, operation, result, then the zone's condition and write pointer.
+type Row = (From, Act, Outcome, (ZoneCondition, u64));
 
 #[rustfmt::skip]
 const TABLE: &[Row] = &[
@@ -215,8 +215,7 @@ const TABLE: &[Row] = &[
     (From::Conventional, Read, OK, (NotWritePointer, 8)),
 ];
 
-/// Finishing a full zone differs: the kernel moves the write pointer to the end where nothing is
-/// limited.
+/// Finish of a full zone differs: without limits the kernel moves the write pointer to the end.
 const FINISH_OF_FULL: [(bool, Row); 2] =
     [(false, (From::Full, Finish, OK, (Full, 8))), (true, (From::Full, Finish, OK, (Full, 6)))];
 
@@ -253,18 +252,18 @@ impl Bench {
         (row.condition, (row.write_pointer - row.start) / BLOCK)
     }
 
-    fn write(&self, zone: u64, at: u64, blocks: u64) -> Answer {
+    fn write(&self, zone: u64, at: u64, blocks: u64) -> Outcome {
         let data = vec![zone as u8 + 1; (blocks * BLOCK) as usize];
         self.zones.write_at(zone * ZONE + at * BLOCK, &data, Flags::empty())
     }
 
-    fn op(&self, op: ZoneOp, zone: u64) -> Answer {
+    fn op(&self, op: ZoneOp, zone: u64) -> Outcome {
         self.zones.zone_op(op, zone * ZONE)
     }
 
-    fn act(&self, act: Act, zone: u64) -> Answer {
+    fn act(&self, act: Act, zone: u64) -> Outcome {
         let row = self.zone(zone);
-        // Where a zone has no write pointer to write at.
+        // Wraps for a zone without a write pointer.
         let pointer = (row.write_pointer - row.start) / BLOCK % 8;
         match act {
             Write(at) => self.write(zone, at, 1),
@@ -320,7 +319,7 @@ impl Bench {
         }
     }
 
-    /// Implicitly open, explicitly open, closed, as counted.
+    /// Returns the counts of implicitly open, explicitly open and closed zones.
     fn resources(&self) -> (u32, u32, u32) {
         let counts = self.zones.counts();
         (counts.implicit_open, counts.explicit_open, counts.closed)
@@ -355,19 +354,18 @@ fn every_operation_in_every_state() {
         for (max_open, max_active) in [(0, 0), (3, 0), (0, 3), (3, 3), (1, 1)] {
             let limited = max_open + max_active > 0;
             let special = FINISH_OF_FULL.iter().filter(|(when, _)| *when == limited).map(|(_, row)| row);
-            for &(from, act, answer, (condition, pointer)) in TABLE.iter().chain(special) {
+            for &(from, act, completion, (condition, pointer)) in TABLE.iter().chain(special) {
                 let bench = Bench::new(make(), max_open, max_active);
                 let target = if from == From::Conventional { 1 } else { TARGET };
                 bench.prepare(from, target);
                 let given = bench.act(act, target);
                 let context = format!("{act:?} in {from:?}, limits {max_open} and {max_active}");
-                assert_eq!(given, answer, "{context}");
+                assert_eq!(given, completion, "{context}");
                 assert_eq!(bench.state(target), (condition, pointer), "{context}");
                 assert_eq!(bench.resources(), resources(condition), "{context}");
                 let others = (0..ZONES).filter(|&zone| zone != target && zone > 1);
                 assert!(others.map(|zone| bench.state(zone)).all(|state| state == (Empty, 0)), "{context}");
-                // What the resources hold shows in what they still admit: a released one can be
-                // taken again.
+                // The free resources show in the next open: a released resource can be taken again.
                 if max_open == 1 {
                     let free = resources(condition) == (0, 0, 0);
                     let next = bench.op(ZoneOp::Open, TARGET + 1);
@@ -378,50 +376,50 @@ fn every_operation_in_every_state() {
     }
 }
 
-/// With the limits reached by others: zones 8 and 9 are open or closed, and zone 5 wants to be
-/// open.
+/// Limits reached by other zones: zones 8 and 9 are open or closed, and zone 5 is to be opened.
 #[test]
 #[rustfmt::skip]
 fn operations_at_the_limits() {
-    const OPEN: Answer = Err(Error::ZoneTooManyOpen);
-    const ACTIVE: Answer = Err(Error::ZoneTooManyActive);
-    // Limits; how zone 5, 8 and 9 begin; what is done to zone 5; the answer; how 5, 8 and 9 end.
-    type Case = ((u32, u32), [From; 3], Act, Answer, [ZoneCondition; 3]);
+    const OPEN: Outcome = Err(Error::ZoneTooManyOpen);
+    const ACTIVE: Outcome = Err(Error::ZoneTooManyActive);
+    // Limits; initial states of zones 5, 8 and 9; operation on zone 5; result; final conditions of
+    // 5, 8 and 9.
+    type Case = ((u32, u32), [From; 3], Act, Outcome, [ZoneCondition; 3]);
     let cases: &[Case] = &[
-        // Explicitly open zones do not give way.
+        // Explicitly open zones are not closed.
         ((2, 0), [From::Empty, From::Explicit, From::Explicit], Write(0), OPEN, [Empty, Explicit, Explicit]),
         ((2, 0), [From::Empty, From::Explicit, From::Explicit], Append, OPEN, [Empty, Explicit, Explicit]),
         ((2, 0), [From::Empty, From::Explicit, From::Explicit], Open, OPEN, [Empty, Explicit, Explicit]),
         ((2, 0), [From::Empty, From::Explicit, From::Explicit], Finish, OPEN, [Empty, Explicit, Explicit]),
         ((2, 0), [From::Empty, From::Explicit, From::Explicit], Reset, OK, [Empty, Explicit, Explicit]),
-        // The position is looked at before the resources.
+        // The position is checked before the resources.
         ((2, 0), [From::Empty, From::Explicit, From::Explicit], Write(1), POINTER, [Empty, Explicit, Explicit]),
-        // Implicitly open ones do, in turn.
+        // Implicitly open zones are closed in turn.
         ((2, 0), [From::Empty, From::Implicit, From::Implicit], Write(0), OK, [Implicit, Closed, Implicit]),
         ((2, 0), [From::Empty, From::Explicit, From::Implicit], Open, OK, [Explicit, Explicit, Closed]),
         ((2, 0), [From::Empty, From::Implicit, From::Implicit], Finish, OK, [Full, Closed, Implicit]),
-        // Not all active zones are open: closed ones come back.
+        // Not all active zones are open, so closed zones can be opened again.
         ((2, 4), [From::Closed, From::Implicit, From::Implicit], Write(2), OK, [Implicit, Closed, Implicit]),
         ((2, 4), [From::Closed, From::Explicit, From::Explicit], Write(2), OPEN, [Closed, Explicit, Explicit]),
         ((2, 4), [From::Closed, From::Explicit, From::Explicit], Finish, OPEN, [Closed, Explicit, Explicit]),
-        // At the limit of active zones nothing new is opened, and no room is made even for a closed
-        // zone.
+        // At the limit of active zones no new zone is opened, and no zone is closed even for a
+        // closed one.
         ((0, 2), [From::Empty, From::Closed, From::Implicit], Write(0), ACTIVE, [Empty, Closed, Implicit]),
         ((0, 2), [From::Empty, From::Closed, From::Implicit], Open, ACTIVE, [Empty, Closed, Implicit]),
         ((0, 2), [From::Empty, From::Closed, From::Implicit], Finish, ACTIVE, [Empty, Closed, Implicit]),
         ((2, 3), [From::Closed, From::Implicit, From::Implicit], Write(2), OPEN, [Closed, Implicit, Implicit]),
         ((2, 3), [From::Closed, From::Implicit, From::Implicit], Open, OPEN, [Closed, Implicit, Implicit]),
         ((2, 2), [From::Empty, From::Implicit, From::Implicit], Write(0), ACTIVE, [Empty, Implicit, Implicit]),
-        // Open zones go on, and change from implicit to explicit, at the limit.
+        // Open zones continue at the limit, and change from implicit to explicit.
         ((2, 2), [From::Implicit, From::Implicit, From::Empty], Write(2), OK, [Implicit, Implicit, Empty]),
         ((2, 2), [From::Implicit, From::Implicit, From::Empty], Open, OK, [Explicit, Implicit, Empty]),
-        // Read-only and offline need no resource. (The kernel would close another zone for an empty
-        // one.)
+        // Read-only and offline zones need no resource. (The kernel would close another zone for an
+        // empty one.)
         ((2, 0), [From::Empty, From::Implicit, From::Implicit], SetReadOnly, OK, [ReadOnly, Implicit, Implicit]),
         ((2, 2), [From::Empty, From::Implicit, From::Implicit], SetOffline, OK, [Offline, Implicit, Implicit]),
     ];
     for make in [memory, bare, deferred] {
-        for &((max_open, max_active), from, act, answer, expected) in cases {
+        for &((max_open, max_active), from, act, completion, expected) in cases {
             let bench = Bench::new(make(), max_open, max_active);
             let zones = [TARGET, 8, 9];
             for (zone, from) in zones.into_iter().zip(from) {
@@ -429,19 +427,19 @@ fn operations_at_the_limits() {
             }
             let given = bench.act(act, TARGET);
             let context = format!("{act:?} with {from:?}, limits {max_open} and {max_active}");
-            assert_eq!(given, answer, "{context}");
+            assert_eq!(given, completion, "{context}");
             assert_eq!(zones.map(|zone| bench.state(zone).0), expected, "{context}");
         }
     }
 }
 
 #[test]
-fn the_next_to_close_goes_round() {
+fn closing_of_implicitly_open_zones_is_round_robin() {
     let bench = Bench::new(memory(), 3, 0);
     for zone in [4, 9, 15] {
         bench.write(zone, 0, 1).unwrap();
     }
-    // An empty one that was only opened becomes empty again, and counts as a turn.
+    // A zone that was opened without a write becomes empty again, and counts as a turn.
     let closed = |opened: u64, victim: u64| {
         bench.write(opened, 0, 1).unwrap();
         assert_eq!(bench.state(victim).0, Closed, "opening {opened}");
@@ -451,10 +449,10 @@ fn the_next_to_close_goes_round() {
     closed(10, 9);
     closed(3, 10);
     closed(11, 15);
-    // Round to the first sequential zone.
+    // The turn wraps to the first sequential zone.
     closed(5, 2);
     closed(6, 3);
     assert_eq!(bench.zones.counts().implicit_closes, 6);
-    // 5, 6 and 11 are open; the turn is at 4.
+    // Zones 5, 6 and 11 are open; zone 4 is next.
     assert_eq!([5, 6, 11].map(|zone| bench.state(zone).0), [Implicit; 3]);
 }

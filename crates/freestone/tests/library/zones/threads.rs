@@ -21,10 +21,10 @@ fn memory() -> Arc<dyn Device> {
 }
 
 fn deferred() -> Arc<dyn Device> {
-    putting_off(Policy::Sometimes(50))
+    deferring(Policy::Sometimes(50))
 }
 
-fn putting_off(policy: Policy) -> Arc<dyn Device> {
+fn deferring(policy: Policy) -> Arc<dyn Device> {
     let model = Model::new((ZONES * ZONE) as usize, BLOCK as u32);
     Arc::new(Deferred::new(Arc::new(model), policy, 3))
 }
@@ -46,8 +46,7 @@ fn check_limits(zones: &Zones) {
     assert!(geometry.max_active == 0 || counts.active() <= geometry.max_active, "{counts:?}");
 }
 
-/// Appends of all threads get places of their own, their data is there, and the limits hold at the
-/// end.
+/// Appends of all threads get distinct offsets and keep their data, and the limits hold at the end.
 fn appends(backing: Arc<dyn Device>, max_open: u32, max_active: u32, rounds: u64) {
     let config =
         Config { zone_size: ZONE, zone_max_open: max_open, zone_max_active: max_active, ..Config::default() };
@@ -64,16 +63,16 @@ fn appends(backing: Arc<dyn Device>, max_open: u32, max_active: u32, rounds: u64
                         let zone = rng.below(ZONES);
                         if rng.chance(20) {
                             let op = [ZoneOp::Open, ZoneOp::Close][rng.below(2) as usize];
-                            let answer = zones.zone_op(op, zone * ZONE);
+                            let completion = zones.zone_op(op, zone * ZONE);
                             assert!(
                                 matches!(
-                                    answer,
+                                    completion,
                                     Ok(())
                                         | Err(Error::ZoneCondition
                                             | Error::ZoneTooManyOpen
                                             | Error::ZoneTooManyActive)
                                 ),
-                                "{answer:?}"
+                                "{completion:?}"
                             );
                             continue;
                         }
@@ -132,8 +131,7 @@ fn appends_with_and_without_limits() {
     }
 }
 
-/// Readers take no lock: what they see of a zone is blocks of one generation, in order, and nothing
-/// behind.
+/// Readers take no lock. They must see blocks of a single generation, in order, and nothing beyond.
 fn readers(backing: Arc<dyn Device>, rounds: u64) {
     const BLOCKS: u64 = 16;
     let config = Config { zone_size: BLOCKS * BLOCK, zone_max_open: 2, ..Config::default() };
@@ -181,13 +179,13 @@ fn readers(backing: Arc<dyn Device>, rounds: u64) {
 #[test]
 fn readers_see_one_generation() {
     readers(memory(), scaled(20_000));
-    // A read that is done in parts sees several moments, so it must not be.
-    readers(putting_off(Policy::Always), scaled(200));
+    // A read in parts may see several moments, so it must not be done in parts.
+    readers(deferring(Policy::Always), scaled(200));
 }
 
-/// Everything at once; at the end nothing hangs, and the zones can be brought back.
+/// All operations at once. At the end nothing hangs, and all zones can be reset.
 #[test]
-fn everything_at_once() {
+fn all_operations_at_once() {
     for make in [memory, deferred] {
         let config = Config {
             zone_size: ZONE,
@@ -205,7 +203,7 @@ fn everything_at_once() {
                     for _ in 0..scaled(800) {
                         let zone = 2 + rng.below(ZONES - 2);
                         let start = zone * ZONE;
-                        // Any answer but a hang: what is refused depends on the others.
+                        // Any result but a hang is allowed: errors depend on the other threads.
                         match rng.below(12) {
                             0 => drop(zones.zone_op(ZoneOp::Finish, start)),
                             1 => drop(zones.zone_op(ZoneOp::Open, start)),

@@ -1,10 +1,10 @@
-//! `codec::lend` with a choice: the product's own file, or the shared list that the kernel had
-//! before.
+//! `codec::lend` with selectable sources: the product's own file, or the shared list that the
+//! kernel had before.
 //!
-//! As there, the list of idle streams is behind one lock, the one that came back last goes first,
-//! and who finds none sleeps until one comes back. A spinlock there, a mutex here that spins before
-//! it sleeps. Those who sleep are counted, so that one that gives a stream back makes a system call
-//! only for them.
+//! As in the kernel, one lock guards the list of idle streams, the stream that was returned last is
+//! borrowed first, and a thread that finds no stream sleeps until one is returned. The kernel's
+//! lock was a spinlock; here it is a mutex that spins before it sleeps. Sleepers are counted, so
+//! that returning a stream makes a system call only if a thread sleeps.
 
 mod ours;
 
@@ -14,11 +14,11 @@ use freestone_core::device::Result;
 use freestone_core::sync::{Condvar, Mutex, MutexGuard};
 use freestone_core::variants::{self, Streams};
 
-/// Streams in the longer and in the shorter list.
+/// Number of streams in the longer and in the shorter list.
 const LONG: usize = 8;
 const SHORT: usize = 4;
 
-/// One `T` for each CPU, and the lists where they are wanted.
+/// A `T` per CPU, and the lists if they are needed.
 pub struct Lender<T> {
     ours: ours::Lender<T>,
     lists: Option<Lists<T>>,
@@ -29,17 +29,16 @@ struct Lists<T> {
     long: List<T>,
 }
 
-/// A `T` that is lent.
+/// A borrowed `T`.
 pub enum Lent<'a, T> {
     Ours(MutexGuard<'a, T>),
-    Listed(Listed<'a, T>),
+    ListGuard(ListGuard<'a, T>),
 }
 
 impl<T> Lender<T> {
-    /// Makes them all; the lists only where one of them is chosen now.
+    /// Creates all streams. The lists are created only if one of them is selected now.
     ///
-    /// # Errors
-    /// The first that `make` has.
+    /// # Errors Fails if `make` fails.
     pub fn new(mut make: impl FnMut() -> Result<T>) -> Result<Self> {
         let ours = ours::Lender::new(&mut make)?;
         let lists = match variants::streams() {
@@ -51,18 +50,18 @@ impl<T> Lender<T> {
         Ok(Self { ours, lists })
     }
 
-    /// One from where the choice says.
+    /// Borrows a stream from the selected source.
     #[inline]
     pub fn take(&self) -> Lent<'_, T> {
         match (variants::streams(), &self.lists) {
             (Streams::Ours, _) => Lent::Ours(self.ours.take()),
-            (Streams::ListOf4, Some(lists)) => Lent::Listed(lists.short.take()),
-            (Streams::ListOf8, Some(lists)) => Lent::Listed(lists.long.take()),
-            (_, None) => panic!("a list of streams was not chosen before the device was made"),
+            (Streams::ListOf4, Some(lists)) => Lent::ListGuard(lists.short.take()),
+            (Streams::ListOf8, Some(lists)) => Lent::ListGuard(lists.long.take()),
+            (_, None) => panic!("no list of streams was selected before the device was created"),
         }
     }
 
-    /// Every CPU's.
+    /// Returns the streams of all CPUs.
     pub fn all(&self) -> impl ExactSizeIterator<Item = &Mutex<T>> {
         self.ours.all()
     }
@@ -75,7 +74,7 @@ impl<T> Deref for Lent<'_, T> {
     fn deref(&self) -> &T {
         match self {
             Self::Ours(guard) => guard,
-            Self::Listed(listed) => listed.held(),
+            Self::ListGuard(guard) => guard.stream(),
         }
     }
 }
@@ -85,19 +84,19 @@ impl<T> DerefMut for Lent<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
         match self {
             Self::Ours(guard) => guard,
-            Self::Listed(listed) => listed.held_mut(),
+            Self::ListGuard(guard) => guard.stream_mut(),
         }
     }
 }
 
-/// A shared list.
+/// A shared list of streams.
 struct List<T> {
     idle: Mutex<Idle<T>>,
     returned: Condvar,
 }
 
 struct Idle<T> {
-    // Boxed, as the kernel's list links them: taking one moves a pointer.
+    // Boxed, as the kernel links list entries: borrowing moves a pointer.
     streams: Vec<Box<T>>,
     sleepers: usize,
 }
@@ -108,21 +107,21 @@ impl<T> List<T> {
         Ok(Self { idle: Mutex::new(Idle { streams, sleepers: 0 }), returned: Condvar::new() })
     }
 
-    fn take(&self) -> Listed<'_, T> {
+    fn take(&self) -> ListGuard<'_, T> {
         let mut idle = self.idle.lock();
         loop {
             if let Some(stream) = idle.streams.pop() {
-                return Listed { list: self, stream: Some(stream) };
+                return ListGuard { list: self, stream: Some(stream) };
             }
             idle.sleepers += 1;
-            // Not `pin::wait`: whoever needs a stream is pinned, and here, unlike in the product,
-            // may sleep for it. Who has one gives it back without waiting for pins.
+            // `pin::wait` is not used: the caller is pinned and, unlike in the product, may sleep
+            // here. A thread that has a stream returns it without waiting for pins.
             idle = self.returned.wait(idle).unwrap_or_else(std::sync::PoisonError::into_inner);
             idle.sleepers -= 1;
         }
     }
 
-    fn give_back(&self, stream: Box<T>) {
+    fn return_stream(&self, stream: Box<T>) {
         let mut idle = self.idle.lock();
         idle.streams.push(stream);
         let awaited = idle.sleepers > 0;
@@ -133,35 +132,35 @@ impl<T> List<T> {
     }
 }
 
-/// One of a list. Dropping it gives it back.
-pub struct Listed<'a, T> {
+/// A stream borrowed from a list. Drop returns it.
+pub struct ListGuard<'a, T> {
     list: &'a List<T>,
-    /// There until it is dropped.
+    /// None only during drop.
     stream: Option<Box<T>>,
 }
 
-impl<T> Listed<'_, T> {
+impl<T> ListGuard<'_, T> {
     #[inline]
-    fn held(&self) -> &T {
+    fn stream(&self) -> &T {
         match &self.stream {
             Some(stream) => stream,
-            None => unreachable!("it was given back"),
+            None => unreachable!("the stream was returned"),
         }
     }
 
     #[inline]
-    fn held_mut(&mut self) -> &mut T {
+    fn stream_mut(&mut self) -> &mut T {
         match &mut self.stream {
             Some(stream) => stream,
-            None => unreachable!("it was given back"),
+            None => unreachable!("the stream was returned"),
         }
     }
 }
 
-impl<T> Drop for Listed<'_, T> {
+impl<T> Drop for ListGuard<'_, T> {
     fn drop(&mut self) {
         if let Some(stream) = self.stream.take() {
-            self.list.give_back(stream);
+            self.list.return_stream(stream);
         }
     }
 }
@@ -178,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn each_of_a_list_is_with_one_thread_and_no_more_are_lent_than_there_are() {
+    fn listed_streams_are_exclusive_and_bounded() {
         const THREADS: u64 = 12;
         const ROUNDS: u64 = 5_000;
         for count in [1, SHORT, LONG] {
@@ -190,29 +189,29 @@ mod tests {
                         for round in 0..ROUNDS {
                             let mut one = list.take();
                             assert!(lent.fetch_add(1, Ordering::SeqCst) < count);
-                            let before = *one.held();
+                            let before = *one.stream();
                             if round % 64 == 0 {
                                 std::thread::yield_now();
                             }
-                            *one.held_mut() = before + 1;
+                            *one.stream_mut() = before + 1;
                             lent.fetch_sub(1, Ordering::SeqCst);
                         }
                     });
                 }
             });
             let idle = list.idle.lock();
-            assert_eq!((idle.streams.len(), idle.sleepers), (count, 0), "all came back");
+            assert_eq!((idle.streams.len(), idle.sleepers), (count, 0), "all streams were returned");
             let sum: u64 = idle.streams.iter().map(|one| **one).sum();
-            assert_eq!(sum, THREADS * ROUNDS, "two threads had one at a time");
+            assert_eq!(sum, THREADS * ROUNDS, "two threads used a stream at the same time");
         }
     }
 
     #[test]
-    fn who_finds_none_sleeps_until_one_comes_back() {
+    fn borrower_sleeps_until_stream_is_returned() {
         let list = list(2);
         let (first, second) = (list.take(), list.take());
         std::thread::scope(|scope| {
-            let third = scope.spawn(|| *list.take().held());
+            let third = scope.spawn(|| *list.take().stream());
             while list.idle.lock().sleepers == 0 {
                 std::thread::sleep(Duration::from_millis(1));
             }

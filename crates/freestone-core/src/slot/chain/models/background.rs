@@ -1,18 +1,18 @@
-//! What happens to an object where it is, while its word goes from slot to slot: it is written over
-//! in place, it is on its way from the backing device, it is spilled, compaction moves it.
+//! Background changes of an object while its word moves between slots: in-place overwrite, read from the
+//! backing device, writeback, compaction.
 
-use super::{Family, Kin as _, SLOT, World, bounded, spawn};
+use super::{Family, Fixture, Kin as _, SLOT, bounded, spawn};
 use crate::pin::pinned;
 use crate::slot::{Table, Word};
 use crate::sync::{Arc, AtomicU32, Ordering};
 
-/// What a pass works with.
+/// Tag of the background pass.
 const TAG: u8 = 1;
 
 impl Family {
-    /// As a pass does that spills: the slot is picked, and when the write is answered the object
-    /// goes, if nobody has changed the page. (A page that shows what the object did stands for the
-    /// one on the device.)
+    /// Writes back a page like a background pass: picks the slot, and frees the object when the write
+    /// completes, if the page is unchanged. A same-filled word with the object's content stands for the
+    /// written-back page.
     fn spill(&self, layer: &Table) {
         let Some(leaf) = layer.leaf(SLOT) else { return };
         let guard = leaf.lock(SLOT);
@@ -29,7 +29,7 @@ impl Family {
         }
     }
 
-    /// As compaction does: moves an object, if the slot that has it by its note still does.
+    /// Moves an object like compaction, if the slot recorded as its owner still has it.
     fn compact(&self, layers: &[&Table], from: u64, to: u64) {
         let owner = self.owners[from as usize].load(Ordering::SeqCst);
         self.objects[to as usize].store(1, Ordering::SeqCst);
@@ -49,13 +49,13 @@ impl Family {
         self.free(Word::huge(unused));
     }
 
-    /// A page begins to come from the backing device.
+    /// Starts to read a page from the backing device.
     fn depart(&self, layer: &Table) -> u64 {
         let guard = layer.leaf(SLOT).unwrap().lock(SLOT);
         self.flights.depart(guard, layer.id().into(), Vec::new())
     }
 
-    /// It has come, and is as it was.
+    /// Ends the read; the page is unchanged.
     fn land(&self, layer: &Table, flight: u64) {
         let guard = layer.leaf(SLOT).unwrap().lock(SLOT);
         if guard.word() == Word::in_flight(flight) {
@@ -64,8 +64,8 @@ impl Family {
     }
 }
 
-impl World {
-    /// It has come, and is changed before anybody sees it. False: that must not be at this moment.
+impl Fixture {
+    /// Ends the read and changes the page in one step. Returns false if writers are frozen.
     fn land_changed(&self, flight: u64, object: u64) -> bool {
         pinned(|pin| {
             let view = self.device.view.load(pin);
@@ -83,130 +83,129 @@ impl World {
     }
 }
 
-/// A page is written over in place only where no snapshot needs what it holds.
+/// A page is overwritten in place only if no snapshot needs the old content.
 #[test]
-fn rewrites_in_place_versus_a_snapshot_that_begins() {
+fn in_place_write_versus_snapshot_creation() {
     bounded(3, || {
-        let world = World::written(1);
-        let writer = spawn(&world, |world| {
-            world.rewrite(2);
-            world.rewrite(3);
+        let fixture = Fixture::written(1);
+        let writer = spawn(&fixture, |fixture| {
+            fixture.rewrite(2);
+            fixture.rewrite(3);
         });
-        let snapshot = world.snapshot();
-        let shown = world.shows(&snapshot);
+        let snapshot = fixture.snapshot();
+        let shown = fixture.shows(&snapshot);
         writer.join().unwrap();
-        assert_eq!(world.shows(&snapshot), shown, "frozen");
-        assert_eq!(world.read(), 3);
-        world.holds(&[&world.origin(), &snapshot.view.layer]);
+        assert_eq!(fixture.shows(&snapshot), shown, "frozen");
+        assert_eq!(fixture.read(), 3);
+        fixture.check_layers(&[&fixture.origin(), &snapshot.view.layer]);
     });
 }
 
-/// A pass picks a page that moves before its write is answered: it stays in memory, and is no
-/// longer of any batch.
+/// A page moves to a snapshot after a pass picked it: the page stays in memory and loses the mark.
 #[test]
-fn a_page_goes_over_while_the_origin_is_spilled() {
+fn writeback_of_origin_versus_moving_page() {
     bounded(3, || {
-        let world = World::written(1);
-        let snapshot = world.snapshot();
-        let pass = spawn(&world, |world| world.family.spill(&world.origin()));
-        world.write(2);
-        assert_eq!(world.shows(&snapshot), 1);
+        let fixture = Fixture::written(1);
+        let snapshot = fixture.snapshot();
+        let pass = spawn(&fixture, |fixture| fixture.family.spill(&fixture.origin()));
+        fixture.write(2);
+        assert_eq!(fixture.shows(&snapshot), 1);
         pass.join().unwrap();
-        assert_eq!((world.read(), world.shows(&snapshot)), (2, 1));
-        world.holds(&[&world.origin(), &snapshot.view.layer]);
+        assert_eq!((fixture.read(), fixture.shows(&snapshot)), (2, 1));
+        fixture.check_layers(&[&fixture.origin(), &snapshot.view.layer]);
     });
 }
 
-/// A pass needs no other lock than that of the slot which has the page: it may free the object as
-/// soon as that has it.
+/// A pass needs only the lock of the slot that has the page: it may free the object right after the word has
+/// moved.
 #[test]
-fn an_object_that_goes_over_is_spilled_at_once() {
+fn writeback_of_snapshot_versus_moving_page() {
     bounded(3, || {
-        let world = World::written(1);
-        let snapshot = world.snapshot();
-        let pass = spawn(&world, {
+        let fixture = Fixture::written(1);
+        let snapshot = fixture.snapshot();
+        let pass = spawn(&fixture, {
             let layer = Arc::clone(&snapshot.view.layer);
-            move |world| world.family.spill(&layer)
+            move |fixture| fixture.family.spill(&layer)
         });
-        world.write(2);
+        fixture.write(2);
         pass.join().unwrap();
-        assert_eq!((world.read(), world.shows(&snapshot)), (2, 1));
-        world.holds(&[&world.origin(), &snapshot.view.layer]);
+        assert_eq!((fixture.read(), fixture.shows(&snapshot)), (2, 1));
+        fixture.check_layers(&[&fixture.origin(), &snapshot.view.layer]);
     });
 }
 
-/// Compaction finds the object of a page that moves in one slot or in the other.
+/// Compaction finds the object of a moving page in one slot or the other.
 #[test]
-fn an_object_that_goes_over_is_moved() {
+fn compaction_versus_moving_page() {
     bounded(3, || {
-        let world = World::written(1);
-        let snapshot = world.snapshot();
-        let compaction = spawn(&world, {
-            let layers = [world.origin(), Arc::clone(&snapshot.view.layer)];
-            move |world| world.family.compact(&[&layers[0], &layers[1]], 1, 5)
+        let fixture = Fixture::written(1);
+        let snapshot = fixture.snapshot();
+        let compaction = spawn(&fixture, {
+            let layers = [fixture.origin(), Arc::clone(&snapshot.view.layer)];
+            move |fixture| fixture.family.compact(&[&layers[0], &layers[1]], 1, 5)
         });
-        world.write(2);
-        assert_eq!(world.shows(&snapshot), 1);
+        fixture.write(2);
+        assert_eq!(fixture.shows(&snapshot), 1);
         compaction.join().unwrap();
-        assert_eq!((world.read(), world.shows(&snapshot)), (2, 1));
-        world.holds(&[&world.origin(), &snapshot.view.layer]);
+        assert_eq!((fixture.read(), fixture.shows(&snapshot)), (2, 1));
+        fixture.check_layers(&[&fixture.origin(), &snapshot.view.layer]);
     });
 }
 
-/// What a removed snapshot has on its way from the backing device stays there until it has landed.
+/// A page of a removed snapshot stays there while it is in flight.
 #[test]
-fn a_page_in_flight_is_passed_on_when_it_has_landed() {
+fn page_in_flight_is_passed_on_after_landing() {
     bounded(3, || {
-        let world = World::written(1);
-        let chain = world.chain();
-        let (older, younger) = (world.snapshot(), world.snapshot());
-        world.write(2);
-        let flight = world.family.depart(&younger.view.layer);
-        let disk = spawn(&world, {
+        let fixture = Fixture::written(1);
+        let chain = fixture.chain();
+        let (older, younger) = (fixture.snapshot(), fixture.snapshot());
+        fixture.write(2);
+        let flight = fixture.family.depart(&younger.view.layer);
+        let disk = spawn(&fixture, {
             let layer = Arc::clone(&younger.view.layer);
-            move |world| world.family.land(&layer, flight)
+            move |fixture| fixture.family.land(&layer, flight)
         });
         chain.begin_delete(younger.number);
-        let left = world.pass_on(&chain, younger.number);
+        let left = fixture.pass_on(&chain, younger.number);
         disk.join().unwrap();
         if left {
-            assert!(!world.pass_on(&chain, younger.number));
+            assert!(!fixture.pass_on(&chain, younger.number));
         }
-        world.unlink(&chain, younger.number);
-        assert_eq!(world.shows(&older), 1);
-        world.holds(&[&world.origin(), &older.view.layer]);
+        fixture.unlink(&chain, younger.number);
+        assert_eq!(fixture.shows(&older), 1);
+        fixture.check_layers(&[&fixture.origin(), &older.view.layer]);
     });
 }
 
-/// A page of the origin that comes from the backing device to be changed moves as it was.
+/// A page of the origin that is read from the backing device for a change moves unchanged.
 #[test]
-fn a_page_that_lands_changed_goes_over() {
+fn page_changed_at_landing_moves_to_snapshot() {
     bounded(3, || {
-        let world = World::written(1);
-        let flight = world.family.depart(&world.origin());
-        // 1: the snapshot has begun; 2: and the page was changed after that.
+        let fixture = Fixture::written(1);
+        let flight = fixture.family.depart(&fixture.origin());
+        // 1: the snapshot was taken; 2: the page was changed after that.
         let began = Arc::new(AtomicU32::new(0));
-        let disk = spawn(&world, {
+        let disk = spawn(&fixture, {
             let began = Arc::clone(&began);
-            move |world| {
+            move |fixture| {
                 let after = began.load(Ordering::SeqCst) == 1;
-                if !world.land_changed(flight, 2) {
-                    world.family.land(&world.origin(), flight);
-                    world.write(2);
+                if !fixture.land_changed(flight, 2) {
+                    fixture.family.land(&fixture.origin(), flight);
+                    fixture.write(2);
                 }
                 if after {
                     began.store(2, Ordering::SeqCst);
                 }
             }
         });
-        let snapshot = world.snapshot();
+        let snapshot = fixture.snapshot();
         began.store(1, Ordering::SeqCst);
         disk.join().unwrap();
-        let shown = world.shows(&snapshot);
+        let shown = fixture.shows(&snapshot);
         assert!(shown == 1 || began.load(Ordering::SeqCst) == 1 && shown == 2, "{shown}");
-        assert_eq!(world.read(), 2);
-        world.write(3);
-        assert_eq!(world.shows(&snapshot), shown, "frozen");
-        world.holds(&[&world.origin(), &snapshot.view.layer]);
+        assert_eq!(fixture.read(), 2);
+        fixture.write(3);
+        assert_eq!(fixture.shows(&snapshot), shown, "frozen");
+        fixture.check_layers(&[&fixture.origin(), &snapshot.view.layer]);
     });
 }

@@ -1,8 +1,7 @@
-//! loom models of a chain: the protocol itself, with the real slots, over tables of a few.
+//! loom models of a chain: the real protocol and slots, over tables of a few slots and one page.
 //!
-//! One page. An object is a number; reading one that was freed, freeing one twice, forgetting one,
-//! and a note that names another owner than the slot that has it are errors, as are accounts that
-//! do not fit.
+//! An object is a number. Errors are: reading a freed object, a double free, a leak, a wrong owner record,
+//! and wrong page counts.
 //!
 //! Run with `cargo xtask models`.
 
@@ -11,7 +10,7 @@ mod runs;
 mod supply;
 
 use std::sync::Arc as Handle;
-use std::sync::atomic::{AtomicI64, AtomicU64 as Noted};
+use std::sync::atomic::{AtomicI64, AtomicU64 as StdAtomicU64};
 
 use loom::thread;
 
@@ -23,27 +22,26 @@ use crate::sync::{Arc, AtomicU32, Condvar, Mutex, Ordering};
 
 const OBJECTS: usize = 6;
 const LAYERS: usize = 6;
-/// The page.
 const SLOT: u64 = 0;
-/// What a page shows that nobody wrote.
+/// Content of an unwritten page.
 const NOTHING: u64 = 0;
 
-/// A request that is held: a thread that waits stands for it.
+/// A held request, represented by a waiting thread.
 type Job = (Mutex<bool>, Condvar);
 
-/// What layers have in common: their nodes, and the objects.
+/// State shared by layers: nodes and objects.
 struct Family {
     common: Arc<Common>,
-    /// 1 is alive.
+    /// 1 for live objects.
     objects: [AtomicU32; OBJECTS],
-    // No part of the protocol, so that loom need not look at them: what is noted under locks.
-    /// The layer that has an object.
-    owners: [Noted; OBJECTS],
-    /// What an object shows.
-    contents: [Noted; OBJECTS],
-    /// By layer.
+    // The following fields are std atomics, as they are not part of the protocol and need no modelling.
+    /// Owner layer of each object.
+    owners: [StdAtomicU64; OBJECTS],
+    /// Content of each object.
+    contents: [StdAtomicU64; OBJECTS],
+    /// Pages of each layer.
     pages: [AtomicI64; LAYERS],
-    layers: Noted,
+    layers: StdAtomicU64,
     flights: Flights<()>,
 }
 
@@ -67,12 +65,16 @@ impl Kin for Family {
 
     fn set_owner(&self, object: u64, layer: &Table, slot: u64) {
         assert_eq!(slot, SLOT);
-        assert_eq!(self.objects[object as usize].load(Ordering::SeqCst), 1, "a note about what was freed");
+        assert_eq!(
+            self.objects[object as usize].load(Ordering::SeqCst),
+            1,
+            "owner recorded for a freed object"
+        );
         self.owners[object as usize].store(layer.id().into(), Ordering::SeqCst);
     }
 
     fn free(&self, word: Word) {
-        assert_ne!(word.kind(), Kind::InFlight, "a page in flight is nobody's to free");
+        assert_ne!(word.kind(), Kind::InFlight, "a page in flight is freed");
         if let Some(object) = word.object() {
             let before = self.objects[object as usize].swap(0, Ordering::SeqCst);
             assert_eq!(before, 1, "object {object} is freed twice");
@@ -96,7 +98,7 @@ impl Family {
             owners: Default::default(),
             contents: Default::default(),
             pages: Default::default(),
-            layers: Noted::new(0),
+            layers: StdAtomicU64::new(0),
             flights: Flights::default(),
         }
     }
@@ -106,7 +108,7 @@ impl Family {
         Arc::new(Table::new(id, Arc::clone(&self.common)).unwrap())
     }
 
-    /// Stores what a layer's page shall hold, before the slot is locked.
+    /// Stores the content for a layer's page, before the slot is locked.
     fn store(&self, object: u64, layer: &Table) -> Word {
         self.objects[object as usize].store(1, Ordering::SeqCst);
         self.contents[object as usize].store(object, Ordering::SeqCst);
@@ -114,7 +116,7 @@ impl Family {
         Word::huge(object)
     }
 
-    /// What a locked slot shows.
+    /// Returns the content of a locked slot.
     fn show(&self, guard: &SlotGuard<'_>) -> u64 {
         match guard.word().object() {
             Some(object) => {
@@ -130,36 +132,35 @@ impl Family {
         }
     }
 
-    /// A layer that nobody uses any more is freed.
     fn retire(&self, layer: &Table) {
         assert!(!free_leaf(self, layer, SLOT).1);
-        assert_eq!(free_leaf(self, layer, SLOT), (false, false), "it is empty now");
+        assert_eq!(free_leaf(self, layer, SLOT), (false, false), "the leaf is empty now");
     }
 
-    /// Every object that lives is in one slot of these layers, and no other; notes and accounts say
-    /// the same.
-    fn holds(&self, layers: &[&Table]) {
+    /// Checks that every live object is in exactly one slot of these layers, and that owner records and page
+    /// counts match.
+    fn check_layers(&self, layers: &[&Table]) {
         let mut held = [0; OBJECTS];
         let mut stored = [0; LAYERS];
         for layer in layers {
             let Some(leaf) = layer.leaf(SLOT) else { continue };
             let word = leaf.lock(SLOT).word();
-            assert!(!word.is_picked(), "{word:?} bears the mark of a batch that is over");
+            assert!(!word.is_picked(), "{word:?} has the mark of a finished batch");
             stored[layer.id() as usize] += pages(word);
             if let Some(object) = word.object() {
                 held[object as usize] += 1;
-                let noted = self.owners[object as usize].load(Ordering::SeqCst);
-                assert_eq!(noted, u64::from(layer.id()), "whose object {object} is");
+                let recorded = self.owners[object as usize].load(Ordering::SeqCst);
+                assert_eq!(recorded, u64::from(layer.id()), "owner of object {object}");
             }
         }
         let alive: Vec<u32> = self.objects.iter().map(|object| object.load(Ordering::SeqCst)).collect();
-        assert_eq!(alive, held, "objects that live, and how many slots hold them");
+        assert_eq!(alive, held, "live objects and their slots");
         let counted: Vec<i64> = self.pages.iter().map(|pages| pages.load(Ordering::SeqCst)).collect();
         assert_eq!(counted, stored, "pages by layer");
     }
 }
 
-/// How many pages a slot stores.
+/// Returns the number of pages that a word stores.
 fn pages(word: Word) -> i64 {
     i64::from(!matches!(word.kind(), Kind::Empty | Kind::Base))
 }
@@ -169,19 +170,17 @@ struct Device {
     chain: Current<Family>,
 }
 
-/// A device and its family.
-struct World {
+struct Fixture {
     family: Family,
     device: Handle<Device>,
 }
 
-/// A snapshot that began.
 struct Snapshot {
     view: View<Family>,
     number: u64,
 }
 
-impl World {
+impl Fixture {
     fn new() -> Arc<Self> {
         let family = Family::new();
         let chain = Chain::new(family.layer(), ());
@@ -192,13 +191,13 @@ impl World {
         Arc::new(Self { family, device })
     }
 
-    /// One whose page has been written, or not.
+    /// Creates a device whose page was written, or not if `first` is NOTHING.
     fn written(first: u64) -> Arc<Self> {
-        let world = Self::new();
+        let fixture = Self::new();
         if first != NOTHING {
-            world.write(first);
+            fixture.write(first);
         }
-        world
+        fixture
     }
 
     fn chain(&self) -> Arc<Chain<Family>> {
@@ -209,11 +208,11 @@ impl World {
         self.chain().origin()
     }
 
-    /// The device works in its chain's layer; else see [`Family::holds`].
-    fn holds(&self, layers: &[&Table]) {
+    /// Checks that the device uses its chain's layer, and the conditions of [`Family::check_layers`].
+    fn check_layers(&self, layers: &[&Table]) {
         let layer = pinned(|pin| self.device.view.load(pin).layer.id());
-        assert_eq!(layer, self.origin().id(), "the device is not where its chain is");
-        self.family.holds(layers);
+        assert_eq!(layer, self.origin().id(), "the device uses another layer than its chain");
+        self.family.check_layers(layers);
     }
 
     // ---- requests -------------------------------------------------------------------------------
@@ -233,7 +232,7 @@ impl World {
         });
     }
 
-    /// As [`write`](Self::write), in place where that may be.
+    /// Writes like [`write`](Self::write), in place if allowed.
     fn rewrite(&self, object: u64) {
         self.change(|view| {
             let leaf = view.layer.leaf_or_new(SLOT).unwrap();
@@ -247,14 +246,14 @@ impl World {
         });
     }
 
-    /// Does what changes content, when no snapshot is just beginning.
+    /// Runs a change of content while writers are not frozen.
     fn change(&self, mut change: impl FnMut(&View<Family>)) {
         while !pinned(|pin| self.change_unless_frozen(pin, &mut change)) {
             let job = Arc::new((Mutex::new(false), Condvar::new()));
             if self.chain().hold(Arc::clone(&job)).is_none() {
-                let mut goes_on = job.0.lock();
-                while !*goes_on {
-                    goes_on = wait(&job.1, goes_on);
+                let mut is_released = job.0.lock();
+                while !*is_released {
+                    is_released = wait(&job.1, is_released);
                 }
             }
         }
@@ -275,12 +274,12 @@ impl World {
         })
     }
 
-    /// As [`read`](Self::read), as one does who reads through the device to what lies below.
+    /// Reads like [`read`](Self::read), but as a reader that continues in the parent.
     fn read_through(&self) -> u64 {
         pinned(|pin| self.look(pin, self.device.view.load(pin)))
     }
 
-    /// What a snapshot shows to a thread that begins to read now.
+    /// Returns the content of a snapshot, for a read that begins now.
     fn shows(&self, snapshot: &Snapshot) -> u64 {
         pinned(|pin| self.look(pin, &snapshot.view))
     }
@@ -303,7 +302,7 @@ impl World {
     fn snapshot(&self) -> Snapshot {
         let chain = self.device.chain.freeze();
         let snapshot = self.attach(&chain);
-        carry_on(chain.thaw());
+        continue_requests(chain.thaw());
         snapshot
     }
 
@@ -316,26 +315,23 @@ impl World {
     fn rewind(&self) {
         let new = Chain::new(self.family.layer(), ());
         let (unused, held) = self.device.chain.rewind(&self.family, &new, &self.device);
-        carry_on(held);
+        continue_requests(held);
         if let Some(layer) = unused {
             self.family.retire(&layer);
         }
     }
 
-    /// A step of the cleaner for a removed snapshot. Returns whether something is left that is in
-    /// flight.
+    /// Executes a cleaner step for a removed snapshot. Returns true if slots in flight remain.
     fn pass_on(&self, chain: &Chain<Family>, number: u64) -> bool {
         chain.pass_on(&self.family, number, 0, LEAF_SLOTS).unwrap()
     }
 
-    /// The cleaner's last step.
     fn unlink(&self, chain: &Chain<Family>, number: u64) {
         for layer in chain.unlink(number) {
             self.family.retire(&layer);
         }
     }
 
-    /// All that the cleaner does.
     fn remove(&self, chain: &Chain<Family>, number: u64) {
         chain.begin_delete(number);
         assert!(!self.pass_on(chain, number));
@@ -343,21 +339,21 @@ impl World {
     }
 }
 
-fn carry_on(held: Vec<Arc<Job>>) {
+fn continue_requests(held: Vec<Arc<Job>>) {
     for job in held {
         *job.0.lock() = true;
         job.1.notify_one();
     }
 }
 
-/// Every interleaving with at most so many preemptions; two are known to find nearly all faults.
+/// Checks every interleaving with at most `preemptions` preemptions. Two are known to find nearly all faults.
 fn bounded(preemptions: usize, body: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(preemptions);
     model.check(body);
 }
 
-fn spawn(world: &Arc<World>, work: impl FnOnce(&World) + 'static) -> thread::JoinHandle<()> {
-    let world = Arc::clone(world);
-    thread::spawn(move || work(&world))
+fn spawn(fixture: &Arc<Fixture>, work: impl FnOnce(&Fixture) + 'static) -> thread::JoinHandle<()> {
+    let fixture = Arc::clone(fixture);
+    thread::spawn(move || work(&fixture))
 }

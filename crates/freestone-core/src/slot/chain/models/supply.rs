@@ -1,72 +1,71 @@
-//! Pages that lie in a file until they are supplied to the chain, beside those who read, write and
-//! discard them; and what changes is noted at the moment of a snapshot.
+//! Pages in a file that are supplied to the chain, concurrently with reads, writes and discards; and records
+//! of changes at a snapshot.
 
-use super::{NOTHING, Pin, SLOT, Snapshot, Swap, View, World, bounded, carry_on, pages, pinned};
+use super::{Fixture, NOTHING, Pin, SLOT, Snapshot, Swap, View, bounded, continue_requests, pages, pinned};
 use crate::slot::Word;
 use crate::slot::chain::{Chain, Dirty};
 use crate::sync::Arc;
 use loom::thread;
 
-/// The object that has the page of the file; it shows its own number.
+/// The object for the page of the file. The content is the object's number.
 const FILE: u64 = 5;
 
-/// A device of which the page lies in a file.
+/// A device whose page is in a file.
 struct Staged {
-    world: Arc<World>,
-    /// What an empty slot shows: the file's page, or nothing when all is loaded.
-    here: Swap<u64>,
+    fixture: Arc<Fixture>,
+    /// Content of an empty slot: the file's page, or nothing after loading.
+    parent_content: Swap<u64>,
 }
 
 impl Staged {
     fn new() -> Arc<Self> {
-        let world = World::new();
-        world.chain().begin_supply();
-        Arc::new(Self { world, here: Swap::new(Box::new(FILE)) })
+        let fixture = Fixture::new();
+        fixture.chain().begin_supply();
+        Arc::new(Self { fixture, parent_content: Swap::new(Box::new(FILE)) })
     }
 
-    /// As [`World::look`], to the file.
+    /// Reads like [`Fixture::look`], with the file as parent.
     fn look(&self, pin: &Pin<'_>, view: &View<super::Family>) -> u64 {
         if view.run_of_parent(pin, SLOT, SLOT + 1) > 0 {
-            return *self.here.load(pin);
+            return *self.parent_content.load(pin);
         }
         view.with_page(pin, SLOT, |found| match found {
             Some((_, guard)) => {
                 assert_eq!(pages(guard.word()), 1, "an empty slot is taken for a page");
-                self.world.family.show(&guard)
+                self.fixture.family.show(&guard)
             }
-            None => *self.here.load(pin),
+            None => *self.parent_content.load(pin),
         })
     }
 
     fn read(&self) -> u64 {
-        pinned(|pin| self.look(pin, self.world.device.view.load(pin)))
+        pinned(|pin| self.look(pin, self.fixture.device.view.load(pin)))
     }
 
     fn shows(&self, snapshot: &Snapshot) -> u64 {
         pinned(|pin| self.look(pin, &snapshot.view))
     }
 
-    /// As long as the page may be in the file what is emptied is covered.
+    /// Discards the page. While the page may be in the file, the slot is covered instead of emptied.
     fn discard(&self) {
-        self.world.change(|view| {
+        self.fixture.change(|view| {
             let leaf = view.layer.leaf_or_new(SLOT).unwrap();
-            let is_here = pinned(|pin| *self.here.load(pin) == FILE);
-            let new = if is_here { Word::same(NOTHING as u32) } else { Word::EMPTY };
-            view.replace(&self.world.family, SLOT, leaf.lock(SLOT), new).unwrap();
+            let is_in_file = pinned(|pin| *self.parent_content.load(pin) == FILE);
+            let new = if is_in_file { Word::same(NOTHING as u32) } else { Word::EMPTY };
+            view.replace(&self.fixture.family, SLOT, leaf.lock(SLOT), new).unwrap();
         });
     }
 
-    /// All that the loader does.
     fn load(&self, chain: &Chain<super::Family>) {
-        let new = self.world.family.store(FILE, &chain.origin());
-        if !pinned(|pin| chain.supply(&self.world.family, pin, SLOT, new)).unwrap() {
-            super::Kin::free(&self.world.family, new);
+        let new = self.fixture.family.store(FILE, &chain.origin());
+        if !pinned(|pin| chain.supply(&self.fixture.family, pin, SLOT, new)).unwrap() {
+            super::Kin::free(&self.fixture.family, new);
         }
-        // Waits for those who have seen the slot empty before.
-        self.here.replace(Box::new(FILE));
-        self.here.replace(Box::new(NOTHING));
+        // Waits for the pins of threads that saw the slot empty.
+        self.parent_content.replace(Box::new(FILE));
+        self.parent_content.replace(Box::new(NOTHING));
         if let Some(layer) = chain.end_supply() {
-            self.world.family.retire(&layer);
+            self.fixture.family.retire(&layer);
         }
     }
 }
@@ -76,45 +75,45 @@ fn spawn(staged: &Arc<Staged>, work: impl FnOnce(&Staged) + 'static) -> thread::
     thread::spawn(move || work(&staged))
 }
 
-/// Who reads while the page goes from the file into its slot sees it in one of both.
+/// Reads see the page in the file or in its slot, while it is loaded.
 #[test]
 fn load_versus_reads() {
     bounded(3, || {
         let staged = Staged::new();
-        let chain = staged.world.chain();
+        let chain = staged.fixture.chain();
         let loader = spawn(&staged, move |staged| staged.load(&chain));
         assert_eq!(staged.read(), FILE);
         assert_eq!(staged.read(), FILE);
         loader.join().unwrap();
         assert_eq!(staged.read(), FILE);
-        staged.world.holds(&[&staged.world.origin()]);
+        staged.fixture.check_layers(&[&staged.fixture.origin()]);
     });
 }
 
-/// A writer wins, or comes after; a snapshot from before keeps the file's page either way.
+/// A write comes before or after the load; an older snapshot keeps the file's page in both cases.
 #[test]
 fn load_versus_a_first_write_with_a_snapshot() {
     bounded(2, || {
         let staged = Staged::new();
-        let snapshot = staged.world.snapshot();
-        let chain = staged.world.chain();
+        let snapshot = staged.fixture.snapshot();
+        let chain = staged.fixture.chain();
         let loader = spawn(&staged, move |staged| staged.load(&chain));
-        staged.world.write(2);
+        staged.fixture.write(2);
         assert_eq!(staged.read(), 2);
         assert_eq!(staged.shows(&snapshot), FILE);
         loader.join().unwrap();
         assert_eq!((staged.read(), staged.shows(&snapshot)), (2, FILE));
-        staged.world.holds(&[&staged.world.origin(), &snapshot.view.layer]);
+        staged.fixture.check_layers(&[&staged.fixture.origin(), &snapshot.view.layer]);
     });
 }
 
-/// What was discarded does not come back from the file.
+/// A discarded page does not reappear from the file.
 #[test]
 #[ignore = "slow lane"]
 fn load_versus_a_discard() {
     bounded(3, || {
         let staged = Staged::new();
-        let chain = staged.world.chain();
+        let chain = staged.fixture.chain();
         let loader = spawn(&staged, move |staged| staged.load(&chain));
         staged.discard();
         assert_eq!(staged.read(), NOTHING);
@@ -122,47 +121,47 @@ fn load_versus_a_discard() {
         assert_eq!(staged.read(), NOTHING);
         staged.discard();
         assert_eq!(staged.read(), NOTHING);
-        staged.world.holds(&[&staged.world.origin()]);
+        staged.fixture.check_layers(&[&staged.fixture.origin()]);
     });
 }
 
-/// The device is rewound while its page is loaded: the old layer is freed once, with what came.
+/// A rewind while the page is loaded: the old layer is freed once, with the loaded page.
 #[test]
 fn load_versus_a_rewind() {
     bounded(2, || {
         let staged = Staged::new();
-        let chain = staged.world.chain();
+        let chain = staged.fixture.chain();
         let old = chain.origin();
         let loader = spawn(&staged, move |staged| staged.load(&chain));
-        staged.world.rewind();
+        staged.fixture.rewind();
         loader.join().unwrap();
-        assert_eq!(staged.world.read(), NOTHING);
-        staged.world.holds(&[&staged.world.origin(), &old]);
+        assert_eq!(staged.fixture.read(), NOTHING);
+        staged.fixture.check_layers(&[&staged.fixture.origin(), &old]);
     });
 }
 
-/// A write is in the snapshot, and noted before its moment; or it is neither.
+/// A write is contained in the snapshot and recorded as before it, or neither.
 #[test]
-fn what_is_noted_is_of_the_snapshots_moment() {
+fn recorded_changes_match_snapshot() {
     bounded(3, || {
-        let world = World::written(1);
+        let fixture = Fixture::written(1);
         let (before, after) = (Arc::new(Dirty::new()), Arc::new(Dirty::new()));
-        assert!(world.chain().note_changes(Some(Arc::clone(&before))).is_none());
+        assert!(fixture.chain().note_changes(Some(Arc::clone(&before))).is_none());
         let writer = {
-            let world = Arc::clone(&world);
-            thread::spawn(move || world.rewrite(2))
+            let fixture = Arc::clone(&fixture);
+            thread::spawn(move || fixture.rewrite(2))
         };
-        let chain = world.device.chain.freeze();
+        let chain = fixture.device.chain.freeze();
         assert!(chain.note_changes(Some(Arc::clone(&after))).is_some());
-        let snapshot = world.attach(&chain);
-        carry_on(chain.thaw());
+        let snapshot = fixture.attach(&chain);
+        continue_requests(chain.thaw());
         writer.join().unwrap();
-        let noted = (before.next(SLOT).is_some(), after.next(SLOT).is_some());
-        match world.shows(&snapshot) {
-            2 => assert_eq!(noted, (true, false)),
-            1 => assert_eq!(noted, (false, true)),
+        let recorded = (before.next(SLOT).is_some(), after.next(SLOT).is_some());
+        match fixture.shows(&snapshot) {
+            2 => assert_eq!(recorded, (true, false)),
+            1 => assert_eq!(recorded, (false, true)),
             other => panic!("{other}"),
         }
-        assert_eq!(world.read(), 2);
+        assert_eq!(fixture.read(), 2);
     });
 }

@@ -1,4 +1,5 @@
-//! Metadata that is corrupt, truncated, foreign or newer: a clear error, and nothing is written.
+//! Corrupt, truncated, foreign or newer metadata is refused with a clear error, and nothing is
+//! written.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +18,7 @@ use super::{CHUNK, open, origin, preserve_all};
 
 const MUTATED: usize = 6000;
 
-/// An input whose header has this word at byte `at`.
+/// Returns an input with `word` at byte `at` of its header.
 fn with_word(at: usize, word: u32) -> Vec<u8> {
     let mut input = input(64, 100, 8, &[(5, 2), (6, 3)]);
     input[PREFIX + at..PREFIX + at + 4].copy_from_slice(&word.to_le_bytes());
@@ -30,11 +31,11 @@ fn refused(input: &[u8], sentence: &str) {
 }
 
 #[test]
-fn foreign_newer_and_senseless_headers_are_refused_in_words() {
+fn foreign_newer_and_invalid_headers_are_refused() {
     assert_eq!(check(&with_word(4, 1)), Some(Ok(2)));
     refused(
         &with_word(0, 0x0000_53ef),
-        "the COW device holds something that is no exception store (it begins with 0x000053ef); zero its first 4096 bytes \
+        "the COW device holds something that is not an exception store (it begins with 0x000053ef); zero its first 4096 bytes \
          to use it",
     );
     refused(&with_word(8, 2), "the exception store has version 2; only version 1 is understood");
@@ -51,12 +52,12 @@ fn foreign_newer_and_senseless_headers_are_refused_in_words() {
         &with_word(12, 2048),
         "the COW device has 262144 bytes; with chunks of 1048576 bytes it must have 2097152 at least",
     );
-    // An invalid store opens without exceptions; `check` sees to the rest.
+    // An invalid store opens without exceptions, which `check` verifies.
     assert_eq!(check(&with_word(4, 0)), Some(Ok(0)));
 }
 
 #[test]
-fn damaged_lists_are_refused_in_words() {
+fn damaged_lists_are_refused() {
     let damaged = |entries: &[(u64, u64)], words: &str| {
         refused(&input(300, 100, 8, entries), &format!("the exception store is damaged: {words}"));
     };
@@ -70,7 +71,7 @@ fn damaged_lists_are_refused_in_words() {
     damaged(&[(5, 2), (6, 3), (7, 2)], "chunk 2 of the COW device is used twice");
     damaged(&[(5, 2), (0, 0), (6, 3)], "entry 1 is missing, but later ones in the same sector are there");
     damaged(&[(5, 2), (6, 0)], "entry 1 is missing, but later ones in the same sector are there");
-    // A list that is full where the device ends.
+    // A list that is full at the end of the device.
     let full: Vec<_> = (0..256).map(|at| (at, at + 2)).collect();
     refused(
         &input(258, 300, 8, &full),
@@ -79,15 +80,16 @@ fn damaged_lists_are_refused_in_words() {
     assert_eq!(check(&input(259, 300, 8, &full)), Some(Ok(256)));
 }
 
-/// What a torn write leaves behind the end is no damage: a sector is missing as a whole.
+/// Entries beyond the end of the list, left by a torn write, are not damage: a whole sector is
+/// missing.
 #[test]
-fn a_torn_write_is_cleaned_up() {
+fn torn_write_is_cleaned_up() {
     let mut entries: Vec<_> = (0..100).map(|at| (at, at + 2)).collect();
     entries[10..64].fill((0, 0));
     assert_eq!(check(&input(300, 100, 8, &entries)), Some(Ok(10)));
 }
 
-/// A disk that says something else of itself.
+/// A disk with a different geometry.
 struct Changed(Arc<Disk>, Geometry);
 impl Device for Changed {
     fn geometry(&self) -> Geometry {
@@ -104,9 +106,9 @@ impl Device for Changed {
     }
 }
 
-/// A gap of more than a block: filling it up to what is behind it must not bring that back.
+/// The gap is larger than a block. Filling it must not bring back the entries beyond it.
 #[test]
-fn what_a_torn_write_left_does_not_come_back() {
+fn torn_entries_do_not_reappear() {
     let chunk = 16 << 10;
     let disk = Disk::new(vec![0; 700 * chunk]);
     let open = |disk: &Arc<Disk>| {
@@ -132,7 +134,7 @@ fn what_a_torn_write_left_does_not_come_back() {
 }
 
 #[test]
-fn a_device_that_is_too_small_or_cannot_be_written_is_refused() {
+fn small_or_read_only_device_is_refused() {
     let setup = |cow: Arc<dyn Device>, kind, chunk| {
         Store::open(cow, kind, chunk, &origin()).map(drop).map_err(|error| error.to_string())
     };
@@ -165,7 +167,7 @@ fn a_device_that_is_too_small_or_cannot_be_written_is_refused() {
 }
 
 #[test]
-fn a_device_that_fails_is_named() {
+fn device_error_names_the_operation() {
     let make = || Arc::new(Faulty::new(1 << 20, 512));
     let disk = make();
     disk.fault(Some(Op::Read), When::Always, What::Fail(Error::Media));
@@ -180,7 +182,7 @@ fn a_device_that_fails_is_named() {
         disk.fault(Some(op), When::At(when), What::Fail(Error::NoSpace));
         let error = setup(&disk);
         assert!(matches!(error, SetupError::Device { what: "writing", source: Error::NoSpace }), "{error}");
-        // Nothing is left of the attempt that would stand in the way of the next one.
+        // The failed attempt does not prevent the next one.
         disk.heal();
         assert_eq!(open(disk).1, []);
     }
@@ -191,9 +193,9 @@ fn a_device_that_fails_is_named() {
     assert_eq!(setup(&disk).to_string(), "reading the exception store failed: I/O error");
 }
 
-/// Many entries for few places are refused before they fill memory.
+/// Too many entries are refused before they fill memory.
 #[test]
-fn a_list_longer_than_the_device_is_refused() {
+fn list_longer_than_device_is_refused() {
     let blocks = 2000usize;
     let mut bytes = vec![0; blocks * 4096];
     bytes[..4].copy_from_slice(b"SnAp");
@@ -214,18 +216,18 @@ fn a_list_longer_than_the_device_is_refused() {
 }
 
 #[test]
-fn an_origin_with_larger_blocks_is_refused() {
+fn origin_blocks_must_divide_the_chunk() {
     let origin = Geometry { logical_block: 4096, ..Model::new(1 << 20, 4096).geometry() };
     let open = |chunk| {
         Store::open(Disk::new(vec![0; 1 << 20]), StoreKind::Persistent, Some(chunk), &origin)
             .map(|(store, _)| store)
     };
-    // All blocks of the contract divide all chunks.
+    // All block sizes that devices may have divide all chunk sizes.
     assert!(open(4096).is_ok());
     assert!(matches!(open(2048), Err(SetupError::Chunk(2048))));
 }
 
-// ---- many of them -------------------------------------------------------------------------------
+// ---- mutated inputs -----------------------------------------------------------------------------
 
 fn good_inputs() -> Vec<Vec<u8>> {
     let run = |count: u64| (0..count).map(|at| (at, at + 2)).collect::<Vec<_>>();
@@ -266,7 +268,7 @@ fn mutate(input: &mut Vec<u8>, rng: &mut Rng) {
                     *byte ^= 1 << rng.below(8);
                 }
             }
-            // An entry becomes another, or a boundary.
+            // Changes an entry into another value or a boundary value.
             2..=4 if input.len() >= PREFIX + HEADER + 16 => {
                 let entries = (input.len() - PREFIX - HEADER) as u64 / 16;
                 let half = PREFIX + HEADER + rng.below(entries * 2) as usize * 8;
@@ -279,7 +281,7 @@ fn mutate(input: &mut Vec<u8>, rng: &mut Rng) {
                 let values = [0, 1, 2, 8, 16, 32, 2048, 0x7041_6e53, u32::MAX];
                 input[word..word + 4].copy_from_slice(&values[rng.below(9) as usize].to_le_bytes());
             }
-            // A sector that was not written.
+            // Clears a sector, as if it was not written.
             _ => {
                 let sector = PREFIX + HEADER + 512 * rng.below(9) as usize;
                 let end = input.len().min(sector + 512);
@@ -292,7 +294,7 @@ fn mutate(input: &mut Vec<u8>, rng: &mut Rng) {
 }
 
 #[test]
-fn mutated_stores_are_refused_or_make_sense() {
+fn mutated_stores_are_refused_or_valid() {
     let mut rng = Rng::new(20);
     let good = good_inputs();
     for (at, input) in good.iter().enumerate() {
@@ -313,9 +315,9 @@ fn mutated_stores_are_refused_or_make_sense() {
     assert!(opened > mutated / 10 && refused > mutated / 10, "{opened} opened, {refused} refused");
 }
 
-/// What the fuzzer found interesting, and one file of each kind.
+/// Corpus of the fuzzer, and one file of each kind.
 #[test]
-fn the_corpus_is_refused_or_makes_sense() {
+fn fuzz_corpus_is_refused_or_valid() {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/cow_metadata");
     let mut files = 0;
     for file in fs::read_dir(&corpus).expect("the corpus is in the repository") {
@@ -328,9 +330,9 @@ fn the_corpus_is_refused_or_makes_sense() {
     assert!(files >= 8, "{files} files");
 }
 
-/// What a store wrote itself is what `input` writes.
+/// A store's own bytes equal those of `input`.
 #[test]
-fn the_inputs_are_stores() {
+fn inputs_equal_written_stores() {
     let disk = Disk::new(vec![0; 64 * CHUNK as usize]);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve_all(&store, [5, 6, 9]);

@@ -1,4 +1,4 @@
-//! Order, fullness, failure: what callers see.
+//! Order of commits, full stores and failures, as callers see them.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, TryRecvError};
@@ -14,7 +14,7 @@ use freestone_testkit::{Deferred, Faulty, Policy, Rng, What, When};
 use super::disk::Disk;
 use super::{CHUNK, SOON, commit, open, origin, preserve, preserve_all};
 
-/// Long enough to see that something does not come.
+/// Long enough to show that a completion does not arrive.
 const A_WHILE: Duration = Duration::from_millis(30);
 
 fn faulty(chunks: u64) -> Arc<Faulty> {
@@ -28,7 +28,7 @@ fn disk(chunks: u64) -> Arc<Disk> {
 // ---- groups and order ---------------------------------------------------------------------------
 
 #[test]
-fn a_group_waits_for_the_copies_that_are_pending() {
+fn group_waits_for_pending_copies() {
     let disk = disk(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     disk.start();
@@ -39,8 +39,8 @@ fn a_group_waits_for_the_copies_that_are_pending() {
     assert_eq!((first.try_recv(), third.try_recv()), (Err(TryRecvError::Empty), Err(TryRecvError::Empty)));
     assert_eq!(disk.history(), [] as [&str; 0]);
     let second = commit(&store, second, 20);
-    for answer in [first, second, third] {
-        assert_eq!(answer.recv_timeout(SOON), Ok(Ok(())));
+    for completion in [first, second, third] {
+        assert_eq!(completion.recv_timeout(SOON), Ok(Ok(())));
     }
     assert_eq!(disk.history(), ["flush", "4096+4096 fua"]);
     drop(store);
@@ -48,45 +48,45 @@ fn a_group_waits_for_the_copies_that_are_pending() {
 }
 
 #[test]
-fn a_full_area_waits_for_nobody() {
+fn full_area_commits_without_waiting() {
     let disk = disk(600);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     let mut places: Vec<_> = (0..260).map(|_| store.allocate().unwrap()).collect();
     let last = places.pop().unwrap();
-    let answers: Vec<_> = (0..).zip(places).map(|(old, place)| commit(&store, place, old)).collect();
-    for answer in &answers[..256] {
-        assert_eq!(answer.recv_timeout(SOON), Ok(Ok(())));
+    let completions: Vec<_> = (0..).zip(places).map(|(old, place)| commit(&store, place, old)).collect();
+    for completion in &completions[..256] {
+        assert_eq!(completion.recv_timeout(SOON), Ok(Ok(())));
     }
-    assert_eq!(answers[256].recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout));
-    // It is not needed after all: the rest has nobody to wait for.
+    assert_eq!(completions[256].recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout));
+    // The last place is dropped, so the group waits for nothing more.
     drop(last);
-    for answer in &answers[256..] {
-        assert_eq!(answer.recv_timeout(SOON), Ok(Ok(())));
+    for completion in &completions[256..] {
+        assert_eq!(completion.recv_timeout(SOON), Ok(Ok(())));
     }
-    drop((store, answers));
+    drop((store, completions));
     let (store, found) = open(disk as Arc<dyn Device>);
     assert_eq!(found.len(), 259);
-    // The place that was not used is the last one: it is free again.
+    // The unused place was the last one, so it is free again.
     assert_eq!(store.allocate().unwrap().chunk(), 262);
 }
 
 #[test]
-fn a_place_that_is_dropped_stays_unused() {
+fn dropped_place_stays_unused() {
     let disk = disk(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     let dropped = store.allocate().unwrap();
     let kept = store.allocate().unwrap();
-    let answer = commit(&store, kept, 7);
-    assert_eq!(answer.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout));
+    let completion = commit(&store, kept, 7);
+    assert_eq!(completion.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout));
     drop(dropped);
-    assert_eq!(answer.recv_timeout(SOON), Ok(Ok(())));
+    assert_eq!(completion.recv_timeout(SOON), Ok(Ok(())));
     assert_eq!(preserve(&store, 8), 4);
     drop(store);
     assert_eq!(open(disk as Arc<dyn Device>).1, [(7, 3), (8, 4)]);
 }
 
 #[test]
-fn what_comes_during_a_commit_is_the_next_group() {
+fn exceptions_during_a_commit_form_the_next_group() {
     let disk = faulty(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     disk.fault(Some(Op::Flush), When::Always, What::Hang);
@@ -95,16 +95,16 @@ fn what_comes_during_a_commit_is_the_next_group() {
     let others: Vec<_> = (1..20).map(|old| commit(&store, store.allocate().unwrap(), old)).collect();
     assert_eq!(first.try_recv(), Err(TryRecvError::Empty));
     disk.heal();
-    for answer in others.iter().chain([&first]) {
-        assert_eq!(answer.recv_timeout(SOON), Ok(Ok(())));
+    for completion in others.iter().chain([&first]) {
+        assert_eq!(completion.recv_timeout(SOON), Ok(Ok(())));
     }
     let stats = store.stats();
     assert_eq!((stats.exceptions, stats.groups, stats.largest_group), (20, 2, 19));
 }
 
-/// Many threads, places that are not used, a device that answers late and in any order.
+/// Many threads, unused places, and a device that completes late and in any order.
 #[test]
-fn entries_are_in_the_order_of_places_whoever_comes_first() {
+fn entries_are_in_allocation_order() {
     for seed in 0..3 {
         let disk = disk(1200);
         let cow = Arc::new(Deferred::new(Arc::clone(&disk) as Arc<dyn Device>, Policy::Sometimes(50), seed));
@@ -118,14 +118,14 @@ fn entries_are_in_the_order_of_places_whoever_comes_first() {
                     let mut rng = Rng::new(seed * 100 + worker);
                     for _ in 0..40 {
                         let places: Vec<_> = (0..=rng.below(4)).map(|_| store.allocate().unwrap()).collect();
-                        let mut answers = Vec::new();
+                        let mut completions = Vec::new();
                         for place in places.into_iter().rev().filter(|_| !rng.chance(10)) {
                             let old = next.fetch_add(1, Ordering::SeqCst);
                             let new = place.chunk();
-                            answers.push((old, new, commit(store, place, old)));
+                            completions.push((old, new, commit(store, place, old)));
                         }
-                        for (old, new, answer) in answers {
-                            assert_eq!(answer.recv_timeout(SOON), Ok(Ok(())));
+                        for (old, new, completion) in completions {
+                            assert_eq!(completion.recv_timeout(SOON), Ok(Ok(())));
                             durable.lock().unwrap().push((old, new));
                         }
                     }
@@ -150,8 +150,8 @@ fn entries_are_in_the_order_of_places_whoever_comes_first() {
 
 // ---- callbacks ----------------------------------------------------------------------------------
 
-/// A callback may take a place and hand it in; the last reference may go away in one; one that
-/// panics ends itself only.
+/// A callback may allocate and commit, or drop the last reference. A panic ends only its own
+/// callback.
 #[test]
 fn callbacks_may_use_the_store() {
     fn chain(store: &Arc<Store>, left: u64, tx: mpsc::Sender<u64>) {
@@ -179,22 +179,22 @@ fn callbacks_may_use_the_store() {
     assert_eq!(open(disk as Arc<dyn Device>).1.len(), 11);
 }
 
-/// A disk that does not answer holds up those who wait for it, and nothing else.
+/// A hanging disk delays only the callers that wait for it.
 #[test]
-fn a_disk_that_hangs_holds_up_nobody_else() {
+fn hung_disk_delays_only_its_callers() {
     let disk = faulty(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     disk.fault(None, When::Always, What::Hang);
     let hangs = commit(&store, store.allocate().unwrap(), 1);
     disk.await_held(1);
-    // None of these waits.
+    // None of these calls waits.
     let late = commit(&store, store.allocate().unwrap(), 2);
     assert_eq!(store.usage().allocated, 4 * 8);
     let (tx, given_up) = mpsc::channel();
     store.invalidate(move || tx.send(()).unwrap());
     assert!(!store.is_valid());
     assert!(store.allocate().is_err());
-    // Another store is not concerned.
+    // Another store is not affected.
     let (other, _) = open(self::disk(64) as Arc<dyn Device>);
     preserve(&other, 1);
     assert_eq!(given_up.try_recv(), Err(TryRecvError::Empty));
@@ -205,25 +205,25 @@ fn a_disk_that_hangs_holds_up_nobody_else() {
     assert!(!open(disk as Arc<dyn Device>).0.is_valid());
 }
 
-/// A device that goes away answers everything.
+/// A removed device fails all requests.
 #[test]
-fn a_disk_that_goes_away_makes_the_snapshot_invalid() {
+fn removed_disk_makes_snapshot_invalid() {
     let disk = faulty(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     disk.fault(None, When::Always, What::Fail(Error::Gone));
-    // All places first: with the first answer the store has none to give.
+    // All places are allocated first: after the first failure the store allocates none.
     let places: Vec<_> = (0..5).map(|_| store.allocate().unwrap()).collect();
-    let answers: Vec<_> = (0..).zip(places).map(|(old, place)| commit(&store, place, old)).collect();
-    for answer in answers {
-        assert_eq!(answer.recv_timeout(SOON), Ok(Err(Invalid)));
+    let completions: Vec<_> = (0..).zip(places).map(|(old, place)| commit(&store, place, old)).collect();
+    for completion in completions {
+        assert_eq!(completion.recv_timeout(SOON), Ok(Err(Invalid)));
     }
     assert!(!store.is_valid());
 }
 
-// ---- full and lost ------------------------------------------------------------------------------
+// ---- full and invalid stores --------------------------------------------------------------------
 
 #[test]
-fn a_full_store_keeps_what_it_has() {
+fn full_store_keeps_its_exceptions() {
     for chunks in [3, 4, 64] {
         let disk = disk(chunks);
         let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
@@ -234,13 +234,13 @@ fn a_full_store_keeps_what_it_has() {
         drop(store);
         assert_eq!(open(disk as Arc<dyn Device>).1.len() as u64, chunks - 2);
     }
-    // There is room for the metadata and nothing else, as in the kernel.
+    // Space for the metadata only, as in the kernel.
     assert!(open(disk(2) as Arc<dyn Device>).0.allocate().is_err());
 }
 
-/// The last chunk may be a part of one: it is not used.
+/// A partial chunk at the end is not used.
 #[test]
-fn a_part_of_a_chunk_at_the_end_is_not_used() {
+fn partial_chunk_at_the_end_is_not_used() {
     let disk = Disk::new(vec![0; 4 * CHUNK as usize + 2048]);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve_all(&store, 0..2);
@@ -249,7 +249,7 @@ fn a_part_of_a_chunk_at_the_end_is_not_used() {
 }
 
 #[test]
-fn a_copy_that_failed_makes_the_snapshot_invalid_on_disk_first() {
+fn failed_copy_writes_invalid_header_first() {
     let disk = faulty(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve(&store, 1);
@@ -259,12 +259,13 @@ fn a_copy_that_failed_makes_the_snapshot_invalid_on_disk_first() {
     let (tx, failed) = mpsc::channel();
     store.commit(bad, 3, Err(Error::Media), move |outcome| tx.send(outcome).unwrap());
     disk.await_held(1);
-    // Nobody is told before the header says so: the origin would be overwritten.
+    // No caller completes before the header is invalid on disk, because the origin would be
+    // overwritten.
     let early = failed.recv_timeout(A_WHILE);
     disk.heal();
     assert_eq!(early, Err(RecvTimeoutError::Timeout));
-    for answer in [good, failed, commit(&store, pending, 4)] {
-        assert_eq!(answer.recv_timeout(SOON), Ok(Err(Invalid)));
+    for completion in [good, failed, commit(&store, pending, 4)] {
+        assert_eq!(completion.recv_timeout(SOON), Ok(Err(Invalid)));
     }
     assert!(!store.is_valid());
     assert_eq!(store.last_run(), Err(MergeError::Invalid));
@@ -275,14 +276,14 @@ fn a_copy_that_failed_makes_the_snapshot_invalid_on_disk_first() {
 }
 
 #[test]
-fn a_commit_that_failed_makes_the_snapshot_invalid_on_disk_first() {
+fn failed_commit_writes_invalid_header_first() {
     let disk = faulty(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve(&store, 1);
     disk.fault(Some(Op::Flush), When::Always, What::Fail(Error::Media));
     disk.fault(Some(Op::Write), When::Always, What::Hang);
     let failed = commit(&store, store.allocate().unwrap(), 2);
-    // The header is on its way.
+    // The header is being written.
     disk.await_held(1);
     let early = failed.recv_timeout(A_WHILE);
     disk.heal();
@@ -293,17 +294,17 @@ fn a_commit_that_failed_makes_the_snapshot_invalid_on_disk_first() {
     assert!(!open(disk as Arc<dyn Device>).0.is_valid());
 }
 
-/// A device that fails for a while learns in the end that its snapshot is lost: else it would be
-/// opened again as a good one.
+/// A device that fails temporarily gets the invalid header in the end. Otherwise it would be
+/// reopened as valid.
 #[test]
-fn an_invalidation_that_failed_is_written_again() {
+fn failed_invalid_header_is_retried() {
     for dropped in [false, true] {
         let disk = faulty(64);
         let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
         preserve(&store, 1);
         disk.fault(Some(Op::Write), When::Always, What::Fail(Error::Media));
         let failed = commit(&store, store.allocate().unwrap(), 2);
-        // The origin does not wait for it for ever.
+        // The origin does not wait forever.
         assert_eq!(failed.recv_timeout(SOON), Ok(Err(Invalid)));
         assert!(store.is_unmarked());
         disk.heal();
@@ -325,8 +326,8 @@ fn an_invalidation_that_failed_is_written_again() {
     }
 }
 
-/// Each operation of a run fails once: whoever was told that an exception is durable finds it, or
-/// an invalid snapshot.
+/// Each operation of a run fails once. An exception reported as durable must exist afterwards, or
+/// the snapshot is invalid.
 #[test]
 fn any_operation_may_fail() {
     for what in [What::Fail(Error::Media), What::Fail(Error::NoSpace), What::Tear] {
@@ -340,8 +341,8 @@ fn any_operation_may_fail() {
             let mut outcomes = Vec::new();
             for old in 250..262 {
                 let Ok(place) = store.allocate() else { break };
-                let answer = commit(&store, place, old).recv_timeout(SOON).expect("it is answered");
-                outcomes.push((old, answer.is_ok()));
+                let completion = commit(&store, place, old).recv_timeout(SOON).expect("it is answered");
+                outcomes.push((old, completion.is_ok()));
             }
             let done = disk.counts().total() - before <= number;
             disk.heal();
@@ -359,15 +360,15 @@ fn any_operation_may_fail() {
                 break;
             }
         }
-        // Every flush, every area, and the next area's zeroes.
+        // Every flush, every area, and the zeroes of the next area.
         assert_eq!(hit, 2 * 12 + 1, "{what:?}");
     }
 }
 
-// ---- transient ----------------------------------------------------------------------------------
+// ---- transient stores ---------------------------------------------------------------------------
 
 #[test]
-fn a_transient_store_has_no_metadata() {
+fn transient_store_has_no_metadata() {
     let mut bytes = vec![0x33; 10 * CHUNK as usize + 512];
     bytes[0] = 1;
     let disk = Disk::new(bytes);
@@ -379,7 +380,7 @@ fn a_transient_store_has_no_metadata() {
     for new in 0..10 {
         let place = store.allocate().unwrap();
         assert_eq!((place.chunk(), place.byte()), (new, new * CHUNK));
-        // It is called before `commit` returns.
+        // The callback runs before `commit` returns.
         assert_eq!(commit(&store, place, new).try_recv(), Ok(Ok(())));
     }
     assert_eq!(store.usage().to_string(), "80/81 0");
@@ -390,7 +391,7 @@ fn a_transient_store_has_no_metadata() {
 }
 
 #[test]
-fn a_transient_store_is_lost_with_a_copy() {
+fn failed_copy_invalidates_transient_store() {
     let transient = || Store::open(disk(16), StoreKind::Transient, Some(CHUNK), &origin()).unwrap().0;
     let store = transient();
     let [first, second] = [(); 2].map(|()| store.allocate().unwrap());

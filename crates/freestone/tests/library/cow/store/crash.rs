@@ -1,25 +1,25 @@
-//! Power cuts, at every point of what the store does.
+//! Power cuts at every point of the store's operations.
 //!
 //! # Fault model
-//! * A sector of 512 bytes is written whole or not at all. Nothing larger is: of a request that was
-//!   not answered, or that was answered and not flushed, any sectors may be on disk, in any
-//!   combination, whatever the order of the requests was.
-//! * A flush makes durable what was answered before it was begun, and only when it is answered
-//!   itself.
-//! * A write with FUA is durable when it is answered. It says nothing of other writes.
-//! * What is durable stays as it is. Sectors that nobody wrote stay as they are.
+//! * A sector of 512 bytes is written completely or not at all. Larger units are not atomic: of a
+//!   request that did not complete, or that completed and was not flushed, any combination of
+//!   sectors may be on disk, whatever the order of requests.
+//! * A flush makes durable what completed before the flush was submitted, and only once the flush
+//!   itself completes.
+//! * A write with FUA is durable when it completes. It does not affect other writes.
+//! * Durable sectors stay as they are, and so do sectors that were never written.
 //!
-//! # What every image must show
-//! * It opens, and everything that was reported durable is in it (unless a merge was told that it
-//!   may go).
-//! * Nothing is in it that was not handed in, nothing that was reported removed, and nothing at
-//!   another place.
-//! * The copy of everything that is in it is there.
-//! * Work can go on from it: an exception that is added is in it when it is opened again, and
-//!   nothing else has changed.
-//! * If the snapshot was reported invalid, it is.
+//! # What every image must satisfy
+//! * The image opens, and has everything that was reported durable (unless a merge may have removed
+//!   it).
+//! * The image has nothing that was not committed, nothing that was reported removed, and nothing
+//!   at another position.
+//! * Every exception has its copy.
+//! * Work can continue: a new exception exists after the next open, and nothing else changed.
+//! * If the snapshot was reported invalid, the image is invalid.
 //!
-//! Where few sectors are unsure all combinations are tried; else both extremes and a seeded choice.
+//! If few sectors are uncertain, all combinations are tried; else both extremes and a seeded
+//! selection.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::mpsc;
@@ -32,16 +32,16 @@ use freestone_testkit::{Rng, effort};
 use super::disk::{Cut, Disk, Event, Note, Recording, SECTOR};
 use super::{CHUNK, open, preserve};
 
-/// Images of one point, in a quick run and in the slow lane.
+/// Images for each point, in a quick run and in the slow lane.
 const IMAGES: [usize; 2] = [8, 20];
-/// Work goes on from one image of so many.
+/// Work continues from one image in `GO_ON`.
 const GO_ON: u64 = 4;
-/// Images of recoveries that were cut in turn, for one recording.
+/// Maximum number of recoveries that are cut in turn, for one recording.
 const NESTED_MAX: u64 = 200;
-/// A chunk of the origin that is preserved after the cut.
+/// Chunk of the origin that is preserved after the cut.
 const LATER: u64 = 999_999;
 
-/// Where every copy went. Only one sector of each is written, so that there are fewer combinations.
+/// Position of every copy. Only one sector of each copy is written, to reduce the combinations.
 type Places = HashMap<u64, u64>;
 
 fn copy_of(old: u64) -> [u8; SECTOR] {
@@ -50,16 +50,16 @@ fn copy_of(old: u64) -> [u8; SECTOR] {
     bytes
 }
 
-/// A disk that was used before, up to its first sector.
+/// Returns the bytes of a used disk, with an empty first sector.
 fn used_disk(chunks: u64, seed: u64) -> Vec<u8> {
     let mut bytes = vec![0; (chunks * CHUNK) as usize];
     Rng::new(seed).fill(&mut bytes[SECTOR..]);
     bytes
 }
 
-// ---- what the store does ------------------------------------------------------------------------
+// ---- operations of the store --------------------------------------------------------------------
 
-/// Does random things to a store and records them.
+/// Runs random operations on a store and records them.
 struct Session {
     disk: Arc<Disk>,
     rng: Rng,
@@ -73,8 +73,8 @@ impl Session {
         Self { disk, rng: Rng::new(seed), places: Places::new(), next: 0 }
     }
 
-    /// Preserves `count` chunks with up to `depth` copies in flight, which are handed in in any
-    /// order. Some places are not used.
+    /// Preserves `count` chunks with up to `depth` copies in flight, committed in any order. Some
+    /// places are not used.
     fn preserve(&mut self, store: &Arc<Store>, count: usize, depth: usize) {
         let (tx, rx) = mpsc::channel();
         let mut copying = Vec::new();
@@ -82,7 +82,7 @@ impl Session {
         let mut begun = 0;
         while begun < count || !copying.is_empty() {
             if begun < count && copying.len() < depth && self.rng.chance(60) {
-                // Some runs of chunks, for a merge.
+                // Some chunks are contiguous, for a merge.
                 self.next += 1 + if self.rng.chance(30) { self.rng.below(3) } else { 0 };
                 let place = store.allocate().expect("there is room");
                 begun += 1;
@@ -108,14 +108,14 @@ impl Session {
         }
     }
 
-    /// Merges at most `most` exceptions, in runs or parts of runs.
+    /// Merges at most `most` exceptions, as runs or parts of runs.
     fn merge(&mut self, store: &Arc<Store>, most: u64) {
         let mut merged = 0;
         while merged < most {
             let Some(run) = store.last_run().unwrap() else { return };
             let count = if self.rng.chance(50) { run.count } else { 1 + self.rng.below(run.count) };
             let chunks = run.old + run.count - count..run.old + run.count;
-            // What the merge does to the origin.
+            // A merge writes the origin here.
             chunks.clone().for_each(|old| self.disk.note(Note::Merged(old)));
             store.commit_merge(&run, count).unwrap();
             chunks.for_each(|old| self.disk.note(Note::Removed(old)));
@@ -124,11 +124,11 @@ impl Session {
     }
 }
 
-// ---- what may be left of it ---------------------------------------------------------------------
+// ---- checks of images ---------------------------------------------------------------------------
 
 struct Check<'a> {
     places: &'a Places,
-    /// What was there when the recording began.
+    /// Exceptions at the start of the recording.
     before: &'a [(u64, u64)],
     rng: Rng,
     images: u64,
@@ -140,7 +140,7 @@ impl<'a> Check<'a> {
         Self { places, before, rng: Rng::new(seed), images: 0, nested: 0 }
     }
 
-    /// Cuts the recording everywhere.
+    /// Cuts the recording at every event.
     fn all(&mut self, recording: &Recording) {
         let images = effort(IMAGES[0], IMAGES[1]);
         let mut cut = Cut::new(recording);
@@ -148,7 +148,7 @@ impl<'a> Check<'a> {
             for image in cut.images(images, &mut self.rng) {
                 self.image(&cut, image);
             }
-            // A note that only allows more leaves nothing new to check.
+            // A note that only permits more images needs no check of its own.
             let allows = |event: &Option<Event>| {
                 matches!(event, Some(Event::Note(Note::Handed(_) | Note::Merged(_) | Note::Lost)))
             };
@@ -195,7 +195,7 @@ impl<'a> Check<'a> {
         }
     }
 
-    /// What opening wrote can be cut again, and then shows the same.
+    /// Writes of the recovery can be cut again, with the same result.
     fn recovery(&mut self, recording: &Recording, found: &[(u64, u64)]) {
         let mut cut = Cut::new(recording);
         while cut.step().is_some() {
@@ -206,10 +206,10 @@ impl<'a> Check<'a> {
         }
     }
 
-    /// New exceptions follow the old ones, and what a torn write left does not come back.
+    /// New exceptions follow the old ones, and torn entries do not reappear.
     fn go_on(&mut self, disk: &Arc<Disk>, store: &Arc<Store>, found: &[(u64, u64)]) {
         let mut expected = found.to_vec();
-        // One after another: each is a gap that is filled.
+        // One at a time: each fills a gap.
         for old in LATER..LATER + 1 + self.rng.below(40) {
             let new = preserve(store, old);
             assert!(!expected.iter().any(|&(_, other)| other == new), "chunk {new} is used twice");
@@ -222,17 +222,17 @@ impl<'a> Check<'a> {
     }
 }
 
-// ---- the tests ----------------------------------------------------------------------------------
+// ---- tests --------------------------------------------------------------------------------------
 
 #[test]
-fn making_a_store_can_be_cut() {
+fn creating_a_store_can_be_cut() {
     let base = used_disk(128, 1);
     let disk = Disk::new(base.clone());
     drop(open(Arc::clone(&disk) as Arc<dyn Device>));
     Check::new(&Places::new(), &[], 1).all(&disk.recording(base));
 }
 
-/// Few copies in flight: all combinations of sectors are tried.
+/// Few copies in flight, so all combinations of sectors are tried.
 #[test]
 fn commits_can_be_cut() {
     for seed in 0..effort(1, 4) {
@@ -245,7 +245,7 @@ fn commits_can_be_cut() {
     }
 }
 
-/// Many copies in flight: groups that are larger than a sector, torn.
+/// Many copies in flight: groups larger than a sector, which may be torn.
 #[test]
 fn large_groups_can_be_cut() {
     for seed in 10..10 + effort(1, 3) {
@@ -258,7 +258,7 @@ fn large_groups_can_be_cut() {
     }
 }
 
-/// The area fills up in the middle of it, and the next one held old data.
+/// The area becomes full during the run, and the next area has old data.
 #[test]
 fn filling_an_area_can_be_cut() {
     for seed in 20..20 + effort(1, 3) {
@@ -275,9 +275,9 @@ fn filling_an_area_can_be_cut() {
     }
 }
 
-/// A merge goes backward through two areas to the end, with new exceptions in between and after it.
+/// A merge runs backwards through two areas to the end, with new exceptions during and after it.
 #[test]
-fn a_merge_can_be_cut() {
+fn merge_can_be_cut() {
     for seed in 30..30 + effort(1, 2) {
         let mut session = Session::new(400, seed);
         let (store, _) = open(Arc::clone(&session.disk) as Arc<dyn Device>);
@@ -297,9 +297,9 @@ fn a_merge_can_be_cut() {
     }
 }
 
-/// The snapshot is given up while commits are under way.
+/// The snapshot becomes invalid during commits.
 #[test]
-fn giving_up_can_be_cut() {
+fn invalidation_can_be_cut() {
     for seed in 40..40 + effort(2, 10) {
         let mut session = Session::new(128, seed);
         let (store, _) = open(Arc::clone(&session.disk) as Arc<dyn Device>);

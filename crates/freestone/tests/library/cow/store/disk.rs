@@ -1,5 +1,4 @@
-//! A disk that remembers the order of all that was asked of it, and the images that a power cut
-//! could leave behind.
+//! A disk that records the order of its requests, and the images that a power cut may leave.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
@@ -14,40 +13,40 @@ use freestone_testkit::Rng;
 
 pub const SECTOR: usize = 512;
 
-/// What happened, in order.
+/// An event, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
-    /// The write with this number was begun.
+    /// The write with this number was submitted.
     Begin(usize),
-    /// It was answered.
+    /// The write with this number completed.
     End(usize),
-    /// The flush with this number was begun.
+    /// The flush with this number was submitted.
     FlushBegin(usize),
-    /// It was answered.
+    /// The flush with this number completed.
     FlushEnd(usize),
-    /// Something that the disk knows nothing of.
+    /// A note of the test.
     Note(Note),
 }
 
-/// What a test writes into the log. All of an exception, named by its chunk of the origin.
+/// A note of a test in the log, about the exception of this origin chunk or about the snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Note {
-    /// Its copy is handed in: from here on it may be there.
+    /// The copy was committed: from here on the exception may exist.
     Handed(u64),
-    /// It was reported durable: from here on it must be there.
+    /// The exception was reported durable: from here on it must exist.
     Durable(u64),
-    /// Its chunk is in the origin for good: from here on it may be gone.
+    /// The chunk is durable in the origin: from here on the exception may be gone.
     Merged(u64),
-    /// It was reported removed: from here on it must not be there.
+    /// The exception was reported removed: from here on it must not exist.
     Removed(u64),
     /// The snapshot was given up: from here on it may be invalid.
     Lost,
-    /// It was reported invalid: from here on it must be.
+    /// The snapshot was reported invalid: from here on it must be invalid.
     Invalid,
 }
 
 #[derive(Debug, Clone)]
-struct Written {
+struct RecordedWrite {
     offset: usize,
     data: Vec<u8>,
     fua: bool,
@@ -57,22 +56,22 @@ struct Written {
 struct State {
     bytes: Vec<u8>,
     log: Vec<Event>,
-    writes: Vec<Written>,
+    writes: Vec<RecordedWrite>,
     flushes: usize,
     in_flight: Vec<Range<usize>>,
 }
 
-/// The disk. It answers inline, or its flushes and FUA writes take a while.
+/// A disk in memory. With `slow`, flushes and FUA writes take time.
 pub struct Disk {
     state: Mutex<State>,
     slow: Option<(Range<u64>, Mutex<Rng>)>,
 }
 
-/// Everything that happened, from an image on.
+/// All events since an image of the disk.
 #[derive(Debug)]
 pub struct Recording {
     base: Vec<u8>,
-    writes: Vec<Written>,
+    writes: Vec<RecordedWrite>,
     pub log: Vec<Event>,
 }
 
@@ -82,7 +81,7 @@ impl Disk {
         Arc::new(Self { state: Mutex::new(State { bytes, ..State::default() }), slow: None })
     }
 
-    /// Flushes and FUA writes take so many microseconds.
+    /// Returns a disk whose flushes and FUA writes take a random time in microseconds.
     pub fn slow(bytes: Vec<u8>, micros: Range<u64>, seed: u64) -> Arc<Self> {
         let state = Mutex::new(State { bytes, ..State::default() });
         Arc::new(Self { state, slow: Some((micros, Mutex::new(Rng::new(seed)))) })
@@ -92,7 +91,7 @@ impl Disk {
         self.lock().bytes.clone()
     }
 
-    /// Whether these bytes are there.
+    /// Returns true if the disk holds these bytes.
     pub fn holds(&self, offset: u64, bytes: &[u8]) -> bool {
         self.lock().bytes[offset as usize..].starts_with(bytes)
     }
@@ -101,7 +100,7 @@ impl Disk {
         self.lock().log.push(Event::Note(note));
     }
 
-    /// Forgets what happened so far. Gives what the disk holds.
+    /// Clears the recording. Returns the content of the disk.
     pub fn start(&self) -> Vec<u8> {
         let mut state = self.lock();
         assert!(state.in_flight.is_empty());
@@ -111,17 +110,17 @@ impl Disk {
         state.bytes.clone()
     }
 
-    /// What happened since the start, when the disk held `base`.
+    /// Returns the events since the start, when the disk held `base`.
     pub fn recording(&self, base: Vec<u8>) -> Recording {
         let state = self.lock();
         Recording { base, writes: state.writes.clone(), log: state.log.clone() }
     }
 
-    /// The log, each write with its offset, length and FUA.
+    /// Returns the log, with offset, length and FUA of each write.
     pub fn history(&self) -> Vec<String> {
         let state = self.lock();
         let written = |at: &usize| {
-            let Written { offset, data, fua } = &state.writes[*at];
+            let RecordedWrite { offset, data, fua } = &state.writes[*at];
             let zero = if data.iter().all(|&byte| byte == 0) { " zero" } else { "" };
             let fua = if *fua { " fua" } else { "" };
             format!("{offset}+{}{zero}{fua}", data.len())
@@ -139,7 +138,7 @@ impl Disk {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How long this request takes.
+    /// Returns the duration of a request.
     fn time(&self, request: &Request) -> Option<Duration> {
         let (micros, rng) = self.slow.as_ref()?;
         if request.op != Op::Flush && !request.flags.contains(Flags::FUA) {
@@ -186,7 +185,7 @@ impl Disk {
         let write = state.writes.len();
         state.log.push(Event::Begin(write));
         state.in_flight.push(range.clone());
-        state.writes.push(Written {
+        state.writes.push(RecordedWrite {
             offset: range.start,
             data: data.to_owned(),
             fua: request.flags.contains(Flags::FUA),
@@ -202,7 +201,7 @@ impl Disk {
     }
 }
 
-/// Lets a slow request run on a thread of its own.
+/// Runs slow requests on threads of their own.
 pub struct Slow(pub Arc<Disk>);
 
 impl Device for Slow {
@@ -278,18 +277,17 @@ impl Device for Disk {
 
 // ---- power cuts ---------------------------------------------------------------------------------
 
-/// Goes through a recording, and knows at every point what the disk may hold if the power is cut
-/// there.
+/// Steps through a recording, and knows at every point what the disk may hold after a power cut.
 pub struct Cut<'a> {
     recording: &'a Recording,
-    /// Events that happened.
+    /// Number of events so far.
     at: usize,
-    /// What is durable.
+    /// Durable content.
     durable: Vec<u8>,
-    /// Sectors that may hold something else, with the writes that may have got there.
-    unsure: BTreeMap<usize, Vec<usize>>,
+    /// Sectors that may hold other content, with the writes that may have reached them.
+    uncertain: BTreeMap<usize, Vec<usize>>,
     ended: HashSet<usize>,
-    /// What each flush that was begun covers.
+    /// The writes that each submitted flush covers.
     covers: HashMap<usize, Vec<usize>>,
     /// Writes that are not durable.
     open: Vec<usize>,
@@ -302,7 +300,7 @@ impl<'a> Cut<'a> {
             recording,
             at: 0,
             durable: recording.base.clone(),
-            unsure: BTreeMap::new(),
+            uncertain: BTreeMap::new(),
             ended: HashSet::new(),
             covers: HashMap::new(),
             open: Vec::new(),
@@ -310,7 +308,7 @@ impl<'a> Cut<'a> {
         }
     }
 
-    /// Lets one more thing happen, which is given.
+    /// Advances by one event and returns it.
     pub fn step(&mut self) -> Option<Event> {
         let event = *self.recording.log.get(self.at)?;
         self.at += 1;
@@ -318,7 +316,7 @@ impl<'a> Cut<'a> {
             Event::Begin(write) => {
                 self.open.push(write);
                 for sector in self.sectors(write) {
-                    self.unsure.entry(sector).or_default().push(write);
+                    self.uncertain.entry(sector).or_default().push(write);
                 }
             }
             Event::End(write) => {
@@ -344,41 +342,41 @@ impl<'a> Cut<'a> {
     }
 
     fn sectors(&self, write: usize) -> Range<usize> {
-        let Written { offset, data, .. } = &self.recording.writes[write];
+        let RecordedWrite { offset, data, .. } = &self.recording.writes[write];
         offset / SECTOR..(offset + data.len()) / SECTOR
     }
 
     fn content(&self, write: usize, sector: usize) -> &'a [u8] {
-        let Written { offset, data, .. } = &self.recording.writes[write];
+        let RecordedWrite { offset, data, .. } = &self.recording.writes[write];
         &data[sector * SECTOR - offset..][..SECTOR]
     }
 
-    /// The write is durable, and what was written before to the same sectors is past.
+    /// Marks a write as durable. Earlier writes to the same sectors are overwritten.
     fn settle(&mut self, write: usize) {
         self.open.retain(|&open| open != write);
         for sector in self.sectors(write) {
-            let Some(unsure) = self.unsure.get_mut(&sector) else { continue };
-            if !unsure.contains(&write) {
-                // A later one was settled already.
+            let Some(uncertain) = self.uncertain.get_mut(&sector) else { continue };
+            if !uncertain.contains(&write) {
+                // A later write was settled already.
                 continue;
             }
-            unsure.retain(|&other| other > write);
-            if unsure.is_empty() {
-                self.unsure.remove(&sector);
+            uncertain.retain(|&other| other > write);
+            if uncertain.is_empty() {
+                self.uncertain.remove(&sector);
             }
             let content = self.content(write, sector);
             self.durable[sector * SECTOR..][..SECTOR].copy_from_slice(content);
         }
     }
 
-    /// Images that the cut may leave: all of them if they are few, else the extremes and some at
-    /// random.
+    /// Returns images that the cut may leave: all of them if they are few, else the extremes and a
+    /// random selection.
     pub fn images(&self, most: usize, rng: &mut Rng) -> Vec<Vec<u8>> {
         let differs = |sector: usize, write: usize| {
             self.content(write, sector) != &self.durable[sector * SECTOR..][..SECTOR]
         };
         let choices: Vec<(usize, Vec<usize>)> = self
-            .unsure
+            .uncertain
             .iter()
             .map(|(&sector, writes)| {
                 (sector, writes.iter().copied().filter(|&write| differs(sector, write)).collect::<Vec<_>>())
@@ -408,7 +406,7 @@ impl<'a> Cut<'a> {
         }
     }
 
-    /// Choice 0 is the durable content of a sector.
+    /// Builds an image. Choice 0 is the durable content of a sector.
     fn image(&self, choices: &[(usize, Vec<usize>)], mut choose: impl FnMut(usize) -> usize) -> Vec<u8> {
         let mut image = self.durable.clone();
         for (sector, writes) in choices {

@@ -1,4 +1,4 @@
-//! Group commit: on a disk whose flushes take 1 to 5 ms, many exceptions share one.
+//! Group commit: many exceptions share each flush of a disk whose flushes take 1 to 5 ms.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -18,8 +18,7 @@ fn slow_store(seed: u64) -> Arc<Store> {
     open(Arc::new(Slow(disk)) as Arc<dyn Device>).0
 }
 
-/// Workers that each wait for their own exception before they go on, as writers of one block at a
-/// time do.
+/// Each worker waits for its own exception before the next, like a client with queue depth 1.
 #[test]
 fn waiting_workers_share_flushes() {
     const EACH: u64 = 60;
@@ -56,10 +55,10 @@ fn waiting_workers_share_flushes() {
     }
 }
 
-/// One caller with many copies in flight, as an export with a deep queue is: every answer lets the
-/// next one in.
+/// One caller with many copies in flight, like an export with a deep queue. Each completion starts
+/// the next copy.
 #[test]
-fn a_deep_queue_shares_flushes() {
+fn deep_queue_shares_flushes() {
     const DEPTH: u64 = 64;
     const ALL: u64 = 4000;
     let store = slow_store(64);

@@ -1,4 +1,4 @@
-//! The bytes on disk, against dm-snapshot's format.
+//! The bytes on disk, compared with dm-snapshot's format.
 
 use std::sync::Arc;
 
@@ -23,10 +23,10 @@ fn make(disk: &Arc<Disk>, chunk: Option<u64>) -> Arc<Store> {
 }
 
 #[test]
-fn a_new_store_is_a_header_and_an_empty_area() {
+fn new_store_is_a_header_and_an_empty_area() {
     for sectors in [8u64, 16, 32, 64, 2048] {
         let chunk = sectors * 512;
-        // What a device that was used before holds; only its first bytes have to be zero.
+        // Content of a used device. Only its first bytes must be zero.
         let mut bytes = vec![0xa5; 4 * chunk as usize];
         bytes[..4].fill(0);
         let disk = Disk::new(bytes);
@@ -38,20 +38,20 @@ fn a_new_store_is_a_header_and_an_empty_area() {
         assert_eq!(u64::from(word(&bytes, 12)), sectors);
         assert!(bytes[16..2 * chunk as usize].iter().all(|&byte| byte == 0));
         assert!(bytes[2 * chunk as usize..].iter().all(|&byte| byte == 0xa5));
-        // The reference's example: 32/total 32 for chunks of 16 sectors.
+        // The example of the kernel's documentation: 32/total 32 for chunks of 16 sectors.
         assert_eq!(store.usage().to_string(), format!("{}/{} {}", 2 * sectors, 4 * sectors, 2 * sectors));
     }
 }
 
 #[test]
-fn the_header_is_written_last() {
+fn header_is_written_last() {
     let disk = Disk::new(vec![0; 64 * CHUNK as usize]);
     let _store = open(Arc::clone(&disk) as Arc<dyn Device>);
     assert_eq!(disk.history(), ["0+8192 zero", "flush", "0+4096 fua"]);
 }
 
 #[test]
-fn without_a_size_a_chunk_is_16k_and_an_old_store_keeps_its_own() {
+fn default_chunk_is_16k_and_old_store_keeps_its_own() {
     let disk = Disk::new(vec![0; 1 << 20]);
     assert_eq!(make(&disk, None).chunk_bytes(), 16 << 10);
     assert_eq!(make(&disk, Some(64 << 10)).chunk_bytes(), 16 << 10);
@@ -61,7 +61,7 @@ fn without_a_size_a_chunk_is_16k_and_an_old_store_keeps_its_own() {
 }
 
 #[test]
-fn entries_lie_in_the_order_of_their_places() {
+fn entries_are_in_order_of_their_places() {
     let disk = Disk::new(vec![0; 64 * CHUNK as usize]);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     assert_eq!(preserve(&store, 0x0123_4567), 2);
@@ -78,7 +78,7 @@ fn entries_lie_in_the_order_of_their_places() {
 
 /// Areas are at chunk 1 + k * (E + 1): 1, 514, 1027 for chunks of 16 sectors.
 #[test]
-fn areas_follow_each_other_at_the_distance_of_the_format() {
+fn areas_are_at_the_chunks_of_the_format() {
     let chunk = 16 * 512;
     let disk = Disk::new(vec![0x5a; 0]);
     drop(disk);
@@ -96,7 +96,7 @@ fn areas_follow_each_other_at_the_distance_of_the_format() {
         assert_eq!(entry(&bytes, area * chunk + at % 512 * 16), *place);
     }
     assert!(bytes[1027 * chunk + 6 * 16..1028 * chunk].iter().all(|&byte| byte == 0));
-    // Copies are the caller's to write.
+    // The store does not write the copies.
     assert!(bytes[1028 * chunk..].iter().all(|&byte| byte == 0x5a));
     let sectors = 16;
     assert_eq!(store.usage().metadata, (2 + 2) * sectors);
@@ -108,7 +108,7 @@ fn areas_follow_each_other_at_the_distance_of_the_format() {
 }
 
 #[test]
-fn the_order_of_a_commit_is_flush_then_area_then_answer() {
+fn commit_flushes_then_writes_area_then_completes() {
     use super::disk::Note;
     let disk = Disk::new(vec![0; 64 * CHUNK as usize]);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
@@ -124,10 +124,10 @@ fn the_order_of_a_commit_is_flush_then_area_then_answer() {
     assert_eq!(disk.history(), ["flush", "4096+4096 fua", "Durable(5)"]);
 }
 
-/// The next area is zeroed before the flush, which makes it durable before this area counts as
-/// full.
+/// The next area is zeroed before the flush, so that the zeroes are durable before this area counts
+/// as full.
 #[test]
-fn a_full_area_is_written_behind_the_next_one() {
+fn full_area_is_written_after_the_next_is_zeroed() {
     let mut bytes = vec![0x77; 600 * CHUNK as usize];
     bytes[..4].fill(0);
     let disk = Disk::new(bytes);
@@ -138,7 +138,7 @@ fn a_full_area_is_written_behind_the_next_one() {
     assert_eq!(disk.history(), [&format!("{}+4096 zero", 258 * CHUNK), "flush", "4096+4096 fua"]);
     assert_eq!(store.usage().metadata, 3 * 8);
     drop(store);
-    // It opens where it was exactly full.
+    // The store opens at exactly the full area.
     let (store, exceptions) = open(Arc::clone(&disk) as Arc<dyn Device>);
     assert_eq!(exceptions, (0..256).map(|old| (old, old + 2)).collect::<Vec<_>>());
     assert_eq!(preserve(&store, 256), 259);
@@ -146,10 +146,10 @@ fn a_full_area_is_written_behind_the_next_one() {
     assert_eq!(open(disk as Arc<dyn Device>).1.len(), 257);
 }
 
-/// With room for all places of an area but not for the next area, the last place stays free: the
-/// list must end on the device.
+/// If the device has space for all places of an area but not for the next area, the last place
+/// stays free, because the list must end on the device.
 #[test]
-fn a_device_that_ends_before_the_next_area_is_full_one_place_earlier() {
+fn device_without_space_for_next_area_is_full_early() {
     let disk = Disk::new(vec![0; 258 * CHUNK as usize]);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve_all(&store, 0..255);
@@ -159,7 +159,7 @@ fn a_device_that_ends_before_the_next_area_is_full_one_place_earlier() {
     let (store, exceptions) = open(disk as Arc<dyn Device>);
     assert_eq!(exceptions.len(), 255);
     assert_eq!(store.allocate().map(|place| place.chunk()), Err(NoPlace::Full));
-    // One chunk more, and the area can be full.
+    // With one more chunk the area can become full.
     let disk = Disk::new(vec![0; 259 * CHUNK as usize]);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve_all(&store, 0..256);
@@ -168,10 +168,9 @@ fn a_device_that_ends_before_the_next_area_is_full_one_place_earlier() {
     assert_eq!(open(disk as Arc<dyn Device>).1.len(), 256);
 }
 
-/// Only the blocks that change are written, and what is on disk is the same as if whole areas had
-/// been.
+/// Only changed blocks are written, with the same result as whole areas.
 #[test]
-fn a_large_area_is_written_block_by_block() {
+fn large_area_is_written_block_by_block() {
     let chunk = 64 << 10;
     let disk = Disk::new(vec![0; 800 * chunk]);
     let store = make(&disk, Some(chunk as u64));

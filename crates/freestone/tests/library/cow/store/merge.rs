@@ -1,4 +1,4 @@
-//! Taking exceptions from the end of the record.
+//! Removal of exceptions from the end of the list, for merges.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ fn run(old: u64, new: u64, count: u64) -> Run {
 }
 
 #[test]
-fn runs_step_back_in_both_devices() {
+fn runs_go_backwards_on_both_devices() {
     let disk = disk(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     assert_eq!(store.last_run(), Ok(None));
@@ -30,7 +30,7 @@ fn runs_step_back_in_both_devices() {
     let expected = [run(9, 11, 1), run(7, 8, 2), run(51, 7, 1), run(52, 6, 1), run(50, 5, 1), run(40, 2, 3)];
     for (at, run) in expected.iter().enumerate() {
         assert_eq!(store.last_run(), Ok(Some(*run)), "run {at}");
-        // Asking changes nothing, and what is durable survives.
+        // `last_run` changes nothing, and durable entries survive.
         assert_eq!(store.last_run(), Ok(Some(*run)));
         disk.start();
         store.commit_merge(run, run.count).unwrap();
@@ -41,20 +41,20 @@ fn runs_step_back_in_both_devices() {
     }
     assert_eq!(store.last_run(), Ok(None));
     assert_eq!(store.usage().to_string(), "16/512 16");
-    // The whole device is free again.
+    // All places are free again.
     assert_eq!(preserve(&store, 3), 2);
     drop(store);
     assert_eq!(open(disk as Arc<dyn Device>).1, [(3, 2)]);
 }
 
-/// As the kernel: while merging, as if places had been handed out in the order of the entries.
+/// As in the kernel: during a merge, as if places had been allocated in the order of the entries.
 #[test]
-fn usage_goes_down_with_a_merge() {
+fn merge_reduces_usage() {
     let disk = disk(600);
     let (store, _) = open(disk as Arc<dyn Device>);
     preserve_all(&store, 0..300);
     assert_eq!(store.usage().to_string(), format!("{}/4800 24", (300 + 3) * 8));
-    // Runs end where areas do: there a chunk of the COW device is skipped as well.
+    // A run ends at an area boundary, where the COW device skips a chunk as well.
     assert_eq!(store.last_run(), Ok(Some(run(256, 259, 44))));
     store.commit_merge(&run(256, 259, 44), 4).unwrap();
     assert_eq!(store.usage().to_string(), format!("{}/4800 24", (296 + 3) * 8));
@@ -64,19 +64,19 @@ fn usage_goes_down_with_a_merge() {
     assert_eq!(store.last_run(), Ok(Some(run(0, 2, 256))));
     store.commit_merge(&run(0, 2, 256), 1).unwrap();
     assert_eq!(store.usage().to_string(), format!("{}/4800 16", (255 + 2) * 8));
-    // A new exception follows all that were ever handed out.
+    // A new exception follows all places that were ever allocated.
     assert_eq!(preserve(&store, 1000), 303);
     assert_eq!(store.usage().to_string(), format!("{}/4800 24", 304 * 8));
-    // It filled the area again.
+    // The area is full again.
     assert_eq!(store.last_run(), Ok(Some(run(1000, 303, 1))));
 }
 
 #[test]
-fn only_the_last_exceptions_can_be_taken() {
+fn only_last_exceptions_can_be_removed() {
     let (store, _) = open(disk(64) as Arc<dyn Device>);
     preserve_all(&store, 0..10);
     let last = run(0, 2, 10);
-    // Nobody asked.
+    // `last_run` was not called.
     assert_eq!(store.commit_merge(&last, 1), Err(MergeError::NotLast));
     assert_eq!(store.last_run(), Ok(Some(last)));
     for (asked, count) in [(last, 0), (last, 11), (run(1, 3, 9), 1)] {
@@ -89,7 +89,7 @@ fn only_the_last_exceptions_can_be_taken() {
     assert_eq!(store.commit_merge(&run(0, 2, 11), 1), Err(MergeError::NotLast));
 }
 
-/// A run in an area of many blocks, longer than what is merged at once, cut at every kind of place.
+/// A run in an area of many blocks, longer than one merge step, cut at various positions.
 #[test]
 fn long_runs_are_merged_in_parts() {
     let chunk = 64 << 10;
@@ -99,7 +99,7 @@ fn long_runs_are_merged_in_parts() {
         Store::open(cow, StoreKind::Persistent, Some(chunk as u64), &origin()).unwrap()
     };
     let (store, _) = open(&disk);
-    // A single one, a run of 2000 from the middle of a block on.
+    // A single entry, and a run of 2000 from the middle of a block.
     preserve_all(&store, (5000..5100).rev());
     preserve_all(&store, 0..2000);
     let mut left = 2000;
@@ -116,9 +116,9 @@ fn long_runs_are_merged_in_parts() {
     }
 }
 
-/// What hides in the open places of a merge: a place that is handed out is not handed out again.
+/// A place that is pending during a merge is not allocated again.
 #[test]
-fn a_place_that_is_pending_survives_the_end_of_a_merge() {
+fn pending_place_survives_the_end_of_a_merge() {
     let disk = disk(64);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve_all(&store, 0..3);
@@ -134,9 +134,9 @@ fn a_place_that_is_pending_survives_the_end_of_a_merge() {
     assert_eq!(open(disk as Arc<dyn Device>).1, [(9, 5)]);
 }
 
-/// A write that failed leaves it open what is on disk; the same removal can be tried again.
+/// After a failed write the content on disk is unknown, and the same removal can be retried.
 #[test]
-fn a_merge_that_failed_can_be_tried_again() {
+fn failed_removal_can_be_retried() {
     for (op, what) in [
         (Op::Flush, What::Fail(Error::Media)),
         (Op::Write, What::Fail(Error::Media)),
@@ -159,9 +159,9 @@ fn a_merge_that_failed_can_be_tried_again() {
     }
 }
 
-/// What the longer one may have taken from other blocks is there again.
+/// Entries that the longer removal may have cleared in other blocks are restored.
 #[test]
-fn a_shorter_removal_covers_a_longer_one_that_failed() {
+fn shorter_removal_repairs_failed_longer_one() {
     for put_back in [What::Fail(Error::Media), What::Tear, What::FailDone(Error::Media)] {
         let chunk = 64 << 10;
         let disk = Arc::new(Faulty::new(800 * chunk, 512));
@@ -187,7 +187,7 @@ fn a_shorter_removal_covers_a_longer_one_that_failed() {
 }
 
 #[test]
-fn a_removal_that_failed_is_put_back() {
+fn failed_removal_is_restored() {
     let disk = Arc::new(Faulty::new((64 * CHUNK) as usize, 512));
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve_all(&store, 0..40);
@@ -208,7 +208,7 @@ fn a_removal_that_failed_is_put_back() {
     let next = disk.counts().writes;
     disk.fault(Some(Op::Write), When::At(next), What::FailDone(Error::Media));
     assert!(store.commit_merge(&last, 30).is_err());
-    // At once.
+    // Restored at once.
     assert!(!store.is_torn() && there() == 40);
     disk.fault(Some(Op::Write), When::At(next + 2), What::FailDone(Error::Media));
     disk.fault(Some(Op::Write), When::From(next + 3), What::Fail(Error::NoSpace));
@@ -222,9 +222,9 @@ fn a_removal_that_failed_is_put_back() {
     assert_eq!(there(), 41);
 }
 
-/// An entry behind others that may be gone would not be found again: that is no commit.
+/// An entry after others that may be cleared would not be found again, so the commit fails.
 #[test]
-fn nothing_is_added_behind_a_removal_that_failed() {
+fn nothing_is_added_after_a_failed_removal() {
     let disk = Arc::new(Faulty::new((64 * CHUNK) as usize, 512));
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve_all(&store, 0..40);
@@ -238,7 +238,7 @@ fn nothing_is_added_behind_a_removal_that_failed() {
 }
 
 #[test]
-fn a_record_that_changed_under_a_merge_is_noticed() {
+fn changed_list_during_merge_is_detected() {
     let disk = disk(600);
     let (store, _) = open(Arc::clone(&disk) as Arc<dyn Device>);
     preserve_all(&store, 0..256);

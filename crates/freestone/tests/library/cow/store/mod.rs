@@ -1,4 +1,4 @@
-//! The exception store by itself: layout, order, power cuts, group commit, bad input.
+//! The exception store by itself: layout, order, power cuts, group commit, invalid input.
 
 mod bad_input;
 mod behaviour;
@@ -18,12 +18,12 @@ use freestone::cow::store::{Allocated, Exceptions, Invalid, Store};
 use freestone::device::{Device, Geometry};
 use freestone_testkit::Model;
 
-/// The smallest chunk: 256 entries an area.
+/// The smallest chunk: 256 entries in an area.
 const CHUNK: u64 = 4096;
-/// Long enough for anything that comes at all.
+/// Deadline for any completion.
 const SOON: Duration = Duration::from_secs(20);
 
-/// An origin that has every chunk that a test names.
+/// Returns the geometry of an origin that is larger than any chunk number of the tests.
 fn origin() -> Geometry {
     Geometry { size: 1 << 40, ..Model::new(1 << 20, 512).geometry() }
 }
@@ -32,7 +32,7 @@ fn open(cow: Arc<dyn Device>) -> (Arc<Store>, Exceptions) {
     Store::open(cow, StoreKind::Persistent, Some(CHUNK), &origin()).expect("the store opens")
 }
 
-/// Hands a copy in and gives what its outcome will come through.
+/// Commits a copy. Returns the receiver of its result.
 fn commit(store: &Arc<Store>, place: Allocated, old: u64) -> Receiver<Result<(), Invalid>> {
     let (tx, rx) = mpsc::channel();
     store.commit(place, old, Ok(()), move |outcome| {
@@ -41,7 +41,7 @@ fn commit(store: &Arc<Store>, place: Allocated, old: u64) -> Receiver<Result<(),
     rx
 }
 
-/// Preserves one chunk and waits until that is durable.
+/// Preserves one chunk and waits until the exception is durable.
 fn preserve(store: &Arc<Store>, old: u64) -> u64 {
     let place = store.allocate().expect("there is room");
     let new = place.chunk();
@@ -54,9 +54,9 @@ fn preserve_all(store: &Arc<Store>, olds: impl IntoIterator<Item = u64>) -> Vec<
     let places: Vec<_> =
         olds.into_iter().map(|old| (old, store.allocate().expect("there is room"))).collect();
     let news: Vec<_> = places.iter().map(|(old, place)| (*old, place.chunk())).collect();
-    let answers: Vec<_> = places.into_iter().map(|(old, place)| commit(store, place, old)).collect();
-    for answer in answers {
-        assert_eq!(answer.recv_timeout(SOON), Ok(Ok(())));
+    let completions: Vec<_> = places.into_iter().map(|(old, place)| commit(store, place, old)).collect();
+    for completion in completions {
+        assert_eq!(completion.recv_timeout(SOON), Ok(Ok(())));
     }
     news
 }

@@ -1,5 +1,5 @@
-//! Every variant excludes whom it has to, and nobody else. The choice is process-wide, so the locks
-//! are tested below it.
+//! Tests that every variant excludes exactly the threads that it must. The selection is
+//! process-wide, so the tests use the locks below it.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, PoisonError};
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::*;
 
-/// The lock of the whole table is one for all tests.
+/// The lock of the whole table is shared by all tests, so they run one at a time.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 fn one_at_a_time() -> impl Drop {
@@ -18,21 +18,22 @@ fn others() -> impl Iterator<Item = Lock> {
     Lock::ALL.into_iter().filter(|lock| !matches!(lock, Lock::Ours | Lock::Outer))
 }
 
-fn take(lock: Lock, intent: Intent, slot: &AtomicU64) -> SlotGuard<'_> {
-    SlotGuard(Guard::Other(Held::lock(lock, intent, slot)))
+fn lock_slot(lock: Lock, intent: Intent, slot: &AtomicU64) -> SlotGuard<'_> {
+    SlotGuard(Guard::Other(VariantGuard::lock(lock, intent, slot)))
 }
 
-/// In one mapping, as in a leaf: neighbours have locks of their own.
+/// Slots in one array, as in a leaf: neighbours have different locks.
 fn slots<const N: usize>() -> [AtomicU64; N] {
     std::array::from_fn(|_| AtomicU64::new(Word::same(0).bits()))
 }
 
-/// Whether another thread gets the lock within a while; it waits for it to the end.
-fn gets_it(lock: Lock, intent: Intent, slot: &AtomicU64, meanwhile: impl FnOnce(bool)) {
+/// Calls `meanwhile` with whether another thread got the lock within 100 ms. Then waits until that
+/// thread got it.
+fn try_from_other_thread(lock: Lock, intent: Intent, slot: &AtomicU64, meanwhile: impl FnOnce(bool)) {
     let got = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let guard = take(lock, intent, slot);
+            let guard = lock_slot(lock, intent, slot);
             got.store(true, Ordering::SeqCst);
             drop(guard);
         });
@@ -44,11 +45,11 @@ fn gets_it(lock: Lock, intent: Intent, slot: &AtomicU64, meanwhile: impl FnOnce(
         }
         meanwhile(got.load(Ordering::SeqCst));
     });
-    assert!(got.load(Ordering::SeqCst), "{lock:?} was never let go");
+    assert!(got.load(Ordering::SeqCst), "{lock:?} was never released");
 }
 
 #[test]
-fn writers_of_a_slot_exclude_each_other() {
+fn writers_of_a_slot_are_exclusive() {
     const THREADS: u64 = 6;
     const ROUNDS: u64 = 20_000;
     let _one = one_at_a_time();
@@ -59,10 +60,10 @@ fn writers_of_a_slot_exclude_each_other() {
                 let slots = &slots;
                 scope.spawn(move || {
                     for round in 0..ROUNDS {
-                        let guard = take(lock, Intent::Write, &slots[((thread + round) % 3) as usize]);
+                        let guard = lock_slot(lock, Intent::Write, &slots[((thread + round) % 3) as usize]);
                         let count = guard.word().location();
                         if round % 512 == 0 {
-                            // The holder does not run for a while.
+                            // Simulates a preempted holder.
                             std::thread::yield_now();
                         }
                         guard.publish(Word::same(count as u32 + 1));
@@ -77,27 +78,27 @@ fn writers_of_a_slot_exclude_each_other() {
 }
 
 #[test]
-fn a_slot_is_locked_alone_but_under_the_lock_of_the_table() {
+fn only_table_lock_covers_other_slots() {
     let _one = one_at_a_time();
     for lock in others() {
         let slots = slots::<2>();
-        let mut held = Some(take(lock, Intent::Write, &slots[0]));
-        gets_it(lock, Intent::Write, &slots[1], |got| {
+        let mut guard = Some(lock_slot(lock, Intent::Write, &slots[0]));
+        try_from_other_thread(lock, Intent::Write, &slots[1], |got| {
             assert_eq!(got, lock != Lock::Table, "{lock:?}");
-            held = None;
+            guard = None;
         });
-        assert!(held.is_none());
-        let mut held = Some(take(lock, Intent::Write, &slots[0]));
-        gets_it(lock, Intent::Write, &slots[0], |got| {
+        assert!(guard.is_none());
+        let mut guard = Some(lock_slot(lock, Intent::Write, &slots[0]));
+        try_from_other_thread(lock, Intent::Write, &slots[0], |got| {
             assert!(!got, "{lock:?}: two hold one slot");
-            held = None;
+            guard = None;
         });
-        assert!(held.is_none());
+        assert!(guard.is_none());
     }
 }
 
 #[test]
-fn readers_share_a_read_write_lock_and_nothing_else() {
+fn readers_share_only_read_write_locks() {
     let _one = one_at_a_time();
     for lock in others() {
         let slots = slots::<1>();
@@ -105,48 +106,48 @@ fn readers_share_a_read_write_lock_and_nothing_else() {
         for (first, second) in
             [(Intent::Read, Intent::Read), (Intent::Read, Intent::Write), (Intent::Write, Intent::Read)]
         {
-            let mut held = Some(take(lock, first, &slots[0]));
-            gets_it(lock, second, &slots[0], |got| {
+            let mut guard = Some(lock_slot(lock, first, &slots[0]));
+            try_from_other_thread(lock, second, &slots[0], |got| {
                 let both_read = (first, second) == (Intent::Read, Intent::Read);
                 assert_eq!(got, shares && both_read, "{lock:?}: {first:?}, then {second:?}");
-                held = None;
+                guard = None;
             });
-            assert!(held.is_none());
+            assert!(guard.is_none());
         }
     }
 }
 
 #[test]
-fn of_two_readers_that_share_a_slot_the_first_one_notes_the_age() {
+fn first_of_two_readers_updates_age() {
     let _one = one_at_a_time();
     let word = Word::compressed(77, 100, 0);
     for lock in [Lock::Table, Lock::ReadWrite] {
         let slot = AtomicU64::new(word.bits());
-        let (first, second) = (take(lock, Intent::Read, &slot), take(lock, Intent::Read, &slot));
+        let (first, second) = (lock_slot(lock, Intent::Read, &slot), lock_slot(lock, Intent::Read, &slot));
         first.publish(word.touched(5));
         second.publish(word.touched(6));
         assert_eq!(Word::from_bits(slot.load(Ordering::SeqCst)), word.touched(5));
-        drop(take(lock, Intent::Write, &slot));
+        drop(lock_slot(lock, Intent::Write, &slot));
         assert_eq!(Word::from_bits(slot.load(Ordering::SeqCst)), word.touched(5), "dropped without a change");
     }
 }
 
 #[test]
 #[should_panic(expected = "only reads")]
-fn a_reader_that_changes_a_slot_is_caught() {
+fn reader_that_changes_slot_panics() {
     let slot = AtomicU64::new(Word::compressed(77, 100, 0).bits());
-    take(Lock::ReadWrite, Intent::Read, &slot).publish(Word::compressed(78, 100, 0));
+    lock_slot(Lock::ReadWrite, Intent::Read, &slot).publish(Word::compressed(78, 100, 0));
 }
 
 #[test]
-fn the_time_under_the_lock_is_taken() {
+fn timed_lock_records_hold_time() {
     let slot = AtomicU64::new(Word::EMPTY.bits());
-    variants::held();
-    let guard = take(Lock::Timed, Intent::Write, &slot);
+    variants::take_hold_time();
+    let guard = lock_slot(Lock::Timed, Intent::Write, &slot);
     std::thread::sleep(Duration::from_millis(5));
     guard.publish(Word::same(1));
-    drop(take(Lock::Timed, Intent::Write, &slot));
-    let (time, count) = variants::held();
+    drop(lock_slot(Lock::Timed, Intent::Write, &slot));
+    let (time, count) = variants::take_hold_time();
     assert!(time >= Duration::from_millis(5) && count == 2, "{time:?} {count}");
-    assert_eq!(variants::held(), (Duration::ZERO, 0));
+    assert_eq!(variants::take_hold_time(), (Duration::ZERO, 0));
 }

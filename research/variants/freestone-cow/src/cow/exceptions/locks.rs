@@ -1,5 +1,6 @@
-//! dm-snapshot's locks around the exceptions of one snapshot. Its semaphores that spin before they
-//! sleep are std's mutex and read-write lock here, its bits in the heads of buckets a byte each.
+//! dm-snapshot's locks around the exceptions of one snapshot. The kernel's semaphores, which spin
+//! before they sleep, are std's mutex and read-write lock here. The kernel's bits in the heads of
+//! buckets are a byte each.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Instant;
@@ -7,17 +8,17 @@ use std::time::Instant;
 use freestone_core::variants::spinlocks::Bit;
 use freestone_core::variants::{self, Exceptions as Choice};
 
-/// Buckets of the table of complete exceptions, at the least and at the most: the kernel's for a COW
-/// device of 1 GiB with chunks of 4 KiB.
+/// Minimum and maximum number of buckets of the table of complete exceptions. The maximum is the
+/// kernel's for a COW device of 1 GiB with chunks of 4 KiB.
 const BUCKETS: [u64; 2] = [64, 262_144];
-/// That of pending ones has so many times fewer.
+/// Divisor that gives the number of buckets of pending exceptions.
 const PENDING_PART: u64 = 8;
-/// So many chunks in a row are in one bucket of complete exceptions, which keeps runs.
+/// Consecutive chunks per bucket of complete exceptions, which stores runs.
 const RUN_CHUNKS: u64 = 256;
 
-/// The locks of one snapshot.
+/// Locks of one snapshot.
 pub enum Locks {
-    /// A slot's own.
+    /// The product's: each slot has its own lock.
     Ours,
     One(Mutex<()>),
     Timed(Mutex<()>),
@@ -31,20 +32,20 @@ pub enum Locks {
 
 /// Locks that are held.
 #[must_use]
-pub enum Held<'a> {
+pub enum HeldLocks<'a> {
     None,
     One { _one: MutexGuard<'a, ()> },
     Timed { _timer: Timer, _one: MutexGuard<'a, ()> },
-    // Dropped from the inner to the outer one.
+    // Fields drop in declaration order, from the innermost lock to the outermost.
     Buckets { _pending: HeldBit<'a>, _complete: HeldBit<'a>, _shared: RwLockReadGuard<'a, ()> },
 }
 
-/// Counts, when it is dropped, how long it lived.
+/// Records its lifetime as hold time on drop.
 pub struct Timer(Instant);
 
 impl Drop for Timer {
     fn drop(&mut self) {
-        variants::exception_let_go(self.0);
+        variants::add_exception_hold_time(self.0);
     }
 }
 
@@ -66,16 +67,16 @@ impl Drop for HeldBit<'_> {
 }
 
 impl Locks {
-    /// Those of a snapshot of so many chunks.
+    /// Creates the locks of a snapshot of `chunks` chunks.
     pub fn of(choice: Choice, chunks: u64) -> Self {
         match choice {
             Choice::Ours => Self::Ours,
             Choice::One => Self::One(Mutex::default()),
             Choice::Timed => Self::Timed(Mutex::default()),
             Choice::Buckets => {
-                let [least, most] = BUCKETS;
+                let [bucket_min, bucket_max] = BUCKETS;
                 let of = |wanted: u64| {
-                    let count = 1 << wanted.clamp(least, most).ilog2();
+                    let count = 1 << wanted.clamp(bucket_min, bucket_max).ilog2();
                     (0..count).map(|_| Bit::default()).collect()
                 };
                 Self::Buckets {
@@ -87,29 +88,29 @@ impl Locks {
         }
     }
 
-    /// Whether they stand in the place of the product's.
+    /// Returns true if the kernel's locks replace the product's.
     #[inline]
-    pub fn are_the_kernels(&self) -> bool {
+    pub fn are_of_kernel(&self) -> bool {
         !matches!(self, Self::Ours)
     }
 
-    /// Takes what guards a chunk.
+    /// Locks a chunk.
     #[inline]
-    pub fn take(&self, chunk: u64) -> Held<'_> {
+    pub fn lock(&self, chunk: u64) -> HeldLocks<'_> {
         match self {
-            Self::Ours => Held::None,
-            Self::One(one) => Held::One { _one: one.lock().unwrap_or_else(PoisonError::into_inner) },
+            Self::Ours => HeldLocks::None,
+            Self::One(one) => HeldLocks::One { _one: one.lock().unwrap_or_else(PoisonError::into_inner) },
             Self::Timed(one) => {
                 let one = one.lock().unwrap_or_else(PoisonError::into_inner);
-                Held::Timed { _timer: Timer(Instant::now()), _one: one }
+                HeldLocks::Timed { _timer: Timer(Instant::now()), _one: one }
             }
             Self::Buckets { shared, complete, pending } => {
                 let shared = shared.read().unwrap_or_else(PoisonError::into_inner);
-                // Their numbers are powers of two.
+                // The numbers of buckets are powers of two.
                 let complete = &complete[(chunk / RUN_CHUNKS) as usize & (complete.len() - 1)];
                 let complete = HeldBit::lock(complete);
                 let pending = HeldBit::lock(&pending[chunk as usize & (pending.len() - 1)]);
-                Held::Buckets { _pending: pending, _complete: complete, _shared: shared }
+                HeldLocks::Buckets { _pending: pending, _complete: complete, _shared: shared }
             }
         }
     }
@@ -122,13 +123,14 @@ mod tests {
 
     use super::*;
 
-    /// Whether another thread gets the lock of one chunk while that of another is held.
-    fn gets_it(locks: &Locks, held: u64, wanted: u64) -> bool {
+    /// Returns true if another thread can lock chunk `wanted` within 50 ms while chunk `held` is
+    /// locked.
+    fn can_lock_concurrently(locks: &Locks, held: u64, wanted: u64) -> bool {
         let got = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            let first = locks.take(held);
+            let first = locks.lock(held);
             scope.spawn(|| {
-                drop(locks.take(wanted));
+                drop(locks.lock(wanted));
                 got.store(true, Ordering::SeqCst);
             });
             for _ in 0..50 {
@@ -144,30 +146,34 @@ mod tests {
     }
 
     #[test]
-    fn one_lock_keeps_everybody_out() {
+    fn single_lock_excludes_all_chunks() {
         let locks = Locks::of(Choice::One, 1 << 20);
-        assert!(!gets_it(&locks, 3, 3) && !gets_it(&locks, 3, 70_000));
-        assert!(gets_it(&Locks::of(Choice::Ours, 1 << 20), 3, 3), "the slot's own lock is not here");
+        assert!(!can_lock_concurrently(&locks, 3, 3) && !can_lock_concurrently(&locks, 3, 70_000));
+        assert!(
+            can_lock_concurrently(&Locks::of(Choice::Ours, 1 << 20), 3, 3),
+            "the slot's own lock is not here"
+        );
     }
 
     #[test]
-    fn buckets_keep_their_own_chunks_apart() {
+    fn bucket_locks_exclude_only_their_chunks() {
         let locks = Locks::of(Choice::Buckets, 1 << 20);
-        assert!(!gets_it(&locks, 3, 3));
-        // In the same run of complete ones; in the same bucket of pending ones.
-        assert!(!gets_it(&locks, 0, 255) && !gets_it(&locks, 0, 131_072));
-        assert!(gets_it(&locks, 0, 256));
+        assert!(!can_lock_concurrently(&locks, 3, 3));
+        // Chunks in the same run of complete exceptions, then chunks in the same bucket of pending
+        // ones.
+        assert!(!can_lock_concurrently(&locks, 0, 255) && !can_lock_concurrently(&locks, 0, 131_072));
+        assert!(can_lock_concurrently(&locks, 0, 256));
     }
 
     #[test]
-    fn the_time_under_the_lock_is_taken() {
+    fn timed_lock_records_hold_time() {
         let locks = Locks::of(Choice::Timed, 8);
-        variants::exceptions_held();
-        let held = locks.take(1);
+        variants::take_exception_hold_time();
+        let held = locks.lock(1);
         std::thread::sleep(Duration::from_millis(5));
         drop(held);
-        drop(locks.take(2));
-        let (time, count) = variants::exceptions_held();
+        drop(locks.lock(2));
+        let (time, count) = variants::take_exception_hold_time();
         assert!(time >= Duration::from_millis(5) && count == 2, "{time:?} {count}");
     }
 }

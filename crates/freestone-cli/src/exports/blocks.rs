@@ -1,0 +1,70 @@
+//! Exclusive use of ublk block devices while their content is replaced.
+//!
+//! The kernel caches block devices. While the server has one open exclusively, nobody can mount it. Dirty data is
+//! written before the content is replaced, and the cache is dropped afterwards. Both steps wait for requests of the
+//! device, so the caller must hold no lock.
+
+use std::sync::Arc;
+
+use freestone_spec::kinds::Entry;
+use freestone_spec::refusal::Errno;
+use freestone_ublk::{ClaimError, Exclusive};
+use tracing::warn;
+
+use super::Exports;
+use crate::alone::Alone;
+use crate::control::protocol::Fault;
+
+/// The ublk block devices of a device, opened exclusively. Nobody can mount them until this is dropped.
+#[must_use]
+pub struct Blocks {
+    claimed: Vec<(String, Exclusive)>,
+}
+
+impl Exports {
+    /// Returns true if wiping a device would change no content. In that case only resets the counters, if `counters`
+    /// is set. The kernel may hold unwritten changes of a block device, so a device with one is always wiped.
+    pub fn skip_wipe(&self, entry: &Entry, counters: bool) -> bool {
+        let is_block = |export: &Arc<Alone>| matches!(&**export, Alone::Ublk(_));
+        !self.local_of(entry.name()).iter().any(is_block) && entry.skip_wipe(counters)
+    }
+
+    /// Opens the block devices of a device exclusively, so that nobody mounts them. Fails if one is in use, with `way`
+    /// as advice to the user. With `force`, logs a warning and skips that block device.
+    pub fn claim_blocks(&self, entry: &Entry, force: bool, way: &str) -> Result<Blocks, Fault> {
+        let name = entry.name();
+        let mut claimed = Vec::new();
+        for export in self.local_of(name) {
+            let Alone::Ublk(ublk) = &*export else { continue };
+            match ublk.claim() {
+                Ok(exclusive) => claimed.push((export.address(), exclusive)),
+                Err(error) if force => {
+                    warn!(
+                        "{name}: the content is replaced (--force) although {error}; cached blocks of it are stale"
+                    );
+                }
+                Err(error) => {
+                    let errno =
+                        if matches!(error, ClaimError::InUse { .. }) { Errno::EBUSY } else { Errno::EIO };
+                    let why = "its cached blocks would corrupt the new content; unmount it first";
+                    return Err(Fault::failed(errno, format!("{name}: {error}; {why}; {way}")));
+                }
+            }
+        }
+        Ok(Blocks { claimed })
+    }
+}
+
+impl Blocks {
+    /// Drops the kernel's cache of the old content, and ends the exclusive use of the block devices.
+    pub fn drop_caches(self) {
+        for (address, exclusive) in self.claimed {
+            if let Err(error) = exclusive.drop_cache() {
+                warn!(
+                    "{address}: the kernel's cache of the old content cannot be dropped: {error}; close all programs \
+                     that have it open before using it"
+                );
+            }
+        }
+    }
+}

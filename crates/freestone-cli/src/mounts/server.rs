@@ -1,0 +1,171 @@
+//! The server of a mount, reached over its control socket.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use freestone_spec::refusal::Errno;
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+
+use super::helper::wait_until;
+use super::processes::ProcessId;
+use crate::control::client::Client;
+use crate::control::protocol::Fault;
+
+/// A server that does not respond within this time counts as hanging.
+const RESPONSE_MAX: Duration = Duration::from_secs(5);
+/// Timeout of a verb, which may wait for another verb on the device.
+const VERB_MAX: Duration = Duration::from_secs(40);
+/// Longest wait for a disconnecting client, before its export counts as in use.
+const LEFT_MAX: Duration = Duration::from_secs(2);
+
+/// A server that responds.
+pub struct Server {
+    client: Client,
+    /// The process of the server.
+    pub process: Option<ProcessId>,
+    device: Option<Device>,
+}
+
+/// A device of the server.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Device {
+    name: String,
+    /// `ram`, `fork`, `template` and others.
+    pub kind: String,
+    /// The exports of the device.
+    pub exports: Vec<Export>,
+}
+
+/// An export of a device.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Export {
+    /// `unix:PATH`, `tcp:HOST:PORT`, `vhost-user:PATH` or `/dev/ublkbN`.
+    pub address: String,
+    /// NBD URI, if the address is an NBD address.
+    pub uri: Option<String>,
+    /// True if clients cannot write.
+    pub read_only: bool,
+    /// Number of open connections.
+    pub connections: usize,
+    /// The list of allowed clients; empty if all may connect.
+    #[serde(default)]
+    pub allow: Vec<String>,
+}
+
+impl Export {
+    /// Returns true for a block device.
+    pub fn is_ublk(&self) -> bool {
+        self.address.starts_with("/dev/")
+    }
+}
+
+/// The part of a `list` result that is needed here.
+#[derive(Deserialize)]
+struct DeviceList {
+    devices: Vec<Device>,
+}
+
+/// State of a server.
+pub enum ServerState {
+    /// The server responds.
+    Responds(Box<Server>),
+    /// No process listens at its control socket.
+    Dead(anyhow::Error),
+    /// The server listens, but does not respond.
+    Hangs(Option<ProcessId>),
+}
+
+impl ServerState {
+    /// Connects to the server at `control`, and looks up one of its devices.
+    pub fn of(control: &Path, name: &str) -> Self {
+        let client = match Client::connect(Some(control)) {
+            Ok(client) => client,
+            Err(error) => return Self::Dead(error),
+        };
+        let process = client.server_pid().ok().and_then(ProcessId::of);
+        let mut server = Server { client, process, device: None };
+        match server.list(name, RESPONSE_MAX) {
+            Ok(()) => Self::Responds(Box::new(server)),
+            // The server ended just now, or this is not a server.
+            Err(error) if !is_timeout(&error) => Self::Dead(error),
+            Err(_) => Self::Hangs(process),
+        }
+    }
+
+    /// Returns the server.
+    ///
+    /// # Errors
+    /// Fails if the server does not respond.
+    pub fn into_server(self, control: &Path) -> Result<Server> {
+        match self {
+            Self::Responds(server) => Ok(*server),
+            Self::Dead(error) => Err(error),
+            Self::Hangs(process) => {
+                Err(Fault::failed(Errno::ETIMEDOUT, hang_message(control, process)).into())
+            }
+        }
+    }
+}
+
+/// Returns the error text for a server that does not respond.
+pub fn hang_message(control: &Path, process: Option<ProcessId>) -> String {
+    let who = process.map_or_else(String::new, |process| format!(" (pid {})", process.pid));
+    format!("the server{who} at {} has not answered for {} s", control.display(), RESPONSE_MAX.as_secs())
+}
+
+fn is_timeout(error: &anyhow::Error) -> bool {
+    let kinds = [std::io::ErrorKind::WouldBlock, std::io::ErrorKind::TimedOut];
+    error.chain().filter_map(|part| part.downcast_ref::<std::io::Error>()).any(|e| kinds.contains(&e.kind()))
+}
+
+impl Server {
+    fn list(&mut self, name: &str, max: Duration) -> Result<()> {
+        self.client.set_timeout(max)?;
+        let answer = self.client.call("list", &json!({ "pattern": name }))?;
+        let DeviceList { devices } =
+            serde_json::from_str(answer.get()).context("list: the server's answer is not understood")?;
+        // The server takes the name as a pattern, which may match other devices.
+        self.device = devices.into_iter().find(|device| device.name == name);
+        Ok(())
+    }
+
+    /// Returns the device, as of the last look-up.
+    pub fn device(&self) -> Option<&Device> {
+        self.device.as_ref()
+    }
+
+    /// Looks up the device again.
+    pub fn refresh(&mut self, name: &str) -> Result<()> {
+        self.list(name, RESPONSE_MAX)
+    }
+
+    /// Returns the number of clients that are connected to the device.
+    pub fn connections(&self) -> usize {
+        self.device.iter().flat_map(|device| &device.exports).map(|export| export.connections).sum()
+    }
+
+    /// Runs a verb.
+    pub fn call(&mut self, verb: &str, params: &Value) -> Result<Box<RawValue>> {
+        self.client.set_timeout(VERB_MAX)?;
+        self.client.call(verb, params)
+    }
+
+    /// Unpublishes the device at one address. Waits for a client that is disconnecting.
+    pub fn unpublish(&mut self, name: &str, at: &str) -> Result<()> {
+        let mut answer = Ok(());
+        wait_until(LEFT_MAX, || {
+            let params = json!({ "name": name, "at": at });
+            answer = self.call("unpublish", &params).map(drop);
+            !answer.as_ref().is_err_and(|error| has_errno(error, Errno::EBUSY))
+        });
+        answer
+    }
+}
+
+/// Returns true for an error of the server with this errno.
+pub fn has_errno(error: &anyhow::Error, errno: Errno) -> bool {
+    error.downcast_ref::<Fault>().is_some_and(|fault| fault.is(errno))
+}

@@ -1,0 +1,53 @@
+//! Server shutdown while clients have requests in flight.
+
+use std::process::Stdio;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use crate::clients::tools::{stat, tool, uri};
+use crate::harness::Serve;
+
+/// Deadline far above the server's grace period, for a busy machine.
+const END_MAX: Duration = Duration::from_secs(15);
+const STEP: Duration = Duration::from_millis(20);
+
+/// Kills its client when a failed test drops it.
+struct Client(std::process::Child);
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        // The client may have ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn shutdown_ends_a_running_fio() {
+    let serve = Serve::start(&["ram0=ram,disksize=64M"]);
+    let mut fio = tool("fio");
+    fio.args(["--name=busy", "--ioengine=nbd", "--rw=randrw", "--bs=16k", "--iodepth=16", "--numjobs=2"]);
+    fio.args(["--size=64M", "--time_based", "--runtime=60", "--thread"]);
+    fio.arg(format!("--uri={}", uri(&serve, "ram0"))).current_dir(serve.dir.path());
+    let mut fio = Client(fio.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
+    let start = Instant::now();
+    while stat(&serve, "ram0", "mm_stat", "orig_data_size") < 1 << 20 {
+        assert!(start.elapsed() < Duration::from_secs(60), "fio writes nothing");
+        sleep(STEP);
+    }
+
+    let begin = Instant::now();
+    serve.signal(Signal::TERM);
+    let (code, dir) = serve.wait();
+    assert!(begin.elapsed() < END_MAX, "it took {:?}", begin.elapsed());
+    assert_eq!(code, Some(0));
+    assert!(!dir.path().join("nbd").exists() && !dir.path().join("control").exists());
+
+    // The client sees the end of the connection, and does not run for its full sixty seconds.
+    while fio.0.try_wait().unwrap().is_none() {
+        assert!(begin.elapsed() < 2 * END_MAX, "fio does not see the end");
+        sleep(STEP);
+    }
+}

@@ -1,0 +1,232 @@
+//! Adapter for a COW device with larger logical blocks than the origin's.
+//!
+//! A snapshot that is being merged serves the origin, so requests come in the origin's smaller
+//! blocks. The adapter writes a part of a large block by read-modify-write. A write waits for
+//! earlier writes to the same large blocks, since it would otherwise restore old data around its
+//! own.
+
+use std::sync::Arc;
+
+use freestone_core::device::{
+    Buffer, Completion, Device, Extent, Flags, Geometry, IoBuf, Op, Request, Result, Tried, range_end,
+};
+use freestone_core::sync::Mutex;
+use freestone_core::work_queue::WorkQueue;
+
+/// COW device that accepts requests in the origin's smaller blocks.
+pub struct SmallBlocks(Arc<SmallBlocksState>);
+
+struct SmallBlocksState {
+    device: Arc<dyn Device>,
+    /// Logical block of the requests, in bytes.
+    small: u32,
+    /// Logical block of the device, in bytes.
+    large: u32,
+    work_queue: Arc<WorkQueue>,
+    /// Writes in flight, in order of arrival. Lock order: innermost; no device is called under it.
+    writes: Mutex<Vec<QueuedWrite>>,
+}
+
+/// Write in flight.
+struct QueuedWrite {
+    number: u64,
+    /// Large blocks that the write touches, as a byte range.
+    start: u64,
+    end: u64,
+    /// The write itself, while it waits for earlier ones.
+    job: Option<BlockWrite>,
+}
+
+struct BlockWrite {
+    number: u64,
+    /// Remaining part of the write; its data starts at `from` in the buffer.
+    request: Request,
+    from: usize,
+    buffer: IoBuf,
+    done: Completion,
+}
+
+impl SmallBlocks {
+    /// Wraps `device`, whose logical block is larger than `small`. Read-modify-writes continue on
+    /// `work_queue`.
+    pub fn new(device: Arc<dyn Device>, small: u32, work_queue: Arc<WorkQueue>) -> Self {
+        let large = device.geometry().logical_block;
+        Self(Arc::new(SmallBlocksState { device, small, large, work_queue, writes: Mutex::default() }))
+    }
+
+    fn read(&self, request: Request, mut buffer: IoBuf, done: Completion) {
+        let shared = &self.0;
+        if shared.is_aligned(&request) {
+            return shared.device.submit(request, buffer, done);
+        }
+        let (start, end) = shared.whole_blocks(&request);
+        let whole = match IoBuf::zeroed((end - start) as usize) {
+            Ok(whole) => whole,
+            Err(error) => return done.complete(Err(error), buffer),
+        };
+        let skip = (request.offset - start) as usize;
+        let then = Completion::new(move |outcome, whole: IoBuf| {
+            let len = buffer.len();
+            buffer.copy_from_slice(&whole[skip..skip + len]);
+            done.complete(outcome, buffer);
+        });
+        shared.device.submit(Request { offset: start, len: end - start, ..request }, whole, then);
+    }
+
+    fn write(&self, request: Request, buffer: IoBuf, done: Completion) {
+        let shared = &self.0;
+        let (start, end) = shared.whole_blocks(&request);
+        let mut writes = shared.writes.lock();
+        let number = writes.last().map_or(0, |last| last.number + 1);
+        let job = BlockWrite { number, request, from: 0, buffer, done };
+        let is_free = writes.iter().all(|other| !other.overlaps(start, end));
+        let (ready, queued) = if is_free { (Some(job), None) } else { (None, Some(job)) };
+        writes.push(QueuedWrite { number, start, end, job: queued });
+        drop(writes);
+        if let Some(job) = ready {
+            shared.run_step(job);
+        }
+    }
+}
+
+impl QueuedWrite {
+    fn overlaps(&self, start: u64, end: u64) -> bool {
+        self.start < end && start < self.end
+    }
+}
+
+impl SmallBlocksState {
+    /// Returns the range of whole device blocks that a request touches.
+    fn whole_blocks(&self, request: &Request) -> (u64, u64) {
+        let large = u64::from(self.large);
+        let end = request.offset + request.len;
+        (request.offset - request.offset % large, end.next_multiple_of(large))
+    }
+
+    /// Returns true if a request consists of whole device blocks.
+    fn is_aligned(&self, request: &Request) -> bool {
+        (request.offset | request.len).is_multiple_of(self.large.into())
+    }
+
+    /// Runs the next part of a write that has bytes left and no earlier write to wait for.
+    fn run_step(self: &Arc<Self>, job: BlockWrite) {
+        let large = u64::from(self.large);
+        let Request { offset, len, flags, .. } = job.request;
+        let inside = offset % large;
+        if inside == 0 && len >= large {
+            let len = len - len % large;
+            let part = Request { len, ..job.request };
+            let data = job.data(len).map_or(Ok(IoBuf::empty()), IoBuf::copy_of);
+            return match data {
+                Ok(data) => self.device.submit(part, data, self.step_completion(job, len)),
+                Err(error) => self.finish_write(job, Err(error)),
+            };
+        }
+        let len = (large - inside).min(len);
+        let block = match IoBuf::zeroed(large as usize) {
+            Ok(block) => block,
+            Err(error) => return self.finish_write(job, Err(error)),
+        };
+        let shared = Arc::clone(self);
+        let patch = move |outcome: Result<()>, mut block: IoBuf| {
+            if let Err(error) = outcome {
+                return shared.finish_write(job, Err(error));
+            }
+            let part = &mut block[inside as usize..(inside + len) as usize];
+            match job.data(len) {
+                Some(data) => part.copy_from_slice(data),
+                None => part.fill(0),
+            }
+            let write = Request::write(offset - inside, large).with(flags & Flags::FUA);
+            let work_queue = Arc::clone(&shared.work_queue);
+            work_queue.push(move || shared.device.submit(write, block, shared.step_completion(job, len)));
+        };
+        self.device.submit(Request::read(offset - inside, large), block, Completion::new(patch));
+    }
+
+    /// Returns the completion for the first `len` remaining bytes of a write.
+    fn step_completion(self: &Arc<Self>, mut job: BlockWrite, len: u64) -> Completion {
+        let shared = Arc::clone(self);
+        Completion::new(move |outcome: Result<()>, _| {
+            if let Err(error) = outcome {
+                return shared.finish_write(job, Err(error));
+            }
+            job.request = job.request.rest(len);
+            job.from += len as usize;
+            if job.request.len == 0 {
+                return shared.finish_write(job, Ok(()));
+            }
+            let work_queue = Arc::clone(&shared.work_queue);
+            work_queue.push(move || shared.run_step(job));
+        })
+    }
+
+    /// Completes a write, and starts writes that waited for it alone.
+    fn finish_write(self: &Arc<Self>, job: BlockWrite, outcome: Result<()>) {
+        let mut writes = self.writes.lock();
+        writes.retain(|write| write.number != job.number);
+        let mut free = Vec::new();
+        for at in 0..writes.len() {
+            let QueuedWrite { start, end, .. } = writes[at];
+            if writes[at].job.is_some() && writes[..at].iter().all(|before| !before.overlaps(start, end)) {
+                free.extend(writes[at].job.take());
+            }
+        }
+        drop(writes);
+        for job in free {
+            let shared = Arc::clone(self);
+            self.work_queue.push(move || shared.run_step(job));
+        }
+        job.done.complete(outcome, job.buffer);
+    }
+}
+
+impl BlockWrite {
+    /// Returns the data of the first `len` remaining bytes, or `None` for zeroes.
+    fn data(&self, len: u64) -> Option<&[u8]> {
+        if self.request.op == Op::Write { self.buffer.get(self.from..self.from + len as usize) } else { None }
+    }
+}
+
+impl Device for SmallBlocks {
+    fn geometry(&self) -> Geometry {
+        Geometry { logical_block: self.0.small, ..self.0.device.geometry() }
+    }
+
+    fn try_io(&self, request: &Request, buffer: Buffer<'_>) -> Result<Tried> {
+        request.check(&self.geometry())?;
+        match request.op {
+            Op::Flush => self.0.device.try_io(request, buffer),
+            Op::Read if self.0.is_aligned(request) => self.0.device.try_io(request, buffer),
+            _ => Ok(Tried::WouldBlock),
+        }
+    }
+
+    fn submit(&self, request: Request, buffer: IoBuf, done: Completion) {
+        if let Err(error) = request.check(&self.geometry()) {
+            return done.complete(Err(error), buffer);
+        }
+        match request.op {
+            Op::Flush => self.0.device.submit(request, buffer, done),
+            Op::Read => self.read(request, buffer, done),
+            Op::Write | Op::WriteZeroes | Op::Discard => self.write(request, buffer, done),
+        }
+    }
+
+    fn extents(&self, offset: u64, len: u64, row: &mut dyn FnMut(Extent) -> bool) -> Result<u64> {
+        let end = range_end(offset, len, self.geometry().size)?;
+        let (start, whole_end) = self.0.whole_blocks(&Request::read(offset, len));
+        let mut described = 0;
+        self.0.device.extents(start, whole_end - start, &mut |extent| {
+            let (from, to) = (extent.offset.max(offset), (extent.offset + extent.len).min(end));
+            let more = row(Extent { offset: from, len: to - from, ..extent });
+            described = to - offset;
+            more
+        })?;
+        Ok(described)
+    }
+
+    fn prefetch(&self, offset: u64, len: u64) {
+        self.0.device.prefetch(offset, len);
+    }
+}

@@ -1,0 +1,68 @@
+//! Result and error types of an exception store.
+
+use thiserror::Error;
+
+use super::config::Damage;
+use freestone_core::device;
+
+/// List of exceptions as pairs: chunk of the origin, chunk of the COW device.
+pub type Exceptions = Vec<(u64, u64)>;
+
+/// Errors from allocating a chunk for a copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum NoPlace {
+    /// The COW device is full.
+    #[error("the COW device is full")]
+    Full,
+    /// The snapshot is lost.
+    #[error("the snapshot is invalid")]
+    Invalid,
+}
+
+/// Error: the snapshot is lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("the snapshot is invalid")]
+pub struct Invalid;
+
+/// Run of the last committed exceptions: chunks `old..old + count` of the origin, stored in
+/// `new..new + count` of the COW device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run {
+    /// First chunk of the origin.
+    pub old: u64,
+    /// First chunk of the COW device.
+    pub new: u64,
+    /// Number of chunks, at least 1. The last chunk is the newest.
+    pub count: u64,
+}
+
+/// Errors from merging exceptions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum MergeError {
+    /// A transient store has no record.
+    #[error("a transient snapshot cannot be merged")]
+    Transient,
+    /// The snapshot is lost.
+    #[error("the snapshot is invalid")]
+    Invalid,
+    /// The record on disk changed since it was loaded.
+    #[error("the exception store is damaged: {0}")]
+    Damaged(Damage),
+    /// The exceptions are not the last ones in the record.
+    #[error("these exceptions are not the last ones of the store any more")]
+    NotLast,
+    /// The COW device failed.
+    #[error("the COW device failed: {0}")]
+    Device(#[from] device::Error),
+}
+
+/// Counters of a store since it was opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Stats {
+    /// Exceptions made durable.
+    pub exceptions: u64,
+    /// Groups of exceptions: one write of the record each, after a flush.
+    pub groups: u64,
+    /// Exceptions in the largest group.
+    pub largest_group: u64,
+}

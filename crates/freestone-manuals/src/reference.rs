@@ -1,0 +1,179 @@
+//! Reference tables of the documentation: commands, device keys, metrics and error codes.
+//!
+//! A page holds each table between `<!-- reference NAME -->` and `<!-- /reference NAME -->`. [`update`] renders the table from
+//! the program and replaces what stands between the two lines. A test compares the pages in the tree with it.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context as _, Result, bail};
+use clap::{Arg, Command};
+use freestone_cli::reference;
+
+use crate::{NAME, parser};
+
+/// A table: its name in the page, and the function that renders it.
+type Table = (&'static str, fn() -> String);
+
+/// Pages with tables, below the folder of the documentation, and the tables of each.
+pub const PAGES: [(&str, &[Table]); 4] = [
+    ("commands.md", &[("commands", commands)]),
+    ("keys.md", &[("keys", keys)]),
+    ("metrics.md", &[("metrics", metrics)]),
+    ("control.md", &[("codes", codes), ("errno", errnos)]),
+];
+
+/// Column of the second part in the help of device keys, if a space precedes it.
+const ABOUT_COLUMN: usize = 42;
+
+/// Returns the content of a page with its tables rendered anew.
+///
+/// # Errors
+/// The page cannot be read or has no place for a table.
+pub fn rendered(docs: &Path, page: &str, tables: &[Table]) -> Result<String> {
+    let path = docs.join(page);
+    let mut text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    for (name, table) in tables {
+        let (begin, end) = (format!("<!-- reference {name} -->\n"), format!("<!-- /reference {name} -->"));
+        let Some((before, (_, after))) =
+            text.split_once(&begin).and_then(|(before, rest)| Some((before, rest.split_once(&end)?)))
+        else {
+            bail!("{}: no table {name}", path.display());
+        };
+        text = format!("{before}{begin}\n{}\n{end}{after}", table().trim_end());
+    }
+    Ok(text)
+}
+
+/// Renders all tables of the documentation in this folder.
+///
+/// # Errors
+/// A page cannot be read or written, or has no place for a table.
+pub fn update(docs: &Path) -> Result<()> {
+    for (page, tables) in PAGES {
+        let path = docs.join(page);
+        let text = rendered(docs, page, tables)?;
+        fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Escapes a text for a cell of a table.
+fn cell(text: &str) -> String {
+    let words: Vec<_> = text.split_whitespace().collect();
+    words.join(" ").replace('|', "\\|").replace('<', "&lt;")
+}
+
+fn code(text: &str) -> String {
+    format!("`{}`", text.replace('|', "\\|"))
+}
+
+fn commands() -> String {
+    let parser = parser();
+    let mut text = String::from("Options of every command:\n\n");
+    text += &options(&parser, true);
+    for (group, verbs) in reference::GROUPS {
+        let _ = writeln!(text, "\n## {group}");
+        for verb in *verbs {
+            let Some(command) = parser.find_subcommand(verb) else { continue };
+            describe(&mut text, command);
+        }
+    }
+    text
+}
+
+/// Describes a command and the commands below it.
+fn describe(text: &mut String, command: &Command) {
+    let name = command.get_bin_name().unwrap_or(NAME);
+    let about = command.get_about().map(ToString::to_string).unwrap_or_default();
+    let _ = writeln!(text, "\n### {name}\n\n{about}.");
+    let mut command = command.clone();
+    let usage = command.render_usage().to_string();
+    let usage = usage.trim_start_matches("Usage:").lines().map(str::trim).collect::<Vec<_>>().join("\n    ");
+    let _ = writeln!(text, "\n    {usage}");
+    let options = options(&command, false);
+    if !options.is_empty() {
+        let _ = writeln!(text, "\n{options}");
+    }
+    for below in command.get_subcommands().filter(|below| !below.is_hide_set()) {
+        describe(text, below);
+    }
+}
+
+/// Returns a table of the options of a command: either those of every command, or its own.
+fn options(command: &Command, is_global: bool) -> String {
+    let is_shown = |arg: &&Arg| {
+        let is_help = matches!(arg.get_id().as_str(), "help" | "version");
+        !arg.is_hide_set() && !is_help && arg.is_global_set() == is_global
+    };
+    let mut text = String::new();
+    for arg in command.get_arguments().filter(is_shown) {
+        let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+        let _ = writeln!(text, "| {} | {} |", code(&arg.to_string()), cell(&help));
+    }
+    if text.is_empty() { text } else { format!("| option | meaning |\n|---|---|\n{text}") }
+}
+
+fn keys() -> String {
+    let mut text = String::new();
+    for (name, help) in reference::topics() {
+        let _ = writeln!(text, "## {name}\n");
+        let mut rows: Vec<(String, String)> = Vec::new();
+        for line in help.lines() {
+            let (key, about) = if line.len() > ABOUT_COLUMN && line.is_char_boundary(ABOUT_COLUMN) {
+                line.split_at(ABOUT_COLUMN)
+            } else {
+                (line, "")
+            };
+            let is_two = about.is_empty() || key.ends_with(' ') || about.starts_with(' ');
+            let (key, about) = if is_two { (key.trim(), about.trim()) } else { (line.trim(), "") };
+            match rows.last_mut() {
+                Some((_, last)) if key.is_empty() => *last = format!("{last} {about}"),
+                _ => rows.push((key.to_owned(), about.to_owned())),
+            }
+        }
+        let mut is_in_table = false;
+        for (n, (key, about)) in rows.iter().enumerate() {
+            let is_key = n > 0 && key.contains('=');
+            if is_key && !is_in_table {
+                text += "\n| key | meaning |\n|---|---|\n";
+            }
+            let _ = match (is_key, about.is_empty()) {
+                (true, _) => writeln!(text, "| {} | {} |", code(key), cell(about)),
+                // The first line says what the topic is about.
+                (false, true) => writeln!(text, "{}{key}", if n > 0 { "\n" } else { "" }),
+                (false, false) => writeln!(text, "`{key}`: {about}"),
+            };
+            is_in_table = is_key;
+        }
+        text.push('\n');
+    }
+    text
+}
+
+fn metrics() -> String {
+    let mut text = String::from("| name | type | labels | meaning |\n|---|---|---|---|\n");
+    for metric in reference::metrics() {
+        let labels: Vec<_> = metric.labels.iter().map(|label| format!("`{label}`")).collect();
+        let (name, of, help) = (metric.name, metric.of.name(), cell(metric.help));
+        let _ = writeln!(text, "| `{name}` | {of} | {} | {help} |", labels.join(", "));
+    }
+    text
+}
+
+fn codes() -> String {
+    let mut text = String::from("| code | meaning | exit status of `freestone` |\n|---|---|---|\n");
+    for (code, meaning, status) in reference::CODES {
+        let _ = writeln!(text, "| {code} | {meaning} | {status} |");
+    }
+    text
+}
+
+fn errnos() -> String {
+    let mut text = String::from("| `errno` | meaning |\n|---|---|\n");
+    for errno in reference::Errno::ALL {
+        let _ = writeln!(text, "| {errno:?} | {} |", cell(errno.meaning()));
+    }
+    text
+}

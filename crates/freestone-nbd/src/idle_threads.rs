@@ -1,0 +1,137 @@
+//! Idle connection threads. A thread whose connection has ended waits briefly for the next one, as creating a
+//! thread is the largest cost of a new connection.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::link::Link;
+
+/// Time that an idle thread waits. Its stack uses memory, and creating another thread later costs little.
+const WAIT: Duration = Duration::from_secs(1);
+/// Maximum number of idle threads. Clients that connect one after the other need one or two.
+const MAX_WAITING: usize = 8;
+
+/// The idle threads of a server. The lock is held for a few instructions. It is a leaf lock.
+#[derive(Debug, Default)]
+pub struct IdleThreads {
+    state: Mutex<State>,
+    wakeup: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    waiting: usize,
+    /// Connections for idle threads; at most one for each waiting thread.
+    links: VecDeque<Arc<Link>>,
+    ended: bool,
+}
+
+impl IdleThreads {
+    /// Gives a connection to an idle thread.
+    ///
+    /// # Errors
+    /// Returns the connection if no thread is idle.
+    pub fn assign(&self, link: Arc<Link>) -> Result<(), Arc<Link>> {
+        let mut state = self.lock();
+        if state.links.len() >= state.waiting {
+            return Err(link);
+        }
+        state.links.push_back(link);
+        drop(state);
+        self.wakeup.notify_one();
+        Ok(())
+    }
+
+    /// Waits for the next connection. Returns None if the thread must end.
+    pub fn next_connection(&self) -> Option<Arc<Link>> {
+        let mut state = self.lock();
+        if state.waiting >= MAX_WAITING {
+            return None;
+        }
+        state.waiting += 1;
+        let until = Instant::now() + WAIT;
+        while state.links.is_empty() && !state.ended {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            state = self.wakeup.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        // A queued connection is taken even after the timeout or the end.
+        state.waiting -= 1;
+        state.links.pop_front()
+    }
+
+    /// Ends all idle threads, and keeps further threads from waiting.
+    pub fn end(&self) {
+        self.lock().ended = true;
+        self.wakeup.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic cannot leave the state inconsistent, so poisoning is ignored.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::os::unix::net::UnixStream;
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+    use crate::address::Address;
+
+    fn link(id: u64) -> Arc<Link> {
+        let socket = UnixStream::pair().unwrap().0.into();
+        Arc::new(Link::new(id, Address::Unix("/s".into()), String::new(), socket).unwrap())
+    }
+
+    #[test]
+    fn connection_is_taken_once_or_returned() {
+        const LINKS: u64 = 2000;
+        let idle_threads = Arc::new(IdleThreads::default());
+        assert!(idle_threads.assign(link(0)).is_err(), "no thread is idle");
+        let (taken, taking) = mpsc::channel();
+        let threads: Vec<_> = (0..MAX_WAITING + 2)
+            .map(|_| {
+                let (idle_threads, taken) = (Arc::clone(&idle_threads), taken.clone());
+                thread::spawn(move || {
+                    // A thread above the limit gets None, and tries again.
+                    while !idle_threads.lock().ended {
+                        if let Some(link) = idle_threads.next_connection() {
+                            taken.send(link.id).unwrap();
+                        }
+                    }
+                })
+            })
+            .collect();
+        for id in 1..=LINKS {
+            let mut link = link(id);
+            while let Err(back) = idle_threads.assign(link) {
+                link = back;
+                thread::yield_now();
+            }
+        }
+        // Connections queued before are still taken.
+        idle_threads.end();
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        drop(taken);
+        let ids: Vec<_> = taking.into_iter().collect();
+        assert_eq!(ids.len(), LINKS as usize);
+        assert_eq!(ids.into_iter().collect::<HashSet<_>>(), (1..=LINKS).collect());
+        assert!(idle_threads.next_connection().is_none() && idle_threads.assign(link(0)).is_err());
+    }
+
+    #[test]
+    fn idle_thread_wait_times_out() {
+        let begun = Instant::now();
+        assert!(IdleThreads::default().next_connection().is_none());
+        assert!(begun.elapsed() >= WAIT);
+    }
+}

@@ -1,0 +1,15 @@
+//! Check of the expected size of a remote device.
+
+use freestone::device::Geometry;
+
+use crate::refusal::{Errno, Refusal};
+use crate::size::exact;
+
+/// Checks that a device has the size that its specification has, if any. `noun` names the device.
+pub(super) fn check_size(expected: Option<u64>, found: &Geometry, noun: &str) -> Result<(), Refusal> {
+    let size = found.size - u64::from(found.padding);
+    let Some(expected) = expected.filter(|expected| *expected != size) else { return Ok(()) };
+    let (expected, size) = (exact(expected), exact(size));
+    let why = format!("size={expected}: the {noun} has {size}; leave size out to take it as it is");
+    Err(Refusal::failed(Errno::EIO, why))
+}

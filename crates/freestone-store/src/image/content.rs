@@ -1,0 +1,393 @@
+//! Content of an image: locates its pages, and reads those that are in memory or in the cache.
+
+use crate::rt::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::rt::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use crate::rt::time::{Duration, Instant};
+use std::collections::{HashSet, VecDeque};
+
+use freestone_core::device;
+use freestone_core::log_limit::LogLimit;
+
+use super::description::{Description, LOCK_WAIT};
+use super::segment::Segment;
+use super::stat::Stats;
+use super::{Config, open_files};
+use crate::cache::{Cache, Outcome};
+use crate::format::manifest::Manifest;
+use crate::format::map::{Map, Place};
+use crate::format::name::{Kind, Name};
+use crate::format::{CHUNK_PAGES, PAGE, SEGMENT_BYTES, SEGMENT_PAGES, UNIT_PAGES};
+use crate::objects::Until;
+use crate::store::{CHUNKS_MAX, Error, Result, Store};
+
+/// Maximum number of segments with maps in memory. The maps of a segment use 75 to 600 KiB.
+const SEGMENTS_MAX: usize = 1024;
+/// Timeout of adding a chunk to the cache.
+const KEEP_MAX: Duration = Duration::from_secs(5);
+/// Time for which the cache is not written after a failure.
+const CACHE_PAUSE: Duration = Duration::from_secs(30);
+
+/// Pages of a chunk that were fetched.
+#[derive(Clone)]
+pub struct FetchedPages {
+    pub name: Name,
+    /// Index of the first page in the chunk.
+    pub first: usize,
+    /// True if these are all stored pages of the chunk. Later pages are then zeroes.
+    pub is_all: bool,
+    pub pages: Arc<Vec<u8>>,
+}
+
+/// Result of a lookup of pages.
+pub enum Lookup {
+    /// This many bytes were read.
+    Read(usize),
+    /// The lookup must be repeated, with `wait` set.
+    Retry,
+    /// The maps of this segment must be loaded.
+    Segment(u32),
+    /// These pages of a chunk must be fetched.
+    Chunk { name: Name, first: usize, count: usize },
+}
+
+/// An open image, with its maps and cache.
+pub struct Content {
+    pub store: Arc<Store>,
+    pub cache: Option<Arc<Cache>>,
+    pub name: Name,
+    pub manifest: Manifest,
+    pub config: Config,
+    segments: Box<[RwLock<Option<Arc<Segment>>>]>,
+    /// Numbers of loaded segments, in the order of loading or of last use.
+    loaded: Mutex<VecDeque<u32>>,
+    is_closed: AtomicBool,
+    /// Time of the last failure to write the cache, in milliseconds after `since` plus 1; 0 if there is none.
+    cache_failed: AtomicU64,
+    /// Text of that failure.
+    cache_failure: Mutex<Option<String>>,
+    since: Instant,
+    pub stats: Stats,
+    touched: Mutex<Touched>,
+    log: LogLimit<()>,
+}
+
+/// Chunks in the order of their first use.
+#[derive(Default)]
+struct Touched {
+    order: Vec<Name>,
+    known: HashSet<Name>,
+}
+
+impl Content {
+    pub fn new(
+        store: Arc<Store>,
+        cache: Option<Arc<Cache>>,
+        name: Name,
+        manifest: Manifest,
+        config: Config,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            segments: (0..manifest.segment_count()).map(|_| RwLock::new(None)).collect(),
+            store,
+            cache,
+            name,
+            manifest,
+            config,
+            loaded: Mutex::default(),
+            is_closed: AtomicBool::new(false),
+            cache_failed: AtomicU64::new(0),
+            cache_failure: Mutex::default(),
+            since: Instant::now(),
+            stats: Stats::default(),
+            touched: Mutex::default(),
+            log: LogLimit::default(),
+        })
+    }
+
+    pub fn close(&self) {
+        self.is_closed.store(true, Ordering::SeqCst);
+    }
+
+    pub fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::SeqCst)
+    }
+
+    /// Counts and logs a failure, and returns the error for users of the device.
+    pub fn record_failure(&self, error: &Error) -> device::Error {
+        if self.is_closed() {
+            return device::Error::Gone;
+        }
+        let why = error.to_string();
+        if let Some(held_back) = self.log.line(()) {
+            tracing::warn!("{}: {why}{held_back}", self.store.url());
+        }
+        self.stats.failed(why);
+        device::Error::Media
+    }
+
+    /// Reads consecutive pages at `offset`, at least one byte of `out`, from memory or the cache. `got` are
+    /// pages fetched for this request. If `wait` is false, never waits for the disk.
+    pub fn find(&self, offset: u64, out: &mut [u8], got: &[FetchedPages], wait: bool) -> Lookup {
+        let number = offset / SEGMENT_BYTES;
+        let slot = self.segments[number as usize].read().unwrap_or_else(PoisonError::into_inner);
+        let Some(segment) = &*slot else { return Lookup::Segment(number as u32) };
+        segment.mark_used();
+        let page = (offset % SEGMENT_BYTES) as usize / PAGE;
+        let within = offset as usize % PAGE;
+        // Either a part of one page, or consecutive pages.
+        let most = if within == 0 { (out.len() / PAGE).max(1) } else { 1 }.min(SEGMENT_PAGES - page);
+        let (map, place, count) = segment.run(page, most);
+        let bytes = (count * PAGE - within).min(out.len());
+        let out = &mut out[..bytes];
+        let Place::In { chunk, page: first } = place else {
+            out.fill(0);
+            return Lookup::Read(bytes);
+        };
+        let loaded = &segment.maps[map];
+        let name = loaded.map.chunks()[chunk].name;
+        if let Some((got, pages)) = got.iter().find_map(|got| Some((got, got.pages_from(&name, first)?))) {
+            let bytes = bytes.min(pages.saturating_mul(PAGE) - within);
+            got.copy(first, within, &mut out[..bytes]);
+            return Lookup::Read(bytes);
+        }
+        let needed = || Lookup::Chunk { name, first, count };
+        if let Some(outcome) = read(&loaded.entries[chunk], first, within, out, wait) {
+            return match outcome {
+                Outcome::Done => Lookup::Read(bytes),
+                Outcome::WouldBlock => Lookup::Retry,
+                Outcome::Damaged if !wait => Lookup::Retry,
+                Outcome::Damaged => {
+                    *loaded.entries[chunk].write().unwrap_or_else(PoisonError::into_inner) = None;
+                    if let Some(cache) = &self.cache {
+                        cache.discard(&name);
+                    }
+                    needed()
+                }
+            };
+        }
+        if !wait {
+            return Lookup::Retry;
+        }
+        let Some(entry) = self.cache.as_ref().and_then(|cache| cache.find(&name)) else { return needed() };
+        Stats::add(&self.stats.found, 1);
+        self.touch(name);
+        open_files::keep(segment, map, chunk, entry);
+        match read(&loaded.entries[chunk], first, within, out, wait) {
+            Some(Outcome::Done) => Lookup::Read(bytes),
+            // The file was closed again or is damaged. The next lookup finds out.
+            _ => Lookup::Retry,
+        }
+    }
+
+    /// Records the use of a chunk for the trace.
+    pub fn touch(&self, name: Name) {
+        let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
+        if touched.order.len() < CHUNKS_MAX && touched.known.insert(name) {
+            touched.order.push(name);
+        }
+    }
+
+    /// Returns the used chunks in the order of their first use.
+    pub fn touched(&self) -> Vec<Name> {
+        self.touched.lock().unwrap_or_else(PoisonError::into_inner).order.clone()
+    }
+
+    /// Returns the maps of a segment. May wait for the store.
+    pub fn load(&self, number: u32, until: Until<'_>) -> Result<Arc<Segment>> {
+        let slot = &self.segments[number as usize];
+        if let Some(segment) = &*slot.read().unwrap_or_else(PoisonError::into_inner) {
+            return Ok(Arc::clone(segment));
+        }
+        let maps = self.manifest.maps(number).iter().map(|map| self.map(&map.map, until));
+        let segment = Arc::new(Segment::new(maps.collect::<Result<_>>()?));
+        {
+            let mut slot = slot.write().unwrap_or_else(PoisonError::into_inner);
+            if let Some(segment) = &*slot {
+                return Ok(Arc::clone(segment));
+            }
+            *slot = Some(Arc::clone(&segment));
+        }
+        self.free_unused_maps(number);
+        Ok(segment)
+    }
+
+    fn map(&self, name: &Name, until: Until<'_>) -> Result<Map> {
+        let description =
+            Description { store: &self.store, cache: self.cache.as_deref(), kind: Kind::Map, name, until };
+        let keep = |cache: &Cache, map: &Map| {
+            if self.cache().is_some() {
+                self.record_cache_result(cache.keep_meta(name, &map.bytes(), until));
+            }
+        };
+        description.read(Map::parse, || self.store.map(name, until), keep)
+    }
+
+    /// Frees the maps of segments that were not used lately if more than [`SEGMENTS_MAX`] are loaded.
+    fn free_unused_maps(&self, newest: u32) {
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        loaded.push_back(newest);
+        for looks in 0.. {
+            if loaded.len() <= SEGMENTS_MAX {
+                return;
+            }
+            let Some(number) = loaded.pop_front() else { return };
+            let Ok(mut slot) = self.segments[number as usize].try_write() else {
+                loaded.push_back(number);
+                if looks > 2 * SEGMENTS_MAX {
+                    return;
+                }
+                continue;
+            };
+            if looks <= SEGMENTS_MAX && slot.as_ref().is_some_and(|segment| segment.was_used()) {
+                loaded.push_back(number);
+            } else {
+                *slot = None;
+            }
+        }
+    }
+
+    /// Returns the chunks with the pages of a range, except for open ones. Skips segments that are not
+    /// loaded.
+    pub fn chunks(&self, offset: u64, len: u64) -> Vec<Name> {
+        let mut names = Vec::new();
+        let end = offset.saturating_add(len).min(self.manifest.size);
+        let (mut page, end) = (offset / PAGE as u64, end.div_ceil(PAGE as u64));
+        while page < end {
+            let number = (page / SEGMENT_PAGES as u64) as usize;
+            let slot = self.segments[number].read().unwrap_or_else(PoisonError::into_inner);
+            if let Some(segment) = &*slot
+                && let (map, Place::In { chunk, .. }) = segment.place(page as usize % SEGMENT_PAGES)
+                && segment.maps[map].entries[chunk].try_read().is_ok_and(|entry| entry.is_none())
+            {
+                let name = segment.maps[map].map.chunks()[chunk].name;
+                if names.last() != Some(&name) {
+                    names.push(name);
+                }
+            }
+            page += 1;
+        }
+        names
+    }
+
+    /// Fetches a chunk from the store into the cache, or returns it from the cache if another server has
+    /// fetched it meanwhile.
+    pub fn fetch(&self, name: &Name, until: Until<'_>) -> Result<FetchedPages> {
+        let got = |pages| FetchedPages { name: *name, first: 0, is_all: true, pages: Arc::new(pages) };
+        let Some(cache) = self.cache() else { return self.chunk(name, until).map(got) };
+        // Released when the chunk is in the cache.
+        let _lock = cache.lock_fetch(name, until.at_most(LOCK_WAIT));
+        if let Some(entry) = cache.find(name) {
+            let mut pages = vec![0; entry.pages() * PAGE];
+            if entry.read(0, &mut pages, true) == Outcome::Done {
+                Stats::add(&self.stats.found, 1);
+                return Ok(got(pages));
+            }
+            cache.discard(name);
+        }
+        let pages = self.chunk(name, until)?;
+        self.record_cache_result(cache.keep(name, &pages, until.at_most(KEEP_MAX)));
+        Ok(got(pages))
+    }
+
+    fn chunk(&self, name: &Name, until: Until<'_>) -> Result<Vec<u8>> {
+        let pages = self.store.chunk(name, until)?;
+        Stats::add(&self.stats.fetched, 1);
+        Stats::add(&self.stats.fetched_bytes, pages.len() as u64);
+        Ok(pages)
+    }
+
+    /// Fetches a unit of a chunk from the store. Pages after the end of the chunk are zeroes.
+    pub fn fetch_unit(&self, name: &Name, unit: usize, until: Until<'_>) -> Result<FetchedPages> {
+        let mut pages = self.store.unit(name, unit, until)?;
+        Stats::add(&self.stats.fetched, 1);
+        Stats::add(&self.stats.fetched_bytes, pages.len() as u64);
+        pages.resize(UNIT_PAGES * PAGE, 0);
+        Ok(FetchedPages { name: *name, first: unit * UNIT_PAGES, is_all: false, pages: Arc::new(pages) })
+    }
+
+    /// Returns the cache unless it failed lately.
+    pub fn cache(&self) -> Option<&Arc<Cache>> {
+        let failed = self.cache_failed.load(Ordering::SeqCst);
+        let now = self.since.elapsed().as_millis() as u64;
+        self.cache.as_ref().filter(|_| failed == 0 || now >= failed - 1 + CACHE_PAUSE.as_millis() as u64)
+    }
+
+    /// Uses the cache again at once, on request of a user.
+    pub fn retry_cache(&self) {
+        self.cache_failed.store(0, Ordering::SeqCst);
+        self.cache_failure().take();
+    }
+
+    /// Returns the text of the last failure to write the cache.
+    pub fn cache_failure(&self) -> MutexGuard<'_, Option<String>> {
+        self.cache_failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records the outcome of writing the cache.
+    pub fn record_cache_result<T>(&self, outcome: std::io::Result<T>) -> Option<T> {
+        match outcome {
+            Ok(taken) => {
+                self.cache_failed.store(0, Ordering::SeqCst);
+                Some(taken)
+            }
+            Err(error) => {
+                let dir = self.cache.as_ref().map(|cache| cache.dir().display().to_string());
+                let dir = dir.unwrap_or_default();
+                tracing::warn!("{dir}: nothing is cached for {CACHE_PAUSE:?}: {error}");
+                *self.cache_failure() = Some(error.to_string());
+                let now = self.since.elapsed().as_millis() as u64;
+                self.cache_failed.store(now + 1, Ordering::SeqCst);
+                None
+            }
+        }
+    }
+}
+
+/// Reads from an open file of the cache, starting at byte `within` of page `first`. Returns `None` if the
+/// file is not open.
+fn read(
+    entry: &RwLock<Option<crate::cache::Entry>>,
+    first: usize,
+    within: usize,
+    out: &mut [u8],
+    wait: bool,
+) -> Option<Outcome> {
+    let entry = entry.read().unwrap_or_else(PoisonError::into_inner);
+    let entry = entry.as_ref()?;
+    if within == 0 && out.len().is_multiple_of(PAGE) {
+        return Some(entry.read(first, out, wait));
+    }
+    // Checksums cover whole pages, but the first and the last page may be needed only in part.
+    let mut at = 0;
+    while at < out.len() {
+        let page = (within + at) / PAGE;
+        let skip = (within + at) % PAGE;
+        let len = (PAGE - skip).min(out.len() - at);
+        let mut whole = [0; PAGE];
+        match entry.read(first + page, &mut whole, wait) {
+            Outcome::Done => out[at..at + len].copy_from_slice(&whole[skip..skip + len]),
+            other => return Some(other),
+        }
+        at += len;
+    }
+    Some(Outcome::Done)
+}
+
+impl FetchedPages {
+    /// Returns the number of known pages from page `first` on, or `None` if there are none.
+    fn pages_from(&self, name: &Name, first: usize) -> Option<usize> {
+        if self.name != *name || first < self.first {
+            return None;
+        }
+        let pages = if self.is_all { CHUNK_PAGES } else { self.pages.len() / PAGE };
+        (self.first + pages).checked_sub(first).filter(|pages| *pages > 0)
+    }
+
+    fn copy(&self, first: usize, within: usize, out: &mut [u8]) {
+        let start = (first - self.first) * PAGE + within;
+        let there = self.pages.get(start..).unwrap_or_default();
+        let len = there.len().min(out.len());
+        out[..len].copy_from_slice(&there[..len]);
+        out[len..].fill(0);
+    }
+}

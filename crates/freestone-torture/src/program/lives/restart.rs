@@ -1,0 +1,369 @@
+//! Checks the devices of a server that was started on the state of the last one.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use freestone_testkit::Rng;
+use serde_json::{Value, json};
+
+use super::super::control;
+use super::super::cut_off::CutOffVerb;
+use super::super::link::{Address, Connection};
+use super::super::plan;
+use super::super::server;
+use super::super::world::{Disk, Kind, KnownState, World};
+use crate::oracle::SECTOR_BYTES;
+
+/// Stands for the addresses of the server itself.
+const HOME: &str = "home";
+
+/// A device as a server reports it.
+#[derive(Debug)]
+struct ListedDevice {
+    uuid: String,
+    generation: u64,
+    withheld: bool,
+    /// Number of addresses where clients find it.
+    seen: usize,
+    bytes: u64,
+    below: Option<String>,
+    limit: Option<u64>,
+    /// Name of the image, for an image.
+    image: Option<String>,
+    /// Addresses, including those from which it is withheld.
+    addresses: BTreeSet<String>,
+}
+
+/// State of a device that verbs change and the server must keep.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct KeptState {
+    addresses: BTreeSet<String>,
+    limit: Option<u64>,
+    /// Size, if known.
+    bytes: Option<u64>,
+}
+
+/// Devices by name, and the names of those that could not be created again.
+type ListedDevices = (BTreeMap<String, ListedDevice>, BTreeSet<String>);
+
+/// Checks the devices of the first server.
+pub fn check_first_start(world: &World) -> Result<(), String> {
+    let (listed, _) = list_devices(world)?;
+    for disk in world.disks(|_| true) {
+        let Some(listed) = listed.get(&disk.name) else {
+            return Err(format!("{} does not exist", disk.name));
+        };
+        if (listed.generation, listed.withheld) != (1, false) {
+            return Err(format!("{} is new: {listed:?}", disk.name));
+        }
+        disk.update_known(|known| known.uuid = Some(listed.uuid.clone()));
+    }
+    Ok(())
+}
+
+/// Compares the devices with the expected ones, and updates those of the world. `killed`: the last
+/// server ended without writing anything. `starts`: number of servers started since then.
+pub fn judge(world: &World, killed: bool, starts: u64) -> Result<(), String> {
+    let (mut listed, missing) = list_devices(world)?;
+    let mut changes = HashMap::new();
+    for verb in world.take_cut_off() {
+        resolve_cut_off(world, verb, &listed, &missing, &mut changes)?;
+    }
+    let mut missed = world.missing();
+    for lost in &missed {
+        if !missing.contains(&lost.name) {
+            return Err(format!("{} was missing and is not any more", lost.name));
+        }
+    }
+    let disks = world.disks(|_| true);
+    let half_merged: BTreeSet<String> = disks
+        .iter()
+        .filter(|disk| disk.is_merging())
+        .filter_map(|disk| Some(disk.parent.as_ref()?.name.clone()))
+        .collect();
+    let mut now: Vec<Arc<Disk>> = Vec::new();
+    let mut unchecked: Vec<Arc<Disk>> = Vec::new();
+    // Devices that lost their content, and the devices on them.
+    let mut lost: BTreeSet<&str> = BTreeSet::new();
+    for disk in &disks {
+        let name = disk.name.as_str();
+        let is_in = |disks: &[Arc<Disk>], of: &Disk| disks.iter().any(|disk| disk.name == of.name);
+        // The content of a new snapshot of a half merged origin is unknown.
+        let is_new = disk.kind == Kind::Cow && !disk.survives_restart;
+        let parent = disk.parent.as_ref();
+        let found = listed.remove(name);
+        // A snapshot in memory survives the removal of its origin, but arguments cannot create it
+        // again.
+        let is_gone = |of: &Arc<Disk>| of.is_removed() || missed.iter().any(|disk| disk.name == of.name);
+        // A device with saved content does not need its base.
+        let has_content = disk.keeps && (!killed || disk.saved.is_some());
+        if parent.is_some_and(is_gone) && !has_content {
+            if found.is_some() || !missing.contains(name) {
+                return Err(format!(
+                    "{name} should be missing, since its base or origin was removed\n  {}",
+                    disk.describe()
+                ));
+            }
+            world.add_missing(disk);
+            missed.push(Arc::clone(disk));
+            world.counts.add("restarts", "devices missing", 1);
+            continue;
+        }
+        if parent.is_some_and(|of| is_in(&unchecked, of) || is_new && half_merged.contains(&of.name)) {
+            unchecked.push(Arc::clone(disk));
+            continue;
+        }
+        let is_own = disk.is_lost && (killed || !disk.keeps);
+        if is_own || parent.is_some_and(|of| lost.contains(of.name.as_str())) {
+            lost.insert(name);
+        }
+        let is_lost = lost.contains(name);
+        let Some(found) = found else {
+            return Err(format!("{name} does not exist after the restart\n  {}", disk.describe()));
+        };
+        let allowed = changes.remove(name).unwrap_or_else(|| vec![kept_state(world, disk)]);
+        let known = check_device(disk, &found, &allowed, is_lost, starts)
+            .map_err(|why| format!("{name}: {why}\n  it is {found:?}\n  {}", disk.describe()))?;
+        world.counts.add("restarts", if known.withheld { "devices withheld" } else { "devices seen" }, 1);
+        if has_content {
+            let what = if killed { "devices with an older content" } else { "devices with their content" };
+            world.counts.add("restarts", what, 1);
+        }
+        let addresses = addresses_of(world, &found);
+        let removed_parent = parent.filter(|of| is_gone(of)).cloned();
+        let parent =
+            parent.and_then(|of| now.iter().find(|disk| disk.name == of.name)).cloned().or(removed_parent);
+        now.push(Arc::new(disk.after_restart(
+            killed,
+            parent,
+            addresses,
+            known,
+            Some(found.bytes / SECTOR_BYTES as u64),
+        )));
+    }
+    for (name, found) in &listed {
+        if plan::is_unpublished_backing(name) && found.seen > 0 {
+            return Err(format!("{name}, a COW or backing device, is published"));
+        }
+    }
+    let unchecked_names: BTreeSet<&str> = unchecked.iter().map(|disk| disk.name.as_str()).collect();
+    let unknown = |name: &&String| {
+        !plan::is_unpublished_backing(name)
+            && !unchecked_names.contains(name.as_str())
+            && missed.iter().all(|disk| disk.name != **name)
+    };
+    if let Some(name) = listed.keys().chain(&missing).find(unknown) {
+        return Err(format!("{name} exists or is missing, but is unknown"));
+    }
+    for disk in &now {
+        check_hidden(disk)?;
+    }
+    world.set_disks(now);
+    remove_unchecked(world, &unchecked)
+}
+
+/// Removes these devices, whose state is not checked.
+fn remove_unchecked(world: &World, unchecked: &[Arc<Disk>]) -> Result<(), String> {
+    for disk in unchecked.iter().rev() {
+        ask(world, "remove", &json!({ "name": disk.name, "force": true }))?;
+    }
+    Ok(())
+}
+
+/// Determines whether a verb without an answer was done.
+fn resolve_cut_off(
+    world: &World,
+    verb: CutOffVerb,
+    listed: &BTreeMap<String, ListedDevice>,
+    missing: &BTreeSet<String>,
+    changes: &mut HashMap<String, Vec<KeptState>>,
+) -> Result<(), String> {
+    let verb_group = verb.verb();
+    let is_there = |disk: &Disk| listed.contains_key(&disk.name) || missing.contains(&disk.name);
+    let mut may = |disk: &Arc<Disk>, change: &dyn Fn(&mut KeptState)| {
+        let allowed = changes.entry(disk.name.clone()).or_insert_with(|| vec![kept_state(world, disk)]);
+        let before = allowed.len();
+        for at in 0..before {
+            let mut then = allowed[at].clone();
+            change(&mut then);
+            allowed.push(then);
+        }
+        // Whether the change is visible, if the device exists at all.
+        let Some(now) = listed.get(&disk.name) else { return false };
+        allowed[..before].iter().all(|allowed_state| !allowed_state.matches(now))
+    };
+    let was_done = match verb {
+        CutOffVerb::Creates(disks) => {
+            let made = disks.iter().filter(|disk| is_there(disk)).count();
+            if made > 0 && made < disks.len() {
+                let names: Vec<_> = disks.iter().map(|disk| (&disk.name, is_there(disk))).collect();
+                return Err(format!("a verb that was cut off took effect in part: {names:?}"));
+            }
+            if made > 0 {
+                for disk in disks {
+                    world.add(disk);
+                }
+            }
+            made > 0
+        }
+        CutOffVerb::Removes(disk) => {
+            let is_gone = !is_there(&disk);
+            if is_gone {
+                world.forget(&disk);
+            }
+            is_gone
+        }
+        CutOffVerb::Publishes(disk, addresses) => {
+            let addresses: Vec<String> = addresses.iter().map(|place| address_text(world, place)).collect();
+            may(&disk, &|allowed_state| allowed_state.addresses.extend(addresses.iter().cloned()))
+        }
+        CutOffVerb::Unpublishes(disk) => may(&disk, &|allowed_state| allowed_state.addresses.clear()),
+        CutOffVerb::Limits(disk, bytes) => may(&disk, &|allowed_state| allowed_state.limit = Some(bytes)),
+        CutOffVerb::Grows(disk, bytes) => may(&disk, &|allowed_state| allowed_state.bytes = Some(bytes)),
+    };
+    let outcome = if was_done { "done" } else { "not done" };
+    world.counts.add("restarts", format!("verbs cut off {verb_group}: {outcome}"), 1);
+    Ok(())
+}
+
+impl KeptState {
+    fn matches(&self, listed: &ListedDevice) -> bool {
+        self.addresses == listed.addresses
+            && self.limit == listed.limit
+            && self.bytes.is_none_or(|bytes| bytes == listed.bytes)
+    }
+}
+
+/// Checks one device. Returns its new known state.
+fn check_device(
+    disk: &Disk,
+    listed: &ListedDevice,
+    allowed: &[KeptState],
+    is_lost: bool,
+    starts: u64,
+) -> Result<KnownState, String> {
+    let known = disk.known();
+    if known.uuid.as_ref().is_some_and(|uuid| *uuid != listed.uuid) {
+        return Err(format!("should have UUID {:?}", known.uuid));
+    }
+    let before = 1 + known.losses;
+    let generations = if is_lost { before + 1..=before + starts } else { before..=before };
+    if !generations.contains(&listed.generation) {
+        return Err(format!("should have generation {generations:?}"));
+    }
+    // A withheld device stays withheld until a verb releases it.
+    let withheld = (is_lost || known.withheld) && !disk.serves_lost;
+    if listed.withheld != withheld {
+        return Err(format!("should{} be withheld", if withheld { "" } else { " not" }));
+    }
+    if !allowed.iter().any(|allowed_state| allowed_state.matches(listed)) {
+        return Err(format!("should be one of {allowed:?}"));
+    }
+    if listed.seen != if withheld { 0 } else { listed.addresses.len() } {
+        return Err(format!("is found at {} addresses", listed.seen));
+    }
+    if disk.image.is_some() && disk.image != listed.image {
+        return Err(format!("should be image {:?}", disk.image));
+    }
+    let below = disk.parent.as_ref().map(|of| of.name.as_str());
+    if below != listed.below.as_deref() {
+        return Err(format!("should lie on {below:?}"));
+    }
+    Ok(KnownState {
+        uuid: Some(listed.uuid.clone()),
+        losses: listed.generation - 1,
+        limit: listed.limit,
+        // The size of the device below may change.
+        size: known.size.map(|_| listed.bytes),
+        withheld,
+    })
+}
+
+/// Returns the state that a server must keep if all verbs were answered.
+fn kept_state(world: &World, disk: &Disk) -> KeptState {
+    let known = disk.known();
+    let addresses = disk.all_addresses().iter().map(|place| address_text(world, place)).collect();
+    KeptState { addresses, limit: known.limit, bytes: known.size }
+}
+
+/// Checks that clients do not find a withheld device.
+fn check_hidden(disk: &Disk) -> Result<(), String> {
+    if !disk.is_withheld() {
+        return Ok(());
+    }
+    for place in disk.all_addresses() {
+        if Connection::connect(&place, &disk.name, &mut Rng::new(1)).is_ok() {
+            return Err(format!("{}: lost its content, but is served at {place:?}", disk.name));
+        }
+    }
+    Ok(())
+}
+
+fn address_text(world: &World, place: &Address) -> String {
+    match place {
+        Address::Nbd(path) if *path == world.dir().join(server::NBD) => HOME.to_owned(),
+        Address::Nbd(path) => format!("nbd unix:{}", path.display()),
+        Address::Machine(path) => format!("vhost_user unix:{}", path.display()),
+        Address::Block(path) => path.display().to_string(),
+    }
+}
+
+fn addresses_of(world: &World, listed: &ListedDevice) -> Vec<Address> {
+    let place = |text: &String| match text.split_once(" unix:") {
+        Some(("nbd", path)) => Address::Nbd(path.into()),
+        Some((_, path)) => Address::Machine(path.into()),
+        None => Address::Nbd(world.dir().join(server::NBD)),
+    };
+    listed.addresses.iter().map(place).collect()
+}
+
+fn ask(world: &World, method: &str, params: &Value) -> Result<Value, String> {
+    control::ask(&world.control(), method, params).map_err(|error| format!("{method} {params}: {error:?}"))
+}
+
+/// Returns the devices that a server reports right after its start.
+fn list_devices(world: &World) -> Result<ListedDevices, String> {
+    let list = ask(world, "list", &json!({}))?;
+    let stat = ask(world, "stat", &json!({}))?;
+    let dump = ask(world, "dump", &json!({}))?;
+    let dump: toml::Table =
+        dump["toml"].as_str().unwrap_or_default().parse().map_err(|e| format!("dump: {e}"))?;
+    let named = |all: &Value| -> BTreeMap<String, Value> {
+        let all = all.as_array().into_iter().flatten();
+        all.map(|one| (one["name"].as_str().unwrap_or_default().to_owned(), one.clone())).collect()
+    };
+    let (listed, stats) = (named(&list["devices"]), named(&stat["devices"]));
+    let missing = named(&list["missing"]).into_keys().collect();
+    let dumped = dump.get("device").and_then(toml::Value::as_array).into_iter().flatten();
+    let dumped: HashMap<&str, &toml::Value> =
+        dumped.filter_map(|device| Some((device.get("name")?.as_str()?, device))).collect();
+    let mut all = BTreeMap::new();
+    for (name, row) in listed {
+        let (Some(stat), Some(words)) = (stats.get(&name), dumped.get(name.as_str())) else {
+            return Err(format!("{name} is listed, but missing in stat or dump"));
+        };
+        let text = |key: &str| words.get(key).and_then(toml::Value::as_str);
+        let exports = words.get("export").and_then(toml::Value::as_array).into_iter().flatten();
+        let place = |export: &toml::Value| {
+            let at = |key: &str| Some(format!("{key} {}", export.get(key)?.as_str()?));
+            at("nbd").or_else(|| at("vhost_user"))
+        };
+        let mut addresses: BTreeSet<String> = exports.filter_map(place).collect();
+        if words.get("publish").is_none() {
+            addresses.insert(HOME.to_owned());
+        }
+        let listed = ListedDevice {
+            uuid: stat["uuid"].as_str().unwrap_or_default().to_owned(),
+            generation: stat["generation"].as_u64().unwrap_or_default(),
+            withheld: row["withheld"] == true,
+            seen: row["exports"].as_array().map_or(0, Vec::len),
+            bytes: row["disksize"].as_u64().unwrap_or_default(),
+            below: text("base").or_else(|| text("origin")).map(str::to_owned),
+            limit: text("mem_limit").and_then(|limit| plan::limit_of(&format!("mem_limit={limit}"))),
+            image: text("url").and_then(|url| Some(url.rsplit_once('@')?.1.to_owned())),
+            addresses,
+        };
+        all.insert(name, listed);
+    }
+    Ok((all, missing))
+}

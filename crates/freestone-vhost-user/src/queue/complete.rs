@@ -1,0 +1,87 @@
+//! Completes requests and publishes completions to the driver.
+
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+
+use freestone_core::device::{Error, IoBuf};
+
+use super::Queue;
+use crate::ring::RingError;
+use crate::task::{Finished, Kind, Task, status_of, zone_status_of};
+
+impl Queue {
+    /// Completes the requests that the device has finished.
+    pub(super) fn complete_finished(&mut self) {
+        if self.in_flight == 0 {
+            return;
+        }
+        let mut finished = std::mem::take(&mut self.finished);
+        self.parts.answers.take(&mut finished);
+        for Finished { task, segments, outcome, buffer } in finished.drain(..) {
+            self.in_flight -= 1;
+            self.charged -= task.charge;
+            match outcome.and_then(|at| task.finish(&self.memory, &segments, &buffer, at)) {
+                Ok((status, len)) => self.complete(&task, status, len),
+                Err(error) => self.fail(&task, error),
+            }
+            self.keep_buffer(buffer);
+            // Reuse the allocation for the next chain.
+            if self.chain.segments.capacity() == 0 {
+                self.chain.segments = segments;
+            }
+        }
+        self.finished = finished;
+    }
+
+    /// Completes a request that this thread has executed. Its segments are those of the current
+    /// chain. For `at` and `buffer` see [`Task::finish`].
+    #[inline]
+    pub(super) fn succeed(&mut self, task: &Task, buffer: IoBuf, at: u64) {
+        let outcome = task.finish(&self.memory, &self.chain.segments, &buffer, at);
+        self.keep_buffer(buffer);
+        match outcome {
+            Ok((status, len)) => self.complete(task, status, len),
+            Err(error) => self.fail(task, error),
+        }
+    }
+
+    /// Counts a failure and completes the request with its error.
+    #[cold]
+    pub(super) fn fail(&mut self, task: &Task, error: Error) {
+        self.parts.disk.failed(&task.kind, task.failed(), error);
+        let status = match task.kind {
+            Kind::Append(_) | Kind::Zone(_) => zone_status_of(error),
+            _ => status_of(error),
+        };
+        self.complete(task, status, 0);
+    }
+
+    /// Returns a chain to the used ring, with a status after `len` bytes of data.
+    #[inline]
+    pub(super) fn complete(&mut self, task: &Task, status: u8, len: usize) {
+        if self.memory.set(task.status, status).is_err() {
+            self.broken = Some(RingError::Memory);
+        }
+        self.parts.ring.push_used(task.head, len as u32 + 1);
+        if let Some(queue_log) = &mut self.parts.queue_log {
+            queue_log.complete(task.head);
+        }
+    }
+
+    /// Publishes the returned chains, and notifies the driver if it requested that.
+    pub(super) fn publish(&mut self) {
+        if self.parts.ring.unpublished() == 0 || self.parts.guest.silent.load(Ordering::SeqCst) {
+            return;
+        }
+        if let Some(queue_log) = &self.parts.queue_log {
+            queue_log.before_publish();
+        }
+        let must_notify = self.parts.ring.publish();
+        if let Some(queue_log) = &mut self.parts.queue_log {
+            queue_log.after_publish(self.parts.ring.used_index());
+        }
+        if must_notify && let Some(call) = &*self.parts.call.lock().unwrap_or_else(PoisonError::into_inner) {
+            freestone_core::eventfd::wake(call);
+        }
+    }
+}
