@@ -187,6 +187,7 @@ fn recompress_uses_trained_algorithm() {
     assert_eq!(error, RecompressError::NoAlgorithm(Algorithm::Zstd));
     grow_old(&ram, 0..3000);
     steps_until(&ram, |done| done.dictionary_bytes > 0);
-    let by_itself = ram.auto_recompressed().pages;
-    assert_eq!(ram.recompress(&third).unwrap().shrunk, 3000 - by_itself);
+    let by_request = ram.recompress(&third).unwrap().shrunk;
+    // The background thread shrinks pages, too, until the request begins.
+    assert_eq!(by_request + ram.auto_recompressed().pages, 3000);
 }
