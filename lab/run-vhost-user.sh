@@ -57,7 +57,7 @@ if wants boot; then
   for wanted in "the base" "data of the last boot" "the base"; do
     said=$(guest 120 boot -- "$dir/job")
     [ "$said" = "$wanted" ] || { echo "boot: expected '$wanted', the guest printed '$said'" >&2; exit 1; }
-    case $wanted in found*) "$FREESTONE" rewind job;; esac
+    case $wanted in "data of"*) "$FREESTONE" rewind job;; esac
   done
   stop
   echo "boot: a root file system on a fork is rewound between boots"
