@@ -86,6 +86,6 @@ for wanted in "the base" "data of the last boot" "the base"; do
   soon 120 is_off || wrong "the domain does not shut down"
   said=$(sed '/^LAB-EXIT:0$/d; /^$/d' "$dir/said")
   [ "$said" = "$wanted" ] || wrong "expected '$wanted', the guest printed '$said'"
-  case $wanted in found*) "$FREESTONE" rewind vm-7;; esac
+  case $wanted in "data of"*) "$FREESTONE" rewind vm-7;; esac
 done
 echo "libvirt $(virsh version | sed -n 's/^Using library: libvirt //p'): a root file system on a fork is rewound between boots"
